@@ -1,0 +1,1 @@
+//! Benchmarks that compare vmferry, QEMU and the floor in one run.

@@ -1,0 +1,1 @@
+//! Page bitmaps: plain and atomic words, and their runs.

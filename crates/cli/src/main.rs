@@ -1,0 +1,2 @@
+//! The command `vmferry`.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Dirty trackers behind the engine's trait: KVM log, write protection.

@@ -1,0 +1,1 @@
+//! The live-migration engine: source, target, channels, policy. Knows no VMM.

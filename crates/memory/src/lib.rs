@@ -1,0 +1,1 @@
+//! Guest memory: typed addresses, regions, zero test, page digests, copies.

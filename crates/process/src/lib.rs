@@ -1,0 +1,1 @@
+//! The guest that needs no KVM: threads writing to memory tracked by write protection.

@@ -1,0 +1,1 @@
+//! The reference VMM: vCPUs, memory, boot, serial.

@@ -1,0 +1,1 @@
+//! The bare-metal guest's ELF image, built by this crate's build script.
