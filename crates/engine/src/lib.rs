@@ -1,1 +1,7 @@
-//! The live-migration engine: source, target, channels, policy. Knows no VMM.
+//! The live-migration engine.
+
+mod vm;
+
+pub use vm::{
+    DirtyTracker, GuestMemory, MachineConfig, Protect, Section, SourceVm, TargetVm, TrackerKind, VmError,
+};

@@ -1,1 +1,6 @@
-//! Bytes to messages of the migration protocol and back: no sockets, no unsafe.
+//! Bytes to messages of the migration protocol, and back. No sockets.
+#![forbid(unsafe_code)]
+
+mod machine;
+
+pub use machine::{MachineConfig, Section};

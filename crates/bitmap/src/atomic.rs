@@ -1,0 +1,153 @@
+//! The bitmap that many threads mark.
+
+use crate::{Bitmap, for_each_word, place, words_for};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A bitmap that is marked by any number of threads and harvested by one.
+///
+/// The order that keeps a page from being lost: a writer writes the page *and then* marks it (`Release`); the harvester
+/// swaps the word out (`Acquire`) *and then* reads the page. Either the harvest sees the mark, and its read sees the
+/// write; or the mark comes later and is found by the next harvest. Marking first would let a harvest take the mark,
+/// read the old page, and leave the write without one.
+#[derive(Debug)]
+pub struct AtomicBitmap {
+    words: Vec<AtomicU64>,
+    len: u64,
+}
+
+impl AtomicBitmap {
+    /// An empty bitmap of `len` pages.
+    #[must_use]
+    pub fn new(len: u64) -> Self {
+        Self { words: (0..words_for(len)).map(|_| AtomicU64::new(0)).collect(), len }
+    }
+
+    /// Pages that this bitmap speaks of, set or not.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether no page is set at the moment.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|w| w.load(Ordering::Acquire) == 0)
+    }
+
+    /// Marks `page`, after it was written. Says whether it was marked before.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    pub fn set(&self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        self.words[word].fetch_or(bit, Ordering::Release) & bit != 0
+    }
+
+    /// Marks the pages of `range`, after they were written: one read-modify-write a word, not one a page.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    pub fn set_range(&self, range: Range<u64>) {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_word(range, |word, mask| {
+            self.words[word].fetch_or(mask, Ordering::Release);
+        });
+    }
+
+    /// Clears `page`; says whether it was marked.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    pub fn test_and_clear(&self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        self.words[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0
+    }
+
+    /// Whether `page` is marked at the moment.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    #[must_use]
+    pub fn test(&self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        self.words[word].load(Ordering::Acquire) & bit != 0
+    }
+
+    /// Moves every mark into `into` and returns how many were moved.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn harvest(&self, into: &mut Bitmap) -> u64 {
+        assert_eq!(self.len, into.len(), "bitmaps of the same region");
+        let mut moved = 0;
+        for (index, word) in self.words.iter().enumerate() {
+            // A clean word is only read: a swap would take its cache line from the writers.
+            if word.load(Ordering::Relaxed) != 0 {
+                let bits = word.swap(0, Ordering::Acquire);
+                moved += u64::from(bits.count_ones());
+                into.union_word(index, bits);
+            }
+        }
+        moved
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn no_write_is_lost_between_marking_and_harvesting() {
+        const PAGES: u64 = 300;
+        const ROUNDS: u64 = 20_000;
+        let map = AtomicBitmap::new(PAGES);
+        let content: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 1..=ROUNDS {
+                    let page = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) % PAGES;
+                    content[usize::try_from(page).unwrap()].store(round, Ordering::Relaxed);
+                    map.set(page);
+                }
+                done.store(true, Ordering::Release);
+            });
+            let mut copy = vec![0; usize::try_from(PAGES).unwrap()];
+            let mut dirty = Bitmap::new(PAGES);
+            loop {
+                let last = done.load(Ordering::Acquire);
+                map.harvest(&mut dirty);
+                for page in dirty.runs().flatten() {
+                    let page = usize::try_from(page).unwrap();
+                    copy[page] = content[page].load(Ordering::Relaxed);
+                }
+                dirty.clear_all();
+                if last {
+                    break;
+                }
+            }
+            for (page, copied) in copy.iter().enumerate() {
+                assert_eq!(*copied, content[page].load(Ordering::Relaxed), "page {page}");
+            }
+        });
+    }
+
+    #[test]
+    fn ranges_mark_across_words_and_are_harvested_once() {
+        let map = AtomicBitmap::new(200);
+        map.set_range(60..130);
+        assert!(map.set(60) && !map.set(5));
+        assert!(map.test(129) && !map.test(130));
+        let mut out = Bitmap::new(200);
+        assert_eq!(map.harvest(&mut out), 71);
+        assert_eq!(out.runs().collect::<Vec<_>>(), [5..6, 60..130]);
+        assert!(map.is_empty());
+        assert_eq!(map.harvest(&mut out), 0);
+        assert!(!map.test_and_clear(60));
+    }
+}

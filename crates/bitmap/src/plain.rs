@@ -1,0 +1,335 @@
+//! The bitmap of one owner.
+
+use crate::{WORD_BITS, for_each_word, place, words_for};
+use std::ops::Range;
+
+/// A bitmap of a fixed number of pages.
+///
+/// Invariant: bits at and beyond `len` in the last word are zero, so that counting and scanning need no special case.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Bitmap {
+    words: Vec<u64>,
+    len: u64,
+}
+
+impl std::fmt::Debug for Bitmap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Bitmap({} of {} set)", self.count(), self.len)
+    }
+}
+
+impl Bitmap {
+    /// An empty bitmap of `len` pages.
+    #[must_use]
+    pub fn new(len: u64) -> Self {
+        Self { words: vec![0; words_for(len)], len }
+    }
+
+    /// A bitmap of `len` pages, all set.
+    #[must_use]
+    pub fn full(len: u64) -> Self {
+        let mut map = Self::new(len);
+        map.set_range(0..len);
+        map
+    }
+
+    /// Pages that this bitmap speaks of, set or not.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether no page is set.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|&w| w == 0)
+    }
+
+    /// The words, lowest pages first; bits at and beyond `len` are zero.
+    #[must_use]
+    pub fn words(&self) -> &[u64] {
+        &self.words
+    }
+
+    /// Whether `page` is set.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    #[must_use]
+    pub fn test(&self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        self.words[word] & bit != 0
+    }
+
+    /// Sets `page`; says whether it was set before.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    pub fn set(&mut self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        let was = self.words[word] & bit != 0;
+        self.words[word] |= bit;
+        was
+    }
+
+    /// Clears `page`; says whether it was set before.
+    ///
+    /// # Panics
+    /// If `page >= len`.
+    pub fn test_and_clear(&mut self, page: u64) -> bool {
+        assert!(page < self.len, "page {page} of {}", self.len);
+        let (word, bit) = place(page);
+        let was = self.words[word] & bit != 0;
+        self.words[word] &= !bit;
+        was
+    }
+
+    /// Sets every page of `range`.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    pub fn set_range(&mut self, range: Range<u64>) {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_word(range, |word, mask| self.words[word] |= mask);
+    }
+
+    /// Clears every page of `range`.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    pub fn clear_range(&mut self, range: Range<u64>) {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_word(range, |word, mask| self.words[word] &= !mask);
+    }
+
+    /// Clears every page.
+    pub fn clear_all(&mut self) {
+        self.words.fill(0);
+    }
+
+    /// How many pages are set.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.words.iter().map(|w| u64::from(w.count_ones())).sum()
+    }
+
+    /// How many pages of `range` are set.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    #[must_use]
+    pub fn count_range(&self, range: Range<u64>) -> u64 {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        let mut count = 0;
+        for_each_word(range, |word, mask| count += u64::from((self.words[word] & mask).count_ones()));
+        count
+    }
+
+    /// Adds the pages of `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn union(&mut self, other: &Self) {
+        assert_eq!(self.len, other.len, "bitmaps of the same region");
+        self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a |= b);
+    }
+
+    /// Removes the pages of `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn subtract(&mut self, other: &Self) {
+        assert_eq!(self.len, other.len, "bitmaps of the same region");
+        self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a &= !b);
+    }
+
+    /// Keeps only the pages of `range` that are set in `other`; pages outside `range` stay as they are.
+    ///
+    /// # Panics
+    /// If the lengths differ or `range` ends beyond them.
+    pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
+        assert_eq!(self.len, other.len, "bitmaps of the same region");
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_word(range, |word, mask| self.words[word] &= other.words[word] | !mask);
+    }
+
+    /// Adds a log of words, as a kernel hands it out, whose first bit is page 0. Bits beyond `len` are ignored.
+    pub fn union_words(&mut self, log: &[u64]) {
+        self.words.iter_mut().zip(log).for_each(|(a, b)| *a |= b);
+        self.trim();
+    }
+
+    /// Adds `bits` to the word that holds pages `64 * word ..`. Bits beyond `len` are ignored.
+    ///
+    /// # Panics
+    /// If there is no such word.
+    pub fn union_word(&mut self, word: usize, bits: u64) {
+        self.words[word] |= bits;
+        if word + 1 == self.words.len() {
+            self.trim();
+        }
+    }
+
+    fn trim(&mut self) {
+        let tail = self.len % WORD_BITS;
+        if let (Some(last), 1..) = (self.words.last_mut(), tail) {
+            *last &= (1 << tail) - 1;
+        }
+    }
+
+    /// The set pages as maximal runs, in order.
+    #[must_use]
+    pub fn runs(&self) -> Runs<'_> {
+        self.runs_in(0..self.len)
+    }
+
+    /// The set pages of `range` as maximal runs, in order; runs are cut at the ends of `range`.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    #[must_use]
+    pub fn runs_in(&self, range: Range<u64>) -> Runs<'_> {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        Runs { words: &self.words, at: range.start, end: range.end }
+    }
+}
+
+/// The runs of a [`Bitmap`]; see [`Bitmap::runs`].
+#[derive(Debug, Clone)]
+pub struct Runs<'a> {
+    words: &'a [u64],
+    at: u64,
+    end: u64,
+}
+
+impl Runs<'_> {
+    /// The first page at or after `from` whose bit, flipped by `flip`, is set; `end` if there is none.
+    fn seek(&self, from: u64, flip: u64) -> u64 {
+        if from >= self.end {
+            return self.end;
+        }
+        let (mut word, _) = place(from);
+        let mut bits = (self.words[word] ^ flip) & (u64::MAX << (from % WORD_BITS));
+        let last = place(self.end - 1).0;
+        while bits == 0 {
+            if word == last {
+                return self.end;
+            }
+            word += 1;
+            bits = self.words[word] ^ flip;
+        }
+        (word as u64 * WORD_BITS + u64::from(bits.trailing_zeros())).min(self.end)
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let start = self.seek(self.at, 0);
+        if start >= self.end {
+            self.at = self.end;
+            return None;
+        }
+        self.at = self.seek(start, u64::MAX);
+        Some(start..self.at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn naive_runs(bits: &[bool]) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for (i, _) in bits.iter().enumerate().filter(|(_, set)| **set) {
+            let i = i as u64;
+            match runs.last_mut() {
+                Some(run) if run.end == i => run.end = i + 1,
+                _ => runs.push(i..i + 1),
+            }
+        }
+        runs
+    }
+
+    fn from_bools(bits: &[bool]) -> Bitmap {
+        let mut map = Bitmap::new(bits.len() as u64);
+        for (i, _) in bits.iter().enumerate().filter(|(_, set)| **set) {
+            map.set(i as u64);
+        }
+        map
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_maximal_runs(bits in prop::collection::vec(prop::bool::weighted(0.3), 0..500)) {
+            let map = from_bools(&bits);
+            prop_assert_eq!(map.runs().collect::<Vec<_>>(), naive_runs(&bits));
+            prop_assert_eq!(map.count(), bits.iter().filter(|b| **b).count() as u64);
+            prop_assert_eq!(map.is_empty(), !bits.contains(&true));
+        }
+
+        #[test]
+        fn runs_in_a_range_are_those_of_the_cut_bitmap(
+            bits in prop::collection::vec(prop::bool::weighted(0.8), 1..500), a in 0u64..500, b in 0u64..500,
+        ) {
+            let len = bits.len() as u64;
+            let (a, b) = (a.min(b).min(len), a.max(b).min(len));
+            let cut: Vec<bool> = bits.iter().enumerate().map(|(i, s)| *s && (a..b).contains(&(i as u64))).collect();
+            let map = from_bools(&bits);
+            prop_assert_eq!(map.runs_in(a..b).collect::<Vec<_>>(), naive_runs(&cut));
+            prop_assert_eq!(map.count_range(a..b), from_bools(&cut).count());
+        }
+
+        #[test]
+        fn ranges_set_and_clear_what_they_name(len in 1u64..400, ops in prop::collection::vec((any::<bool>(), 0u64..400, 0u64..400), 0..8)) {
+            let mut map = Bitmap::new(len);
+            let mut model = vec![false; usize::try_from(len).unwrap()];
+            for (set, a, b) in ops {
+                let (a, b) = (a.min(b).min(len), a.max(b).min(len));
+                if set { map.set_range(a..b) } else { map.clear_range(a..b) }
+                model[usize::try_from(a).unwrap()..usize::try_from(b).unwrap()].fill(set);
+            }
+            prop_assert_eq!(map, from_bools(&model));
+        }
+
+        #[test]
+        fn sets_combine_bit_by_bit(pairs in prop::collection::vec((any::<bool>(), any::<bool>()), 1..300), a in 0u64..300, b in 0u64..300) {
+            let left: Vec<bool> = pairs.iter().map(|p| p.0).collect();
+            let right: Vec<bool> = pairs.iter().map(|p| p.1).collect();
+            let (mut union, mut minus, mut kept) = (from_bools(&left), from_bools(&left), from_bools(&left));
+            union.union(&from_bools(&right));
+            minus.subtract(&from_bools(&right));
+            let (a, b) = (a.min(b).min(left.len() as u64), a.max(b).min(left.len() as u64));
+            kept.retain_range(a..b, &from_bools(&right));
+            prop_assert_eq!(union, from_bools(&pairs.iter().map(|p| p.0 | p.1).collect::<Vec<_>>()));
+            prop_assert_eq!(minus, from_bools(&pairs.iter().map(|p| p.0 & !p.1).collect::<Vec<_>>()));
+            let want: Vec<bool> = pairs.iter().enumerate()
+                .map(|(i, p)| if (a..b).contains(&(i as u64)) { p.0 & p.1 } else { p.0 }).collect();
+            prop_assert_eq!(kept, from_bools(&want));
+        }
+    }
+
+    #[test]
+    fn bits_beyond_the_end_of_a_kernel_log_are_ignored() {
+        let mut map = Bitmap::new(70);
+        map.union_words(&[0, u64::MAX]);
+        assert_eq!(map.count(), 6);
+        map.union_word(1, u64::MAX);
+        assert_eq!(map.runs().collect::<Vec<_>>(), [64..70]);
+    }
+
+    #[test]
+    fn a_page_is_set_and_cleared_once() {
+        let mut map = Bitmap::new(130);
+        assert!(!map.set(129));
+        assert!(map.set(129));
+        assert!(map.test(129));
+        assert!(map.test_and_clear(129));
+        assert!(!map.test_and_clear(129));
+        assert!(map.is_empty());
+    }
+}

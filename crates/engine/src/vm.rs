@@ -1,0 +1,202 @@
+//! What a VMM implements to be moved.
+//!
+//! | trait | who calls it | what it is |
+//! |---|---|---|
+//! | [`GuestMemory`] | both sides, many threads | the guest's pages |
+//! | [`DirtyTracker`], [`Protect`] | the source | which pages the guest wrote since they were read |
+//! | [`SourceVm`] | the source | pause, save, resume |
+//! | [`TargetVm`] | the target | load, start |
+//!
+//! The engine calls [`SourceVm`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
+//! channel threads at once.
+
+use std::fmt;
+use std::sync::Arc;
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{Layout, PageRun, PageSet, RegionId, Window};
+pub use vmferry_wire::{MachineConfig, Section};
+
+/// What went wrong inside a VMM's implementation, in its own words.
+#[derive(Debug)]
+pub struct VmError(Box<dyn std::error::Error + Send + Sync>);
+
+impl VmError {
+    /// Wraps any error, or a text.
+    pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self(error.into())
+    }
+}
+
+impl fmt::Display for VmError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for VmError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
+
+/// The pages of a guest. Shared by every thread of the engine.
+pub trait GuestMemory: Send + Sync {
+    /// Its regions. Does not change during a migration.
+    fn layout(&self) -> &Layout;
+
+    /// The live bytes of `run`, mapped in this process for as long as the window lives.
+    ///
+    /// Memory of another process serves as well: map its memfd here.
+    ///
+    /// # Errors
+    /// If region `region` has no such pages.
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError>;
+
+    /// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything but zeros.
+    ///
+    /// Called after the pages are protected ([`Protect`]), so that a page touched later is found by a harvest. Saying
+    /// yes too often costs time, saying no wrongly loses the page: a page that was swapped out, or that was written
+    /// through another mapping, is touched. When in doubt, leave this default, which says yes to all.
+    ///
+    /// # Errors
+    /// If the host does not answer.
+    fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
+        let _ = region;
+        touched.set_range(run.range());
+        Ok(())
+    }
+}
+
+/// How pages that the guest writes are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TrackerKind {
+    /// KVM's dirty bitmap, cleared by hand chunk by chunk.
+    Log,
+    /// Write protection by userfaultfd, read by `PAGEMAP_SCAN`.
+    Wp,
+    /// Something of the embedder's own.
+    Custom,
+}
+
+impl fmt::Display for TrackerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Log => "log",
+            Self::Wp => "wp",
+            Self::Custom => "custom",
+        })
+    }
+}
+
+/// Finds the pages that were written: by the guest, by the VMM, by the kernel on behalf of either.
+///
+/// The contract that keeps pages from being lost, for every page `p` between [`start`](Self::start) and
+/// [`stop`](Self::stop):
+///
+/// > Once [`Protect::protect`] has returned for `p`, every write to `p` that happens after that return is reported by a
+/// > later harvest.
+///
+/// The engine in turn reads `p` only after `protect` returned for it. A tracker that re-protects while it harvests
+/// (write protection) has an empty `protect`; one that leaves pages writable until told (KVM's bitmap with manual
+/// protection) does its work there, chunk by chunk, right before the pages are read, so that no lock is held long.
+pub trait DirtyTracker: Send {
+    /// What it is, for reports.
+    fn kind(&self) -> TrackerKind;
+
+    /// Starts tracking. The engine sends every page once after this, so what was written before need not be known.
+    ///
+    /// # Errors
+    /// If the host cannot track this memory; the guest is as before.
+    fn start(&mut self) -> Result<(), VmError>;
+
+    /// Adds to `dirty` the pages written since they were last protected, and forgets them; `dirty` may already have
+    /// pages in it. A page whose harvest failed is reported again by the next one.
+    ///
+    /// # Errors
+    /// If the host no longer answers. What was collected before the failure is in `dirty`.
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError>;
+
+    /// The part that channel threads call before they read pages.
+    fn protector(&self) -> Arc<dyn Protect>;
+
+    /// Stops tracking and lets the guest run at its full speed.
+    ///
+    /// # Errors
+    /// If the host refuses; the guest still runs, perhaps slower.
+    fn stop(&mut self) -> Result<(), VmError>;
+}
+
+/// Protects pages right before they are read; see [`DirtyTracker`].
+pub trait Protect: Send + Sync {
+    /// Which runs `protect` works on best: aligned to this many pages, a power of two. The engine calls it with runs
+    /// that start at a multiple and are no longer than this.
+    fn chunk_pages(&self) -> u64 {
+        512
+    }
+
+    /// From its return on, writes to those pages of `chunk` that are set in `pages` (a bitmap of the whole region) are
+    /// reported by a later harvest. Pages that are not set must be left as they are: a write to one of them that is
+    /// already recorded must not be forgotten.
+    ///
+    /// # Errors
+    /// If the host refuses. The migration fails; the guest goes on.
+    fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
+}
+
+/// A VM that can be moved away.
+pub trait SourceVm: Send {
+    /// What the target must be like to take this guest.
+    fn config(&self) -> MachineConfig;
+
+    /// The guest's memory.
+    fn memory(&self) -> Arc<dyn GuestMemory>;
+
+    /// A tracker for all of the guest's memory, not started.
+    ///
+    /// # Errors
+    /// If `kind` cannot be had: which, and why, and what can.
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
+
+    /// Stops the vCPUs: when this returns, none runs guest code and none will before [`resume`](Self::resume).
+    ///
+    /// # Errors
+    /// If a vCPU does not stop. The engine then calls `resume`.
+    fn pause(&mut self) -> Result<(), VmError>;
+
+    /// Drains I/O in flight and saves vCPUs, interrupt controllers and devices. Called between pause and resume;
+    /// may write guest memory, which the following harvest finds.
+    ///
+    /// # Errors
+    /// If some state cannot be read. The engine then calls `resume`.
+    fn save(&mut self) -> Result<Vec<Section>, VmError>;
+
+    /// Lets the vCPUs run again. Called only while this side owns the guest; does nothing if they run.
+    ///
+    /// # Errors
+    /// If a vCPU cannot be started.
+    fn resume(&mut self) -> Result<(), VmError>;
+}
+
+/// An empty VM that takes a guest.
+///
+/// Its memory reads as zeros and its vCPUs have not run.
+pub trait TargetVm: Send {
+    /// What this machine is like; must equal the source's.
+    fn config(&self) -> MachineConfig;
+
+    /// The memory that the guest is received into.
+    fn memory(&self) -> Arc<dyn GuestMemory>;
+
+    /// Loads the state that [`SourceVm::save`] gave, vCPUs stay stopped. All memory has arrived.
+    ///
+    /// # Errors
+    /// If a section is missing, unknown, of another version or not valid. The source then resumes.
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError>;
+
+    /// Lets the vCPUs run. From here on this side owns the guest.
+    ///
+    /// # Errors
+    /// If a vCPU cannot be started: the guest stands still on this side, which owns it.
+    fn start(&mut self) -> Result<(), VmError>;
+}
