@@ -1,0 +1,83 @@
+//! Anonymous memory mapped like a guest's: private, huge pages wanted.
+
+use std::io;
+use std::ptr;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// The size and alignment of a transparent huge page on x86-64.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// A private anonymous mapping that starts at a huge page's boundary and asks for huge pages.
+///
+/// Invariant: `base .. base + mapped` is one mapping of ours alone, readable and writable, and
+/// `start .. start + len` lies inside it.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    base: *mut u8,
+    mapped: usize,
+    start: *mut u8,
+    len: usize,
+}
+
+impl Mapping {
+    /// Maps `len` bytes, untouched: the first write to each page makes it present.
+    pub(crate) fn new(len: usize) -> io::Result<Self> {
+        let mapped = len
+            .checked_add(HUGE_PAGE)
+            .ok_or_else(|| io::Error::other(format!("{len} bytes cannot be mapped")))?;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice disturbs nothing.
+        let base = unsafe {
+            mmap_anonymous(ptr::null_mut(), mapped, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)?
+        };
+        let base = base.cast::<u8>();
+        let start = base.wrapping_add(base.align_offset(HUGE_PAGE));
+        let mapping = Mapping { base, mapped, start, len };
+        // SAFETY: the range is part of the mapping made above, and the advice changes no content.
+        unsafe { madvise(mapping.start.cast(), len, Advice::LinuxHugepage)? };
+        Ok(mapping)
+    }
+
+    /// The memory. Reading a page that was never written gives zeros.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the range is mapped and initialized (the kernel gives zeros) for as long as `self`
+        // lives, and only `bytes_mut`, which needs `&mut self`, writes to it.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+
+    /// The memory, for writing.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours alone and no reference outlives `self`. A failure would leave it
+        // mapped until the process ends, which harms nothing.
+        let _ = unsafe { munmap(self.base.cast(), self.mapped) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_aligned_zeroed_and_writable_to_both_ends() {
+        let mut mapping = Mapping::new(3 << 20).unwrap();
+        assert_eq!(mapping.bytes().as_ptr().align_offset(HUGE_PAGE), 0);
+        assert!(mapping.bytes().iter().all(|&b| b == 0));
+        let bytes = mapping.bytes_mut();
+        bytes[0] = 1;
+        *bytes.last_mut().unwrap() = 2;
+        assert_eq!((mapping.bytes()[0], mapping.bytes()[(3 << 20) - 1]), (1, 2));
+    }
+
+    #[test]
+    fn an_impossible_size_is_an_error() {
+        assert!(Mapping::new(usize::MAX).is_err());
+        assert!(Mapping::new(usize::MAX >> 1).is_err());
+    }
+}
