@@ -1,0 +1,177 @@
+//! The kernel command line of the bare-metal guest: how a host tells it what to do.
+
+use crate::{Text, Workload, WorkloadError};
+use core::fmt;
+use core::str::FromStr;
+
+/// Where a guest reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatsSink {
+    /// The statistics page, every 10 ms.
+    Page,
+    /// Lines on the serial port, every 100 ms and every second.
+    Serial,
+}
+
+/// The guest's command line: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order, separated by spaces.
+///
+/// Printed by [`Display`](fmt::Display), parsed by [`FromStr`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GuestArgs {
+    /// What to do. Default: `idle`.
+    pub workload: Workload,
+    /// Where to report. Default: the serial port.
+    pub stats: StatsSink,
+    /// vCPUs to start; the guest gives up when they do not come. Default: those that answer within 100 ms.
+    pub cpus: Option<u32>,
+    /// Frequency of the TSC in kHz. Default: what CPUID says, or a measurement against the PIT.
+    pub tsc_khz: Option<u32>,
+}
+
+impl GuestArgs {
+    /// Arguments with every option at its default.
+    #[must_use]
+    pub fn new(workload: Workload) -> Self {
+        Self { workload, stats: StatsSink::Serial, cpus: None, tsc_khz: None }
+    }
+}
+
+/// Why a command line was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CmdlineError {
+    /// The workload cannot be used.
+    Workload(WorkloadError),
+    /// A value cannot be used.
+    Value {
+        /// The option.
+        key: &'static str,
+        /// What stood there.
+        found: Text,
+        /// What would have been accepted.
+        accepted: &'static str,
+    },
+    /// Not one of the options.
+    Unknown {
+        /// What stood there.
+        found: Text,
+    },
+}
+
+// The options of the command line say 64 too.
+const _: () = assert!(crate::MAX_CPUS == 64);
+
+impl fmt::Display for CmdlineError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Workload(error) => error.fmt(f),
+            Self::Value { key, found, accepted } => {
+                write!(f, "command line: {key}={found} cannot be used; use {accepted}")
+            }
+            Self::Unknown { found } => {
+                write!(f, "command line: '{found}' is unknown; use workload=, stats=, cpus= or tsc_khz=")
+            }
+        }
+    }
+}
+
+impl core::error::Error for CmdlineError {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        match self {
+            Self::Workload(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl FromStr for GuestArgs {
+    type Err = CmdlineError;
+
+    fn from_str(line: &str) -> Result<Self, CmdlineError> {
+        let mut args = Self::new(Workload::new(crate::Pattern::Idle));
+        for word in line.split_ascii_whitespace() {
+            let (key, value) =
+                word.split_once('=').ok_or(CmdlineError::Unknown { found: Text::new(word) })?;
+            match key {
+                "workload" => args.workload = value.parse().map_err(CmdlineError::Workload)?,
+                "stats" if value == "page" => args.stats = StatsSink::Page,
+                "stats" if value == "serial" => args.stats = StatsSink::Serial,
+                "stats" => return Err(bad("stats", value, "page or serial")),
+                "cpus" => {
+                    let cpus = value.parse().ok().filter(|cpus| (1..=64).contains(cpus));
+                    args.cpus = Some(cpus.ok_or(bad("cpus", value, "1 to 64"))?);
+                }
+                "tsc_khz" => {
+                    let khz = value.parse().ok().filter(|khz| *khz >= 1000);
+                    args.tsc_khz =
+                        Some(khz.ok_or(bad("tsc_khz", value, "a number of kHz, at least 1000"))?);
+                }
+                _ => return Err(CmdlineError::Unknown { found: Text::new(word) }),
+            }
+        }
+        Ok(args)
+    }
+}
+
+fn bad(key: &'static str, found: &str, accepted: &'static str) -> CmdlineError {
+    CmdlineError::Value { key, found: Text::new(found), accepted }
+}
+
+impl fmt::Display for GuestArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = match self.stats {
+            StatsSink::Page => "page",
+            StatsSink::Serial => "serial",
+        };
+        write!(f, "workload={} stats={stats}", self.workload)?;
+        if let Some(cpus) = self.cpus {
+            write!(f, " cpus={cpus}")?;
+        }
+        if let Some(khz) = self.tsc_khz {
+            write!(f, " tsc_khz={khz}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::string::ToString;
+
+    #[test]
+    fn parses_what_it_prints() {
+        for line in [
+            "workload=idle stats=serial",
+            "workload=uniform,ws=256M,rate=100k stats=page cpus=2 tsc_khz=2000000",
+            "workload=zipf:0.99,fill=mix:30 stats=serial cpus=64",
+        ] {
+            assert_eq!(line.parse::<GuestArgs>().unwrap().to_string(), line);
+        }
+        assert_eq!("".parse::<GuestArgs>().unwrap().to_string(), "workload=idle stats=serial");
+    }
+
+    #[test]
+    fn refuses_with_the_reason() {
+        for (line, reason) in [
+            ("workload=busy", "is no pattern"),
+            ("stats=disk", "stats=disk cannot be used; use page or serial"),
+            ("cpus=0", "1 to 64"),
+            ("cpus=65", "1 to 64"),
+            ("tsc_khz=2GHz", "a number of kHz"),
+            ("quiet", "'quiet' is unknown"),
+            ("root=/dev/vda", "'root=/dev/vda' is unknown"),
+        ] {
+            let error = line.parse::<GuestArgs>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{line}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_is_parsed_or_refused(line in "\\PC{0,100}") {
+            let _ = line.parse::<GuestArgs>();
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The content of pages at start: reproducible from the page number, word by word.
+
+use crate::pick::mix;
+use core::fmt;
+
+/// What pages contain before they are first written to.
+///
+/// Every word of a page can be computed from the page's number alone, so that a page nobody wrote to can be checked after
+/// any number of migrations. The first two words are the stamp (page number, counter 0), except in zero pages, which stay
+/// zero throughout until their first write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fill {
+    /// Incompressible words.
+    Random,
+    /// All-zero pages, written once at start, so they are resident.
+    Zero,
+    /// Words out of a small dictionary: an LZ codec makes about a third of them.
+    Text,
+    /// This percentage of the pages is random; of the others every second page is text and every second zero, all of them
+    /// interleaved pseudo-randomly.
+    Mix(u8),
+}
+
+/// What one page contains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PageKind {
+    Random,
+    Zero,
+    Text,
+}
+
+/// Eight-letter words: with 32 of them a page compresses about three times (LZ4; entropy coders do better).
+const WORDS: [&[u8; 8]; 32] = [
+    b"harbour ",
+    b"current ",
+    b"steamer ",
+    b"anchors ",
+    b"lantern ",
+    b"channel ",
+    b"tideway ",
+    b"quayman ",
+    b"ballast ",
+    b"capstan ",
+    b"dockers ",
+    b"estuary ",
+    b"fairway ",
+    b"gangway ",
+    b"hawsers ",
+    b"inshore ",
+    b"jetties ",
+    b"keelson ",
+    b"landing ",
+    b"mooring ",
+    b"narrows ",
+    b"oarsmen ",
+    b"pontoon ",
+    b"quarter ",
+    b"rigging ",
+    b"seaward ",
+    b"towline ",
+    b"upriver ",
+    b"vessels ",
+    b"windage ",
+    b"yardarm ",
+    b"crossed ",
+];
+
+/// Keeps content apart from the other uses of [`mix`].
+const CONTENT_SEED: u64 = 0x7665_7373_656c_2031;
+const KIND_SEED: u64 = 0x7665_7373_656c_2032;
+
+impl Fill {
+    /// Parses `random`, `zero`, `text` or `mix:PERCENT`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "random" => Some(Self::Random),
+            "zero" => Some(Self::Zero),
+            "text" => Some(Self::Text),
+            _ => {
+                let percent = text.strip_prefix("mix:")?;
+                let digits = percent.bytes().all(|byte| byte.is_ascii_digit());
+                percent.parse().ok().filter(|percent| digits && *percent <= 100).map(Self::Mix)
+            }
+        }
+    }
+
+    /// Word `word` (`0..512`) of page `page` at start, before its first write.
+    #[must_use]
+    pub fn word(self, page: u64, word: usize) -> u64 {
+        let kind = self.kind(page);
+        match (kind, word) {
+            (PageKind::Zero, _) | (_, 1) => 0,
+            (_, 0) => page,
+            _ => content(kind, page, word),
+        }
+    }
+
+    pub(crate) fn kind(self, page: u64) -> PageKind {
+        match self {
+            Self::Random => PageKind::Random,
+            Self::Zero => PageKind::Zero,
+            Self::Text => PageKind::Text,
+            Self::Mix(percent) => {
+                let draw = mix(page ^ KIND_SEED);
+                match (draw % 100 < u64::from(percent), (draw >> 32) & 1) {
+                    (true, _) => PageKind::Random,
+                    (false, 0) => PageKind::Zero,
+                    (false, _) => PageKind::Text,
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Display for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Random => f.write_str("random"),
+            Self::Zero => f.write_str("zero"),
+            Self::Text => f.write_str("text"),
+            Self::Mix(percent) => write!(f, "mix:{percent}"),
+        }
+    }
+}
+
+/// Word `word` (`2..512`) of a page of the given kind.
+#[inline]
+pub(crate) fn content(kind: PageKind, page: u64, word: usize) -> u64 {
+    if kind == PageKind::Zero {
+        return 0;
+    }
+    // Pages and words never share an input: a page has 512 words. The seed is added, so page 0 is no special case.
+    let draw = mix((page.wrapping_mul(512) + word as u64).wrapping_add(CONTENT_SEED));
+    match kind {
+        PageKind::Text => u64::from_le_bytes(*WORDS[(draw >> 59) as usize]),
+        _ => draw,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn page(fill: Fill, page: u64) -> std::vec::Vec<u64> {
+        (0..512).map(|word| fill.word(page, word)).collect()
+    }
+
+    #[test]
+    fn random_pages_have_distinct_words() {
+        let words: HashSet<u64> =
+            (0..64).flat_map(|number| page(Fill::Random, number)[2..].to_vec()).collect();
+        assert_eq!(words.len(), 64 * 510);
+    }
+
+    #[test]
+    fn stamps_stand_at_the_start_except_in_zero_pages() {
+        assert_eq!(page(Fill::Random, 7)[..2], [7, 0]);
+        assert_eq!(page(Fill::Text, 7)[..2], [7, 0]);
+        assert!(page(Fill::Zero, 7).iter().all(|word| *word == 0));
+    }
+
+    #[test]
+    fn text_is_text_and_repeats_itself() {
+        let words = page(Fill::Text, 3);
+        let distinct: HashSet<u64> = words[2..].iter().copied().collect();
+        assert!((25..=32).contains(&distinct.len()), "{}", distinct.len());
+        assert!(
+            words[2..]
+                .iter()
+                .flat_map(|word| word.to_le_bytes())
+                .all(|b| b == b' ' || b.is_ascii_lowercase())
+        );
+    }
+
+    #[test]
+    fn mix_has_the_percentage_that_it_says() {
+        for percent in [0u8, 30, 100] {
+            let random = (0..20_000).filter(|p| Fill::Mix(percent).kind(*p) == PageKind::Random).count();
+            assert!(random.abs_diff(200 * usize::from(percent)) < 300, "{percent}: {random}");
+        }
+        let kinds: std::vec::Vec<_> = (0..20_000).map(|page| Fill::Mix(0).kind(page)).collect();
+        let zero = kinds.iter().filter(|kind| **kind == PageKind::Zero).count();
+        assert!(zero.abs_diff(10_000) < 300, "{zero}");
+    }
+}

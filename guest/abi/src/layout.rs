@@ -1,0 +1,214 @@
+//! Which pages there are, and which vCPU owns which.
+
+use crate::{MAX_CPUS, PAGE_SIZE, Pattern, Workload};
+use core::fmt;
+use core::ops::Range;
+
+/// How a guest divides its memory. `1 <= cpus <= 64`, `ws_pages <= data_pages`, and a busy pattern has `ws_pages >= cpus`.
+///
+/// Pages are numbered `0..data_pages`; the first `ws_pages` of them are the working set. Besides them the guest needs
+/// [`table_pages`](Self::table_pages) for its counters, in memory that migrates like the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Pages that are written to.
+    pub ws_pages: u64,
+    /// Pages that have content, the working set among them.
+    pub data_pages: u64,
+    /// vCPUs that share them.
+    pub cpus: u64,
+}
+
+/// Why a workload does not fit a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// No vCPU, or more than the statistics page has room for.
+    Cpus {
+        /// vCPUs asked for.
+        cpus: u64,
+    },
+    /// The memory that the workload asks for is not there.
+    Memory {
+        /// Bytes that the workload needs, its counters among them.
+        needed: u64,
+        /// Bytes that the guest can use.
+        usable: u64,
+    },
+    /// Fewer pages of working set than vCPUs.
+    WorkingSet {
+        /// Pages of working set.
+        ws_pages: u64,
+        /// vCPUs.
+        cpus: u64,
+    },
+}
+
+impl fmt::Display for LayoutError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpus { cpus } => write!(f, "{cpus} vCPUs: use 1 to {MAX_CPUS}"),
+            Self::Memory { needed, usable } => write!(
+                f,
+                "the workload needs {needed} bytes and the guest can use {usable}; lower ws or data, or give it more memory"
+            ),
+            Self::WorkingSet { ws_pages, cpus } => {
+                write!(f, "a working set of {ws_pages} pages is too small for {cpus} vCPUs; raise ws")
+            }
+        }
+    }
+}
+
+impl core::error::Error for LayoutError {}
+
+/// Counters of 8 bytes in a page.
+const COUNTERS_A_PAGE: u64 = PAGE_SIZE / 8;
+
+impl Layout {
+    /// Divides `usable_pages` pages (content and counters) among `cpus` vCPUs as the workload says.
+    ///
+    /// # Errors
+    /// [`LayoutError`] when there are too few pages or too many vCPUs.
+    pub fn new(workload: &Workload, usable_pages: u64, cpus: u64) -> Result<Self, LayoutError> {
+        if !(1..=MAX_CPUS as u64).contains(&cpus) {
+            return Err(LayoutError::Cpus { cpus });
+        }
+        let ws = workload.ws.map(|bytes| bytes / PAGE_SIZE);
+        let data = workload.data.map(|bytes| bytes / PAGE_SIZE);
+        let idle = workload.pattern == Pattern::Idle;
+        let data_pages = match data.or(ws) {
+            Some(pages) => pages,
+            None if idle => usable_pages,
+            // pages + pages / 512 (rounded up) <= usable
+            None => usable_pages - usable_pages.div_ceil(COUNTERS_A_PAGE + 1),
+        };
+        let ws_pages = if idle { 0 } else { ws.unwrap_or(data_pages) };
+        let layout = Self { ws_pages, data_pages, cpus };
+        let needed = data_pages.saturating_add(layout.table_pages());
+        if needed > usable_pages || data_pages == 0 {
+            return Err(LayoutError::Memory {
+                needed: needed.max(1).saturating_mul(PAGE_SIZE),
+                usable: usable_pages.saturating_mul(PAGE_SIZE),
+            });
+        }
+        if !idle && ws_pages < cpus {
+            return Err(LayoutError::WorkingSet { ws_pages, cpus });
+        }
+        Ok(layout)
+    }
+
+    /// Pages that the counters take: 8 bytes for each page of the working set.
+    #[must_use]
+    pub fn table_pages(&self) -> u64 {
+        self.ws_pages.div_ceil(COUNTERS_A_PAGE)
+    }
+
+    /// What vCPU `cpu` (`0..cpus`) owns.
+    #[must_use]
+    pub fn share(&self, cpu: u64) -> Share {
+        let rest = self.data_pages.saturating_sub(self.ws_pages);
+        let ws = part(self.ws_pages, cpu, self.cpus);
+        let rest = part(rest, cpu, self.cpus);
+        Share { ws, rest: rest.start + self.ws_pages..rest.end + self.ws_pages }
+    }
+}
+
+fn part(pages: u64, index: u64, of: u64) -> Range<u64> {
+    let cut = |n: u64| {
+        let product = u128::from(pages) * u128::from(n.min(of)) / u128::from(of.max(1));
+        u64::try_from(product).unwrap_or(pages)
+    };
+    cut(index)..cut(index + 1)
+}
+
+/// The pages of one vCPU: nobody else writes or checks them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Its part of the working set.
+    pub ws: Range<u64>,
+    /// Its part of the pages that are filled at start and then only checked.
+    pub rest: Range<u64>,
+}
+
+impl Share {
+    /// All its pages.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        (self.ws.end - self.ws.start) + (self.rest.end - self.rest.start)
+    }
+
+    /// Whether it owns nothing, as the last of many vCPUs with little memory may.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its `index`-th page (`0..len`): the working set first.
+    #[must_use]
+    #[inline]
+    pub fn page(&self, index: u64) -> u64 {
+        let ws = self.ws.end - self.ws.start;
+        if index < ws { self.ws.start + index } else { self.rest.start + (index - ws) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::vec;
+
+    fn layout(spec: &str, pages: u64, cpus: u64) -> Result<Layout, LayoutError> {
+        Layout::new(&spec.parse().unwrap(), pages, cpus)
+    }
+
+    #[test]
+    fn defaults_take_all_memory() {
+        let all = layout("uniform", 1026, 1).unwrap();
+        assert_eq!((all.ws_pages, all.data_pages, all.table_pages()), (1024, 1024, 2));
+        let idle = layout("idle", 1026, 1).unwrap();
+        assert_eq!((idle.ws_pages, idle.data_pages, idle.table_pages()), (0, 1026, 0));
+    }
+
+    #[test]
+    fn sizes_are_taken_as_given() {
+        let both = layout("uniform,ws=1M,data=2M", 100_000, 2).unwrap();
+        assert_eq!((both.ws_pages, both.data_pages), (256, 512));
+        let ws = layout("uniform,ws=1M", 100_000, 2).unwrap();
+        assert_eq!((ws.ws_pages, ws.data_pages), (256, 256));
+        let idle = layout("idle,ws=1M", 100_000, 2).unwrap();
+        assert_eq!((idle.ws_pages, idle.data_pages), (0, 256));
+    }
+
+    #[test]
+    fn refuses_what_does_not_fit() {
+        assert!(matches!(layout("uniform,ws=4M", 1024, 1), Err(LayoutError::Memory { .. })));
+        assert!(matches!(layout("idle", 0, 1), Err(LayoutError::Memory { .. })));
+        assert!(matches!(layout("uniform,ws=4K", 1024, 2), Err(LayoutError::WorkingSet { .. })));
+        assert!(matches!(layout("idle", 1024, 0), Err(LayoutError::Cpus { .. })));
+        assert!(matches!(layout("idle", 1024, 65), Err(LayoutError::Cpus { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn every_page_has_one_owner(ws in 0u64..300, rest in 0u64..300, cpus in 1u64..=64) {
+            let layout = Layout { ws_pages: ws, data_pages: ws + rest, cpus };
+            let mut owners = vec![0; usize::try_from(ws + rest).unwrap()];
+            for cpu in 0..cpus {
+                let share = layout.share(cpu);
+                for index in 0..share.len() {
+                    owners[usize::try_from(share.page(index)).unwrap()] += 1;
+                }
+            }
+            prop_assert!(owners.iter().all(|owners| *owners == 1));
+        }
+
+        #[test]
+        fn layouts_fit(pages in 0u64..1 << 40, cpus in 1u64..=64, idle: bool) {
+            let spec = if idle { "idle" } else { "uniform" };
+            if let Ok(layout) = layout(spec, pages, cpus) {
+                prop_assert!(layout.data_pages + layout.table_pages() <= pages);
+                prop_assert!(layout.data_pages + layout.table_pages() + 1 >= pages);
+            }
+        }
+    }
+}

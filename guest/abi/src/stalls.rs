@@ -1,0 +1,95 @@
+//! Stalls: moments in which a vCPU could not go on.
+
+/// Buckets of the histogram: bucket `i` counts stalls from `8 << i` microseconds to below twice that, the last one all
+/// that are longer.
+pub const HIST_BUCKETS: usize = 16;
+
+/// The shortest gap between two iterations of the workload's loop that counts as a stall, in nanoseconds.
+pub const STALL_MIN_NS: u64 = 8_000;
+
+/// What a vCPU has seen of stalls. All cumulative, except the maximum of the window.
+///
+/// Each iteration of a workload's loop takes well below a microsecond, so a gap of 8 us and more is time that somebody took
+/// from the vCPU: a page fault in the host, a full dirty ring, a throttle, another process, a switchover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stalls {
+    pub(crate) last_ns: Option<u64>,
+    /// Number of stalls.
+    pub count: u64,
+    /// Their sum in nanoseconds.
+    pub sum_ns: u64,
+    /// The longest ever, in nanoseconds.
+    pub max_ns: u64,
+    /// The longest since [`take_window`](Self::take_window), in nanoseconds.
+    pub(crate) window_max_ns: u64,
+    /// How many of which length.
+    pub hist: [u64; HIST_BUCKETS],
+}
+
+impl Stalls {
+    /// Marks an iteration of the loop, and records a stall if the one before is too long ago. A clock that went backwards
+    /// (a migration to a host with another TSC) is no stall.
+    #[inline]
+    pub fn tick(&mut self, now_ns: u64) {
+        let gap = self.last_ns.map_or(0, |last| now_ns.saturating_sub(last));
+        self.last_ns = Some(now_ns);
+        if gap >= STALL_MIN_NS {
+            self.record(gap);
+        }
+    }
+
+    /// Marks the loop as running from now on: what the vCPU did since the last tick was its own will (printing, sleeping).
+    pub fn resume(&mut self, now_ns: u64) {
+        self.last_ns = Some(now_ns);
+    }
+
+    /// Records a stall of `gap_ns` nanoseconds.
+    #[cold]
+    pub fn record(&mut self, gap_ns: u64) {
+        self.count += 1;
+        self.sum_ns += gap_ns;
+        self.max_ns = self.max_ns.max(gap_ns);
+        self.window_max_ns = self.window_max_ns.max(gap_ns);
+        self.hist[bucket(gap_ns / 1000)] += 1;
+    }
+
+    /// The longest stall since the last call, in nanoseconds.
+    pub fn take_window(&mut self) -> u64 {
+        core::mem::take(&mut self.window_max_ns)
+    }
+}
+
+fn bucket(us: u64) -> usize {
+    ((us / 8).max(1).ilog2() as usize).min(HIST_BUCKETS - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_are_powers_of_two() {
+        let cases =
+            [(8, 0), (15, 0), (16, 1), (31, 1), (32, 2), (8 << 14, 14), ((8 << 15) - 1, 14), (8 << 15, 15)];
+        for (us, index) in cases {
+            assert_eq!(bucket(us), index, "{us} us");
+        }
+        assert_eq!(bucket(u64::MAX), 15);
+    }
+
+    #[test]
+    fn only_gaps_of_eight_microseconds_and_more_count() {
+        let mut stalls = Stalls::default();
+        for now in [50_000, 57_999, 65_999, 40_000, 41_000] {
+            stalls.tick(now);
+        }
+        assert_eq!((stalls.count, stalls.sum_ns, stalls.max_ns), (1, 8_000, 8_000));
+        stalls.resume(1_000_000);
+        stalls.tick(1_000_100);
+        assert_eq!(stalls.count, 1);
+        stalls.tick(2_000_100);
+        assert_eq!((stalls.count, stalls.hist[6]), (2, 1));
+        assert_eq!(stalls.take_window(), 1_000_000);
+        assert_eq!(stalls.take_window(), 0);
+    }
+}

@@ -1,0 +1,478 @@
+//! The statistics page: what a guest tells its host without an exit.
+//!
+//! Nine pages at a fixed guest physical address: a header page and 512 bytes for each of 64 vCPUs. Every field is a 64-bit
+//! little-endian word that is only ever accessed as one, so host and guest share it without tearing single values. A
+//! vCPU's block is consistent as a whole by its sequence word, which is odd while the guest writes the block (a seqlock).
+//!
+//! The host either sees the page as [`&StatsPage`](StatsPage) (it owns the mapping; the cast is its affair) or reads words by
+//! some other means and gives [`StatsSnapshot::read`] a function.
+
+use crate::stalls::HIST_BUCKETS;
+use crate::worker::{Corrupt, Report};
+use core::fmt;
+use core::sync::atomic::{AtomicU64, Ordering, fence};
+
+/// vCPUs that the statistics page has room for.
+pub const MAX_CPUS: usize = 64;
+
+/// First word of the header: "vmfstats" in ASCII, little-endian.
+pub const STATS_MAGIC: u64 = u64::from_le_bytes(*b"vmfstats");
+
+/// Second word of the header. A layout that moves a field gets another number.
+pub const STATS_VERSION: u64 = 1;
+
+/// Bytes of the whole statistics page, a multiple of 4096.
+pub const STATS_BYTES: u64 = 4096 + MAX_CPUS as u64 * BLOCK_BYTES;
+
+/// Windows whose longest stall a block remembers: 16 reports of 10 ms, so that a host that looks every 100 ms misses none.
+pub const WINDOWS: usize = 16;
+
+const BLOCK_BYTES: u64 = 512;
+const HEADER_WORDS: usize = 512;
+const BLOCK_WORDS: usize = 64;
+
+/// How often a reader tries again when the guest is writing. A guest writes a block in well below a microsecond; one that was
+/// paused in the middle stays odd until it runs again.
+const READ_TRIES: u32 = 1000;
+
+/// Indexes of 64-bit words, for readers without a [`StatsPage`]. Block words count from the start of the block.
+pub mod offset {
+    /// Header: [`STATS_MAGIC`](super::STATS_MAGIC), written last, when the header is complete.
+    pub const MAGIC: usize = 0;
+    /// Header: [`STATS_VERSION`](super::STATS_VERSION).
+    pub const VERSION: usize = 1;
+    /// Header: number of vCPUs.
+    pub const CPUS: usize = 2;
+    /// Header: [`State`](super::State) as a number.
+    pub const STATE: usize = 3;
+    /// Header: frequency of the guest's TSC in kHz.
+    pub const TSC_KHZ: usize = 4;
+    /// Header: pages with content.
+    pub const DATA_PAGES: usize = 5;
+    /// Header: pages of the working set.
+    pub const WS_PAGES: usize = 6;
+    /// Header: guest clock when the fill was done, in microseconds.
+    pub const READY_US: usize = 7;
+    /// Header: written by the host, see [`Header::verify_request`](super::Header::verify_request).
+    pub const VERIFY_REQUEST: usize = 8;
+    /// Word of the first vCPU's block.
+    pub const BLOCKS: usize = super::HEADER_WORDS;
+    /// Words from one vCPU's block to the next.
+    pub const BLOCK_WORDS: usize = super::BLOCK_WORDS;
+    /// Block: sequence, odd while the block is written.
+    pub const SEQ: usize = 0;
+    pub(crate) const T_US: usize = 1;
+    pub(crate) const WRITES: usize = 2;
+    pub(crate) const CHECKS: usize = 3;
+    pub(crate) const CORRUPT: usize = 4;
+    pub(crate) const FIRST_PAGE: usize = 5;
+    pub(crate) const FIRST_WORD: usize = 6;
+    pub(crate) const FIRST_WANT: usize = 7;
+    pub(crate) const FIRST_GOT: usize = 8;
+    pub(crate) const STALLS: usize = 9;
+    pub(crate) const STALL_SUM_US: usize = 10;
+    pub(crate) const STALL_MAX_US: usize = 11;
+    pub(crate) const REPORTS: usize = 12;
+    pub(crate) const SWEEPS: usize = 13;
+    pub(crate) const VERIFY_DONE: usize = 14;
+    pub(crate) const HIST: usize = 16;
+    pub(crate) const WINDOW: usize = 32;
+}
+
+/// How far a guest is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum State {
+    /// Not yet in its main program.
+    Booting,
+    /// Writing the content that it starts with.
+    Filling,
+    /// The workload runs.
+    Running,
+    /// The workload runs, and a check has failed.
+    Corrupt,
+    /// It gave up; the reason stands in a `PANIC` line on the serial port.
+    Panicked,
+}
+
+impl State {
+    /// The number in the header.
+    #[must_use]
+    pub fn code(self) -> u64 {
+        match self {
+            Self::Booting => 0,
+            Self::Filling => 1,
+            Self::Running => 2,
+            Self::Corrupt => 3,
+            Self::Panicked => 4,
+        }
+    }
+
+    fn from_code(code: u64) -> Option<Self> {
+        [Self::Booting, Self::Filling, Self::Running, Self::Corrupt, Self::Panicked]
+            .into_iter()
+            .find(|state| state.code() == code)
+    }
+}
+
+/// The first page: what is true for the whole guest. Written by the guest's first vCPU, except where a field says otherwise.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Header {
+    /// [`STATS_MAGIC`] once the header is valid.
+    pub magic: AtomicU64,
+    /// [`STATS_VERSION`].
+    pub version: AtomicU64,
+    /// Number of vCPUs.
+    pub cpus: AtomicU64,
+    /// [`State::code`]. Any vCPU raises it to [`State::Corrupt`].
+    pub state: AtomicU64,
+    /// Frequency of the guest's TSC in kHz.
+    pub tsc_khz: AtomicU64,
+    /// Pages with content.
+    pub data_pages: AtomicU64,
+    /// Pages of the working set.
+    pub ws_pages: AtomicU64,
+    /// Guest clock when the fill was done, in microseconds since the guest's entry.
+    pub ready_us: AtomicU64,
+    /// Written by the host: a number other than the last one makes every vCPU check all its pages at full speed, once, and
+    /// then show that number in its block. (KVM does not see this write: mark the page dirty if it is to migrate.)
+    pub verify_request: AtomicU64,
+    reserved: [AtomicU64; HEADER_WORDS - 9],
+}
+
+/// One vCPU's 512 bytes, eight cache lines of its own. Written by that vCPU only, every 10 ms.
+#[repr(C, align(512))]
+pub struct CpuBlock {
+    words: [AtomicU64; BLOCK_WORDS],
+}
+
+impl fmt::Debug for CpuBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuBlock").field("seq", &self.words[offset::SEQ]).finish_non_exhaustive()
+    }
+}
+
+/// The statistics page as host and guest share it: valid when zeroed ([`State::Booting`], no magic).
+#[derive(Debug)]
+#[repr(C, align(4096))]
+pub struct StatsPage {
+    /// What is true for the whole guest.
+    pub header: Header,
+    /// One block for each vCPU.
+    pub cpus: [CpuBlock; MAX_CPUS],
+}
+
+const _: () = assert!(size_of::<StatsPage>() as u64 == STATS_BYTES);
+const _: () = assert!(size_of::<Header>() == 8 * HEADER_WORDS && size_of::<CpuBlock>() == 8 * BLOCK_WORDS);
+
+impl CpuBlock {
+    /// Publishes a vCPU's report. Only the owner of the block calls this.
+    pub fn publish(&self, report: &Report) {
+        use offset as at;
+        let put = |word: usize, value: u64| self.words[word].store(value, Ordering::Relaxed);
+        let seq = self.words[at::SEQ].load(Ordering::Relaxed) | 1;
+        put(at::SEQ, seq);
+        // Pairs with the acquire fence in `read_block`: who sees a new field sees the odd sequence too.
+        fence(Ordering::Release);
+        put(at::T_US, report.t_us);
+        put(at::WRITES, report.writes);
+        put(at::CHECKS, report.checks);
+        put(at::CORRUPT, report.corrupt);
+        if let Some(first) = report.first_corrupt {
+            put(at::FIRST_PAGE, first.page);
+            put(at::FIRST_WORD, first.word);
+            put(at::FIRST_WANT, first.want);
+            put(at::FIRST_GOT, first.got);
+        }
+        put(at::STALLS, report.stalls);
+        put(at::STALL_SUM_US, report.stall_sum_us);
+        put(at::STALL_MAX_US, report.stall_max_us);
+        put(at::SWEEPS, report.sweeps);
+        put(at::VERIFY_DONE, report.verify_done);
+        for (bucket, count) in report.hist.iter().enumerate() {
+            put(at::HIST + bucket, *count);
+        }
+        let reports = self.words[at::REPORTS].load(Ordering::Relaxed);
+        put(at::WINDOW + window_slot(reports), report.window_max_us);
+        put(at::REPORTS, reports.wrapping_add(1));
+        self.words[at::SEQ].store(seq.wrapping_add(1), Ordering::Release);
+    }
+}
+
+/// The slot of report number `report` (counted from 0).
+fn window_slot(report: u64) -> usize {
+    usize::try_from(report % WINDOWS as u64).unwrap_or(0)
+}
+
+impl StatsPage {
+    /// A zeroed page, as a guest finds it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            header: Header {
+                magic: AtomicU64::new(0),
+                version: AtomicU64::new(0),
+                cpus: AtomicU64::new(0),
+                state: AtomicU64::new(0),
+                tsc_khz: AtomicU64::new(0),
+                data_pages: AtomicU64::new(0),
+                ws_pages: AtomicU64::new(0),
+                ready_us: AtomicU64::new(0),
+                verify_request: AtomicU64::new(0),
+                reserved: [const { AtomicU64::new(0) }; HEADER_WORDS - 9],
+            },
+            cpus: [const { CpuBlock { words: [const { AtomicU64::new(0) }; BLOCK_WORDS] } }; MAX_CPUS],
+        }
+    }
+
+    /// Reads a consistent copy.
+    ///
+    /// # Errors
+    /// [`StatsError`] when no guest has written the page yet, or when one was stopped while it wrote.
+    pub fn snapshot(&self) -> Result<StatsSnapshot, StatsError> {
+        StatsSnapshot::read(|word| self.word(word).load(Ordering::Acquire))
+    }
+
+    fn word(&self, word: usize) -> &AtomicU64 {
+        let header = &self.header;
+        match word.checked_sub(HEADER_WORDS) {
+            Some(rest) => &self.cpus[rest / BLOCK_WORDS].words[rest % BLOCK_WORDS],
+            None => match word {
+                offset::MAGIC => &header.magic,
+                offset::VERSION => &header.version,
+                offset::CPUS => &header.cpus,
+                offset::STATE => &header.state,
+                offset::TSC_KHZ => &header.tsc_khz,
+                offset::DATA_PAGES => &header.data_pages,
+                offset::WS_PAGES => &header.ws_pages,
+                offset::READY_US => &header.ready_us,
+                offset::VERIFY_REQUEST => &header.verify_request,
+                _ => &header.reserved[word - offset::VERIFY_REQUEST - 1],
+            },
+        }
+    }
+
+    /// Raises the state, never lowers it: a guest that was corrupt once stays so.
+    pub fn raise(&self, state: State) {
+        self.header.state.fetch_max(state.code(), Ordering::Release);
+    }
+}
+
+impl Default for StatsPage {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Why a statistics page could not be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StatsError {
+    /// There is no magic yet: the guest has not come so far.
+    NotYet,
+    /// Another layout, or no statistics page at all.
+    Invalid {
+        /// The word that cannot be.
+        word: usize,
+        /// Its value.
+        value: u64,
+    },
+    /// The vCPU was writing its block at every attempt: it is paused there, or gone. Try again when it runs.
+    Busy {
+        /// Index of the vCPU.
+        cpu: usize,
+    },
+}
+
+impl fmt::Display for StatsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotYet => {
+                f.write_str("the guest has not written its statistics page yet; wait for it to boot")
+            }
+            Self::Invalid { word, value } => {
+                write!(f, "word {word} of the statistics page is {value:#x}: not a guest of this version")
+            }
+            Self::Busy { cpu } => {
+                write!(f, "vCPU {cpu} stopped while writing its statistics; read them when it runs again")
+            }
+        }
+    }
+}
+
+impl core::error::Error for StatsError {}
+
+/// One vCPU's block as plain numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuSnapshot {
+    /// Guest clock at the report, in microseconds since the guest's entry.
+    pub t_us: u64,
+    /// Writes since start.
+    pub writes: u64,
+    /// Pages checked since start, not counting the check before each write.
+    pub checks: u64,
+    /// Checks that failed since start.
+    pub corrupt: u64,
+    /// The first of them.
+    pub first_corrupt: Option<Corrupt>,
+    /// Stalls since start.
+    pub stalls: u64,
+    /// Their sum in microseconds.
+    pub stall_sum_us: u64,
+    /// The longest since start, in microseconds.
+    pub stall_max_us: u64,
+    /// Reports since start; each closes a window of 10 ms.
+    pub reports: u64,
+    /// Complete sweeps over the vCPU's pages.
+    pub sweeps: u64,
+    /// The last [`verify_request`](Header::verify_request) that this vCPU has completed.
+    pub verify_done: u64,
+    /// Stalls since start by length, see [`HIST_BUCKETS`].
+    pub hist: [u64; HIST_BUCKETS],
+    /// Longest stall in microseconds of the last 16 windows: the window that report `n` (from 0) closed is at `n % 16`.
+    window_max_us: [u64; WINDOWS],
+}
+
+impl CpuSnapshot {
+    /// The longest stall, in microseconds, of the windows closed since the reader last saw `reports` reports. Exact for a
+    /// reader that looks at least every 16 reports; one that looks less often gets the maximum of the last 16 windows.
+    #[must_use]
+    pub fn stall_max_since(&self, reports: u64) -> u64 {
+        let oldest = reports.max(self.reports.saturating_sub(WINDOWS as u64));
+        (oldest..self.reports).map(|report| self.window_max_us[window_slot(report)]).max().unwrap_or(0)
+    }
+}
+
+/// A copy of the statistics page as plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatsSnapshot {
+    /// How far the guest is.
+    pub state: State,
+    /// Frequency of the guest's TSC in kHz.
+    pub tsc_khz: u64,
+    /// Pages with content.
+    pub data_pages: u64,
+    /// Pages of the working set.
+    pub ws_pages: u64,
+    /// Guest clock when the fill was done, in microseconds; 0 before.
+    pub ready_us: u64,
+    /// `1..=64`.
+    cpus: usize,
+    blocks: [CpuSnapshot; MAX_CPUS],
+}
+
+impl StatsSnapshot {
+    /// Reads a copy by a function that loads the 64-bit little-endian word with the given index (`0..STATS_BYTES / 8`). The
+    /// function must really read at each call, whole words, in the order of the calls (volatile reads on x86-64 do).
+    ///
+    /// # Errors
+    /// [`StatsError`] when no guest has written the page yet, or when one was stopped while it wrote.
+    pub fn read(mut load: impl FnMut(usize) -> u64) -> Result<Self, StatsError> {
+        match load(offset::MAGIC) {
+            STATS_MAGIC => {}
+            0 => return Err(StatsError::NotYet),
+            value => return Err(StatsError::Invalid { word: offset::MAGIC, value }),
+        }
+        let version = load(offset::VERSION);
+        if version != STATS_VERSION {
+            return Err(StatsError::Invalid { word: offset::VERSION, value: version });
+        }
+        let count = load(offset::CPUS);
+        let cpus = usize::try_from(count)
+            .ok()
+            .filter(|cpus| (1..=MAX_CPUS).contains(cpus))
+            .ok_or(StatsError::Invalid { word: offset::CPUS, value: count })?;
+        let code = load(offset::STATE);
+        let state = State::from_code(code).ok_or(StatsError::Invalid { word: offset::STATE, value: code })?;
+        let mut blocks = [CpuSnapshot::default(); MAX_CPUS];
+        for (cpu, block) in blocks.iter_mut().enumerate().take(cpus) {
+            let start = offset::BLOCKS + cpu * BLOCK_WORDS;
+            *block = read_block(|word| load(start + word)).ok_or(StatsError::Busy { cpu })?;
+        }
+        Ok(Self {
+            state,
+            tsc_khz: load(offset::TSC_KHZ),
+            data_pages: load(offset::DATA_PAGES),
+            ws_pages: load(offset::WS_PAGES),
+            ready_us: load(offset::READY_US),
+            cpus,
+            blocks,
+        })
+    }
+
+    /// The vCPUs' blocks, as many as the guest has.
+    #[must_use]
+    pub fn cpus(&self) -> &[CpuSnapshot] {
+        &self.blocks[..self.cpus]
+    }
+
+    /// Writes since start, of all vCPUs.
+    #[must_use]
+    pub fn writes(&self) -> u64 {
+        self.cpus().iter().map(|cpu| cpu.writes).sum()
+    }
+
+    /// Failed checks since start, of all vCPUs.
+    #[must_use]
+    pub fn corrupt(&self) -> u64 {
+        self.cpus().iter().map(|cpu| cpu.corrupt).sum()
+    }
+
+    /// The first failed check of the first vCPU that has one.
+    #[must_use]
+    pub fn first_corrupt(&self) -> Option<Corrupt> {
+        self.cpus().iter().find_map(|cpu| cpu.first_corrupt)
+    }
+
+    /// Whether every vCPU has completed the check that the host asked for with this number.
+    #[must_use]
+    pub fn verified(&self, request: u64) -> bool {
+        self.cpus().iter().all(|cpu| cpu.verify_done == request)
+    }
+}
+
+fn read_block(mut load: impl FnMut(usize) -> u64) -> Option<CpuSnapshot> {
+    for _ in 0..READ_TRIES {
+        let before = load(offset::SEQ);
+        if before.is_multiple_of(2) {
+            fence(Ordering::Acquire);
+            let block = copy_block(&mut load);
+            fence(Ordering::Acquire);
+            if load(offset::SEQ) == before {
+                return Some(block);
+            }
+        }
+        core::hint::spin_loop();
+    }
+    None
+}
+
+fn copy_block(load: &mut impl FnMut(usize) -> u64) -> CpuSnapshot {
+    use offset as at;
+    let corrupt = load(at::CORRUPT);
+    let first = Corrupt {
+        page: load(at::FIRST_PAGE),
+        word: load(at::FIRST_WORD),
+        want: load(at::FIRST_WANT),
+        got: load(at::FIRST_GOT),
+    };
+    CpuSnapshot {
+        t_us: load(at::T_US),
+        writes: load(at::WRITES),
+        checks: load(at::CHECKS),
+        corrupt,
+        first_corrupt: (corrupt != 0).then_some(first),
+        stalls: load(at::STALLS),
+        stall_sum_us: load(at::STALL_SUM_US),
+        stall_max_us: load(at::STALL_MAX_US),
+        reports: load(at::REPORTS),
+        sweeps: load(at::SWEEPS),
+        verify_done: load(at::VERIFY_DONE),
+        hist: core::array::from_fn(|bucket| load(at::HIST + bucket)),
+        window_max_us: core::array::from_fn(|window| load(at::WINDOW + window)),
+    }
+}
+
+#[cfg(test)]
+#[path = "stats_tests.rs"]
+mod tests;

@@ -1,0 +1,136 @@
+//! Tests of the statistics page.
+
+use super::*;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+
+fn ready_page() -> StatsPage {
+    let page = StatsPage::new();
+    page.header.version.store(STATS_VERSION, Ordering::Relaxed);
+    page.header.cpus.store(2, Ordering::Relaxed);
+    page.header.magic.store(STATS_MAGIC, Ordering::Release);
+    page
+}
+
+/// A report whose every field follows from `n`, so that a torn one is recognised.
+fn report(n: u64) -> Report {
+    Report {
+        t_us: n,
+        writes: n,
+        checks: n,
+        corrupt: 1,
+        first_corrupt: Some(Corrupt { page: n, word: n, want: n, got: n }),
+        stalls: n,
+        stall_sum_us: n,
+        stall_max_us: n,
+        window_max_us: n,
+        sweeps: n,
+        verify_done: n,
+        hist: [n; HIST_BUCKETS],
+    }
+}
+
+#[test]
+fn a_page_that_nobody_wrote_is_not_yet_there() {
+    assert_eq!(StatsPage::new().snapshot(), Err(StatsError::NotYet));
+}
+
+#[test]
+fn nonsense_is_refused() {
+    for (word, value) in
+        [(offset::MAGIC, 1), (offset::VERSION, 2), (offset::CPUS, 0), (offset::CPUS, 65), (3, 9)]
+    {
+        let page = ready_page();
+        page.word(word).store(value, Ordering::Relaxed);
+        assert_eq!(page.snapshot(), Err(StatsError::Invalid { word, value }));
+    }
+}
+
+#[test]
+fn what_was_published_is_read() {
+    let page = ready_page();
+    page.cpus[1].publish(&report(7));
+    page.raise(State::Corrupt);
+    page.raise(State::Running);
+    let snapshot = page.snapshot().unwrap();
+    assert_eq!(snapshot.state, State::Corrupt);
+    assert_eq!(snapshot.cpus().len(), 2);
+    let cpu = snapshot.cpus()[1];
+    assert_eq!((cpu.t_us, cpu.writes, cpu.hist, cpu.reports), (7, 7, [7; 16], 1));
+    assert_eq!(snapshot.cpus()[0], CpuSnapshot::default());
+    assert_eq!((snapshot.writes(), snapshot.corrupt()), (7, 1));
+    assert_eq!(snapshot.first_corrupt().unwrap().page, 7);
+    assert!(!snapshot.verified(7));
+    page.cpus[0].publish(&report(7));
+    assert!(page.snapshot().unwrap().verified(7));
+}
+
+#[test]
+fn windows_give_every_reader_its_maximum() {
+    let page = ready_page();
+    for stall in [5, 90, 3, 4] {
+        page.cpus[0].publish(&Report { window_max_us: stall, ..report(1) });
+    }
+    let cpu = page.snapshot().unwrap().cpus()[0];
+    assert_eq!(cpu.stall_max_since(0), 90);
+    assert_eq!(cpu.stall_max_since(2), 4);
+    assert_eq!(cpu.stall_max_since(4), 0);
+    for _ in 0..20 {
+        page.cpus[0].publish(&Report { window_max_us: 1, ..report(1) });
+    }
+    assert_eq!(page.snapshot().unwrap().cpus()[0].stall_max_since(0), 1);
+}
+
+#[test]
+fn a_block_that_stays_odd_is_busy() {
+    let page = ready_page();
+    page.cpus[1].words[offset::SEQ].store(1, Ordering::Relaxed);
+    assert_eq!(page.snapshot(), Err(StatsError::Busy { cpu: 1 }));
+    // The guest that goes on heals it.
+    page.cpus[1].publish(&report(3));
+    assert_eq!(page.snapshot().unwrap().cpus()[1].writes, 3);
+}
+
+#[test]
+fn offsets_are_those_of_the_structure() {
+    let page = ready_page();
+    for word in 0..offset::BLOCKS + 2 * offset::BLOCK_WORDS {
+        let address = std::ptr::from_ref(page.word(word)).addr();
+        assert_eq!(address - std::ptr::from_ref(&page).addr(), 8 * word);
+    }
+}
+
+#[test]
+fn concurrent_readers_never_see_a_torn_block() {
+    let page = ready_page();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut n = 0;
+            while !stop.load(Ordering::Relaxed) {
+                n += 1;
+                page.cpus[0].publish(&report(n));
+                for _ in 0..200 {
+                    core::hint::spin_loop();
+                }
+            }
+        });
+        let mut seen = 0;
+        for _ in 0..200_000 {
+            // Busy is allowed (this thread may be slow), a mixture is not.
+            if let Ok(snapshot) = page.snapshot() {
+                let cpu = snapshot.cpus()[0];
+                let n = cpu.t_us;
+                assert!(n >= seen);
+                seen = n;
+                assert_eq!((cpu.writes, cpu.hist[15], cpu.verify_done), (n, n, n));
+                assert!(n == 0 || cpu.first_corrupt.unwrap().got == n);
+            }
+            if seen > 2000 {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(seen > 0, "the reader never got a report");
+    });
+}
