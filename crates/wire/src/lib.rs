@@ -1,6 +1,60 @@
-//! Bytes to messages of the migration protocol, and back. No sockets.
+//! Bytes to messages of the migration protocol, and back. No sockets, no unsafe code.
+//!
+//! A migration has one control channel and some bulk channels, each a byte stream that starts with a [`Hello`] and its
+//! [`HelloReply`]. The control channel then carries [`ToTarget`] and [`ToSource`] messages; a bulk channel carries
+//! frames of pages in one direction, each a fixed header ([`FrameHeader`]), a table of runs, digests, and the pages
+//! themselves. `docs/protocol.md` draws it.
+//!
+//! Everything that is read here comes from a peer: each length is checked against its limit before it is believed, and
+//! nothing is allocated beyond what has been checked. Integers are little-endian.
 #![forbid(unsafe_code)]
 
+mod control;
+mod error;
+mod frame;
+mod hello;
 mod machine;
 
+pub use control::{
+    CONTROL_HEADER_BYTES, ControlHeader, MAX_CONTROL_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource,
+    ToTarget, decode_control, encode_control,
+};
+pub use error::{Refusal, RefusalCode, WireError};
+pub use frame::{
+    Codec, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_TABLE_BYTES, RunEntry,
+    RunKind, Table, TableWriter,
+};
+pub use hello::{
+    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, negotiate,
+};
 pub use machine::{MachineConfig, Section};
+
+use crc_fast::{CrcAlgorithm, checksum};
+
+/// The checksum of headers and control messages.
+fn crc(bytes: &[u8]) -> u64 {
+    checksum(CrcAlgorithm::Crc64Nvme, bytes)
+}
+
+/// Reads little-endian fields off a slice whose length was checked before.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let (field, rest) = self.0.split_first_chunk().expect("fixed layouts are sliced to their size");
+        self.0 = rest;
+        *field
+    }
+    fn u8(&mut self) -> u8 {
+        u8::from_le_bytes(self.take())
+    }
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.take())
+    }
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.take())
+    }
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.take())
+    }
+}

@@ -1,0 +1,259 @@
+//! The messages of the control channel.
+
+use crate::{Fields, MachineConfig, Refusal, Section, Token, WireError, crc};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use vmferry_memory::RegionId;
+
+/// Bytes before each control message.
+pub const CONTROL_HEADER_BYTES: usize = 16;
+/// Most bytes of one control message's body.
+pub const MAX_CONTROL_BYTES: usize = 4 << 20;
+/// Most bytes of all device state of a guest.
+pub const MAX_STATE_BYTES: usize = 64 << 20;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
+
+/// When the guest changes sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Mode {
+    /// After its memory.
+    Precopy,
+}
+
+/// A page by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PageName {
+    /// Its region.
+    pub region: RegionId,
+    /// Its index there.
+    pub page: u64,
+}
+
+/// A run of pages by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunName {
+    /// Its region.
+    pub region: RegionId,
+    /// Index of the first page.
+    pub first: u64,
+    /// How many.
+    pub count: u64,
+}
+
+/// From the source to the target.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToTarget {
+    /// What is to come. The target accepts or refuses.
+    Setup {
+        /// The machine that the guest needs.
+        machine: MachineConfig,
+        /// How the guest is moved.
+        mode: Mode,
+        /// How many bulk channels will be opened.
+        bulk_channels: u16,
+    },
+    /// Pass `pass` begins; about `pages` pages will be looked at.
+    Pass {
+        /// Its number, from 0.
+        pass: u32,
+        /// How many pages.
+        pages: u64,
+    },
+    /// The vCPUs have stopped: pass `pass` is the last, unless pages turn out damaged.
+    Final {
+        /// The pass's number.
+        pass: u32,
+    },
+    /// A piece of device state.
+    Section(Section),
+    /// All device state has been sent.
+    StateEnd {
+        /// How many sections there were.
+        sections: u32,
+    },
+    /// Digests of all pages will come as pass `pass`: compare them.
+    Verify {
+        /// The pass's number.
+        pass: u32,
+    },
+    /// All is sent and checked: load the device state and say [`ToSource::Ready`].
+    Load,
+    /// The guest is yours: run it. From here on the source does not.
+    Commit,
+    /// Forget it; the guest stays where it was.
+    Cancel(Refusal),
+    /// Answer with [`ToSource::Pong`] and the same number.
+    Ping(u64),
+}
+
+/// From the target to the source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToSource {
+    /// The machine fits; open the channels with these tokens.
+    Accept {
+        /// For bulk channels.
+        bulk: Token,
+        /// For urgent channels.
+        urgent: Token,
+    },
+    /// All bulk channels are up.
+    ChannelsUp,
+    /// All frames of pass `pass` have been received, on all channels.
+    Received {
+        /// The pass's number.
+        pass: u32,
+        /// Pages that did not match their digest and have not come again since.
+        suspects: u64,
+        /// The first of them; never empty if `suspects` is not 0.
+        runs: Vec<RunName>,
+    },
+    /// The result of a verification.
+    Verified {
+        /// Pages compared.
+        pages: u64,
+        /// Pages that differ.
+        mismatched: u64,
+        /// The first of them.
+        samples: Vec<PageName>,
+    },
+    /// The device state is loaded; one word and the guest runs.
+    Ready {
+        /// Microseconds that loading took.
+        load_us: u64,
+    },
+    /// The guest runs here.
+    Running {
+        /// Microseconds that starting the vCPUs took.
+        start_us: u64,
+    },
+    /// The guest could not be started and will never run here: it is the source's again.
+    Returned(Refusal),
+    /// This cannot go on. The guest has not run here and will not.
+    Failed(Refusal),
+    /// The answer to a ping.
+    Pong(u64),
+}
+
+/// The header before a control message's body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ControlHeader {
+    /// Bytes of the body, at most [`MAX_CONTROL_BYTES`].
+    pub len: usize,
+    sum: u64,
+}
+
+impl ControlHeader {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// If these bytes are no header, or announce more than is allowed.
+    pub fn decode(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, WireError> {
+        let mut fields = Fields(bytes);
+        let magic = fields.u32();
+        if magic != MAGIC {
+            return Err(WireError::Field {
+                what: "control message's magic",
+                value: magic.into(),
+                allowed: "the protocol's",
+            });
+        }
+        let len = fields.u32();
+        match usize::try_from(len) {
+            Ok(len) if len <= MAX_CONTROL_BYTES => Ok(Self { len, sum: fields.u64() }),
+            _ => Err(WireError::Field {
+                what: "length of a control message",
+                value: len.into(),
+                allowed: "up to 4 MiB",
+            }),
+        }
+    }
+}
+
+/// The bytes of `message`, header and body.
+///
+/// # Errors
+/// [`WireError::TooLarge`] if the body exceeds [`MAX_CONTROL_BYTES`].
+pub fn encode_control<M: Serialize>(message: &M) -> Result<Vec<u8>, WireError> {
+    let body = postcard::to_stdvec(message).map_err(|error| WireError::Message(error.to_string()))?;
+    let too_large = || WireError::TooLarge { what: "a control message", bytes: body.len(), limit: MAX_CONTROL_BYTES };
+    if body.len() > MAX_CONTROL_BYTES {
+        return Err(too_large());
+    }
+    let len = u32::try_from(body.len()).map_err(|_| too_large())?;
+    let mut bytes = Vec::with_capacity(CONTROL_HEADER_BYTES + body.len());
+    bytes.extend(MAGIC.to_le_bytes());
+    bytes.extend(len.to_le_bytes());
+    bytes.extend(sum(len, &body).to_le_bytes());
+    bytes.extend(body);
+    Ok(bytes)
+}
+
+/// The message in `body`, which `header` announced.
+///
+/// # Errors
+/// If the body is damaged or no message of this type.
+pub fn decode_control<M: DeserializeOwned>(header: ControlHeader, body: &[u8]) -> Result<M, WireError> {
+    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
+    if body.len() != header.len || sum(len, body) != header.sum {
+        return Err(WireError::Damaged { what: "control message" });
+    }
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => Err(WireError::Message(format!("{} bytes are left over", rest.len()))),
+        Err(error) => Err(WireError::Message(error.to_string())),
+    }
+}
+
+fn sum(len: u32, body: &[u8]) -> u64 {
+    // The length is mixed in, so that a damaged length is found even where the body happens to fit.
+    crc(body) ^ crc(&len.to_le_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RefusalCode;
+    use proptest::prelude::*;
+
+    fn roundtrip(message: &ToTarget) -> Result<ToTarget, WireError> {
+        let bytes = encode_control(message)?;
+        let header = ControlHeader::decode(bytes.first_chunk().unwrap())?;
+        decode_control(header, &bytes[CONTROL_HEADER_BYTES..])
+    }
+
+    proptest! {
+        #[test]
+        fn sections_survive_the_wire(name in ".{0,40}", instance: u32, version: u32, payload in prop::collection::vec(any::<u8>(), 0..2000)) {
+            let message = ToTarget::Section(Section { name, instance, version, payload });
+            prop_assert_eq!(roundtrip(&message), Ok(message));
+        }
+
+        #[test]
+        fn a_damaged_bit_is_found(at in 0usize..300) {
+            let mut bytes = encode_control(&ToTarget::Cancel(Refusal::new(RefusalCode::Other, "x".repeat(40)))).unwrap();
+            let at = at % (bytes.len() * 8);
+            bytes[at / 8] ^= 1 << (at % 8);
+            let decoded = ControlHeader::decode(bytes.first_chunk().unwrap())
+                .and_then(|header| decode_control::<ToTarget>(header, &bytes[CONTROL_HEADER_BYTES..]));
+            prop_assert!(decoded.is_err());
+        }
+
+        #[test]
+        fn any_body_is_an_error_or_a_message(body in prop::collection::vec(any::<u8>(), 0..200)) {
+            let header = ControlHeader { len: body.len(), sum: sum(u32::try_from(body.len()).unwrap(), &body) };
+            let _ = decode_control::<ToTarget>(header, &body);
+            let _ = decode_control::<ToSource>(header, &body);
+        }
+    }
+
+    #[test]
+    fn too_much_is_not_sent_and_not_believed() {
+        let section = Section { name: "x".into(), instance: 0, version: 0, payload: vec![0; MAX_CONTROL_BYTES] };
+        assert!(matches!(encode_control(&ToTarget::Section(section)), Err(WireError::TooLarge { .. })));
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        header[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        header[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(matches!(ControlHeader::decode(&header), Err(WireError::Field { .. })));
+    }
+}

@@ -1,0 +1,142 @@
+//! What can be wrong with bytes, and how a side says no.
+
+use serde::{Deserialize, Serialize};
+
+/// Bytes that are no message of this protocol.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// The stream does not start as ours do.
+    #[error("the peer does not speak the vmferry protocol (its first bytes are {0:02x?})")]
+    NotVmferry([u8; 8]),
+    /// A checksum over a header, a table or a control message is wrong: the stream is broken.
+    #[error("the {what} is damaged (its checksum is wrong): the link or the peer corrupts data")]
+    Damaged {
+        /// Which part.
+        what: &'static str,
+    },
+    /// A field has a value that the protocol does not allow.
+    #[error("the peer sent {what} = {value}, allowed is {allowed}")]
+    Field {
+        /// Which field.
+        what: &'static str,
+        /// What it had.
+        value: u64,
+        /// What it may have.
+        allowed: &'static str,
+    },
+    /// A control message does not decode.
+    #[error("the peer sent a control message that cannot be read: {0}")]
+    Message(String),
+    /// One of ours is larger than the protocol allows.
+    #[error("{what} of {bytes} bytes is too large to send (at most {limit})")]
+    TooLarge {
+        /// What it is.
+        what: &'static str,
+        /// Its size in bytes.
+        bytes: usize,
+        /// The most that may be sent.
+        limit: usize,
+    },
+}
+
+/// Why a side refuses, as a small code that another version can still understand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum RefusalCode {
+    /// Anything that has no code of its own.
+    Other,
+    /// No common protocol version.
+    Version,
+    /// A feature that the peer insists on is unknown here.
+    Feature,
+    /// The target is already taking a guest.
+    Busy,
+    /// The machines differ.
+    Machine,
+    /// A channel's token or migration id is not one that was given out.
+    Token,
+    /// A message that does not fit this moment.
+    Protocol,
+    /// The device state cannot be loaded.
+    State,
+    /// Pages did not arrive as they were sent.
+    Memory,
+    /// A person or a policy said stop.
+    Cancelled,
+    /// Nothing was heard for too long.
+    Timeout,
+}
+
+impl RefusalCode {
+    /// The code's byte in a [`crate::HelloReply`]; 0 there means yes.
+    #[must_use]
+    pub fn byte(self) -> u8 {
+        match self {
+            Self::Other => 1,
+            Self::Version => 2,
+            Self::Feature => 3,
+            Self::Busy => 4,
+            Self::Machine => 5,
+            Self::Token => 6,
+            Self::Protocol => 7,
+            Self::State => 8,
+            Self::Memory => 9,
+            Self::Cancelled => 10,
+            Self::Timeout => 11,
+        }
+    }
+
+    /// The code of byte `byte`; codes of a later version read as [`RefusalCode::Other`].
+    #[must_use]
+    pub fn from_byte(byte: u8) -> Self {
+        match byte {
+            2 => Self::Version,
+            3 => Self::Feature,
+            4 => Self::Busy,
+            5 => Self::Machine,
+            6 => Self::Token,
+            7 => Self::Protocol,
+            8 => Self::State,
+            9 => Self::Memory,
+            10 => Self::Cancelled,
+            11 => Self::Timeout,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl std::fmt::Display for RefusalCode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Other => "refused",
+            Self::Version => "no common protocol version",
+            Self::Feature => "a required feature is missing",
+            Self::Busy => "it is already taking a guest",
+            Self::Machine => "the machines differ",
+            Self::Token => "the channel does not belong to this migration",
+            Self::Protocol => "a message came at the wrong moment",
+            Self::State => "the device state cannot be loaded",
+            Self::Memory => "pages did not arrive as they were sent",
+            Self::Cancelled => "cancelled",
+            Self::Timeout => "timed out",
+        })
+    }
+}
+
+/// A refusal with its reason.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{code}: {detail}")]
+pub struct Refusal {
+    /// For programs.
+    pub code: RefusalCode,
+    /// For people: what failed, and what to do.
+    pub detail: String,
+}
+
+impl Refusal {
+    /// A refusal for `detail`.
+    pub fn new(code: RefusalCode, detail: impl Into<String>) -> Self {
+        Self { code, detail: detail.into() }
+    }
+}

@@ -1,0 +1,446 @@
+//! The frames of bulk channels: runs of pages, their digests, the pages.
+
+use crate::{Fields, WireError, crc};
+use vmferry_memory::{PageDigest, PageIndex, PageRun, RegionId};
+
+/// Bytes of a frame's header.
+pub const FRAME_HEADER_BYTES: usize = 64;
+/// Most runs in a frame.
+pub const MAX_FRAME_RUNS: usize = 256;
+/// Most pages with content in a frame: 1 MiB of them, which a second-level cache holds between checksum and copy.
+pub const MAX_FRAME_PAGES: usize = 256;
+/// Most bytes of a frame's table: runs and digests, eight bytes each.
+pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES);
+
+const MAGIC: u32 = u32::from_le_bytes(*b"VMFb");
+const KIND_BITS: u32 = 2;
+const MAX_RUN: u32 = u32::MAX >> KIND_BITS;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FrameKind {
+    /// Pages: zero runs by count, others with digest and content.
+    Pages,
+    /// Digests to compare: zero runs by count, others with digest and without content.
+    Digests,
+    /// No pages: everything of this pass has been sent on this channel.
+    Barrier,
+}
+
+/// How page contents are encoded. Codecs are room for later: today's are raw.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Codec {
+    /// As they are, 4096 bytes each.
+    Raw,
+}
+
+/// A frame's fixed header.
+///
+/// `runs <= MAX_FRAME_RUNS`, `pages <= MAX_FRAME_PAGES`; a barrier has neither.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// What it is.
+    pub kind: FrameKind,
+    /// How contents are encoded.
+    pub codec: Codec,
+    /// The region of all its pages.
+    pub region: RegionId,
+    /// The pass.
+    pub pass: u32,
+    /// Frames sent on this channel before this one.
+    pub sequence: u64,
+    /// The page that run offsets count from.
+    pub base: PageIndex,
+    /// Runs in the table.
+    pub runs: usize,
+    /// Pages with a digest, over all runs.
+    pub pages: usize,
+    /// Checksum of the table.
+    pub table_sum: u64,
+}
+
+impl FrameHeader {
+    /// The header of a barrier.
+    #[must_use]
+    pub fn barrier(pass: u32, sequence: u64) -> Self {
+        Self {
+            kind: FrameKind::Barrier,
+            codec: Codec::Raw,
+            region: RegionId(0),
+            pass,
+            sequence,
+            base: PageIndex(0),
+            runs: 0,
+            pages: 0,
+            table_sum: crc(&[]),
+        }
+    }
+
+    /// Bytes of the table that follows.
+    #[must_use]
+    pub fn table_bytes(&self) -> usize {
+        8 * (self.runs + self.pages)
+    }
+
+    /// Its bytes.
+    ///
+    /// # Panics
+    /// If `runs` or `pages` exceed their limits: [`TableWriter`] keeps them.
+    #[must_use]
+    pub fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
+        let mut bytes = [0; FRAME_HEADER_BYTES];
+        let mut at = 0;
+        let mut put = |field: &[u8]| {
+            bytes[at..at + field.len()].copy_from_slice(field);
+            at += field.len();
+        };
+        put(&MAGIC.to_le_bytes());
+        put(&[
+            match self.kind {
+                FrameKind::Pages => 0,
+                FrameKind::Digests => 1,
+                FrameKind::Barrier => 2,
+            },
+            match self.codec {
+                Codec::Raw => 0,
+            },
+        ]);
+        put(&u16::try_from(self.runs).expect("at most MAX_FRAME_RUNS").to_le_bytes());
+        put(&u32::try_from(self.pages).expect("at most MAX_FRAME_PAGES").to_le_bytes());
+        put(&self.region.0.to_le_bytes());
+        put(&self.pass.to_le_bytes());
+        put(&[0; 4]);
+        put(&self.sequence.to_le_bytes());
+        put(&self.base.0.to_le_bytes());
+        put(&self.table_sum.to_le_bytes());
+        let sum = crc(&bytes[..FRAME_HEADER_BYTES - 8]);
+        bytes[FRAME_HEADER_BYTES - 8..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads it and checks every limit.
+    ///
+    /// # Errors
+    /// If it is damaged, no header, or says what the protocol does not allow.
+    pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, WireError> {
+        let mut fields = Fields(bytes);
+        let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };
+        let magic = fields.u32();
+        if magic != MAGIC {
+            return Err(field("frame's magic", magic.into(), "the protocol's"));
+        }
+        let (body, sum) = bytes.split_at(FRAME_HEADER_BYTES - 8);
+        if sum != crc(body).to_le_bytes() {
+            return Err(WireError::Damaged { what: "frame header" });
+        }
+        let kind = match fields.u8() {
+            0 => FrameKind::Pages,
+            1 => FrameKind::Digests,
+            2 => FrameKind::Barrier,
+            other => return Err(field("frame kind", other.into(), "0 to 2")),
+        };
+        let codec = match fields.u8() {
+            0 => Codec::Raw,
+            other => return Err(field("codec", other.into(), "0")),
+        };
+        let (runs, pages) = (usize::from(fields.u16()), fields.u32());
+        let region = RegionId(fields.u32());
+        let (pass, _) = (fields.u32(), fields.u32());
+        let (sequence, base, table_sum) = (fields.u64(), PageIndex(fields.u64()), fields.u64());
+        let empty = kind == FrameKind::Barrier;
+        if runs > MAX_FRAME_RUNS || (runs == 0) != empty {
+            return Err(field("runs in a frame", runs as u64, "1 to 256, and 0 in a barrier"));
+        }
+        let pages = match usize::try_from(pages) {
+            Ok(pages) if pages <= MAX_FRAME_PAGES && !(empty && pages > 0) => pages,
+            _ => return Err(field("pages in a frame", pages.into(), "0 to 256, and 0 in a barrier")),
+        };
+        Ok(Self { kind, codec, region, pass, sequence, base, runs, pages, table_sum })
+    }
+}
+
+/// What a run's pages are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunKind {
+    /// All zero: nothing follows but their number.
+    Zero,
+    /// With a digest each, and their content if the frame has contents.
+    Data,
+}
+
+/// One run of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunEntry {
+    /// What its pages are.
+    pub kind: RunKind,
+    /// The pages, in the frame's region.
+    pub run: PageRun,
+}
+
+/// Builds a frame's table; reused from frame to frame, allocated once.
+#[derive(Debug)]
+pub struct TableWriter {
+    base: PageIndex,
+    runs: Vec<(RunKind, u32, u32)>,
+    digests: Vec<PageDigest>,
+    bytes: Vec<u8>,
+}
+
+impl Default for TableWriter {
+    fn default() -> Self {
+        Self {
+            base: PageIndex(0),
+            runs: Vec::with_capacity(MAX_FRAME_RUNS),
+            digests: Vec::with_capacity(MAX_FRAME_PAGES),
+            bytes: Vec::with_capacity(MAX_TABLE_BYTES),
+        }
+    }
+}
+
+impl TableWriter {
+    /// Starts a new frame.
+    pub fn clear(&mut self) {
+        self.runs.clear();
+        self.digests.clear();
+    }
+
+    /// Whether nothing was pushed.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// Pages with content so far.
+    #[must_use]
+    pub fn pages(&self) -> usize {
+        self.digests.len()
+    }
+
+    /// Adds `page`, all zero if `digest` is `None`, at or after every page that was pushed before. Says whether it
+    /// fitted; if not, send this frame and start another.
+    #[must_use]
+    pub fn push(&mut self, page: PageIndex, digest: Option<PageDigest>) -> bool {
+        self.push_run(PageRun::new(page, 1), digest)
+    }
+
+    /// Adds a run of zero pages, as [`TableWriter::push`] does.
+    #[must_use]
+    pub fn push_zeros(&mut self, run: PageRun) -> bool {
+        self.push_run(run, None)
+    }
+
+    fn push_run(&mut self, run: PageRun, digest: Option<PageDigest>) -> bool {
+        if self.runs.is_empty() {
+            self.base = run.first;
+        }
+        let kind = if digest.is_some() { RunKind::Data } else { RunKind::Zero };
+        let offset = run.first.0.checked_sub(self.base.0).and_then(|offset| u32::try_from(offset).ok());
+        let (Some(offset), Ok(count)) = (offset, u32::try_from(run.count)) else { return false };
+        if digest.is_some() && self.digests.len() == MAX_FRAME_PAGES {
+            return false;
+        }
+        let full = self.runs.len() == MAX_FRAME_RUNS || count > MAX_RUN;
+        match self.runs.last_mut() {
+            Some((last, start, len))
+                if *last == kind && u64::from(*start) + u64::from(*len) == u64::from(offset) && *len <= MAX_RUN - count.min(MAX_RUN) =>
+            {
+                *len += count;
+            }
+            _ if full => return false,
+            _ => self.runs.push((kind, offset, count)),
+        }
+        self.digests.extend(digest);
+        true
+    }
+
+    /// The header and the table of what was pushed.
+    pub fn finish(
+        &mut self,
+        kind: FrameKind,
+        region: RegionId,
+        pass: u32,
+        sequence: u64,
+    ) -> (FrameHeader, &[u8]) {
+        self.bytes.clear();
+        for (kind, offset, count) in &self.runs {
+            let kind = match kind {
+                RunKind::Zero => 0,
+                RunKind::Data => 1,
+            };
+            self.bytes.extend(offset.to_le_bytes());
+            self.bytes.extend((count << KIND_BITS | kind).to_le_bytes());
+        }
+        self.digests.iter().for_each(|digest| self.bytes.extend(digest.0.to_le_bytes()));
+        let header = FrameHeader {
+            kind,
+            codec: Codec::Raw,
+            region,
+            pass,
+            sequence,
+            base: self.base,
+            runs: self.runs.len(),
+            pages: self.digests.len(),
+            table_sum: crc(&self.bytes),
+        };
+        (header, &self.bytes)
+    }
+
+    /// The runs that were pushed.
+    pub fn runs(&self) -> impl Iterator<Item = RunEntry> {
+        self.runs.iter().map(|(kind, offset, count)| RunEntry {
+            kind: *kind,
+            run: PageRun::new(PageIndex(self.base.0 + u64::from(*offset)), u64::from(*count)),
+        })
+    }
+}
+
+/// A frame's table as it was received: checked against the header, and every run within the region.
+#[derive(Debug, Clone, Copy)]
+pub struct Table<'a> {
+    base: u64,
+    runs: &'a [u8],
+    digests: &'a [u8],
+}
+
+impl<'a> Table<'a> {
+    /// Reads the table of `header` for a region of `region_pages` pages.
+    ///
+    /// # Errors
+    /// If it is damaged, runs overlap, are out of order or leave the region, or their pages do not add up.
+    pub fn decode(header: &FrameHeader, bytes: &'a [u8], region_pages: u64) -> Result<Self, WireError> {
+        if bytes.len() != header.table_bytes() || crc(bytes) != header.table_sum {
+            return Err(WireError::Damaged { what: "frame table" });
+        }
+        let (runs, digests) = bytes.split_at(8 * header.runs);
+        let table = Self { base: header.base.0, runs, digests };
+        let (mut at, mut pages) = (0, 0);
+        for RunEntry { kind, run } in table.entries()? {
+            if run.count == 0 || run.first.0 < at || run.end() > region_pages {
+                return Err(WireError::Field {
+                    what: "run of pages that starts at",
+                    value: run.first.0,
+                    allowed: "in order, not empty, within the region",
+                });
+            }
+            at = run.end();
+            pages += if kind == RunKind::Data { run.count } else { 0 };
+        }
+        if pages != header.pages as u64 {
+            return Err(WireError::Field { what: "pages in all runs", value: pages, allowed: "what the header says" });
+        }
+        Ok(table)
+    }
+
+    fn entries(&self) -> Result<impl Iterator<Item = RunEntry> + use<'a>, WireError> {
+        let base = self.base;
+        let entry = move |bytes: &[u8]| {
+            let mut fields = Fields(bytes);
+            let (offset, word) = (fields.u32(), fields.u32());
+            let kind = match word & ((1 << KIND_BITS) - 1) {
+                0 => RunKind::Zero,
+                1 => RunKind::Data,
+                other => {
+                    return Err(WireError::Field { what: "kind of run", value: other.into(), allowed: "0 or 1" });
+                }
+            };
+            let first = PageIndex(base.saturating_add(u64::from(offset)));
+            Ok(RunEntry { kind, run: PageRun::new(first, u64::from(word >> KIND_BITS)) })
+        };
+        for bytes in self.runs.chunks_exact(8) {
+            entry(bytes)?;
+        }
+        Ok(self.runs.chunks_exact(8).filter_map(move |bytes| entry(bytes).ok()))
+    }
+
+    /// The runs, in order.
+    pub fn runs(&self) -> impl Iterator<Item = RunEntry> + use<'a> {
+        self.entries().into_iter().flatten()
+    }
+
+    /// The digests of all pages of data runs, in order.
+    pub fn digests(&self) -> impl Iterator<Item = PageDigest> + use<'a> {
+        self.digests.chunks_exact(8).map(|bytes| PageDigest(Fields(bytes).u64()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_frame_says_what_was_pushed(pages in prop::collection::btree_map(0u64..5000, prop::option::of(any::<u64>()), 1..200), start in 0u64..1 << 40) {
+            let mut writer = TableWriter::default();
+            for (page, digest) in &pages {
+                prop_assert!(writer.push(PageIndex(start + page), digest.map(PageDigest)));
+            }
+            let (header, bytes) = writer.finish(FrameKind::Pages, RegionId(3), 7, 9);
+            let header = FrameHeader::decode(&header.encode()).unwrap();
+            let table = Table::decode(&header, bytes, start + 5000).unwrap();
+            let mut digests = table.digests();
+            let mut got = Vec::new();
+            for entry in table.runs() {
+                for page in entry.run.range() {
+                    got.push((page - start, (entry.kind == RunKind::Data).then(|| digests.next().unwrap().0)));
+                }
+            }
+            prop_assert_eq!(got, pages.into_iter().collect::<Vec<_>>());
+            prop_assert!(Table::decode(&header, bytes, start).is_err(), "runs beyond the region are refused");
+        }
+
+        #[test]
+        fn a_damaged_bit_is_found(at in 0usize..FRAME_HEADER_BYTES * 8, in_table in 0usize..32 * 8) {
+            let mut writer = TableWriter::default();
+            for page in [1, 2, 9] {
+                prop_assert!(writer.push(PageIndex(page), Some(PageDigest(page))));
+            }
+            let (header, table) = writer.finish(FrameKind::Pages, RegionId(0), 0, 0);
+            let mut bytes = header.encode();
+            bytes[at / 8] ^= 1 << (at % 8);
+            prop_assert!(FrameHeader::decode(&bytes).is_err());
+            let mut table = table.to_vec();
+            table[in_table / 8] ^= 1 << (in_table % 8);
+            prop_assert!(Table::decode(&header, &table, 100).is_err());
+        }
+
+        #[test]
+        fn any_table_with_a_right_sum_is_an_error_or_in_bounds(
+            words in prop::collection::vec(any::<u64>(), 1..20), runs in 1usize..10, base: u64, region in 1u64..1 << 50,
+        ) {
+            let runs = runs.min(words.len());
+            let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+            let header = FrameHeader {
+                kind: FrameKind::Pages, codec: Codec::Raw, region: RegionId(0), pass: 0, sequence: 0,
+                base: PageIndex(base), runs, pages: words.len() - runs, table_sum: crc(&bytes),
+            };
+            if let Ok(table) = Table::decode(&header, &bytes, region) {
+                prop_assert!(table.runs().all(|e| e.run.end() <= region));
+            }
+        }
+    }
+
+    #[test]
+    fn a_frame_takes_no_more_than_its_limits() {
+        let mut writer = TableWriter::default();
+        let fitted = (0..1000).take_while(|page| writer.push(PageIndex(*page), Some(PageDigest(0)))).count();
+        assert_eq!((fitted, writer.pages()), (MAX_FRAME_PAGES, MAX_FRAME_PAGES));
+        assert!(writer.push_zeros(PageRun::from(5000..9000)), "zero runs still fit");
+        writer.clear();
+        let fitted = (0..1000).take_while(|page| writer.push(PageIndex(page * 2), None)).count();
+        assert_eq!(fitted, MAX_FRAME_RUNS);
+        writer.clear();
+        assert!(writer.push(PageIndex(0), None));
+        assert!(!writer.push(PageIndex(1 << 33), None), "offsets have 32 bits");
+        let (header, table) = writer.finish(FrameKind::Pages, RegionId(0), 0, 0);
+        assert!(Table::decode(&header, table, 1).is_ok());
+    }
+
+    #[test]
+    fn a_barrier_has_no_pages() {
+        let barrier = FrameHeader::barrier(4, 11);
+        assert_eq!(FrameHeader::decode(&barrier.encode()), Ok(barrier));
+        assert!(FrameHeader::decode(&FrameHeader { runs: 1, ..barrier }.encode()).is_err());
+        assert!(FrameHeader::decode(&FrameHeader { kind: FrameKind::Pages, ..barrier }.encode()).is_err());
+    }
+}

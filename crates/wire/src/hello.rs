@@ -1,0 +1,268 @@
+//! The first 80 bytes of every channel, each way.
+
+use crate::{Fields, RefusalCode, WireError, crc};
+
+/// Oldest protocol version that this build speaks.
+pub const VERSION_MIN: u16 = 0;
+/// Newest protocol version that this build speaks. 0 is the version before the freeze: it promises nothing.
+pub const VERSION_MAX: u16 = 0;
+/// Feature bits that this build knows. The low 32 are optional, the high 32 must be understood by the peer.
+pub const FEATURES: u64 = 0;
+/// Bytes of a [`Hello`] and of a [`HelloReply`].
+pub const HELLO_BYTES: usize = 80;
+
+const MAGIC: [u8; 8] = *b"VMFERRY\n";
+const MAGIC_REPLY: [u8; 8] = *b"VMFERRY\r";
+const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
+
+/// 128 random bits that name a migration on every channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct MigrationId(pub [u8; 16]);
+
+impl std::fmt::Display for MigrationId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// 128 random bits that the target gives out for the channels of one role; all zero on a control channel.
+#[derive(Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Token(pub [u8; 16]);
+
+impl Token {
+    /// No token: a control channel has none.
+    pub const NONE: Self = Self([0; 16]);
+}
+
+impl std::fmt::Debug for Token {
+    // Whoever reads a log must not be able to join a migration.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// What a channel is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Messages of the two sessions.
+    Control,
+    /// Pages.
+    Bulk,
+    /// Single pages that a guest waits for (reserved for postcopy).
+    Urgent,
+}
+
+impl Role {
+    fn byte(self) -> u8 {
+        match self {
+            Self::Control => 0,
+            Self::Bulk => 1,
+            Self::Urgent => 2,
+        }
+    }
+
+    fn from_byte(byte: u8) -> Result<Self, WireError> {
+        match byte {
+            0 => Ok(Self::Control),
+            1 => Ok(Self::Bulk),
+            2 => Ok(Self::Urgent),
+            _ => Err(WireError::Field { what: "role", value: byte.into(), allowed: "0 to 2" }),
+        }
+    }
+}
+
+/// The first message of every channel, from the side that connected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// Oldest version it speaks.
+    pub version_min: u16,
+    /// Newest version it speaks.
+    pub version_max: u16,
+    /// Feature bits it offers.
+    pub features: u64,
+    /// The migration.
+    pub migration: MigrationId,
+    /// What the channel is for.
+    pub role: Role,
+    /// Which of its role.
+    pub index: u16,
+    /// The token that the target gave out for this role.
+    pub token: Token,
+}
+
+impl Hello {
+    /// Its bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = Vec::with_capacity(HELLO_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(self.version_min.to_le_bytes());
+        bytes.extend(self.version_max.to_le_bytes());
+        bytes.extend([self.role.byte(), 0]);
+        bytes.extend(self.index.to_le_bytes());
+        bytes.extend(self.features.to_le_bytes());
+        bytes.extend(self.migration.0);
+        bytes.extend(self.token.0);
+        seal(bytes)
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// [`WireError`] if these bytes are no hello.
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
+        let mut fields = unseal(bytes, MAGIC)?;
+        let (version_min, version_max) = (fields.u16(), fields.u16());
+        let (role, _) = (Role::from_byte(fields.u8())?, fields.u8());
+        let (index, features) = (fields.u16(), fields.u64());
+        let (migration, token) = (MigrationId(fields.take()), Token(fields.take()));
+        Ok(Self { version_min, version_max, features, migration, role, index, token })
+    }
+}
+
+/// The answer to a [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HelloReply {
+    /// `None` for yes; otherwise why not.
+    pub refused: Option<RefusalCode>,
+    /// The version that the channel uses; when refused for the version, the newest that the target speaks.
+    pub version: u16,
+    /// The features that both sides have.
+    pub features: u64,
+    /// The migration, repeated.
+    pub migration: MigrationId,
+}
+
+impl HelloReply {
+    /// Its bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = Vec::with_capacity(HELLO_BYTES);
+        bytes.extend(MAGIC_REPLY);
+        bytes.extend(self.version.to_le_bytes());
+        bytes.extend([self.refused.map_or(0, RefusalCode::byte), 0]);
+        bytes.extend([0; 4]);
+        bytes.extend(self.features.to_le_bytes());
+        bytes.extend(self.migration.0);
+        seal(bytes)
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// [`WireError`] if these bytes are no reply to a hello.
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
+        let mut fields = unseal(bytes, MAGIC_REPLY)?;
+        let version = fields.u16();
+        let refused = match fields.u8() {
+            0 => None,
+            code => Some(RefusalCode::from_byte(code)),
+        };
+        let _: [u8; 5] = fields.take();
+        let features = fields.u64();
+        Ok(Self { refused, version, features, migration: MigrationId(fields.take()) })
+    }
+}
+
+/// Pads to the fixed size and puts the checksum into the last eight bytes.
+fn seal(mut bytes: Vec<u8>) -> [u8; HELLO_BYTES] {
+    bytes.resize(HELLO_BYTES - 8, 0);
+    bytes.extend(crc(&bytes).to_le_bytes());
+    bytes.try_into().expect("fixed size")
+}
+
+fn unseal(bytes: &[u8; HELLO_BYTES], magic: [u8; 8]) -> Result<Fields<'_>, WireError> {
+    let (body, sum) = bytes.split_at(HELLO_BYTES - 8);
+    let mut fields = Fields(body);
+    let start = fields.take();
+    if start != magic {
+        return Err(WireError::NotVmferry(start));
+    }
+    if sum != crc(body).to_le_bytes() {
+        return Err(WireError::Damaged { what: "hello" });
+    }
+    Ok(fields)
+}
+
+/// The version and features for a peer that offers `hello`, or why there are none.
+///
+/// # Errors
+/// [`RefusalCode::Version`] or [`RefusalCode::Feature`].
+pub fn negotiate(hello: &Hello) -> Result<(u16, u64), RefusalCode> {
+    let version = hello.version_max.min(VERSION_MAX);
+    if version < hello.version_min.max(VERSION_MIN) {
+        return Err(RefusalCode::Version);
+    }
+    if hello.features & MUST_UNDERSTAND & !FEATURES != 0 {
+        return Err(RefusalCode::Feature);
+    }
+    Ok((version, hello.features & FEATURES))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hello() -> Hello {
+        Hello {
+            version_min: 0,
+            version_max: 3,
+            features: 5,
+            migration: MigrationId([7; 16]),
+            role: Role::Bulk,
+            index: 2,
+            token: Token([9; 16]),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_damaged_bit_is_found(at in 0..HELLO_BYTES * 8) {
+            let mut bytes = hello().encode();
+            bytes[at / 8] ^= 1 << (at % 8);
+            prop_assert!(Hello::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn any_bytes_are_an_error_not_a_panic(bytes in prop::array::uniform32(any::<u8>()), rest in prop::array::uniform32(any::<u8>())) {
+            let mut all = [0; HELLO_BYTES];
+            all[..32].copy_from_slice(&bytes);
+            all[32..64].copy_from_slice(&rest);
+            prop_assert!(Hello::decode(&all).is_err());
+            prop_assert!(HelloReply::decode(&all).is_err());
+        }
+    }
+
+    #[test]
+    fn hello_and_reply_survive_the_wire() {
+        assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
+        let reply = HelloReply {
+            refused: Some(RefusalCode::Busy),
+            version: 4,
+            features: 9,
+            migration: MigrationId([1; 16]),
+        };
+        assert_eq!(HelloReply::decode(&reply.encode()), Ok(reply));
+        assert!(matches!(HelloReply::decode(&hello().encode()), Err(WireError::NotVmferry(_))));
+    }
+
+    #[test]
+    fn versions_and_features_are_agreed_or_refused() {
+        assert_eq!(negotiate(&hello()), Ok((VERSION_MAX, 5 & FEATURES)));
+        assert_eq!(negotiate(&Hello { version_min: VERSION_MAX + 1, ..hello() }), Err(RefusalCode::Version));
+        assert_eq!(negotiate(&Hello { features: 1 << 63, ..hello() }), Err(RefusalCode::Feature));
+    }
+
+    #[test]
+    fn refusal_codes_have_one_byte_each() {
+        for byte in 1..=11 {
+            assert_eq!(RefusalCode::from_byte(byte).byte(), byte);
+        }
+    }
+
+    #[test]
+    fn a_token_is_not_printed() {
+        assert!(!format!("{:?}", hello()).contains("9, 9"));
+    }
+}
