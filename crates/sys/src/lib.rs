@@ -1,1 +1,18 @@
-//! The raw ioctls that no crate wraps: KVM dirty log, userfaultfd, PAGEMAP_SCAN.
+//! The kernel interfaces that no crate wraps, one call each: KVM's dirty log, userfaultfd write protection,
+//! `PAGEMAP_SCAN` and the data ranges of a memfd.
+//!
+//! No policy and no state here. What is unsafe about a call is fenced in this crate: buffers are checked against what
+//! the kernel will write, structures have the size that the kernel expects (asserted at compile time), and a call that
+//! can take memory away from safe code is an `unsafe fn`. Linux on x86-64 only: ioctl numbers and page size are its.
+
+mod error;
+mod ioctl;
+pub mod kvm;
+pub mod memfd;
+pub mod pagemap;
+pub mod uffd;
+
+pub use error::SysError;
+
+/// Bytes in the page that all of these interfaces count in.
+pub const PAGE_SIZE: u64 = 4096;

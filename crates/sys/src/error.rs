@@ -1,0 +1,92 @@
+//! What a system call's refusal means.
+
+use std::io;
+
+/// A call that the kernel refused, or that would have been wrong to make.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SysError {
+    /// The kernel answered with an error.
+    #[error("{call} on {target}: {source} ({meaning})")]
+    Refused {
+        /// The call, by its name in the kernel's documentation.
+        call: &'static str,
+        /// What it was made on, for example `slot 1` or an address range.
+        target: String,
+        /// What the kernel said.
+        source: io::Error,
+        /// What that means for this call, and what can be done.
+        meaning: &'static str,
+    },
+    /// A buffer is too small for what the kernel would write to it.
+    #[error("{call} on {target}: the buffer has {have} words, the kernel needs {need}")]
+    Buffer {
+        /// The call that was not made.
+        call: &'static str,
+        /// What it would have been made on.
+        target: String,
+        /// Words of 64 bits in the buffer.
+        have: usize,
+        /// Words of 64 bits that the kernel reads or writes.
+        need: usize,
+    },
+    /// An address or a length that is not a whole number of pages, or that wraps around.
+    #[error("{call} on {target}: not whole pages of 4096 bytes within the address space")]
+    NotPages {
+        /// The call that was not made.
+        call: &'static str,
+        /// What it would have been made on.
+        target: String,
+    },
+    /// The kernel has userfaultfd, but not all that was asked for.
+    #[error("userfaultfd lacks the features {missing:#x}: write tracking needs Linux 6.7 or newer")]
+    Features {
+        /// `UFFD_FEATURE_*` bits that were asked for and are not there.
+        missing: u64,
+    },
+}
+
+impl SysError {
+    /// The error of the last call, explained by `meaning`.
+    pub(crate) fn last(
+        call: &'static str,
+        target: impl FnOnce() -> String,
+        meaning: impl FnOnce(i32) -> &'static str,
+    ) -> Self {
+        Self::from_io(call, target(), io::Error::last_os_error(), meaning)
+    }
+
+    /// `source` explained by `meaning`.
+    pub(crate) fn from_io(
+        call: &'static str,
+        target: String,
+        source: io::Error,
+        meaning: impl FnOnce(i32) -> &'static str,
+    ) -> Self {
+        let meaning = meaning(source.raw_os_error().unwrap_or(0));
+        Self::Refused { call, target, source, meaning }
+    }
+
+    /// The kernel's error number, if it was the kernel that refused.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Refused { source, .. } => source.raw_os_error(),
+            _ => None,
+        }
+    }
+}
+
+/// The sentence for error numbers that a call does not explain better.
+pub(crate) fn common(errno: i32) -> &'static str {
+    match errno {
+        libc::EBADF => "the file descriptor is not open or is of another kind",
+        libc::EFAULT => "an address is not mapped in this process",
+        libc::EINVAL => "the kernel does not know this request or refuses its arguments",
+        libc::EINTR => "a signal interrupted it",
+        libc::ENOMEM => "the host has no memory left for it",
+        libc::ENOTTY => "the kernel has no such request",
+        libc::EPERM | libc::EACCES => "this user may not do that",
+        _ => "unexpected",
+    }
+}

@@ -1,0 +1,265 @@
+//! KVM's dirty log (Linux `Documentation/virt/kvm/api.rst`, sections 4.8, 4.35, 4.117 and 7.18).
+//!
+//! Every function takes the VM's file descriptor. They act on memory slots that exist; only [`set_slot_flags`] could
+//! create one, so only that is unsafe.
+
+use crate::error::common;
+use crate::ioctl::{call, call_value, io, iow, iowr};
+use crate::{PAGE_SIZE, SysError};
+use std::os::fd::BorrowedFd;
+
+const GROUP: u8 = 0xae;
+const CHECK_EXTENSION: u64 = io(GROUP, 0x03);
+const GET_DIRTY_LOG: u64 = iow::<DirtyLog>(GROUP, 0x42);
+const SET_USER_MEMORY_REGION: u64 = iow::<UserMemoryRegion>(GROUP, 0x46);
+const ENABLE_CAP: u64 = iow::<EnableCap>(GROUP, 0xa3);
+const CLEAR_DIRTY_LOG: u64 = iowr::<ClearDirtyLog>(GROUP, 0xc0);
+
+/// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+const CAP_MANUAL_PROTECT: u32 = 168;
+
+/// Slot flag `KVM_MEM_LOG_DIRTY_PAGES`: KVM records which pages of the slot are written.
+pub const MEM_LOG_DIRTY_PAGES: u32 = 1;
+
+/// How the dirty log of a VM is cleared; bits of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ManualProtect(u64);
+
+impl ManualProtect {
+    /// `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE`: reading the log leaves it as it is, `KVM_CLEAR_DIRTY_LOG` clears it.
+    pub const ENABLE: u64 = 1;
+    /// `KVM_DIRTY_LOG_INITIALLY_SET`: switching the log on sets every bit and protects nothing.
+    pub const INITIALLY_SET: u64 = 2;
+
+    /// Whether the log is cleared by hand.
+    #[must_use]
+    pub fn enabled(self) -> bool {
+        self.0 & Self::ENABLE != 0
+    }
+
+    /// Whether a fresh log is all ones.
+    #[must_use]
+    pub fn initially_set(self) -> bool {
+        self.0 & Self::INITIALLY_SET != 0
+    }
+}
+
+/// A memory slot as it was given to KVM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotSpec {
+    /// Its number.
+    pub slot: u32,
+    /// Its flags besides [`MEM_LOG_DIRTY_PAGES`].
+    pub flags: u32,
+    /// Where the guest sees it.
+    pub gpa: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Where it is mapped in this process.
+    pub host: u64,
+}
+
+#[repr(C)]
+struct DirtyLog {
+    slot: u32,
+    padding: u32,
+    bitmap: u64,
+}
+
+#[repr(C)]
+struct ClearDirtyLog {
+    slot: u32,
+    num_pages: u32,
+    first_page: u64,
+    bitmap: u64,
+}
+
+#[repr(C)]
+struct UserMemoryRegion {
+    slot: u32,
+    flags: u32,
+    guest_phys_addr: u64,
+    memory_size: u64,
+    userspace_addr: u64,
+}
+
+#[repr(C)]
+struct EnableCap {
+    cap: u32,
+    flags: u32,
+    args: [u64; 4],
+    pad: [u8; 64],
+}
+
+const _: () = assert!(size_of::<DirtyLog>() == 16 && size_of::<ClearDirtyLog>() == 24);
+const _: () = assert!(size_of::<UserMemoryRegion>() == 32 && size_of::<EnableCap>() == 104);
+
+/// Words of 64 bits in the dirty log of `len` bytes of guest memory.
+#[must_use]
+pub fn log_words(len: u64) -> usize {
+    usize::try_from((len / PAGE_SIZE).div_ceil(64)).unwrap_or(usize::MAX)
+}
+
+/// What this VM offers for clearing its dirty log by hand.
+///
+/// # Errors
+/// If `vm` is no VM.
+pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysError> {
+    // SAFETY: KVM_CHECK_EXTENSION takes a number and changes nothing.
+    let offered = unsafe { call_value(vm, CHECK_EXTENSION, u64::from(CAP_MANUAL_PROTECT)) };
+    let offered = u64::try_from(offered)
+        .map_err(|_| SysError::last("KVM_CHECK_EXTENSION", || "the VM".to_owned(), common))?;
+    Ok(ManualProtect(offered & (ManualProtect::ENABLE | ManualProtect::INITIALLY_SET)))
+}
+
+/// Sets how the dirty log is cleared; `flags` from [`manual_protect_offered`], for all slots from now on.
+///
+/// # Errors
+/// If KVM does not offer `flags`.
+pub fn enable_manual_protect(vm: BorrowedFd<'_>, flags: ManualProtect) -> Result<(), SysError> {
+    let mut cap = EnableCap { cap: CAP_MANUAL_PROTECT, flags: 0, args: [flags.0, 0, 0, 0], pad: [0; 64] };
+    // SAFETY: the structure is the request's; this capability changes the meaning of two ioctls and touches no memory.
+    if unsafe { call(vm, ENABLE_CAP, &mut cap) } < 0 {
+        return Err(SysError::last(
+            "KVM_ENABLE_CAP(MANUAL_DIRTY_LOG_PROTECT2)",
+            || "the VM".to_owned(),
+            common,
+        ));
+    }
+    Ok(())
+}
+
+/// Changes the flags of a slot to `spec.flags` plus, if `log`, [`MEM_LOG_DIRTY_PAGES`].
+///
+/// # Errors
+/// If KVM refuses: the slot differs from `spec` in its address or length, or memory for the log is short.
+///
+/// # Safety
+/// `spec` describes a slot that exists on this VM. (For a slot that does not, KVM would make one, and the guest could
+/// write to whatever is mapped at `spec.host`.)
+pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> Result<(), SysError> {
+    let mut region = UserMemoryRegion {
+        slot: spec.slot,
+        flags: spec.flags | if log { MEM_LOG_DIRTY_PAGES } else { 0 },
+        guest_phys_addr: spec.gpa,
+        memory_size: spec.len,
+        userspace_addr: spec.host,
+    };
+    // SAFETY: the structure is the request's; the caller vouches that the slot exists, so only its flags change.
+    if unsafe { call(vm, SET_USER_MEMORY_REGION, &mut region) } < 0 {
+        return Err(SysError::last(
+            "KVM_SET_USER_MEMORY_REGION",
+            || format!("slot {}", spec.slot),
+            |errno| match errno {
+                libc::EINVAL => "the slot is not the one that KVM knows, or this KVM cannot log its pages",
+                libc::ENOMEM => "the host has no memory left for the dirty log",
+                other => common(other),
+            },
+        ));
+    }
+    Ok(())
+}
+
+/// Reads the dirty log of `slot`, of `len` bytes, into the first [`log_words`]`(len)` words of `log`.
+///
+/// Without manual protection this also clears the log and write-protects what was in it.
+///
+/// # Errors
+/// [`SysError::Buffer`] if `log` is too short; otherwise what KVM says (`ENXIO`: the VM uses a dirty ring;
+/// `ENOENT`: the slot is not logged).
+///
+/// # Safety
+/// `len` is not less than the length of the slot: KVM sizes what it writes by the slot.
+pub unsafe fn get_dirty_log(
+    vm: BorrowedFd<'_>,
+    slot: u32,
+    len: u64,
+    log: &mut [u64],
+) -> Result<(), SysError> {
+    const CALL: &str = "KVM_GET_DIRTY_LOG";
+    let need = log_words(len);
+    if log.len() < need {
+        return Err(SysError::Buffer { call: CALL, target: format!("slot {slot}"), have: log.len(), need });
+    }
+    let mut argument = DirtyLog { slot, padding: 0, bitmap: log.as_mut_ptr().addr() as u64 };
+    // SAFETY: KVM writes one bit a page of the slot, rounded up to 64: that many words are there (checked above, with
+    // the slot's length from the caller), exclusively borrowed for the call.
+    if unsafe { call(vm, GET_DIRTY_LOG, &mut argument) } < 0 {
+        return Err(SysError::last(CALL, || format!("slot {slot}"), log_meaning));
+    }
+    Ok(())
+}
+
+/// Clears those bits of `slot`'s log that are set in `bits`, and write-protects their pages. Bit `i` of `bits` is page
+/// `first_page + i`; bits of pages that are not in the log are ignored.
+///
+/// `first_page` is a multiple of 64, and so is `pages`, unless the pages reach the slot's end.
+///
+/// # Errors
+/// [`SysError::Buffer`] if `bits` has fewer bits than `pages`; otherwise what KVM says.
+pub fn clear_dirty_log(
+    vm: BorrowedFd<'_>,
+    slot: u32,
+    first_page: u64,
+    pages: u32,
+    bits: &[u64],
+) -> Result<(), SysError> {
+    const CALL: &str = "KVM_CLEAR_DIRTY_LOG";
+    let target = || format!("slot {slot}, {pages} pages from {first_page:#x}");
+    let need = log_words(u64::from(pages) * PAGE_SIZE);
+    if bits.len() < need {
+        return Err(SysError::Buffer { call: CALL, target: target(), have: bits.len(), need });
+    }
+    let mut argument =
+        ClearDirtyLog { slot, num_pages: pages, first_page, bitmap: bits.as_ptr().addr() as u64 };
+    // SAFETY: KVM reads `pages` bits, rounded up to whole words, from `bits` (checked above) and writes no memory of
+    // ours but the argument.
+    if unsafe { call(vm, CLEAR_DIRTY_LOG, &mut argument) } < 0 {
+        return Err(SysError::last(CALL, target, log_meaning));
+    }
+    Ok(())
+}
+
+fn log_meaning(errno: i32) -> &'static str {
+    match errno {
+        libc::ENXIO => "the VM was started with a dirty ring, which replaces the log",
+        libc::ENOENT => "the slot does not exist or its dirty log is off",
+        libc::EINVAL => "the pages are not in the slot, or not aligned to 64",
+        other => common(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn requests_have_their_documented_numbers() {
+        assert_eq!(CHECK_EXTENSION, 0xae03);
+        assert_eq!(GET_DIRTY_LOG, 0x4010_ae42);
+        assert_eq!(SET_USER_MEMORY_REGION, 0x4020_ae46);
+        assert_eq!(ENABLE_CAP, 0x4068_aea3);
+        assert_eq!(CLEAR_DIRTY_LOG, 0xc018_aec0);
+    }
+
+    #[test]
+    fn short_buffers_are_refused_before_the_kernel_sees_them() {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        // SAFETY: the fd is no VM, so the call would be refused in any case.
+        let error = unsafe { get_dirty_log(null.as_fd(), 3, 65 * PAGE_SIZE, &mut [0]) }.unwrap_err();
+        assert!(matches!(error, SysError::Buffer { have: 1, need: 2, .. }), "{error}");
+        let error = clear_dirty_log(null.as_fd(), 3, 0, 65, &[0]).unwrap_err();
+        assert!(matches!(error, SysError::Buffer { have: 1, need: 2, .. }), "{error}");
+    }
+
+    #[test]
+    fn errors_name_the_call_the_slot_and_the_reason() {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let error = clear_dirty_log(null.as_fd(), 3, 64, 64, &[1]).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOTTY));
+        let text = error.to_string();
+        assert!(text.contains("KVM_CLEAR_DIRTY_LOG on slot 3, 64 pages from 0x40"), "{text}");
+        assert!(text.contains("no such request"), "{text}");
+    }
+}

@@ -1,0 +1,264 @@
+//! What the kernel knows of this process's pages: `PAGEMAP_SCAN` and, where that is missing, the pagemap itself
+//! (Linux `Documentation/admin-guide/mm/pagemap.rst`, `PAGEMAP_SCAN(2const)`).
+
+use crate::error::common;
+use crate::ioctl::{call, iowr};
+use crate::{PAGE_SIZE, SysError};
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+const SCAN: u64 = iowr::<ScanArg>(b'f', 16);
+const SCAN_NAME: &str = "PAGEMAP_SCAN";
+
+/// `PAGE_IS_WPALLOWED`: asynchronous write protection covers the page.
+pub const IS_WPALLOWED: u64 = 1 << 0;
+/// `PAGE_IS_WRITTEN`: the page is there and not protected, hence written since it was.
+pub const IS_WRITTEN: u64 = 1 << 1;
+/// `PAGE_IS_FILE`: the page belongs to a file or a memfd.
+pub const IS_FILE: u64 = 1 << 2;
+/// `PAGE_IS_PRESENT`: the page is mapped.
+pub const IS_PRESENT: u64 = 1 << 3;
+/// `PAGE_IS_SWAPPED`: the page is swapped out, being migrated, or only a marker of write protection.
+pub const IS_SWAPPED: u64 = 1 << 4;
+/// `PAGE_IS_PFNZERO`: the page is the kernel's page of zeros.
+pub const IS_PFNZERO: u64 = 1 << 5;
+/// `PAGE_IS_HUGE`: the page is part of a huge one.
+pub const IS_HUGE: u64 = 1 << 6;
+
+const WP_MATCHING: u64 = 1 << 0;
+const CHECK_WPASYNC: u64 = 1 << 1;
+
+/// Which pages a scan is after. A page matches if it has all of `all` and, unless `any` is 0, one of `any`, after the
+/// categories in `inverted` were flipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Match {
+    /// Categories (`IS_*`) that count when they are absent.
+    pub inverted: u64,
+    /// Categories that a page must have.
+    pub all: u64,
+    /// Categories of which a page must have one.
+    pub any: u64,
+    /// Categories to report. With less of them runs get longer. (Asking for [`IS_WRITTEN`] alone, by `all`, makes some
+    /// kernels take a shorter way that also reports pages that are not there.)
+    pub report: u64,
+    /// Write-protect what matches, in the same step: a page is reported, and written again, only after it was
+    /// protected. Fails if a page in the range is not under asynchronous write protection.
+    pub protect: bool,
+}
+
+/// A run of pages of the same categories.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PageRegion {
+    /// Address of the first page.
+    pub start: u64,
+    /// Address after the last page.
+    pub end: u64,
+    /// Their categories, after inversion, as far as they were asked for.
+    pub categories: u64,
+}
+
+#[repr(C)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const _: () = assert!(size_of::<ScanArg>() == 96 && size_of::<PageRegion>() == 24);
+
+/// `/proc/self/pagemap`, which every process may open. It speaks of the process that opened it, also after a fork.
+#[derive(Debug)]
+pub struct Pagemap {
+    file: File,
+}
+
+/// What [`Pagemap::scan`] found: how many runs, and how far it came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scanned {
+    /// Runs that were written to the buffer.
+    pub runs: usize,
+    /// Address up to which pages were looked at: less than what was asked for if the buffer became full.
+    pub upto: u64,
+}
+
+impl Pagemap {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// If there is no /proc.
+    pub fn open() -> Result<Self, SysError> {
+        let path = "/proc/self/pagemap";
+        match File::open(path) {
+            Ok(file) => Ok(Self { file }),
+            Err(error) => Err(SysError::from_io("open", path.to_owned(), error, |errno| match errno {
+                libc::ENOENT => "/proc is not mounted, or the kernel has no pagemap",
+                other => common(other),
+            })),
+        }
+    }
+
+    /// Looks for pages in the addresses `span` and writes their runs to `out`, until that is full.
+    ///
+    /// # Errors
+    /// `ENOTTY`: the kernel is older than 6.7. `EPERM`: `protect` was asked for and the memory is not registered. After
+    /// an error with `protect`, pages of `span` may have been protected without being reported: whoever tracks writes
+    /// has to take all of `span` for written.
+    pub fn scan(&self, span: &Range<u64>, what: Match, out: &mut [PageRegion]) -> Result<Scanned, SysError> {
+        let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
+        if !span.start.is_multiple_of(PAGE_SIZE) || !span.end.is_multiple_of(PAGE_SIZE) || out.is_empty() {
+            return Err(SysError::NotPages { call: SCAN_NAME, target: target() });
+        }
+        let mut argument = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: if what.protect { WP_MATCHING | CHECK_WPASYNC } else { 0 },
+            start: span.start,
+            end: span.end,
+            walk_end: span.start,
+            vec: out.as_mut_ptr().addr() as u64,
+            vec_len: out.len() as u64,
+            max_pages: 0,
+            category_inverted: what.inverted,
+            category_mask: what.all,
+            category_anyof_mask: what.any,
+            return_mask: what.report,
+        };
+        // SAFETY: the structure is the request's. The kernel writes at most `vec_len` runs to `vec`, which is `out`,
+        // exclusively borrowed. Protection is asynchronous (CHECK_WPASYNC), which no read or write can tell.
+        let runs = unsafe { call(self.file.as_fd(), SCAN, &mut argument) };
+        match usize::try_from(runs) {
+            Ok(runs) => Ok(Scanned { runs: runs.min(out.len()), upto: argument.walk_end }),
+            Err(_) => Err(SysError::last(SCAN_NAME, target, |errno| match errno {
+                libc::ENOTTY => "the kernel is older than Linux 6.7",
+                libc::EPERM => "the memory is not under asynchronous write protection",
+                other => common(other),
+            })),
+        }
+    }
+
+    /// Calls `each` with all runs in `span` that match, through the buffer `out`.
+    ///
+    /// # Errors
+    /// As for [`scan`](Self::scan); runs found before the error were given to `each`.
+    pub fn for_each(
+        &self,
+        span: Range<u64>,
+        what: Match,
+        out: &mut [PageRegion],
+        mut each: impl FnMut(PageRegion),
+    ) -> Result<(), SysError> {
+        let mut rest = span;
+        while rest.start < rest.end {
+            let found = self.scan(&rest, what, out)?;
+            out[..found.runs].iter().copied().for_each(&mut each);
+            if found.upto <= rest.start {
+                // The kernel always comes at least one page further; if it did not, this must not go on for ever.
+                let target = format!("addresses {:#x}..{:#x}", rest.start, rest.end);
+                let stuck = std::io::Error::from_raw_os_error(libc::EIO);
+                return Err(SysError::from_io(SCAN_NAME, target, stuck, |_| "the scan does not advance"));
+            }
+            rest.start = found.upto;
+        }
+        Ok(())
+    }
+
+    /// Calls `each` with every run of `span` whose pages are present or swapped out, read from the pagemap's 64-bit
+    /// entries: what [`for_each`](Self::for_each) would tell, on kernels without the scan, and slower (8 bytes a page).
+    ///
+    /// # Errors
+    /// If the pagemap cannot be read.
+    pub fn for_each_populated_entry(
+        &self,
+        span: Range<u64>,
+        mut each: impl FnMut(Range<u64>),
+    ) -> Result<(), SysError> {
+        const ENTRIES: u64 = 512;
+        let mut buffer = [0; 8 * 512];
+        let mut at = span.start;
+        while at < span.end {
+            let pages = ((span.end - at) / PAGE_SIZE).min(ENTRIES);
+            if pages == 0 {
+                break;
+            }
+            let bytes = &mut buffer[..usize::try_from(pages * 8).expect("at most 4096")];
+            self.file.read_exact_at(bytes, at / PAGE_SIZE * 8).map_err(|error| {
+                SysError::from_io("read", format!("/proc/self/pagemap for address {at:#x}"), error, common)
+            })?;
+            for (entry, page) in bytes.as_chunks::<8>().0.iter().zip((at..).step_by(4096)) {
+                // Bit 63: present. Bit 62: swapped.
+                if u64::from_ne_bytes(*entry) >> 62 != 0 {
+                    each(page..page + PAGE_SIZE);
+                }
+            }
+            at += pages * PAGE_SIZE;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+    #[test]
+    fn the_request_has_its_documented_number() {
+        assert_eq!(SCAN, 0xc060_6610);
+    }
+
+    #[test]
+    fn scan_and_entries_agree_on_what_is_populated() {
+        let len = 300 * 4096;
+        // SAFETY: a fresh anonymous mapping of our own.
+        let start = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .unwrap();
+        // SAFETY: the mapping is ours, and not used yet.
+        unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxNoHugepage) }.unwrap();
+        let written: Vec<usize> =
+            (0..300).filter(|page| page % 7 == 3 || (100..140).contains(page)).collect();
+        for page in &written {
+            // SAFETY: the page is in the mapping.
+            unsafe { start.cast::<u8>().add(page * 4096).write_volatile(1) };
+        }
+        let base = start.addr() as u64;
+        let span = base..base + len as u64;
+        let index = |address: u64| usize::try_from((address - base) / 4096).unwrap();
+        let map = Pagemap::open().unwrap();
+        let mut entries = Vec::new();
+        map.for_each_populated_entry(span.clone(), |run| entries.push(index(run.start))).unwrap();
+        assert_eq!(entries, written);
+        // A buffer of three runs makes it go on many times.
+        let what = Match { any: IS_PRESENT | IS_SWAPPED, report: IS_PRESENT, ..Match::default() };
+        let mut scanned = Vec::new();
+        let result = map.for_each(span, what, &mut [PageRegion::default(); 3], |run| {
+            scanned.extend(index(run.start)..index(run.end));
+        });
+        match result {
+            Ok(()) => assert_eq!(scanned, written),
+            Err(error) => {
+                assert_eq!(error.errno(), Some(libc::ENOTTY), "{error}");
+                println!("PAGEMAP_SCAN: not run: {error}");
+            }
+        }
+        // SAFETY: mapped above, not used any more.
+        unsafe { munmap(start, len) }.unwrap();
+    }
+}
