@@ -1,0 +1,97 @@
+//! Opening channels to a target.
+
+use super::{IoBuf, Stream, Uri};
+use crate::MigrateError;
+use socket2::{Domain, SockAddr, Socket, Type};
+use std::io;
+use std::net::ToSocketAddrs;
+use std::time::Duration;
+use vmferry_wire::{
+    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX, VERSION_MIN,
+    WireError,
+};
+
+/// Opens the control channel.
+pub(crate) fn connect_control(
+    uri: &Uri,
+    migration: MigrationId,
+    insecure: bool,
+    timeout: Duration,
+) -> Result<Stream, MigrateError> {
+    open(uri, insecure, timeout, &hello(migration, Role::Control, 0, Token::NONE))
+}
+
+/// Opens bulk channel `index` with the token that the target gave out.
+pub(crate) fn connect_bulk(
+    uri: &Uri,
+    migration: MigrationId,
+    insecure: bool,
+    timeout: Duration,
+    (index, token): (u16, Token),
+) -> Result<Stream, MigrateError> {
+    open(uri, insecure, timeout, &hello(migration, Role::Bulk, index, token))
+}
+
+fn hello(migration: MigrationId, role: Role, index: u16, token: Token) -> Hello {
+    let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
+    Hello { version_min, version_max, features, migration, role, index, token }
+}
+
+fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<Stream, MigrateError> {
+    let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
+    let socket = connect(uri, insecure, timeout)?;
+    let stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
+    stream.set_timeouts(Some(timeout), Some(timeout)).map_err(unreachable)?;
+    let shake = || -> io::Result<[u8; HELLO_BYTES]> {
+        stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
+        let mut reply = [0; HELLO_BYTES];
+        stream.receive_bytes(&mut reply)?;
+        Ok(reply)
+    };
+    let reply = shake().map_err(|source| MigrateError::Hello { uri: uri.to_string(), source })?;
+    let reply = HelloReply::decode(&reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
+    if let Some(code) = reply.refused {
+        return Err(MigrateError::RefusedHello { uri: uri.to_string(), code, theirs: reply.version });
+    }
+    if reply.migration != hello.migration || !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
+        let source = WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
+        return Err(MigrateError::Peer { uri: uri.to_string(), source });
+    }
+    if reply.features & !FEATURES != 0 {
+        return Err(MigrateError::RefusedHello {
+            uri: uri.to_string(),
+            code: RefusalCode::Feature,
+            theirs: reply.version,
+        });
+    }
+    Ok(stream)
+}
+
+fn connect(uri: &Uri, insecure: bool, timeout: Duration) -> Result<Socket, MigrateError> {
+    let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
+    match uri {
+        Uri::Tcp { host, port } => {
+            let addresses = (host.as_str(), *port).to_socket_addrs().map_err(unreachable)?;
+            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+            for address in addresses {
+                if !insecure && !address.ip().is_loopback() {
+                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
+                }
+                let tried = Socket::new(Domain::for_address(address), Type::STREAM, None)
+                    .and_then(|socket| socket.connect_timeout(&address.into(), timeout).map(|()| socket));
+                match tried {
+                    Ok(socket) => return Ok(socket),
+                    Err(error) => last = error,
+                }
+            }
+            Err(unreachable(last))
+        }
+        Uri::Unix(path) => {
+            let address = SockAddr::unix(path).map_err(unreachable)?;
+            let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(unreachable)?;
+            socket.connect(&address).map_err(unreachable)?;
+            Ok(socket)
+        }
+        Uri::Fd(_) | Uri::File(_) => Err(MigrateError::NoSockets { uri: uri.to_string() }),
+    }
+}

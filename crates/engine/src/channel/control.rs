@@ -1,0 +1,23 @@
+//! Control messages on a stream.
+
+use super::stream::{IoBuf, SendError, Stream};
+use serde::{Serialize, de::DeserializeOwned};
+use std::io;
+use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, decode_control, encode_control};
+
+/// Sends one message.
+pub(crate) fn send_message<M: Serialize>(stream: &Stream, message: &M) -> Result<(), SendError> {
+    let bytes = encode_control(message)
+        .map_err(|error| SendError { nothing_left: true, error: io::Error::other(error) })?;
+    stream.send(&mut [IoBuf::from_bytes(&bytes)])
+}
+
+/// Waits for one message.
+pub(crate) fn read_message<M: DeserializeOwned>(stream: &Stream) -> io::Result<M> {
+    let mut header = [0; CONTROL_HEADER_BYTES];
+    stream.receive_bytes(&mut header)?;
+    let header = ControlHeader::decode(&header).map_err(io::Error::other)?;
+    let mut body = vec![0; header.len];
+    stream.receive_bytes(&mut body)?;
+    decode_control(header, &body).map_err(io::Error::other)
+}

@@ -1,0 +1,151 @@
+//! Taking channels from a source.
+
+use super::{IoBuf, Stream, Uri};
+use crate::MigrateError;
+use socket2::{Domain, SockAddr, Socket, Type};
+use std::io;
+use std::net::ToSocketAddrs;
+use std::os::fd::FromRawFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use vmferry_wire::{FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
+
+/// How long a connection may take to say hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections that may be saying hello at once; more wait in the kernel's queue.
+const MOST_GREETING: usize = 32;
+/// How often the listener looks whether it should stop.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A socket on which a guest can arrive.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    uri: Uri,
+    insecure: bool,
+    /// A Unix socket's path, removed at the end because we made it.
+    made: Option<PathBuf>,
+}
+
+/// A connection that said a proper hello and waits for the answer.
+#[derive(Debug)]
+pub(crate) struct Incoming {
+    pub(crate) stream: Stream,
+    pub(crate) hello: Hello,
+}
+
+impl Listener {
+    /// Listens at `uri`; with `insecure` also where other hosts can connect.
+    ///
+    /// # Errors
+    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be listened on.
+    pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
+        let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
+        let (socket, made) = match uri {
+            Uri::Tcp { host, port } => {
+                let mut addresses = (host.as_str(), *port).to_socket_addrs().map_err(failed)?;
+                let address = addresses
+                    .next()
+                    .ok_or_else(|| failed(io::Error::new(io::ErrorKind::NotFound, "the name has no address")))?;
+                if !insecure && !address.ip().is_loopback() {
+                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
+                }
+                let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).map_err(failed)?;
+                socket.set_reuse_address(true).map_err(failed)?;
+                socket.bind(&address.into()).map_err(failed)?;
+                (socket, None)
+            }
+            Uri::Unix(path) => {
+                let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(failed)?;
+                socket.bind(&SockAddr::unix(path).map_err(failed)?).map_err(failed)?;
+                (socket, Some(path.clone()))
+            }
+            Uri::Fd(fd) => {
+                // SAFETY: whoever named the descriptor on the command line handed it to us; a number that is not an
+                // open socket fails in `listen` below without harm.
+                (unsafe { Socket::from_raw_fd(*fd) }, None)
+            }
+            Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
+        };
+        let listener = Self { socket, uri: uri.clone(), insecure, made };
+        listener.socket.listen(128).map_err(failed)?;
+        listener.socket.set_read_timeout(Some(POLL)).map_err(failed)?;
+        Ok(listener)
+    }
+
+    /// The address it listens at, with the port that was chosen.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn uri(&self) -> io::Result<Uri> {
+        Ok(match self.socket.local_addr()?.as_socket() {
+            Some(address) => Uri::Tcp { host: address.ip().to_string(), port: address.port() },
+            None => self.uri.clone(),
+        })
+    }
+
+    /// Accepts until `stop` says so and gives every connection with a proper hello to `take`. A stranger's connection
+    /// (garbage, silence, another program) is closed and costs nobody else time: each greets on a thread of its own,
+    /// of which there are at most 32.
+    pub(crate) fn serve(&self, stop: impl Fn() -> bool, take: impl Fn(Incoming) + Send + Sync + Clone + 'static) {
+        let greeting = Arc::new(AtomicUsize::new(0));
+        while !stop() {
+            if greeting.load(Ordering::Acquire) >= MOST_GREETING {
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            // A timeout is the normal case; any other failure of accept concerns one connection or passes.
+            let Ok((socket, address)) = self.socket.accept() else { continue };
+            if !self.insecure && address.as_socket().is_some_and(|a| !a.ip().is_loopback()) {
+                continue;
+            }
+            let peer = address.as_socket().map_or_else(|| self.uri.to_string(), |a| format!("tcp:{a}"));
+            let (take, own) = (take.clone(), Arc::clone(&greeting));
+            greeting.fetch_add(1, Ordering::AcqRel);
+            let greet = move || {
+                match read_hello(socket, peer) {
+                    Ok(incoming) => take(incoming),
+                    Err(error) => tracing::warn!("a connection was closed: {error}"),
+                }
+                own.fetch_sub(1, Ordering::AcqRel);
+            };
+            if let Err(error) = std::thread::Builder::new().name("greet".into()).spawn(greet) {
+                greeting.fetch_sub(1, Ordering::AcqRel);
+                tracing::warn!("a connection was closed: no thread for it: {error}");
+            }
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+fn read_hello(socket: Socket, peer: String) -> io::Result<Incoming> {
+    socket.set_nonblocking(false)?;
+    let stream = Stream::new(socket, peer)?;
+    stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
+    let mut bytes = [0; HELLO_BYTES];
+    let read = stream.receive_bytes(&mut bytes).and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
+    let hello = read.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
+    match negotiate(&hello) {
+        Ok(_) => Ok(Incoming { stream, hello }),
+        Err(code) => {
+            answer(&stream, &hello, Err(code))?;
+            Err(io::Error::other(format!("{}: {code}", stream.peer)))
+        }
+    }
+}
+
+/// Answers a hello.
+pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), RefusalCode>) -> io::Result<()> {
+    let (version, features) = negotiate(hello).unwrap_or((VERSION_MAX, FEATURES));
+    let reply = HelloReply { refused: verdict.err(), version, features, migration: hello.migration };
+    stream.send(&mut [IoBuf::from_bytes(&reply.encode())]).map_err(|failed| failed.error)
+}

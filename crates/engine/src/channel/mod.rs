@@ -1,0 +1,16 @@
+//! Byte streams between the two sides: connecting, listening, and moving bytes without copying them.
+
+mod connect;
+mod control;
+mod listen;
+mod pacer;
+mod stream;
+mod uri;
+
+pub(crate) use connect::{connect_bulk, connect_control};
+pub(crate) use control::{read_message, send_message};
+pub(crate) use listen::{Incoming, answer};
+pub use listen::Listener;
+pub(crate) use pacer::Pacer;
+pub(crate) use stream::{IoBuf, SendError, Stream};
+pub use uri::{Uri, UriError};

@@ -1,0 +1,75 @@
+//! The bandwidth cap, shared by all channels of a migration.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Sleeps are no longer than this, so that a cancel is noticed.
+const SLICE: Duration = Duration::from_millis(50);
+/// How far behind its schedule a channel may fall and still catch up: a burst this long.
+const BURST: u64 = 10_000_000;
+
+/// Hands out time slots on one schedule: whoever sends `n` bytes takes the next `n / rate` seconds of it.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    /// Bytes a second; 0 for no cap.
+    rate: u64,
+    began: Instant,
+    /// When the schedule is free again, in ns since `began`.
+    free_at: AtomicU64,
+}
+
+impl Pacer {
+    pub(crate) fn new(rate: Option<u64>) -> Self {
+        Self { rate: rate.unwrap_or(0), began: Instant::now(), free_at: AtomicU64::new(0) }
+    }
+
+    /// Waits until `bytes` may be sent, or `stop` says so.
+    pub(crate) fn wait(&self, bytes: usize, stop: impl Fn() -> bool) {
+        if self.rate == 0 {
+            return;
+        }
+        let now = self.now();
+        let cost = u64::try_from(bytes as u128 * 1_000_000_000 / u128::from(self.rate)).unwrap_or(u64::MAX);
+        let slot = |free_at: u64| free_at.max(now.saturating_sub(BURST));
+        let begins = self
+            .free_at
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free_at| Some(slot(free_at).saturating_add(cost)))
+            .map_or(now, slot);
+        loop {
+            let ahead = Duration::from_nanos(begins.saturating_sub(self.now()));
+            if ahead.is_zero() || stop() {
+                return;
+            }
+            std::thread::sleep(ahead.min(SLICE));
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_share_one_rate() {
+        let pacer = Pacer::new(Some(10_000_000));
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| (0..10).for_each(|_| pacer.wait(100_000, || false)));
+            }
+        });
+        // 2 MB at 10 MB/s are 200 ms; the last slot begins 10 ms before its end, and a burst of 10 ms is allowed.
+        assert!(began.elapsed() >= Duration::from_millis(175), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn a_stop_ends_the_wait() {
+        let pacer = Pacer::new(Some(1));
+        pacer.wait(1_000_000, || true);
+        pacer.wait(1_000_000, || true);
+    }
+}

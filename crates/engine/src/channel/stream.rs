@@ -1,0 +1,221 @@
+//! A connected socket that sends and receives straight out of and into guest memory.
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
+use vmferry_memory::Window;
+
+/// An `iovec`: bytes of our own or of guest memory, by address.
+///
+/// Guest memory is never made a `&[u8]` (another runs in it), so the standard library's `IoSlice` cannot serve.
+#[derive(Debug, Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct IoBuf<'a> {
+    raw: libc::iovec,
+    bytes: PhantomData<&'a ()>,
+}
+
+// SAFETY: an address and a length; what they point at is borrowed for 'a, and is either shared bytes that nobody
+// writes, a unique borrow, or guest memory that everybody may access through raw addresses.
+unsafe impl Send for IoBuf<'_> {}
+
+impl<'a> IoBuf<'a> {
+    /// To send `bytes`. Only [`Stream::send`] may be given it.
+    pub(crate) fn from_bytes(bytes: &'a [u8]) -> Self {
+        Self::raw(bytes.as_ptr().cast_mut(), bytes.len())
+    }
+
+    /// To receive into `bytes`, or to send them.
+    pub(crate) fn from_bytes_mut(bytes: &'a mut [u8]) -> Self {
+        Self::raw(bytes.as_mut_ptr(), bytes.len())
+    }
+
+    /// To send or receive guest memory.
+    pub(crate) fn from_window(window: Window<'a>) -> Self {
+        Self::raw(window.as_ptr(), window.len())
+    }
+
+    fn raw(start: *mut u8, len: usize) -> Self {
+        Self { raw: libc::iovec { iov_base: start.cast(), iov_len: len }, bytes: PhantomData }
+    }
+
+    /// Drops the first `count` bytes.
+    fn advance(&mut self, count: usize) {
+        // Stays within or one past the end: callers advance by at most iov_len.
+        self.raw.iov_base = self.raw.iov_base.cast::<u8>().wrapping_add(count).cast();
+        self.raw.iov_len -= count;
+    }
+}
+
+/// Whether anything left before sending failed.
+#[derive(Debug)]
+pub(crate) struct SendError {
+    /// Nothing of this send reached the kernel: the peer cannot have any of it.
+    pub(crate) nothing_left: bool,
+    pub(crate) error: io::Error,
+}
+
+/// One connected stream socket. Sending and receiving are independent and may be done from two threads.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    fd: OwnedFd,
+    /// How people know the other end.
+    pub(crate) peer: String,
+}
+
+impl Stream {
+    pub(crate) fn new(socket: socket2::Socket, peer: String) -> io::Result<Self> {
+        if !socket.local_addr()?.is_unix() {
+            // Control messages are small and waited for; pages fill whole segments anyway.
+            socket.set_tcp_nodelay(true)?;
+        }
+        Ok(Self { fd: socket.into(), peer })
+    }
+
+    /// How long a send or a receive may make no progress; `None` for ever.
+    pub(crate) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
+        let socket = socket2::SockRef::from(&self.fd);
+        socket.set_read_timeout(receive)?;
+        socket.set_write_timeout(send)
+    }
+
+    /// Ends both directions: whoever is blocked in this stream, on either side, returns.
+    pub(crate) fn shutdown(&self) {
+        // Fails only where the peer was faster.
+        let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Sends all of `bufs`; uses them up.
+    pub(crate) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
+        let mut nothing_left = true;
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            match self.call(bufs, libc::MSG_NOSIGNAL, sendmsg) {
+                Ok(sent) => {
+                    nothing_left = nothing_left && sent == 0;
+                    consume(bufs, sent);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(SendError { nothing_left, error: timed_out(error) }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills all of `bufs`; uses them up. `UnexpectedEof` if the peer ended the stream before.
+    pub(crate) fn receive(&self, mut bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            match self.call(bufs, libc::MSG_WAITALL, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => consume(bufs, received),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(timed_out(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `bytes`.
+    pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
+        self.receive(&mut [IoBuf::from_bytes_mut(bytes)])
+    }
+
+    fn call(
+        &self,
+        bufs: &mut [IoBuf<'_>],
+        flags: libc::c_int,
+        call: impl Fn(libc::c_int, &mut libc::msghdr, libc::c_int) -> isize,
+    ) -> io::Result<usize> {
+        /// More than the kernel takes at once (UIO_MAXIOV).
+        const MOST: usize = 1024;
+        // SAFETY: msghdr is plain data; all zero is its empty value.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = bufs.as_mut_ptr().cast();
+        message.msg_iovlen = bufs.len().min(MOST);
+        let moved = call(self.fd.as_raw_fd(), &mut message, flags);
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+fn sendmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: `message` points at IoBufs (repr(transparent) iovec), whose bytes are borrowed and mapped for as long as
+    // they live; the kernel only reads them.
+    unsafe { libc::sendmsg(fd, message, flags) }
+}
+
+fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: as in `sendmsg`; the kernel writes, and every IoBuf that is received into was made of a unique borrow or
+    // of guest memory (`from_bytes` is documented as send-only, and this module's callers keep that).
+    unsafe { libc::recvmsg(fd, message, flags) }
+}
+
+/// The bufs from the first that has bytes; `None` when all are used up.
+fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
+    let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
+    Some(&mut bufs[first..])
+}
+
+fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
+    for buf in bufs {
+        let here = moved.min(buf.raw.iov_len);
+        buf.advance(here);
+        moved -= here;
+        if moved == 0 {
+            return;
+        }
+    }
+}
+
+/// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
+fn timed_out(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use socket2::{Domain, Socket, Type};
+
+    fn pair() -> (Stream, Stream) {
+        let (a, b) = Socket::pair(Domain::UNIX, Type::STREAM, None).unwrap();
+        (Stream::new(a, "a".into()).unwrap(), Stream::new(b, "b".into()).unwrap())
+    }
+
+    #[test]
+    fn scattered_bytes_arrive_in_order_however_the_kernel_cuts_them() {
+        let (a, b) = pair();
+        let pieces: Vec<Vec<u8>> = (0..3000u32).map(|i| vec![i.to_le_bytes()[0]; (i % 700) as usize]).collect();
+        let want = pieces.concat();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut bufs: Vec<IoBuf<'_>> = pieces.iter().map(|p| IoBuf::from_bytes(p)).collect();
+                a.send(&mut bufs).unwrap();
+            });
+            let mut got = vec![0; want.len()];
+            let (left, right) = got.split_at_mut(12_345);
+            b.receive(&mut [IoBuf::from_bytes_mut(left), IoBuf::from_bytes_mut(right)]).unwrap();
+            assert!(got == want);
+        });
+    }
+
+    #[test]
+    fn a_peer_that_leaves_is_noticed_both_ways() {
+        let (a, b) = pair();
+        drop(b);
+        let error = a.send(&mut [IoBuf::from_bytes(b"x")]).unwrap_err();
+        assert!(error.nothing_left);
+        assert_eq!(error.error.kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(a.receive_bytes(&mut [0]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_times_out_and_something_had_left() {
+        let (a, _b) = pair();
+        a.set_timeouts(Some(Duration::from_millis(20)), Some(Duration::from_millis(20))).unwrap();
+        let error = a.send(&mut [IoBuf::from_bytes(&vec![0; 32 << 20])]).unwrap_err();
+        assert_eq!((error.nothing_left, error.error.kind()), (false, io::ErrorKind::TimedOut));
+        assert_eq!(a.receive_bytes(&mut [0]).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+}

@@ -1,0 +1,80 @@
+//! What can fail before and around a migration, as a person reads it.
+
+use std::io;
+use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
+
+/// A migration that could not begin, or an address that cannot be used. The guest is where it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MigrateError {
+    /// Nobody answers there.
+    #[error("cannot connect to {uri}: {source}; is the target started with --incoming {uri}?")]
+    Connect {
+        /// Where.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The connection broke while greeting.
+    #[error("{uri} did not answer the greeting: {source}; is it a vmferry target, and does it wait for a guest?")]
+    Hello {
+        /// Where.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The peer is something else.
+    #[error("{uri}: {source}")]
+    Peer {
+        /// Where.
+        uri: String,
+        /// What it sent.
+        source: WireError,
+    },
+    /// The peer says no.
+    #[error(
+        "{uri} refused: {code} (it speaks protocol version {theirs}, this side {VERSION_MIN} to {VERSION_MAX})"
+    )]
+    RefusedHello {
+        /// Where.
+        uri: String,
+        /// Why.
+        code: RefusalCode,
+        /// The newest version it speaks.
+        theirs: u16,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen at {uri}: {source}")]
+    Listen {
+        /// Where.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// Unencrypted traffic would leave the host.
+    #[error("{uri} is not on this host: plain connections can be read and changed on the way; say --insecure to allow it")]
+    NotLoopback {
+        /// Where.
+        uri: String,
+    },
+    /// The address is of a kind that has no sockets to connect or accept.
+    #[error("{uri} cannot be used here: live migration needs tcp: or unix: (an fd: must be a listening socket)")]
+    NoSockets {
+        /// Where.
+        uri: String,
+    },
+    /// The settings ask for something impossible.
+    #[error("{0}")]
+    Settings(String),
+    /// The VMM's memory layout cannot be migrated, or it gave an error before anything was sent.
+    #[error("{0}")]
+    Vm(String),
+    /// The host refused a thread or random bits.
+    #[error("the host refused {what}: {source}")]
+    Host {
+        /// What was asked.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,3 @@
+mod policy;
+pub(crate) mod session;
+pub use session::{OnTimeout, Outcome, Settings, Verification};

@@ -1,0 +1,135 @@
+//! When to stop the guest: a pure function of what was measured.
+
+use std::time::Duration;
+use vmferry_memory::PAGE_SIZE;
+
+/// A pass counts as progress if it leaves at most this share of what it began with. A pass that shrinks less buys less
+/// downtime than the guest pays for being tracked through it.
+const WORTHWHILE_SHRINK: f64 = 0.75;
+
+/// Another pass is not worth it once the remaining pages would cost less than this share of the fixed costs: the
+/// downtime could then hardly get shorter.
+const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
+
+/// A pass of fewer bytes says little about the link: latency and start-up dominate it.
+const TELLING_BYTES: u64 = 8 << 20;
+
+/// What one live pass was like, from its first byte sent to the target's word that all had arrived.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct PassOutcome {
+    /// Bytes on the wire.
+    pub(crate) bytes: u64,
+    /// How long it took.
+    pub(crate) elapsed: Duration,
+    /// Pages found dirty after it.
+    pub(crate) remaining: u64,
+}
+
+/// What to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// Send what is dirty, with the guest running.
+    Continue,
+    /// Stop the guest and send the rest.
+    Switch,
+}
+
+/// The state of the estimate.
+#[derive(Debug, Clone)]
+pub(crate) struct Convergence {
+    limit: Duration,
+    /// Bytes a second, of the newest pass that was large enough to tell.
+    bandwidth: Option<f64>,
+    /// Pages that the previous pass had to send.
+    previous: Option<u64>,
+}
+
+impl Convergence {
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self { limit, bandwidth: None, previous: None }
+    }
+
+    /// Bytes a second that the link was seen to carry.
+    pub(crate) fn bandwidth(&self) -> Option<f64> {
+        self.bandwidth
+    }
+
+    /// The downtime to expect for `remaining` pages on top of `fixed` costs.
+    pub(crate) fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
+        let seconds = (remaining * PAGE_SIZE) as f64 / self.bandwidth?;
+        // Not finite or beyond what a Duration holds: as good as forever.
+        Some(fixed.saturating_add(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)))
+    }
+
+    /// Takes in a pass and says what to do, `fixed` being what a switchover costs even with nothing to send.
+    pub(crate) fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
+        let seconds = pass.elapsed.as_secs_f64();
+        if seconds > 0.0 && (pass.bytes >= TELLING_BYTES || self.bandwidth.is_none()) {
+            self.bandwidth = Some((pass.bytes as f64 / seconds).max(1.0));
+        }
+        let previous = self.previous.replace(pass.remaining);
+        let Some(predicted) = self.predict(pass.remaining, fixed) else { return Decision::Continue };
+        if predicted > self.limit {
+            return Decision::Continue;
+        }
+        let transfer = predicted.saturating_sub(fixed);
+        let shrinks = previous
+            .is_none_or(|before| (pass.remaining as f64) <= before as f64 * WORTHWHILE_SHRINK);
+        if transfer <= fixed.mul_f64(NEGLIGIBLE_OF_FIXED) || !shrinks { Decision::Switch } else { Decision::Continue }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIXED: Duration = Duration::from_millis(4);
+
+    fn pass(bytes: u64, millis: u64, remaining: u64) -> PassOutcome {
+        PassOutcome { bytes, elapsed: Duration::from_millis(millis), remaining }
+    }
+
+    #[test]
+    fn a_clean_guest_switches_after_one_pass() {
+        let mut policy = Convergence::new(Duration::from_millis(300));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 0), FIXED), Decision::Switch);
+    }
+
+    #[test]
+    fn passes_go_on_while_they_shrink_what_the_guest_would_wait_for() {
+        let mut policy = Convergence::new(Duration::from_millis(300));
+        // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
+        assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
+        assert_eq!(policy.decide(pass(100 << 20, 40, 2_500), FIXED), Decision::Continue);
+        // 1 ms of pages on top of 4 ms of fixed costs: not worth it.
+        assert_eq!(policy.decide(pass(10 << 20, 4, 700), FIXED), Decision::Switch);
+    }
+
+    #[test]
+    fn a_guest_that_no_longer_shrinks_is_switched_once_it_fits() {
+        let mut policy = Convergence::new(Duration::from_millis(300));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 60_000), FIXED), Decision::Continue);
+        assert_eq!(policy.decide(pass(240 << 20, 92, 55_000), FIXED), Decision::Switch);
+    }
+
+    #[test]
+    fn a_guest_that_dirties_faster_than_the_link_is_not_switched() {
+        let mut policy = Convergence::new(Duration::from_millis(300));
+        for _ in 0..100 {
+            assert_eq!(policy.decide(pass(1 << 30, 4000, 260_000), FIXED), Decision::Continue);
+        }
+    }
+
+    #[test]
+    fn fixed_costs_count_against_the_limit() {
+        let mut policy = Convergence::new(Duration::from_millis(10));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 0), Duration::from_millis(11)), Decision::Continue);
+        assert_eq!(policy.predict(0, FIXED), Some(FIXED));
+    }
+
+    #[test]
+    fn nothing_is_predicted_before_anything_was_measured() {
+        let policy = Convergence::new(Duration::from_millis(10));
+        assert_eq!(policy.predict(1, FIXED), None);
+    }
+}

@@ -1,0 +1,605 @@
+//! The source's side of a migration as a state machine without I/O: events in, actions out.
+//!
+//! The driver performs the actions and reports what came of them; the simulation does the same with a fake clock and a
+//! link that breaks. Nothing here blocks, allocates per page or knows a socket.
+//!
+//! The rule that everything else serves: until [`ToTarget::Commit`] has been handed out, any failure ends in
+//! [`Action::Resume`] (if the guest was paused) and the guest goes on here. From the moment it has been handed out, this
+//! side never resumes the guest on its own, because the target may already run it; only the target's own word
+//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back.
+
+use super::policy::{Convergence, Decision, PassOutcome};
+use std::time::Duration;
+use vmferry_memory::PageRun;
+use vmferry_wire::{MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token};
+
+/// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
+const MAX_RESENDS: u32 = 4;
+/// How often the target is asked whether it is there.
+const PING_EVERY: Duration = Duration::from_secs(1);
+
+/// What to do when a migration takes longer than its timeout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnTimeout {
+    /// Give up; the guest stays.
+    #[default]
+    Cancel,
+    /// Stop the guest and send the rest, however long that takes.
+    Switch,
+}
+
+/// How to migrate.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Settings {
+    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    pub channels: u16,
+    /// The guest is stopped once its predicted downtime fits this.
+    pub downtime_limit: Duration,
+    /// Bytes a second on all channels together; `None` for as fast as it goes.
+    pub max_bandwidth: Option<u64>,
+    /// How long a migration may take before [`Settings::on_timeout`].
+    pub timeout: Option<Duration>,
+    /// What then.
+    pub on_timeout: OnTimeout,
+    /// Compare every page's digest while the guest is stopped.
+    pub verify: bool,
+    /// How long the peer may be silent before it is given up.
+    pub peer_timeout: Duration,
+    /// Plain connections to other hosts, which anyone on the way can read and change.
+    pub insecure: bool,
+}
+
+impl Settings {
+    /// Most parallel channels.
+    pub const MAX_CHANNELS: u16 = 64;
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            channels: 2,
+            downtime_limit: Duration::from_millis(300),
+            max_bandwidth: None,
+            timeout: None,
+            on_timeout: OnTimeout::Cancel,
+            verify: false,
+            peer_timeout: Duration::from_secs(10),
+            insecure: false,
+        }
+    }
+}
+
+/// What happened, reported by the driver.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Message(ToSource),
+    ChannelsOpened,
+    TrackerStarted,
+    Rehearsed { fixed: Duration },
+    PassSent { bytes: u64 },
+    Harvested { pages: u64 },
+    Paused,
+    Saved { sections: Vec<Section> },
+    Resumed,
+    /// Something on this side failed.
+    LocalFailure(Refusal),
+    /// The link failed or the peer is gone.
+    PeerLost(String),
+    /// The link failed before the first byte of the newest message left: the target cannot have it.
+    NotSent(String),
+    /// A person wants the guest to stay.
+    Cancel,
+    /// Time has passed.
+    Tick,
+}
+
+/// What pass to send.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// What is to be sent, as collected so far.
+    Dirty { first: bool },
+    /// Pages that arrived damaged.
+    Again(Vec<RunName>),
+    /// Digests of every page.
+    Digests,
+}
+
+/// What the driver has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    Send(ToTarget),
+    OpenChannels { token: Token },
+    StartTracker,
+    Rehearse,
+    Harvest,
+    SendPass { number: u32, pass: Pass },
+    Pause,
+    Save,
+    /// Let the guest run here again.
+    Resume,
+    /// The end; nothing else will come.
+    Finish(Outcome),
+}
+
+/// How it ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// The guest runs on the target.
+    Completed,
+    /// Somebody or a policy wanted it to stay; it runs here.
+    Cancelled(String),
+    /// It could not be moved; it runs here.
+    Failed(Refusal),
+    /// The target was told to run the guest and nobody knows whether it does. It does not run here.
+    Unknown(String),
+}
+
+/// What a verification found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Verification {
+    /// Pages compared.
+    pub pages: u64,
+    /// Pages that differ.
+    pub mismatched: u64,
+    /// The first of them.
+    pub samples: Vec<PageName>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    AwaitAccept,
+    /// Channels are being opened: `opened` here, `up` there.
+    Opening { opened: bool, up: bool },
+    StartingTracker,
+    /// A live pass: `sent` by us, `received` by the target.
+    Passing { sent: bool, received: bool },
+    Harvesting,
+    Rehearsing,
+    Pausing,
+    Saving,
+    LastHarvest,
+    LastPass { sent: bool, received: bool },
+    Verifying { sent: bool, received: bool, verified: bool },
+    Loading,
+    Committed,
+    /// Cleaning up: the guest is being resumed, then `ended` is reported.
+    Resuming,
+    Done,
+}
+
+/// The phase as people know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Setup,
+    Precopy,
+    Switchover,
+    Ended,
+}
+
+#[derive(Debug)]
+pub(crate) struct Session {
+    settings: Settings,
+    state: State,
+    started: Duration,
+    policy: Convergence,
+    /// Number of the pass under way.
+    pass: u32,
+    pass_began: Duration,
+    pass_bytes: u64,
+    /// Pages harvested and not yet handed to a pass.
+    remaining: u64,
+    fixed: Option<Duration>,
+    harvest_began: Duration,
+    last_harvest: Duration,
+    switch_wanted: bool,
+    resends: u32,
+    again: Vec<RunName>,
+    last_ping: (u64, Duration),
+    round_trip: Duration,
+    ended: Option<Outcome>,
+    pub(crate) suspects_resent: u64,
+    pub(crate) verification: Option<Verification>,
+    pub(crate) load_time: Duration,
+    pub(crate) start_time: Duration,
+}
+
+impl Session {
+    /// Begins: the control channel is up.
+    pub(crate) fn begin(settings: Settings, machine: MachineConfig, now: Duration) -> (Self, Vec<Action>) {
+        let setup = ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: settings.channels };
+        let session = Self {
+            policy: Convergence::new(settings.downtime_limit),
+            settings,
+            state: State::AwaitAccept,
+            started: now,
+            pass: 0,
+            pass_began: now,
+            pass_bytes: 0,
+            remaining: 0,
+            fixed: None,
+            harvest_began: now,
+            last_harvest: Duration::ZERO,
+            switch_wanted: false,
+            resends: 0,
+            again: Vec::new(),
+            last_ping: (0, now),
+            round_trip: Duration::ZERO,
+            ended: None,
+            suspects_resent: 0,
+            verification: None,
+            load_time: Duration::ZERO,
+            start_time: Duration::ZERO,
+        };
+        (session, vec![Action::Send(setup)])
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        match self.state {
+            State::AwaitAccept | State::Opening { .. } | State::StartingTracker => Phase::Setup,
+            State::Passing { .. } | State::Harvesting | State::Rehearsing => Phase::Precopy,
+            State::Pausing
+            | State::Saving
+            | State::LastHarvest
+            | State::LastPass { .. }
+            | State::Verifying { .. }
+            | State::Loading
+            | State::Committed => Phase::Switchover,
+            State::Resuming | State::Done => Phase::Ended,
+        }
+    }
+
+    /// Whether the target has been told that the guest is its own.
+    pub(crate) fn committed(&self) -> bool {
+        self.state == State::Committed || matches!(self.ended, Some(Outcome::Unknown(_) | Outcome::Completed))
+    }
+
+    pub(crate) fn bandwidth(&self) -> Option<f64> {
+        self.policy.bandwidth()
+    }
+
+    /// The downtime that is expected for a switch at this moment.
+    pub(crate) fn predicted_downtime(&self) -> Option<Duration> {
+        self.policy.predict(self.remaining, self.fixed_costs())
+    }
+
+    fn fixed_costs(&self) -> Duration {
+        // Harvest once more, and three waits for the target: last pages, load, commit.
+        self.fixed.unwrap_or_default() + self.last_harvest + self.round_trip * 3
+    }
+
+    /// Takes in what happened; gives out what to do, in this order.
+    pub(crate) fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        if self.state == State::Done {
+            return Vec::new();
+        }
+        if self.state == State::Resuming {
+            return match event {
+                Event::Resumed => self.finish(),
+                Event::LocalFailure(why) => {
+                    self.ended = Some(Outcome::Failed(Refusal::new(
+                        RefusalCode::Other,
+                        format!("{why}; the guest is paused here and must be resumed by hand"),
+                    )));
+                    self.finish()
+                }
+                _ => Vec::new(),
+            };
+        }
+        match event {
+            Event::Message(message) => self.message(now, message),
+            Event::LocalFailure(why) => self.give_up(Outcome::Failed(why), true),
+            Event::PeerLost(why) => self.peer_lost(why),
+            Event::NotSent(why) => {
+                if self.state == State::Committed {
+                    // The commit was the newest message, and it never left: the guest is still ours beyond doubt.
+                    self.state = State::Loading;
+                }
+                self.peer_lost(why)
+            }
+            Event::Cancel => self.give_up(Outcome::Cancelled("cancelled on request".into()), true),
+            Event::Tick => self.tick(now),
+            done => self.step(now, done),
+        }
+    }
+
+    /// A step that this side was asked to do is done.
+    fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match (self.state, event) {
+            (State::Opening { up, .. }, Event::ChannelsOpened) => self.opening(true, up),
+            (State::StartingTracker, Event::TrackerStarted) => self.send_live(now, true),
+            (State::Passing { received, .. }, Event::PassSent { bytes }) => {
+                self.pass_bytes = bytes;
+                self.passing(now, true, received)
+            }
+            (State::Harvesting, Event::Harvested { pages }) => self.harvested(now, pages),
+            (State::Rehearsing, Event::Rehearsed { fixed }) => {
+                self.fixed = Some(fixed);
+                self.decide(now)
+            }
+            (State::Pausing, Event::Paused) => {
+                self.state = State::Saving;
+                vec![Action::Save]
+            }
+            (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
+            (State::LastHarvest, Event::Harvested { pages }) => {
+                self.last_harvest = now.saturating_sub(self.harvest_began);
+                self.remaining = pages;
+                self.send_last(Pass::Dirty { first: false })
+            }
+            (State::LastPass { received, .. }, Event::PassSent { .. }) => self.last_pass(true, received),
+            (State::Verifying { received, verified, .. }, Event::PassSent { .. }) => {
+                self.verifying(true, received, verified)
+            }
+            (state, event) => self.give_up(
+                Outcome::Failed(Refusal::new(RefusalCode::Protocol, format!("{event:?} came while {state:?}"))),
+                true,
+            ),
+        }
+    }
+
+    fn message(&mut self, now: Duration, message: ToSource) -> Vec<Action> {
+        match (self.state, message) {
+            (_, ToSource::Pong(number)) => {
+                if number == self.last_ping.0 {
+                    self.round_trip = now.saturating_sub(self.last_ping.1);
+                }
+                Vec::new()
+            }
+            (State::Committed, message) => self.after_commit(message),
+            (_, ToSource::Failed(why)) => self.give_up(Outcome::Failed(why), false),
+            (State::AwaitAccept, ToSource::Accept { bulk, urgent: _ }) => {
+                self.state = State::Opening { opened: false, up: false };
+                vec![Action::OpenChannels { token: bulk }]
+            }
+            (State::Opening { opened, .. }, ToSource::ChannelsUp) => self.opening(opened, true),
+            (State::Passing { sent, .. }, ToSource::Received { pass, .. }) if pass == self.pass => {
+                self.passing(now, sent, true)
+            }
+            (State::LastPass { sent, .. }, ToSource::Received { pass, suspects, runs }) if pass == self.pass => {
+                // Later damage is found by the next `Received`; this one's runs are what is sent again.
+                self.again = if suspects == 0 { Vec::new() } else { runs };
+                if suspects != 0 && self.again.is_empty() {
+                    return self.unexpected("suspect pages without their names");
+                }
+                self.last_pass(sent, true)
+            }
+            (State::Verifying { sent, verified, .. }, ToSource::Received { pass, .. }) if pass == self.pass => {
+                self.verifying(sent, true, verified)
+            }
+            (State::Verifying { sent, received, .. }, ToSource::Verified { pages, mismatched, samples }) => {
+                self.verification = Some(Verification { pages, mismatched, samples });
+                self.verifying(sent, received, true)
+            }
+            (State::Loading, ToSource::Ready { load_us }) => {
+                self.load_time = Duration::from_micros(load_us);
+                self.state = State::Committed;
+                vec![Action::Send(ToTarget::Commit)]
+            }
+            (_, message) => {
+                let name = format!("{message:?}");
+                self.unexpected(name.split([' ', '(', '{']).next().unwrap_or_default())
+            }
+        }
+    }
+
+    fn unexpected(&mut self, what: &str) -> Vec<Action> {
+        let detail = format!("the target sent {what}, which does not fit this moment ({:?})", self.state);
+        self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Protocol, detail)), true)
+    }
+
+    fn after_commit(&mut self, message: ToSource) -> Vec<Action> {
+        match message {
+            ToSource::Running { start_us } => {
+                self.start_time = Duration::from_micros(start_us);
+                self.ended = Some(Outcome::Completed);
+                self.finish()
+            }
+            // The target's promise that the guest never ran there and never will: it is ours again.
+            ToSource::Returned(why) => {
+                self.state = State::Resuming;
+                self.ended = Some(Outcome::Failed(why));
+                vec![Action::Resume]
+            }
+            other => self.peer_lost(format!("the target answered the commit with {other:?}")),
+        }
+    }
+
+    fn opening(&mut self, opened: bool, up: bool) -> Vec<Action> {
+        self.state = State::Opening { opened, up };
+        if !(opened && up) {
+            return Vec::new();
+        }
+        self.state = State::StartingTracker;
+        vec![Action::StartTracker]
+    }
+
+    fn send_live(&mut self, now: Duration, first: bool) -> Vec<Action> {
+        self.state = State::Passing { sent: false, received: false };
+        self.pass_began = now;
+        let pass = Pass::Dirty { first };
+        vec![
+            Action::Send(ToTarget::Pass { pass: self.pass, pages: self.remaining }),
+            Action::SendPass { number: self.pass, pass },
+        ]
+    }
+
+    fn passing(&mut self, now: Duration, sent: bool, received: bool) -> Vec<Action> {
+        self.state = State::Passing { sent, received };
+        if !(sent && received) {
+            return Vec::new();
+        }
+        self.state = State::Harvesting;
+        self.harvest_began = now;
+        vec![Action::Harvest]
+    }
+
+    fn harvested(&mut self, now: Duration, pages: u64) -> Vec<Action> {
+        self.last_harvest = now.saturating_sub(self.harvest_began);
+        self.remaining = pages;
+        if self.fixed.is_none() {
+            // What stopping costs is measured once, by stopping for an instant, not guessed.
+            self.state = State::Rehearsing;
+            return vec![Action::Rehearse];
+        }
+        self.decide(now)
+    }
+
+    fn decide(&mut self, now: Duration) -> Vec<Action> {
+        let outcome = PassOutcome {
+            bytes: self.pass_bytes,
+            elapsed: self.harvest_began.saturating_sub(self.pass_began),
+            remaining: self.remaining,
+        };
+        let decision = self.policy.decide(outcome, self.fixed_costs());
+        self.pass += 1;
+        if decision == Decision::Switch || self.switch_wanted {
+            self.state = State::Pausing;
+            return vec![Action::Pause];
+        }
+        self.send_live(now, false)
+    }
+
+    fn saved(&mut self, now: Duration, sections: Vec<Section>) -> Vec<Action> {
+        self.state = State::LastHarvest;
+        self.harvest_began = now;
+        let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
+        // The harvest comes after the state was saved, because saving can write guest memory (traps.md 13), and the
+        // state's bytes travel while the harvest and the last pages are under way.
+        let mut actions = vec![Action::Send(ToTarget::Final { pass: self.pass })];
+        actions.extend(sections.into_iter().map(|section| Action::Send(ToTarget::Section(section))));
+        actions.push(Action::Send(ToTarget::StateEnd { sections: count }));
+        actions.push(Action::Harvest);
+        actions
+    }
+
+    fn send_last(&mut self, pass: Pass) -> Vec<Action> {
+        self.state = State::LastPass { sent: false, received: false };
+        vec![Action::SendPass { number: self.pass, pass }]
+    }
+
+    fn last_pass(&mut self, sent: bool, received: bool) -> Vec<Action> {
+        self.state = State::LastPass { sent, received };
+        if !(sent && received) {
+            return Vec::new();
+        }
+        if !self.again.is_empty() {
+            return self.resend();
+        }
+        self.pass += 1;
+        if self.settings.verify {
+            self.state = State::Verifying { sent: false, received: false, verified: false };
+            return vec![
+                Action::Send(ToTarget::Verify { pass: self.pass }),
+                Action::SendPass { number: self.pass, pass: Pass::Digests },
+            ];
+        }
+        self.load()
+    }
+
+    fn resend(&mut self) -> Vec<Action> {
+        let runs = std::mem::take(&mut self.again);
+        self.resends += 1;
+        if self.resends > MAX_RESENDS {
+            let first = &runs[0];
+            let detail = format!(
+                "pages keep arriving damaged ({} of {}, sent {MAX_RESENDS} times): the link or a host's memory is faulty",
+                PageRun::from(first.first..first.first.saturating_add(first.count)),
+                first.region,
+            );
+            return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true);
+        }
+        self.suspects_resent =
+            runs.iter().fold(self.suspects_resent, |sum, run| sum.saturating_add(run.count));
+        self.pass += 1;
+        let mut actions = vec![Action::Send(ToTarget::Final { pass: self.pass })];
+        actions.extend(self.send_last(Pass::Again(runs)));
+        actions
+    }
+
+    fn verifying(&mut self, sent: bool, received: bool, verified: bool) -> Vec<Action> {
+        self.state = State::Verifying { sent, received, verified };
+        if !(sent && received && verified) {
+            return Vec::new();
+        }
+        match &self.verification {
+            Some(Verification { mismatched: 0, .. }) => self.load(),
+            found => {
+                let Verification { pages, mismatched, samples } = found.clone().unwrap_or_default();
+                let names: Vec<String> =
+                    samples.iter().map(|name| format!("{} page {:#x}", name.region, name.page)).collect();
+                let detail =
+                    format!("{mismatched} of {pages} pages differ on the two sides: {}", names.join(", "));
+                self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true)
+            }
+        }
+    }
+
+    fn load(&mut self) -> Vec<Action> {
+        self.state = State::Loading;
+        vec![Action::Send(ToTarget::Load)]
+    }
+
+    fn tick(&mut self, now: Duration) -> Vec<Action> {
+        let timeout = self.settings.timeout.is_some_and(|t| now.saturating_sub(self.started) > t);
+        if timeout && self.phase() != Phase::Switchover {
+            match self.settings.on_timeout {
+                OnTimeout::Cancel => {
+                    let limit = self.settings.timeout.unwrap_or_default();
+                    return self.give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
+                }
+                OnTimeout::Switch => self.switch_wanted = true,
+            }
+        }
+        if now.saturating_sub(self.last_ping.1) < PING_EVERY || self.state == State::Committed {
+            return Vec::new();
+        }
+        self.last_ping = (self.last_ping.0 + 1, now);
+        vec![Action::Send(ToTarget::Ping(self.last_ping.0))]
+    }
+
+    fn peer_lost(&mut self, why: String) -> Vec<Action> {
+        if self.state == State::Committed {
+            // The target may or may not have read the commit. Nobody can know from here, so nobody guesses: running
+            // the guest now could make two of it.
+            self.ended = Some(Outcome::Unknown(why));
+            return self.finish();
+        }
+        self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false)
+    }
+
+    /// Ends before the commit: the guest is and stays ours.
+    fn give_up(&mut self, outcome: Outcome, tell: bool) -> Vec<Action> {
+        if self.state == State::Committed {
+            return match outcome {
+                // Too late to cancel, and a failure here changes nothing: the target's answer decides.
+                Outcome::Cancelled(_) => Vec::new(),
+                Outcome::Failed(why) => self.peer_lost(why.to_string()),
+                other => {
+                    self.ended = Some(other);
+                    self.finish()
+                }
+            };
+        }
+        let mut actions = Vec::new();
+        if tell {
+            let why = match &outcome {
+                Outcome::Failed(why) => why.clone(),
+                Outcome::Cancelled(why) => Refusal::new(RefusalCode::Cancelled, why.clone()),
+                _ => Refusal::new(RefusalCode::Other, "ended"),
+            };
+            actions.push(Action::Send(ToTarget::Cancel(why)));
+        }
+        // Resume is asked for even where the pause was only begun: it does nothing to a guest that runs.
+        actions.push(Action::Resume);
+        self.state = State::Resuming;
+        self.ended = Some(outcome);
+        actions
+    }
+
+    fn finish(&mut self) -> Vec<Action> {
+        self.state = State::Done;
+        self.ended.clone().map(Action::Finish).into_iter().collect()
+    }
+}
