@@ -207,7 +207,7 @@ fn window_slot(report: u64) -> usize {
 impl StatsPage {
     /// A zeroed page, as a guest finds it.
     #[must_use]
-    pub fn new() -> Self {
+    pub const fn new() -> Self {
         Self {
             header: Header {
                 magic: AtomicU64::new(0),

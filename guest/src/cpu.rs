@@ -1,0 +1,40 @@
+//! Instructions that Rust has no words for. All of them work in ring 3, ports below 0x400 by the bitmap in `boot.s`.
+
+use core::arch::asm;
+use core::arch::x86_64::{__cpuid, __cpuid_count, _rdtsc};
+
+/// Writes a byte to a port.
+pub(crate) fn out8(port: u16, value: u8) {
+    // SAFETY: port I/O touches no memory that Rust knows; `boot.s` permits it. What the device does with it is the caller's affair.
+    unsafe { asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack, preserves_flags)) }
+}
+
+/// Reads a byte from a port.
+pub(crate) fn in8(port: u16) -> u8 {
+    let value;
+    // SAFETY: as for `out8`.
+    unsafe { asm!("in al, dx", out("al") value, in("dx") port, options(nomem, nostack, preserves_flags)) }
+    value
+}
+
+/// The time stamp counter.
+#[inline]
+pub(crate) fn tsc() -> u64 {
+    // SAFETY: every x86-64 CPU has it, and CR4.TSD is clear.
+    unsafe { _rdtsc() }
+}
+
+/// EAX of a CPUID leaf, if the CPU has the leaf.
+pub(crate) fn cpuid_eax(leaf: u32) -> Option<u32> {
+    cpuid(leaf).map(|registers| registers[0])
+}
+
+/// EAX, EBX, ECX and EDX of a CPUID leaf (subleaf 0), if the CPU has the leaf.
+pub(crate) fn cpuid(leaf: u32) -> Option<[u32; 4]> {
+    // Each range of leaves (basic, hypervisor) begins with one that names the last.
+    let last = __cpuid(leaf & 0xc000_0000).eax;
+    (leaf <= last && last - (leaf & 0xc000_0000) < 0x1000).then(|| {
+        let result = __cpuid_count(leaf, 0);
+        [result.eax, result.ebx, result.ecx, result.edx]
+    })
+}

@@ -1,0 +1,140 @@
+//! What the boot protocol hands over (Xen's `arch-x86/hvm/start_info.h`): command line and memory map.
+//!
+//! Both may lie anywhere in memory, so they are copied into the image before anything else is written.
+
+/// `XEN_HVM_START_MAGIC_VALUE`.
+const MAGIC: u32 = 0x336e_c578;
+
+/// The structure has a memory map from this version on.
+const VERSION_MEMMAP: u32 = 1;
+
+/// `XEN_HVM_MEMMAP_TYPE_RAM`.
+const RAM: u32 = 1;
+
+/// Ranges of RAM that the guest uses; machines have two to four.
+pub(crate) const MAX_RANGES: usize = 32;
+
+/// Entries of a memory map that are looked at.
+const MAX_ENTRIES: u32 = 256;
+
+const CMDLINE_MAX: usize = 1024;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct StartInfo {
+    magic: u32,
+    version: u32,
+    flags: u32,
+    modules: u32,
+    modules_address: u64,
+    cmdline_address: u64,
+    rsdp_address: u64,
+    memmap_address: u64,
+    memmap_entries: u32,
+    reserved: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Entry {
+    address: u64,
+    size: u64,
+    kind: u32,
+    reserved: u32,
+}
+
+/// RAM from `start` to `end` (exclusive), in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RamRange {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+}
+
+/// A copy of what the boot protocol said.
+#[derive(Clone, Debug)]
+pub(crate) struct BootInfo {
+    cmdline: [u8; CMDLINE_MAX],
+    cmdline_len: usize,
+    ranges: [RamRange; MAX_RANGES],
+    range_count: usize,
+}
+
+impl BootInfo {
+    /// Copies command line and memory map. Panics when there is none.
+    ///
+    /// # Safety
+    /// `address` is what the boot protocol left in EBX, and nothing was written since that it may point to.
+    pub(crate) unsafe fn copy(address: u64) -> Self {
+        let info: *const StartInfo = pointer(address);
+        // SAFETY: the caller vouches for the address. The structure may be shorter in version 0, but memory is behind it.
+        let info = unsafe { info.read_unaligned() };
+        assert!(info.magic == MAGIC, "no PVH start info: magic {:#x} at {address:#x}", info.magic);
+        assert!(
+            info.version >= VERSION_MEMMAP && info.memmap_entries != 0,
+            "the PVH start info (version {}) has no memory map",
+            info.version
+        );
+        let mut boot = Self {
+            cmdline: [0; CMDLINE_MAX],
+            cmdline_len: 0,
+            ranges: [RamRange::default(); MAX_RANGES],
+            range_count: 0,
+        };
+        // SAFETY: the start info is valid, so is what it points to.
+        unsafe {
+            boot.copy_cmdline(info.cmdline_address);
+            boot.copy_map(info.memmap_address, info.memmap_entries);
+        }
+        boot
+    }
+
+    /// # Safety
+    /// `address` is that of a string that ends with 0, or 0.
+    unsafe fn copy_cmdline(&mut self, address: u64) {
+        if address == 0 {
+            return;
+        }
+        let text: *const u8 = pointer(address);
+        for byte in 0..CMDLINE_MAX {
+            // SAFETY: the caller vouches for the string, and its end has not been passed.
+            match unsafe { text.add(byte).read() } {
+                0 => {
+                    self.cmdline_len = byte;
+                    return;
+                }
+                value => self.cmdline[byte] = value,
+            }
+        }
+        panic!("the command line is longer than {CMDLINE_MAX} bytes");
+    }
+
+    /// # Safety
+    /// `address` is that of `entries` entries.
+    unsafe fn copy_map(&mut self, address: u64, entries: u32) {
+        let map: *const Entry = pointer(address);
+        for index in 0..entries.min(MAX_ENTRIES) {
+            // SAFETY: the caller vouches for the entries.
+            let entry = unsafe { map.add(index as usize).read_unaligned() };
+            if entry.kind == RAM && self.range_count < MAX_RANGES {
+                self.ranges[self.range_count] =
+                    RamRange { start: entry.address, end: entry.address.saturating_add(entry.size) };
+                self.range_count += 1;
+            }
+        }
+    }
+
+    /// The command line; panics when it is not UTF-8.
+    pub(crate) fn cmdline(&self) -> &str {
+        core::str::from_utf8(&self.cmdline[..self.cmdline_len]).expect("the command line is no UTF-8")
+    }
+
+    /// RAM in the order of the map.
+    pub(crate) fn ranges(&self) -> &[RamRange] {
+        &self.ranges[..self.range_count]
+    }
+}
+
+/// An identity-mapped physical address as a pointer.
+fn pointer<T>(address: u64) -> *const T {
+    core::ptr::with_exposed_provenance(usize::try_from(address).unwrap_or(0))
+}

@@ -1,0 +1,113 @@
+//! The workload's loop on each vCPU.
+
+use crate::memory::Ram;
+use crate::{cpu, idle, serial, stats};
+use core::sync::atomic::{AtomicU64, Ordering};
+use vmferry_guest_abi::{
+    Corrupt, Every, GuestArgs, Layout, Line, REPORT_NS, ReadyLine, SerialReporter, State, StatsSink, Step,
+    TscClock, Worker,
+};
+
+/// What all vCPUs share.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) args: GuestArgs,
+    pub(crate) layout: Layout,
+    pub(crate) ram: Ram,
+    pub(crate) clock: TscClock,
+    pub(crate) tsc_khz: u32,
+}
+
+/// vCPUs that have filled their share.
+static FILLED: AtomicU64 = AtomicU64::new(0);
+
+/// `CORRUPT` lines that a vCPU prints. The statistics count on; a thousand lines would tell no more.
+const CORRUPT_LINES: u32 = 16;
+
+/// Fills this vCPU's share, waits for the others, and runs the workload for ever.
+pub(crate) fn run(plan: &Plan, index: u64) -> ! {
+    let mut worker = Worker::new(&plan.args.workload, &plan.layout, index);
+    while !worker.fill(&plan.ram, u64::MAX) {}
+    FILLED.fetch_add(1, Ordering::AcqRel);
+    while FILLED.load(Ordering::Acquire) < plan.layout.cpus {
+        core::hint::spin_loop();
+    }
+    if index == 0 {
+        ready(plan);
+    }
+    let now = plan.clock.ns(cpu::tsc());
+    let mut vcpu = Vcpu {
+        plan,
+        index,
+        worker,
+        lines: SerialReporter::new(index, now),
+        pages: Every::new(REPORT_NS, now),
+        told: 0,
+    };
+    let mut sleeper = idle::Sleeper::new(&plan.clock);
+    loop {
+        vcpu.turn(&mut sleeper);
+    }
+}
+
+fn ready(plan: &Plan) {
+    let header = &stats::PAGE.header;
+    let t_us = plan.clock.ns(cpu::tsc()) / 1000;
+    header.ready_us.store(t_us, Ordering::Relaxed);
+    stats::PAGE.raise(State::Running);
+    let Layout { ws_pages, data_pages, cpus } = plan.layout;
+    let line = Line::Ready(ReadyLine { cpus, data_pages, ws_pages, tsc_khz: u64::from(plan.tsc_khz), t_us });
+    serial::line(format_args!("{line}"));
+}
+
+struct Vcpu<'a> {
+    plan: &'a Plan,
+    index: u64,
+    worker: Worker,
+    lines: SerialReporter,
+    pages: Every,
+    told: u32,
+}
+
+impl Vcpu<'_> {
+    #[inline]
+    fn turn(&mut self, sleeper: &mut idle::Sleeper) {
+        let now = self.plan.clock.ns(cpu::tsc());
+        match self.worker.step(&self.plan.ram, now) {
+            Step::Worked => {}
+            Step::Waited if self.worker.is_idle() => sleeper.sleep(&mut self.worker, &self.plan.clock),
+            Step::Waited => core::hint::spin_loop(),
+            Step::Corrupt(corrupt) => self.tell(corrupt),
+        }
+        if self.pages.due(now) {
+            self.worker.verify(stats::PAGE.header.verify_request.load(Ordering::Relaxed));
+            if self.plan.args.stats == StatsSink::Page
+                && let Some(block) =
+                    usize::try_from(self.index).ok().and_then(|index| stats::PAGE.cpus.get(index))
+            {
+                block.publish(&self.worker.report(now));
+            }
+        }
+        if self.plan.args.stats == StatsSink::Serial {
+            for line in self.lines.poll(&mut self.worker, now).into_iter().flatten() {
+                self.print(&line);
+            }
+        }
+    }
+
+    #[cold]
+    fn tell(&mut self, corrupt: Corrupt) {
+        stats::PAGE.raise(State::Corrupt);
+        if self.told < CORRUPT_LINES {
+            self.told += 1;
+            self.print(&Line::Corrupt { cpu: self.index, corrupt });
+        }
+    }
+
+    #[cold]
+    fn print(&mut self, line: &Line) {
+        serial::line(format_args!("{line}"));
+        // Printing takes most of a millisecond, which is nobody's fault but ours.
+        self.worker.resume(self.plan.clock.ns(cpu::tsc()));
+    }
+}
