@@ -1,0 +1,64 @@
+//! What goes wrong in a tracker.
+
+use vmferry_engine::VmError;
+use vmferry_memory::{PageRun, RegionId};
+use vmferry_sys::SysError;
+
+/// Why pages cannot be tracked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrackerError {
+    /// The host refused.
+    #[error("tracking writes to {region}: {source}")]
+    Host {
+        /// The region that it was about.
+        region: RegionId,
+        /// What the host said.
+        source: SysError,
+    },
+    /// The host cannot track writes this way at all.
+    #[error("tracking writes: {0}")]
+    Unavailable(#[source] SysError),
+    /// Harvest or protect on a tracker that was not started, or was stopped.
+    #[error("the tracker is not started")]
+    NotStarted,
+    /// A region that the tracker does not track.
+    #[error("{0} is not tracked")]
+    NoRegion(RegionId),
+    /// Pages that the region does not have.
+    #[error("{region} has {have} pages, not {run}")]
+    NoPages {
+        /// The region.
+        region: RegionId,
+        /// How many pages it has.
+        have: u64,
+        /// The pages asked for.
+        run: PageRun,
+    },
+    /// A bitmap whose length is not that of its region.
+    #[error("{region} has {have} pages, but a bitmap for it has {bits}")]
+    Length {
+        /// The region.
+        region: RegionId,
+        /// How many pages it has.
+        have: u64,
+        /// How many the bitmap speaks of.
+        bits: u64,
+    },
+    /// A region whose address or length is not whole pages, or that is empty.
+    #[error("{0} is not made of whole pages")]
+    NotPages(RegionId),
+}
+
+impl TrackerError {
+    /// For `map_err`: `source`, about `region`.
+    pub(crate) fn host(region: RegionId) -> impl FnOnce(SysError) -> Self {
+        move |source| Self::Host { region, source }
+    }
+}
+
+impl From<TrackerError> for VmError {
+    fn from(error: TrackerError) -> Self {
+        Self::new(error)
+    }
+}

@@ -1,0 +1,334 @@
+//! Tracking by KVM's dirty bitmap.
+
+use crate::TrackerError;
+use crate::region::{check_marks, forget, map_of};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_engine::{DirtyTracker, Protect, TrackerKind, VmError};
+use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
+use vmferry_sys::kvm::{self, SlotSpec};
+
+/// Words of bitmap that one `KVM_CLEAR_DIRTY_LOG` is given, on the stack: 1 KiB.
+const CHUNK_WORDS: usize = 128;
+
+/// Pages that [`Protect::protect`] works on best: 32 MiB of guest memory.
+///
+/// Each clear takes KVM's MMU lock once and ends with one TLB flush of all vCPUs. Smaller chunks pay for more flushes,
+/// larger ones keep vCPUs that fault from the lock for longer.
+const CHUNK_PAGES: u64 = CHUNK_WORDS as u64 * 64;
+
+/// A memory slot whose writes are logged. Its region has the number of the slot.
+#[derive(Debug, Clone)]
+pub struct LogSlot {
+    /// The slot as KVM knows it.
+    pub spec: SlotSpec,
+    /// Pages that the VMM wrote or dropped itself, which KVM does not see; each marked *after* it was written. One bit
+    /// for each page of the slot.
+    pub marks: Option<Arc<AtomicBitmap>>,
+}
+
+impl LogSlot {
+    fn region(&self) -> RegionId {
+        RegionId(self.spec.slot)
+    }
+
+    fn pages(&self) -> u64 {
+        self.spec.len >> PAGE_SHIFT
+    }
+}
+
+/// How the log is cleared, in the protector's shared state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Mode {
+    /// The log is off.
+    Off,
+    /// By `KVM_CLEAR_DIRTY_LOG`, right before pages are read.
+    ByHand,
+    /// By reading it: KVM before 5.0, without manual protection.
+    ByReading,
+}
+
+/// What the tracker and its protectors share.
+struct Shared {
+    vm: Arc<dyn AsRawFd + Send + Sync>,
+    slots: Vec<LogSlot>,
+    mode: AtomicU8,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared")
+            .field("slots", &self.slots)
+            .field("mode", &self.mode())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    fn vm(&self) -> BorrowedFd<'_> {
+        // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as this borrow
+        // (promise of `KvmLogTracker::new`'s caller).
+        unsafe { BorrowedFd::borrow_raw(self.vm.as_raw_fd()) }
+    }
+
+    fn mode(&self) -> Mode {
+        match self.mode.load(Ordering::Acquire) {
+            1 => Mode::ByHand,
+            2 => Mode::ByReading,
+            _ => Mode::Off,
+        }
+    }
+
+    fn set_mode(&self, mode: Mode) {
+        self.mode.store(mode as u8, Ordering::Release);
+    }
+
+    /// Switches the log of `slot` on or off.
+    fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {
+        // SAFETY: the slot exists on this VM (promise of `KvmLogTracker::new`'s caller).
+        unsafe { kvm::set_slot_flags(self.vm(), &slot.spec, on) }.map_err(TrackerError::host(slot.region()))
+    }
+}
+
+/// Finds written pages in the dirty bitmap that KVM keeps for each memory slot, and in the VMM's own marks.
+///
+/// # Why no write is lost
+/// *With manual protection* (Linux 5.0). A bit in KVM's log is set when the guest writes to a page that is not
+/// protected against it; a harvest copies the log and leaves it as it is. Right before a page is read,
+/// [`Protect::protect`] has KVM clear its bit, protect it, and flush the TLBs; only then does the engine read it. A write
+/// before the clear is in what is read. A write after it faults and sets the bit anew, for the next harvest. The bit is
+/// never cleared without the page being read afterwards, because only the pages that are about to be sent are given to
+/// `protect`; bits of other pages of the chunk stay set.
+///
+/// *Initially set.* Where KVM offers it, a log that is switched on has every bit set and protects nothing, which saves a
+/// pause of all vCPUs at the start. Such a page is not tracked anew until its bit was cleared once: writes to it change
+/// nothing in the log. That is safe as its bit stays set, hence every harvest reports it until `protect` was called for it.
+/// Whoever wants to leave a page out (free, never touched) has to protect it *before* asking whether it may be left out; a
+/// write after the question then sets its bit.
+///
+/// *Without manual protection* a harvest clears the log and protects the pages by itself, before it returns, and
+/// `protect` has nothing to do.
+///
+/// *Writes by the VMM* are not in KVM's log. They are in the marks: the writer writes, then marks (release); a harvest
+/// takes the marks by atomic swap (acquire), and the engine reads the pages later. A write whose mark was taken is in what is read.
+///
+/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it exits. Reading the log
+/// makes KVM kick the vCPUs; the last harvest happens with all vCPUs out of the guest, when their buffers are flushed.
+#[derive(Debug)]
+pub struct KvmLogTracker {
+    shared: Arc<Shared>,
+    /// Room for the log of the largest slot, while tracking.
+    log: Vec<u64>,
+}
+
+impl KvmLogTracker {
+    /// A tracker for all memory `slots` of the VM whose descriptor `vm` holds.
+    ///
+    /// # Errors
+    /// If a slot is not whole pages, or its marks are of another length.
+    ///
+    /// # Safety
+    /// `vm` is a KVM VM's descriptor, open for as long as the `Arc` lives, and each of `slots` is a memory slot of that
+    /// VM, with this number, place, length and mapping, until the tracker and all its protectors are dropped.
+    pub unsafe fn new(vm: Arc<dyn AsRawFd + Send + Sync>, slots: Vec<LogSlot>) -> Result<Self, TrackerError> {
+        for slot in &slots {
+            if slot.spec.len == 0 || !slot.spec.len.is_multiple_of(PAGE_SIZE) {
+                return Err(TrackerError::NotPages(slot.region()));
+            }
+            check_marks(slot.region(), slot.pages(), slot.marks.as_deref())?;
+        }
+        let shared = Shared { vm, slots, mode: AtomicU8::new(Mode::Off as u8) };
+        Ok(Self { shared: Arc::new(shared), log: Vec::new() })
+    }
+
+    fn try_start(&mut self) -> Result<(), TrackerError> {
+        self.try_stop()?;
+        let vm = self.shared.vm();
+        let manual = kvm::manual_protect_offered(vm).map_err(TrackerError::Unavailable)?;
+        if manual.enabled() {
+            kvm::enable_manual_protect(vm, manual).map_err(TrackerError::Unavailable)?;
+        }
+        let words = self.shared.slots.iter().map(|slot| kvm::log_words(slot.spec.len)).max().unwrap_or(0);
+        self.log.resize(words, 0);
+        for (index, slot) in self.shared.slots.iter().enumerate() {
+            forget(slot.marks.as_deref());
+            if let Err(error) = self.shared.log(slot, true) {
+                for done in &self.shared.slots[..index] {
+                    // The first error is the one to report; a log that stays on only makes the guest slower.
+                    let _ = self.shared.log(done, false);
+                }
+                return Err(error);
+            }
+        }
+        self.shared.set_mode(if manual.enabled() { Mode::ByHand } else { Mode::ByReading });
+        Ok(())
+    }
+
+    fn try_stop(&mut self) -> Result<(), TrackerError> {
+        if self.shared.mode() == Mode::Off {
+            return Ok(());
+        }
+        self.shared.set_mode(Mode::Off);
+        self.log = Vec::new();
+        let mut result = Ok(());
+        for slot in &self.shared.slots {
+            // Every slot, also after an error; the first error is the one to tell.
+            let switched = self.shared.log(slot, false);
+            result = result.and(switched);
+        }
+        result
+    }
+}
+
+impl DirtyTracker for KvmLogTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Log
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        Ok(self.try_start()?)
+    }
+
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        if self.shared.mode() == Mode::Off {
+            return Err(TrackerError::NotStarted.into());
+        }
+        for slot in &self.shared.slots {
+            // Before the log is read: without manual protection reading clears it, and what was read must have a place.
+            let map = map_of(dirty, slot.region(), slot.pages())?;
+            if let Some(marks) = &slot.marks {
+                marks.harvest(map);
+            }
+            let log = &mut self.log[..kvm::log_words(slot.spec.len)];
+            // SAFETY: the slot has this length (promise of `new`'s caller).
+            unsafe { kvm::get_dirty_log(self.shared.vm(), slot.spec.slot, slot.spec.len, log) }
+                .map_err(TrackerError::host(slot.region()))?;
+            map.union_words(log);
+        }
+        Ok(())
+    }
+
+    fn protector(&self) -> Arc<dyn Protect> {
+        Arc::clone(&self.shared) as _
+    }
+
+    fn stop(&mut self) -> Result<(), VmError> {
+        Ok(self.try_stop()?)
+    }
+}
+
+impl Drop for KvmLogTracker {
+    fn drop(&mut self) {
+        // Nobody is left to be told; a log that stays on makes the guest slower, nothing else.
+        let _ = self.try_stop();
+    }
+}
+
+impl Protect for Shared {
+    fn chunk_pages(&self) -> u64 {
+        CHUNK_PAGES
+    }
+
+    fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        match self.mode() {
+            Mode::Off => return Err(TrackerError::NotStarted.into()),
+            // The harvest that reported a page protected it.
+            Mode::ByReading => return Ok(()),
+            Mode::ByHand => {}
+        }
+        let slot =
+            self.slots.iter().find(|slot| slot.region() == region).ok_or(TrackerError::NoRegion(region))?;
+        let have = slot.pages();
+        if chunk.end() > have {
+            return Err(TrackerError::NoPages { region, have, run: chunk }.into());
+        }
+        if pages.len() != have {
+            return Err(TrackerError::Length { region, have, bits: pages.len() }.into());
+        }
+        let clear = |first: u64, count: u32, bits: &[u64]| {
+            kvm::clear_dirty_log(self.vm(), slot.spec.slot, first, count, bits)
+                .map_err(TrackerError::host(region))
+        };
+        Ok(for_each_clear(chunk, pages, clear)?)
+    }
+}
+
+/// Calls `clear(first page, pages, bits)` for stretches that together have exactly the pages of `chunk` that are set in
+/// `pages`. As KVM wants it, each starts at a multiple of 64 and is a multiple of 64 long, or reaches the end of the slot,
+/// whose length is that of `pages`. Leading and trailing words without pages are left out.
+fn for_each_clear(
+    chunk: PageRun,
+    pages: &Bitmap,
+    mut clear: impl FnMut(u64, u32, &[u64]) -> Result<(), TrackerError>,
+) -> Result<(), TrackerError> {
+    let word = |index: u64| {
+        // Bits of pages before and behind the chunk, in its first and last word, are not ours to clear.
+        let below = chunk.first.0.saturating_sub(index * 64).min(64);
+        let above = ((index + 1) * 64).saturating_sub(chunk.end()).min(64);
+        let keep = if below + above >= 64 { 0 } else { (u64::MAX << below) & (u64::MAX >> above) };
+        usize::try_from(index).ok().and_then(|at| pages.words().get(at)).map_or(0, |word| word & keep)
+    };
+    let (mut at, end) = (chunk.first.0 / 64, chunk.end().div_ceil(64));
+    while at < end {
+        if word(at) == 0 {
+            at += 1;
+            continue;
+        }
+        let (first, mut bits, mut used) = (at, [0; CHUNK_WORDS], 0);
+        for (offset, (slot, index)) in bits.iter_mut().zip(first..end).enumerate() {
+            *slot = word(index);
+            if *slot != 0 {
+                used = offset + 1;
+            }
+        }
+        at = first + CHUNK_WORDS as u64;
+        let count = (used as u64 * 64).min(pages.len() - first * 64);
+        clear(first * 64, u32::try_from(count).expect("at most 8192"), &bits[..used])?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use vmferry_memory::PageIndex;
+
+    proptest! {
+        #[test]
+        fn clears_are_aligned_and_have_exactly_the_pages(
+            len in 1u64..30_000,
+            seeds in prop::collection::vec((0u64..30_000, 1u64..300), 0..40),
+            from in 0u64..30_000,
+            count in 0u64..30_000,
+        ) {
+            let mut pages = Bitmap::new(len);
+            for (first, run) in seeds {
+                pages.set_range(first.min(len)..(first + run).min(len));
+            }
+            let first = from.min(len);
+            let chunk = PageRun::new(PageIndex(first), count.min(len - first));
+            let mut cleared = Bitmap::new(len);
+            for_each_clear(chunk, &pages, |first, count, bits| {
+                let end = first + u64::from(count);
+                assert!(first.is_multiple_of(64) && count > 0);
+                assert!(end == len || (count.is_multiple_of(64) && end < len), "{first}+{count} of {len}");
+                assert_eq!(bits.len() as u64, u64::from(count).div_ceil(64));
+                for (index, word) in bits.iter().enumerate() {
+                    for bit in (0..64).filter(|bit| word >> bit & 1 != 0) {
+                        assert!(!cleared.set(first + index as u64 * 64 + bit), "cleared twice");
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+            let mut expected = pages.clone();
+            expected.clear_range(0..first);
+            expected.clear_range(chunk.end()..len);
+            prop_assert_eq!(cleared, expected);
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! KVM's log on a real VM with a guest of a few instructions.
+
+use crate::memory::{Kind, Memory, say};
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use std::collections::BTreeSet;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_dirty::{KvmLogTracker, LogSlot};
+use vmferry_engine::DirtyTracker;
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_sys::kvm::SlotSpec;
+
+/// 1 MiB of memory from address 0, all that real mode sees.
+const PAGES: u64 = 256;
+
+/// Real-mode code at 0x1000: increments a counter in one of 127 pages from 0x2000 up, chosen by a linear congruential
+/// generator, for ever; every 64 rounds it leaves the guest by `out 0x10, al`.
+///
+/// ```text
+/// next: imul bx, bx, 25173      69 db 55 62
+///       add  bx, 13849          81 c3 19 36
+///       mov  ax, bx             89 d8
+///       and  ax, 0x7e00         25 00 7e       (segments 0x000..0x7e00, step 0x200: every second page)
+///       add  ax, 0x0200         05 00 02
+///       mov  ds, ax             8e d8
+///       inc  word [0]           ff 06 00 00
+///       inc  cl                 fe c1
+///       test cl, 63             f6 c1 3f
+///       jnz  next               75 e3
+///       out  0x10, al           e6 10
+///       jmp  next               eb df
+/// ```
+const CODE: [u8; 33] = [
+    0x69, 0xdb, 0x55, 0x62, 0x81, 0xc3, 0x19, 0x36, 0x89, 0xd8, 0x25, 0x00, 0x7e, 0x05, 0x00, 0x02, 0x8e,
+    0xd8, 0xff, 0x06, 0x00, 0x00, 0xfe, 0xc1, 0xf6, 0xc1, 0x3f, 0x75, 0xe3, 0xe6, 0x10, 0xeb, 0xdf,
+];
+
+/// A VM without a vCPU, or why there is none.
+fn vm() -> Option<Arc<VmFd>> {
+    match Kvm::new().and_then(|kvm| kvm.create_vm()) {
+        Ok(vm) => {
+            say("KVM: ran");
+            Some(Arc::new(vm))
+        }
+        Err(error) => {
+            say(&format!("KVM: not run: /dev/kvm: {error}"));
+            None
+        }
+    }
+}
+
+fn add_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory) -> LogSlot {
+    let len = memory.pages * 4096;
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags: 0,
+        guest_phys_addr: gpa,
+        memory_size: len,
+        userspace_addr: memory.host(),
+    };
+    // SAFETY: the memory outlives the VM in every test here.
+    unsafe { vm.set_user_memory_region(region) }.unwrap();
+    LogSlot { spec: SlotSpec { slot, flags: 0, gpa, len, host: memory.host() }, marks: None }
+}
+
+fn tracker(vm: &Arc<VmFd>, slots: &[LogSlot]) -> (KvmLogTracker, Layout) {
+    let regions = slots.iter().map(|slot| Region {
+        id: RegionId(slot.spec.slot),
+        gpa: Gpa(slot.spec.gpa),
+        len: slot.spec.len,
+    });
+    let layout = Layout::new(regions.collect()).unwrap();
+    let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(vm) as _;
+    // SAFETY: the slots were added to this VM and stay.
+    (unsafe { KvmLogTracker::new(vm, slots.to_vec()) }.unwrap(), layout)
+}
+
+fn vcpu(vm: &VmFd) -> VcpuFd {
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rip = 0x1000;
+    regs.rflags = 2;
+    regs.rbx = 1;
+    vcpu.set_regs(&regs).unwrap();
+    vcpu
+}
+
+/// Runs the guest until `stop`, counting its exits.
+fn run(vcpu: &mut VcpuFd, stop: &AtomicBool, exits: &AtomicU64) {
+    while !stop.load(Ordering::Acquire) {
+        match vcpu.run() {
+            Ok(VcpuExit::IoOut(0x10, _)) => {
+                exits.fetch_add(1, Ordering::Release);
+            }
+            Ok(other) => panic!("unexpected exit {other:?}"),
+            Err(error) if error.errno() == libc::EINTR => {}
+            Err(error) => panic!("KVM_RUN: {error}"),
+        }
+    }
+}
+
+fn load_code(memory: &Memory) {
+    let mut page = [0; PAGE_BYTES];
+    page[..CODE.len()].copy_from_slice(&CODE);
+    memory.window().write_page(1, &page);
+}
+
+/// Protects the harvested pages chunk by chunk, then copies them: what the engine does in a pass.
+fn send(tracker: &KvmLogTracker, memory: &Memory, dirty: &Bitmap, copy: &mut [u8]) {
+    let protector = tracker.protector();
+    let mut first = 0;
+    while first < memory.pages {
+        let count = protector.chunk_pages().min(memory.pages - first);
+        let chunk = PageRun::new(PageIndex(first), count);
+        protector.protect(RegionId(0), chunk, dirty).unwrap();
+        for page in dirty.runs_in(chunk.range()).flatten() {
+            let at = usize::try_from(page).unwrap() * PAGE_BYTES;
+            copy[at..at + PAGE_BYTES].copy_from_slice(&memory.page(page));
+        }
+        first += count;
+    }
+}
+
+fn lost(memory: &Memory, copy: &[u8]) -> Vec<u64> {
+    copy.chunks(PAGE_BYTES)
+        .zip(0..)
+        .filter(|(copied, page)| **copied != memory.page(*page))
+        .map(|(_, page)| page)
+        .collect()
+}
+
+#[test]
+fn no_guest_write_is_lost() {
+    let Some(vm) = vm() else { return };
+    let memory = Memory::new(Kind::Small, PAGES);
+    load_code(&memory);
+    let slot = add_slot(&vm, 0, 0, &memory);
+    let (mut tracker, layout) = tracker(&vm, &[slot]);
+    let mut vcpu = vcpu(&vm);
+    let (stop, exits) = (AtomicBool::new(false), AtomicU64::new(0));
+    let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
+    let mut dirty = PageSet::full(&layout);
+    let mut rounds = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| run(&mut vcpu, &stop, &exits));
+        tracker.start().unwrap();
+        let begin = Instant::now();
+        while exits.load(Ordering::Acquire) < 200 || rounds < 30 {
+            assert!(begin.elapsed().as_secs() < 30, "the guest does not run: {exits:?} exits");
+            send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+            dirty.clear();
+            tracker.harvest(&mut dirty).unwrap();
+            rounds += 1;
+        }
+        stop.store(true, Ordering::Release);
+    });
+    // The vCPU has stopped: the last harvest.
+    tracker.harvest(&mut dirty).unwrap();
+    send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+    println!("{rounds} rounds, {} guest exits", exits.load(Ordering::Relaxed));
+    assert_eq!(lost(&memory, &copy), [], "pages lost");
+    let counted: u64 = (0..PAGES)
+        .map(|page| u64::from(u16::from_le_bytes([memory.page(page)[0], memory.page(page)[1]])))
+        .sum();
+    assert!(counted > 64 * 200, "the guest wrote: {counted}");
+}
+
+#[test]
+fn only_what_was_written_is_reported_and_protecting_one_page_leaves_its_neighbours() {
+    let Some(vm) = vm() else { return };
+    let memory = Memory::new(Kind::Small, PAGES);
+    load_code(&memory);
+    let slot = add_slot(&vm, 0, 0, &memory);
+    let (mut tracker, layout) = tracker(&vm, &[slot]);
+    let mut vcpu = vcpu(&vm);
+    tracker.start().unwrap();
+    let protector = tracker.protector();
+    let harvest = |tracker: &mut KvmLogTracker| {
+        let mut set = PageSet::empty(&layout);
+        tracker.harvest(&mut set).unwrap();
+        set.region(RegionId(0)).unwrap().clone()
+    };
+    let all = PageRun::from(0..PAGES);
+    protector.protect(RegionId(0), all, &Bitmap::full(PAGES)).unwrap();
+    assert_eq!(harvest(&mut tracker).count(), 0, "all protected, nothing written");
+    let once = AtomicBool::new(false);
+    let exits = AtomicU64::new(0);
+    // One stretch of 64 increments.
+    while exits.load(Ordering::Relaxed) == 0 {
+        match vcpu.run().unwrap() {
+            VcpuExit::IoOut(..) => exits.fetch_add(1, Ordering::Relaxed),
+            other => panic!("unexpected exit {other:?}"),
+        };
+    }
+    let written: BTreeSet<u64> =
+        (2..PAGES).filter(|page| memory.word(*page).load(Ordering::Relaxed) & 0xffff != 0).collect();
+    assert!(written.len() > 10, "{written:?}");
+    let found: BTreeSet<u64> = harvest(&mut tracker).runs().flatten().collect();
+    assert!(found.is_superset(&written), "written {written:?}, found {found:?}");
+    assert!(found.len() <= written.len() + 2, "written {written:?}, found {found:?}");
+    // Protect one page of a word: the others are still reported.
+    let page = *written.first().unwrap();
+    let mut one = Bitmap::new(PAGES);
+    one.set(page);
+    protector.protect(RegionId(0), PageRun::new(PageIndex(page), 1), &one).unwrap();
+    let left: BTreeSet<u64> = harvest(&mut tracker).runs().flatten().collect();
+    assert_eq!(found.difference(&left).copied().collect::<Vec<_>>(), [page]);
+    // A page that is in the bitmap but not in the chunk is left, too.
+    protector.protect(RegionId(0), PageRun::new(PageIndex(0), 1), &Bitmap::full(PAGES)).unwrap();
+    assert_eq!(harvest(&mut tracker).runs().flatten().collect::<BTreeSet<_>>(), left);
+    tracker.stop().unwrap();
+    let error = protector.protect(RegionId(0), all, &one).unwrap_err().to_string();
+    assert!(error.contains("not started"), "{error}");
+    run_briefly(&mut vcpu, &once, &exits);
+    tracker.start().unwrap();
+    protector.protect(RegionId(0), all, &Bitmap::full(PAGES)).unwrap();
+    assert_eq!(harvest(&mut tracker).count(), 0, "started anew");
+}
+
+fn run_briefly(vcpu: &mut VcpuFd, stop: &AtomicBool, exits: &AtomicU64) {
+    let until = exits.load(Ordering::Relaxed) + 3;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while exits.load(Ordering::Acquire) < until {
+                std::thread::yield_now();
+            }
+            stop.store(true, Ordering::Release);
+        });
+        run(vcpu, stop, exits);
+    });
+}
+
+#[test]
+fn odd_slots_marks_and_wrong_arguments() {
+    let Some(vm) = vm() else { return };
+    // Lengths that are no multiple of 64 pages: the last clear reaches the end.
+    let (low, high) = (Memory::new(Kind::Small, 70), Memory::new(Kind::Small, 1000));
+    let marks = Arc::new(AtomicBitmap::new(1000));
+    let slots = [
+        add_slot(&vm, 0, 0, &low),
+        LogSlot { marks: Some(Arc::clone(&marks)), ..add_slot(&vm, 1, 4 << 30, &high) },
+    ];
+    let (mut tracker, layout) = tracker(&vm, &slots);
+    let protector = tracker.protector();
+    let error = tracker.harvest(&mut PageSet::empty(&layout)).unwrap_err().to_string();
+    assert!(error.contains("not started"), "{error}");
+    marks.set(3);
+    tracker.start().unwrap();
+    protector.protect(RegionId(0), PageRun::from(0..70), &Bitmap::full(70)).unwrap();
+    protector.protect(RegionId(1), PageRun::from(0..1000), &Bitmap::full(1000)).unwrap();
+    marks.set(999);
+    let mut set = PageSet::empty(&layout);
+    tracker.harvest(&mut set).unwrap();
+    assert!(set.region(RegionId(0)).unwrap().is_empty());
+    assert_eq!(set.region(RegionId(1)).unwrap().runs().flatten().collect::<Vec<_>>(), [999], "marks only");
+    for (region, run, len, reason) in [
+        (2, 0..1, 70, "region 2 is not tracked"),
+        (0, 0..71, 70, "region 0 has 70 pages"),
+        (0, 0..70, 71, "a bitmap for it has 71"),
+    ] {
+        let error = protector
+            .protect(RegionId(region), PageRun::from(run), &Bitmap::new(len))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let foreign = Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: 64 * 4096 }]).unwrap();
+    assert!(tracker.harvest(&mut PageSet::empty(&foreign)).is_err());
+}
+
+#[test]
+fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
+    let Some(vm) = vm() else { return };
+    let (low, high) = (Memory::new(Kind::Small, 64), Memory::new(Kind::Small, 64));
+    let first = add_slot(&vm, 0, 0, &low);
+    // Overlaps the first slot, so KVM cannot take it for a new one.
+    let wrong = LogSlot { spec: SlotSpec { slot: 5, host: high.host(), ..first.spec }, marks: None };
+    let vm_fd: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(&vm) as _;
+    // SAFETY: the second slot is none; KVM refuses it as it overlaps the first, and would map memory of ours otherwise.
+    let mut tracker = unsafe { KvmLogTracker::new(vm_fd, vec![first, wrong]) }.unwrap();
+    let error = tracker.start().unwrap_err().to_string();
+    assert!(error.contains("region 5") && error.contains("KVM_SET_USER_MEMORY_REGION on slot 5"), "{error}");
+    let mut log = [0];
+    // SAFETY: the slot has 64 pages.
+    let error = unsafe {
+        vmferry_sys::kvm::get_dirty_log(
+            std::os::fd::BorrowedFd::borrow_raw(vm.as_raw_fd()),
+            0,
+            64 * 4096,
+            &mut log,
+        )
+    }
+    .unwrap_err();
+    assert_eq!(error.errno(), Some(libc::ENOENT), "the first slot's log is off again: {error}");
+}
+
+/// Figures, not judgements: what harvests and clears cost. `cargo test -p vmferry-dirty --release cost -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement of some seconds; it asserts nothing about time"]
+fn cost_of_the_log() {
+    let Some(vm) = vm() else { return };
+    let memory = Memory::new(Kind::Huge, 1 << 20);
+    let slot = add_slot(&vm, 0, 0, &memory);
+    let (mut tracker, layout) = tracker(&vm, &[slot]);
+    let mut set = PageSet::empty(&layout);
+    let full = Bitmap::full(memory.pages);
+    let begin = Instant::now();
+    tracker.start().unwrap();
+    println!("4 GiB: start {:?}", begin.elapsed());
+    let begin = Instant::now();
+    tracker.harvest(&mut set).unwrap();
+    println!("  harvest {:?}, {} pages", begin.elapsed(), set.count());
+    let protector = tracker.protector();
+    for chunk in [64, 512, 2048, 8192] {
+        tracker.stop().unwrap();
+        tracker.start().unwrap();
+        let (begin, mut worst) = (Instant::now(), std::time::Duration::ZERO);
+        for first in (0..memory.pages).step_by(chunk) {
+            let one = Instant::now();
+            let run = PageRun::new(PageIndex(first), chunk as u64);
+            protector.protect(RegionId(0), run, &full).unwrap();
+            worst = worst.max(one.elapsed());
+        }
+        println!("  protect all by {chunk} pages: {:?}, worst {worst:?}", begin.elapsed());
+    }
+    let begin = Instant::now();
+    tracker.stop().unwrap();
+    println!("  stop {:?}", begin.elapsed());
+}

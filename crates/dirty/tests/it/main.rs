@@ -1,0 +1,5 @@
+//! The trackers against the host's own memory, page tables and KVM.
+
+mod log;
+mod memory;
+mod wp;

@@ -1,0 +1,135 @@
+//! Memory for the tests of the trackers, and a guest made of threads.
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use vmferry_dirty::{Backing, MappedRegion};
+use vmferry_memory::{PAGE_BYTES, PageRun, RegionId, Window};
+
+/// What a test's memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Anonymous, small pages only.
+    Small,
+    /// Anonymous, huge pages where they fit.
+    Huge,
+    /// A memfd, mapped shared.
+    Memfd,
+}
+
+/// A mapping of whole huge pages.
+pub(crate) struct Memory {
+    mapped: *mut std::ffi::c_void,
+    mapped_len: usize,
+    start: NonNull<u8>,
+    pub(crate) pages: u64,
+    pub(crate) file: Option<Arc<OwnedFd>>,
+}
+
+// SAFETY: the mapping belongs to the value; its bytes are only accessed through atomics and windows.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+const HUGE: usize = 2 << 20;
+
+impl Memory {
+    pub(crate) fn new(kind: Kind, pages: u64) -> Self {
+        let len = usize::try_from(pages).unwrap() * PAGE_BYTES;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let file = (kind == Kind::Memfd).then(|| {
+            let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&fd, len as u64).unwrap();
+            Arc::new(fd)
+        });
+        let mapped_len = len + if file.is_some() { 0 } else { HUGE };
+        let mapped = match &file {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            Some(fd) => unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, fd, 0) },
+            // SAFETY: as above.
+            None => unsafe {
+                mmap_anonymous(
+                    std::ptr::null_mut(),
+                    mapped_len,
+                    access,
+                    MapFlags::PRIVATE | MapFlags::NORESERVE,
+                )
+            },
+        }
+        .unwrap();
+        let skip = if file.is_some() { 0 } else { mapped.cast::<u8>().align_offset(HUGE) };
+        // SAFETY: the mapping is larger than `len` by what is skipped at most.
+        let start = unsafe { mapped.cast::<u8>().add(skip) };
+        let advice = if kind == Kind::Huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        // SAFETY: the range is ours. A kernel without huge pages refuses, which changes nothing.
+        let _ = unsafe { madvise(start.cast(), len, advice) };
+        Self { mapped, mapped_len, start: NonNull::new(start).unwrap(), pages, file }
+    }
+
+    pub(crate) fn host(&self) -> u64 {
+        self.start.addr().get() as u64
+    }
+
+    pub(crate) fn region(&self, id: u32) -> MappedRegion {
+        let backing = match &self.file {
+            Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+            None => Backing::Anonymous,
+        };
+        MappedRegion { id: RegionId(id), host: self.host(), len: self.pages * 4096, backing, marks: None }
+    }
+
+    /// The word at the start of `page`.
+    pub(crate) fn word(&self, page: u64) -> &AtomicU64 {
+        assert!(page < self.pages);
+        let offset = usize::try_from(page).unwrap() * PAGE_BYTES;
+        // SAFETY: the page is in the mapping, aligned, and accessed through atomics and windows only.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(offset).cast()) }
+    }
+
+    pub(crate) fn write(&self, page: u64, value: u64) {
+        self.word(page).store(value, Ordering::Relaxed);
+    }
+
+    pub(crate) fn window(&self) -> Window<'_> {
+        // SAFETY: mapped for as long as `self` lives, no references to the bytes but to atomics.
+        unsafe { Window::new(self.start, usize::try_from(self.pages).unwrap() * PAGE_BYTES) }
+    }
+
+    pub(crate) fn page(&self, page: u64) -> [u8; PAGE_BYTES] {
+        let mut copy = [0; PAGE_BYTES];
+        self.window().copy_page(usize::try_from(page).unwrap(), &mut copy);
+        copy
+    }
+
+    /// Has the kernel drop `run` from this mapping.
+    pub(crate) fn drop_pages(&self, run: PageRun) {
+        let start = self.window().as_ptr().wrapping_add(usize::try_from(run.first.offset()).unwrap());
+        // SAFETY: the pages are in our mapping; what they hold is given up on purpose.
+        unsafe { madvise(start.cast(), usize::try_from(run.bytes()).unwrap(), Advice::LinuxDontNeed) }
+            .unwrap();
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`; nobody borrows it any more.
+        unsafe { munmap(self.mapped, self.mapped_len) }.unwrap();
+    }
+}
+
+/// splitmix64: enough randomness for choosing pages.
+pub(crate) fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Prints a line that also shows when the test passes: the harness hides only what `println!` writes.
+pub(crate) fn say(line: &str) {
+    use std::io::Write;
+    writeln!(std::io::stdout(), "{line}").unwrap();
+}
