@@ -1,3 +1,14 @@
 //! Benchmarks that compare vmferry, QEMU and the floor in one run.
+//!
+//! Every comparison runs its sides in turn within one process run, repeats them, and reports median and
+//! spread. Ratios count, absolute times do not. What cannot run here is a case with `"skipped": "why"`.
+
 mod child;
+pub mod cpu;
 pub mod floor;
+pub mod host;
+pub mod json;
+pub mod migrate;
+pub mod qemu;
+pub mod result;
+pub mod stats;

@@ -1,0 +1,133 @@
+//! What the machine under a measurement is: numbers without it say nothing.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+/// A host, as far as it matters to a migration. No names and no addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Host {
+    /// The processor's model name.
+    pub cpu: String,
+    /// Processors that this process may use.
+    pub cores: usize,
+    /// Memory of the host in bytes.
+    pub memory_bytes: u64,
+    /// Kernel release.
+    pub kernel: String,
+    /// Which KVM: `kvm_intel`, `kvm_amd`, `kvm_pvm`, or `none: ` and the reason.
+    pub kvm: String,
+    /// QEMU's version. None: not installed.
+    pub qemu: Option<String>,
+    /// TCP congestion control that a socket gets unless it asks for another.
+    pub congestion_control: String,
+    /// Transparent huge pages: `always`, `madvise` or `never`.
+    pub thp: String,
+    /// When the run started, UTC, RFC 3339.
+    pub date: String,
+}
+
+impl Host {
+    /// Looks at this host. What cannot be found out reads `unknown`.
+    pub fn describe() -> Self {
+        Host {
+            cpu: field_of("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
+            cores: std::thread::available_parallelism().map_or(0, usize::from),
+            memory_bytes: memory_bytes("MemTotal").unwrap_or(0),
+            kernel: read("/proc/sys/kernel/osrelease").unwrap_or_else(unknown),
+            kvm: kvm(),
+            qemu: qemu_version(),
+            congestion_control: read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_else(unknown),
+            thp: read("/sys/kernel/mm/transparent_hugepage/enabled")
+                .as_deref()
+                .and_then(bracketed)
+                .map_or_else(unknown, String::from),
+            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+        }
+    }
+}
+
+/// Memory that can be had without swapping, in bytes. None: the kernel does not say.
+pub fn available_memory() -> Option<u64> {
+    memory_bytes("MemAvailable")
+}
+
+/// Whether this process may use KVM; if not, why.
+pub fn kvm_usable() -> Result<(), String> {
+    match fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => Ok(()),
+        Err(e) => Err(format!("/dev/kvm: {e}")),
+    }
+}
+
+/// The executable that [`crate::qemu`] runs.
+pub(crate) const QEMU: &str = "qemu-system-x86_64";
+
+fn unknown() -> String {
+    "unknown".into()
+}
+
+fn read(path: &str) -> Option<String> {
+    Some(fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+/// The first `name : value` of a file.
+fn field_of(path: &str, name: &str) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim().to_owned())
+    })
+}
+
+/// A field of /proc/meminfo, which counts in KiB.
+fn memory_bytes(name: &str) -> Option<u64> {
+    field_of("/proc/meminfo", name)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// The chosen word of `always [madvise] never`.
+fn bracketed(text: &str) -> Option<&str> {
+    text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
+}
+
+fn kvm() -> String {
+    if let Err(why) = kvm_usable() {
+        return format!("none: {why}");
+    }
+    ["kvm_intel", "kvm_amd", "kvm_pvm"]
+        .into_iter()
+        .find(|module| fs::exists(format!("/sys/module/{module}")).unwrap_or(false))
+        .unwrap_or("kvm")
+        .into()
+}
+
+/// `QEMU emulator version 10.0.2 (Debian ...)` gives `10.0.2`.
+pub(crate) fn qemu_version() -> Option<String> {
+    let output = Command::new(QEMU).arg("--version").stdin(Stdio::null()).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    text.split_whitespace().skip_while(|word| *word != "version").nth(1).map(String::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_host_is_described() {
+        let host = Host::describe();
+        assert!(host.cores > 0);
+        assert!(host.memory_bytes > 1 << 26);
+        assert!(host.kernel.contains('.'));
+        assert!(host.date.ends_with('Z') && host.date.len() == 20, "{}", host.date);
+        assert_eq!(host.kvm.starts_with("none: "), kvm_usable().is_err());
+        assert!(available_memory().unwrap() <= host.memory_bytes);
+    }
+
+    #[test]
+    fn the_chosen_word_is_found() {
+        assert_eq!(bracketed("always [madvise] never"), Some("madvise"));
+        assert_eq!(bracketed("never"), None);
+    }
+}

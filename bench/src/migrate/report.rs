@@ -1,0 +1,245 @@
+//! From runs to figures, from figures to ratios, targets and a table.
+
+use std::collections::BTreeMap;
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::{Value, json};
+
+use super::SideRuns;
+use super::spec::{CaseSpec, Side};
+use crate::json::{Case, Document};
+use crate::result::MigrationResult;
+use crate::stats::Spread;
+
+/// A figure of one run. None: it has no meaning for the side or the guest.
+type Figure = fn(&MigrationResult) -> Option<f64>;
+
+/// What is reported of each side: the median under the name, the extremes under `_min` and `_max`.
+const FIGURES: &[(&str, Figure)] = &[
+    ("total_ms", |r| Some(r.total.as_secs_f64() * 1e3)),
+    ("downtime_ms", |r| (!r.downtime.is_zero()).then_some(r.downtime.as_secs_f64() * 1e3)),
+    ("gbytes_per_s", |r| Some(r.gbytes_per_s())),
+    ("data_gbytes", |r| Some(r.gbytes())),
+    ("cpu_ms_per_gb", |r| Some(r.cpu_ms_per_gb())),
+    ("guest_speed_kept", MigrationResult::guest_speed_kept),
+    ("guest_writes_per_s", |r| r.writes_before),
+    ("guest_stall_max_ms", |r| r.stall_max.map(|stall| stall.as_secs_f64() * 1e3)),
+    ("passes", |r| r.passes.map(to_f64)),
+    ("wire_gbytes", |r| r.wire_bytes.map(|bytes| to_f64(bytes) / 1e9)),
+];
+
+/// Ratios of ours to another side, by their names in the summary: the figure, and the other side's name.
+const COMPARED: &[(&str, &str)] = &[
+    ("", "gbytes_per_s"),
+    ("total_", "total_ms"),
+    ("downtime_", "downtime_ms"),
+    ("cpu_per_gb_", "cpu_ms_per_gb"),
+    ("speed_kept_", "guest_speed_kept"),
+];
+
+/// What the project promises: case, our side, ratio, whether it is a least (or a most), and how much.
+const TARGETS: &[(&str, &str, &str, bool, f64)] = &[
+    ("idle", "ours-2", "of_floor", true, 0.8),
+    ("idle", "ours-1", "vs_qemu_single", true, 1.6),
+    ("idle", "ours-2", "vs_qemu_multifd", true, 1.2),
+    ("idle", "ours-1", "cpu_per_gb_vs_qemu_single", false, 1.0),
+    ("idle", "ours-2", "cpu_per_gb_vs_qemu_multifd", false, 1.0),
+    ("uniform", "ours-1", "total_vs_qemu_single", false, 1.0),
+    ("uniform", "ours-2", "total_vs_qemu_multifd", false, 1.0),
+    ("uniform", "ours-1", "downtime_vs_qemu_single", false, 0.5),
+    ("uniform", "ours-2", "downtime_vs_qemu_multifd", false, 0.5),
+    ("uniform", "ours-1", "speed_kept_vs_qemu_single", true, 1.0),
+    ("uniform", "ours-2", "speed_kept_vs_qemu_multifd", true, 1.0),
+    ("uniform", "ours-1", "cpu_per_gb_vs_qemu_single", false, 1.0),
+    ("uniform", "ours-2", "cpu_per_gb_vs_qemu_multifd", false, 1.0),
+];
+
+#[expect(clippy::cast_precision_loss, reason = "counts below 2^53")]
+fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+/// A figure, round by round.
+fn by_round(runs: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
+    runs.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
+}
+
+fn figure(name: &str) -> Figure {
+    FIGURES.iter().find(|(known, _)| *known == name).map_or(|_| None, |(_, figure)| *figure)
+}
+
+/// Adds a case's sides to the document, and its ratios to the summary.
+pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRuns]) {
+    let speed = figure("gbytes_per_s");
+    let floor_of =
+        |side: Side| sides.iter().find(|runs| runs.side == Side::Floor { streams: side.streams() });
+    let of_floor = |runs: &SideRuns| {
+        let floor = floor_of(runs.side).filter(|_| !matches!(runs.side, Side::Floor { .. }))?;
+        Spread::of_ratios(&by_round(runs, speed), &by_round(floor, speed))
+    };
+    for runs in sides {
+        let mut case = case_of(spec, runs);
+        if let Some(ratio) = of_floor(runs) {
+            add_spread(&mut case, "of_floor", ratio);
+        }
+        document.cases.push(case);
+    }
+
+    let mut summary = BTreeMap::new();
+    for ours in sides.iter().filter(|runs| matches!(runs.side, Side::Ours { .. })) {
+        let mut ratios = BTreeMap::new();
+        if let Some(ratio) = of_floor(ours) {
+            ratios.insert("of_floor".to_owned(), ratio.median);
+        }
+        for theirs in sides {
+            let Side::Qemu { multifd } = theirs.side else { continue };
+            let name = if multifd.is_some() { "vs_qemu_multifd" } else { "vs_qemu_single" };
+            for (prefix, compared) in COMPARED {
+                let compared = figure(compared);
+                if let Some(ratio) = Spread::of_ratios(&by_round(ours, compared), &by_round(theirs, compared))
+                {
+                    ratios.insert(format!("{prefix}{name}"), ratio.median);
+                }
+            }
+        }
+        for kept in ["guest_speed_kept", "cpu_ms_per_gb"] {
+            if let Some(spread) = Spread::of(by_round(ours, figure(kept)).into_iter().flatten()) {
+                ratios.insert(kept.to_owned(), spread.median);
+            }
+        }
+        summary.insert(ours.side.to_string(), ratios);
+    }
+    document.summary.insert(spec.name.clone(), json!(summary));
+}
+
+fn case_of(spec: &CaseSpec, runs: &SideRuns) -> Case {
+    let name = format!("{}/{}", spec.name, runs.side);
+    let mut case = match &runs.skipped {
+        Some(why) if runs.rounds.is_empty() => Case::skipped(name, why),
+        _ => Case::new(name),
+    }
+    .param("case", spec.name.as_str())
+    .param("side", runs.side.to_string())
+    .param("streams", runs.side.streams())
+    .param("rounds", runs.rounds.iter().flatten().count());
+    case = match runs.side {
+        Side::Floor { .. } => case.param("bytes", spec.data),
+        _ => case
+            .param("memory_bytes", spec.memory)
+            .param("vcpus", spec.vcpus)
+            .param("workload", spec.workload.as_str()),
+    };
+    for (name, figure) in FIGURES {
+        if let Some(spread) = Spread::of(by_round(runs, *figure).into_iter().flatten()) {
+            add_spread(&mut case, name, spread);
+        }
+    }
+    case
+}
+
+fn add_spread(case: &mut Case, name: &str, spread: Spread) {
+    case.metric(name, spread.median);
+    case.metric(format!("{name}_min"), spread.min);
+    case.metric(format!("{name}_max"), spread.max);
+}
+
+/// Adds what concerns the whole run: rounds, failures, and which targets were met.
+pub(super) fn finish(document: &mut Document, repeats: usize, failures: &[String]) {
+    let targets: Vec<Value> = TARGETS
+        .iter()
+        .filter_map(|(case, side, ratio, least, bound)| {
+            let got = document.summary.get(*case)?.get(*side)?.get(*ratio)?.as_f64()?;
+            let met = if *least { got >= *bound } else { got <= *bound };
+            let want = format!("{} {bound}", if *least { ">=" } else { "<=" });
+            Some(json!({"name": format!("{case}/{side} {ratio}"), "want": want, "got": got, "met": met}))
+        })
+        .collect();
+    document.summary.insert("rounds".into(), repeats.into());
+    document.summary.insert("targets".into(), targets.into());
+    document.summary.insert("failures".into(), failures.into());
+}
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let host = &document.host;
+    let mut text = format!(
+        "{} cores, {} GiB, Linux {}, {}, QEMU {}, TCP {}\n",
+        host.cores,
+        host.memory_bytes >> 30,
+        host.kernel,
+        host.kvm,
+        host.qemu.as_deref().unwrap_or("not installed"),
+        host.congestion_control
+    );
+    text.push_str(&sides_table(document).to_string());
+    text.push_str("\nMedians of the rounds, least-most in brackets. GB/s counts guest data by total time; of floor is\n");
+    text.push_str("against a bare copy over as many streams; CPU is both processes without their vCPUs.\n");
+    for case in &document.cases {
+        if let Some(why) = &case.skipped {
+            text.push_str(&format!("skipped {}: {why}\n", case.name));
+        }
+    }
+    if let Some(targets) = targets_table(document) {
+        text.push_str(&targets.to_string());
+        text.push('\n');
+    }
+    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
+        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
+    }
+    text
+}
+
+fn sides_table(document: &Document) -> Table {
+    let columns = [
+        ("total ms", "total_ms", 0),
+        ("downtime ms", "downtime_ms", 1),
+        ("GB/s", "gbytes_per_s", 2),
+        ("of floor", "of_floor", 2),
+        ("guest kept", "guest_speed_kept", 2),
+        ("CPU ms/GB", "cpu_ms_per_gb", 0),
+        ("stall max ms", "guest_stall_max_ms", 1),
+        ("passes", "passes", 0),
+    ];
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["case"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
+    for case in &document.cases {
+        if case.skipped.is_some() {
+            table.add_row([case.name.as_str(), "skipped"]);
+            continue;
+        }
+        let mut row = vec![Cell::new(&case.name)];
+        for (_, name, digits) in columns {
+            row.push(Cell::new(spread_text(case, name, digits)).set_alignment(CellAlignment::Right));
+        }
+        table.add_row(row);
+    }
+    table
+}
+
+fn spread_text(case: &Case, name: &str, digits: usize) -> String {
+    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
+    match (of(""), of("_min"), of("_max")) {
+        (Some(median), Some(min), Some(max)) if min < max => {
+            format!("{median:.digits$} ({min:.digits$}-{max:.digits$})")
+        }
+        (Some(median), ..) => format!("{median:.digits$}"),
+        _ => "-".into(),
+    }
+}
+
+/// None when no target could be looked at.
+fn targets_table(document: &Document) -> Option<Table> {
+    let targets = document.summary.get("targets")?.as_array().filter(|targets| !targets.is_empty())?;
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["target", "want", "got", ""]);
+    for target in targets {
+        let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-").to_owned();
+        let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
+        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
+        let verdict = if met { "met" } else { "missed" };
+        table.add_row([text("name"), text("want"), format!("{got:.2}"), verdict.into()]);
+    }
+    Some(table)
+}

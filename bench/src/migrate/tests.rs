@@ -1,0 +1,137 @@
+//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+
+use super::*;
+use std::time::Duration;
+
+/// A runner that gives what it is told to, in turn.
+struct Scripted {
+    script: Vec<Result<MigrationResult, OurError>>,
+    asked: Vec<u32>,
+}
+
+impl OurRunner for Scripted {
+    fn run(&mut self, _: &CaseSpec, channels: u32) -> Result<MigrationResult, OurError> {
+        self.asked.push(channels);
+        self.script.remove(0)
+    }
+}
+
+fn result(total_ms: u64) -> MigrationResult {
+    MigrationResult {
+        total: Duration::from_millis(total_ms),
+        downtime: Duration::from_millis(5),
+        data_bytes: 1_000_000_000,
+        cpu_source: Duration::from_millis(100),
+        cpu_destination: Duration::from_millis(200),
+        writes_before: Some(100.0),
+        writes_during: Some(80.0),
+        ..MigrationResult::default()
+    }
+}
+
+fn spec() -> CaseSpec {
+    CaseSpec { name: "idle".into(), memory: 1 << 20, data: 1 << 20, ..Options::quick().cases[0].clone() }
+}
+
+fn no_receiver() -> ReceiverCommand {
+    ReceiverCommand { program: "/nonexistent".into(), args: vec![] }
+}
+
+#[test]
+fn medians_failures_and_skips_are_told_apart() {
+    let failed = || OurError::Failed("the link broke".into());
+    let mut ours = Scripted {
+        script: vec![
+            Ok(result(500)),
+            Err(OurError::Unavailable("no KVM".into())),
+            Err(failed()),
+            Ok(result(700)),
+        ],
+        asked: vec![],
+    };
+    let sides = vec![Side::Ours { channels: 1 }, Side::Ours { channels: 2 }, Side::Floor { streams: 1 }];
+    let options = Options { cases: vec![spec()], sides, repeats: 3 };
+    let mut told = Vec::new();
+    let outcome = run(&options, &mut ours, &no_receiver(), &mut |what| told.push(what.to_owned()));
+
+    assert_eq!(ours.asked, [1, 2, 1, 1]);
+    // One round of ours and all three of the floor, whose receiver does not exist.
+    assert_eq!(outcome.failures.len(), 4, "{:?}", outcome.failures);
+    assert!(outcome.failures.iter().any(|f| f == "idle/ours-1, round 2: the link broke"));
+    let [one, two, floor] = &outcome.document.cases[..] else { panic!("{:?}", outcome.document.cases) };
+    assert_eq!((one.metrics["total_ms"], one.metrics["total_ms_max"]), (600.0, 700.0));
+    assert_eq!(one.params["rounds"], 2);
+    assert_eq!(one.metrics["cpu_ms_per_gb"], 300.0);
+    assert_eq!(one.metrics["guest_speed_kept"], 0.8);
+    assert_eq!(two.skipped.as_deref(), Some("no KVM"));
+    assert!(floor.metrics.is_empty() && floor.skipped.is_none());
+    assert!(told.contains(&"idle/ours-1, round 3 of 3".to_owned()), "{told:?}");
+
+    let text = table(&outcome.document);
+    for part in
+        ["600 (500-700)", "skipped idle/ours-2: no KVM", "FAILED idle/ours-1, round 2: the link broke"]
+    {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+}
+
+#[test]
+fn ratios_and_targets_follow_from_the_rounds() {
+    let runs = |side, totals: &[u64]| SideRuns {
+        side,
+        rounds: totals.iter().map(|&total| Some(result(total))).collect(),
+        skipped: None,
+    };
+    let sides = [
+        runs(Side::Ours { channels: 2 }, &[500, 1000]),
+        runs(Side::Qemu { multifd: None }, &[1000, 2000]),
+        runs(Side::Qemu { multifd: Some(2) }, &[550, 1100]),
+        runs(Side::Floor { streams: 2 }, &[450, 900]),
+        runs(Side::Floor { streams: 1 }, &[500, 1000]),
+    ];
+    let mut document = Document::new("migrate", Host::default());
+    report::add_case(&mut document, &spec(), &sides);
+    report::finish(&mut document, 2, &[]);
+
+    let ours = &document.summary["idle"]["ours-2"];
+    let close = |name: &str, want: f64| {
+        let got = ours[name].as_f64().unwrap();
+        assert!((got - want).abs() < 1e-9, "{name}: {got}, want {want}");
+    };
+    close("of_floor", 0.9);
+    close("vs_qemu_single", 2.0);
+    close("vs_qemu_multifd", 1.1);
+    close("total_vs_qemu_single", 0.5);
+    close("downtime_vs_qemu_single", 1.0);
+    assert!((document.cases[1].metrics["of_floor"] - 0.5).abs() < 1e-9);
+    assert!(!document.cases[3].metrics.contains_key("of_floor"));
+
+    let verdicts: Vec<_> = document.summary["targets"].as_array().unwrap().clone();
+    let met = |name: &str| verdicts.iter().find(|t| t["name"] == name).unwrap()["met"].as_bool().unwrap();
+    assert!(met("idle/ours-2 of_floor"));
+    assert!(!met("idle/ours-2 vs_qemu_multifd"));
+    assert!(table(&document).contains("missed"));
+}
+
+#[test]
+fn a_host_without_the_memory_skips() {
+    let spec = CaseSpec { memory: 4 << 30, data: 1 << 30, ..spec() };
+    let ours = Side::Ours { channels: 1 };
+    let floor = Side::Floor { streams: 1 };
+    assert!(matches!(enough_memory(&spec, ours, Some(8 << 30)), Err(Stop::Skip(_))));
+    assert_eq!(enough_memory(&spec, floor, Some(8 << 30)), Ok(()));
+    assert_eq!(enough_memory(&spec, ours, Some(9 << 30)), Ok(()));
+    assert_eq!(enough_memory(&spec, ours, None), Ok(()));
+}
+
+#[test]
+fn the_quick_bench_is_the_full_one_with_fewer_rounds() {
+    let (quick, full) = (Options::quick(), Options::full());
+    assert!(quick.repeats < full.repeats);
+    assert_eq!(quick.cases, full.cases);
+    for spec in &full.cases {
+        let workload: vmferry_guest_abi::Workload = spec.workload.parse().unwrap();
+        assert_eq!(workload.data, Some(spec.data));
+        assert!(spec.data < spec.memory);
+    }
+}

@@ -1,0 +1,174 @@
+//! The guest's serial line, which moves from the source's file to the destination's with the guest.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use vmferry_guest_abi::{GuestArgs, Line, StatsSink, Workload};
+
+use super::error::QemuError;
+use super::timeline::Timeline;
+
+/// The longest line that is kept: more without a line end is firmware or damage.
+const LINE_LIMIT: usize = 4096;
+
+/// How many bytes one look may read, so that a guest that floods its line cannot keep us.
+const READ_LIMIT: u64 = 1 << 20;
+
+/// The guest's command line for a workload, which is checked before any guest boots.
+pub(super) fn cmdline(workload: &str) -> Result<String, QemuError> {
+    let workload: Workload =
+        workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
+    Ok(GuestArgs { stats: StatsSink::Serial, ..GuestArgs::new(workload) }.to_string())
+}
+
+/// Reads both ends of the line as one. A line that the migration cut in two is whole again, because the
+/// source's guest has stopped before the destination's says anything.
+#[derive(Debug)]
+pub(crate) struct Serial {
+    /// Source, then destination.
+    ends: [End; 2],
+    /// The beginning of a line.
+    partial: Vec<u8>,
+    last: String,
+    ready: bool,
+    timeline: Timeline,
+}
+
+#[derive(Debug)]
+struct End {
+    path: PathBuf,
+    file: Option<File>,
+}
+
+impl Serial {
+    /// The line that QEMU writes to these files: the source's, the destination's.
+    pub(crate) fn new(paths: [PathBuf; 2]) -> Self {
+        Serial {
+            ends: paths.map(|path| End { path, file: None }),
+            partial: Vec::new(),
+            last: String::new(),
+            ready: false,
+            timeline: Timeline::default(),
+        }
+    }
+
+    /// Whether the guest has filled its memory.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.ready
+    }
+
+    /// What the guest reported so far.
+    pub(crate) fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
+    /// The last line, for messages.
+    pub(crate) fn last_words(&self) -> String {
+        format!("the guest's last line: {:?}", self.last)
+    }
+
+    /// Takes in what has come since the last time.
+    ///
+    /// # Errors
+    /// [`QemuError::Guest`] when the guest found damage or gave up.
+    pub(crate) fn read(&mut self) -> Result<(), QemuError> {
+        let now = Instant::now();
+        for index in 0..self.ends.len() {
+            let mut bytes = Vec::new();
+            self.ends[index].read(&mut bytes).map_err(QemuError::io("read the guest's serial line"))?;
+            for byte in bytes {
+                self.take(byte, now)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, byte: u8, now: Instant) -> Result<(), QemuError> {
+        if byte != b'\n' {
+            if self.partial.len() < LINE_LIMIT {
+                self.partial.push(byte);
+            }
+            return Ok(());
+        }
+        let line = String::from_utf8_lossy(&self.partial).trim().to_owned();
+        self.partial.clear();
+        // The firmware talks on this line too, before the guest: what is no line of ours is kept for messages only.
+        let parsed = line.parse();
+        self.last = line;
+        match parsed {
+            Ok(Line::Ready(_)) => self.ready = true,
+            Ok(Line::Stats { cpu, writes, stall_max_us, .. }) => {
+                self.timeline.add(cpu, now, writes, Duration::from_micros(stall_max_us));
+            }
+            Ok(Line::Corrupt { .. } | Line::Panic(_)) => return Err(QemuError::Guest(self.last.clone())),
+            Ok(Line::Hist { .. }) | Err(_) => {}
+        }
+        Ok(())
+    }
+}
+
+impl End {
+    /// Appends what is new in the file; a file that is not there yet has nothing new.
+    fn read(&mut self, bytes: &mut Vec<u8>) -> io::Result<()> {
+        let file = match &mut self.file {
+            Some(file) => file,
+            None => match File::open(&self.path) {
+                Ok(file) => self.file.insert(file),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(e) => return Err(e),
+            },
+        };
+        file.take(READ_LIMIT).read_to_end(bytes).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::OpenOptions;
+    use std::io::Write;
+
+    fn append(path: &PathBuf, text: &str) {
+        let mut file = OpenOptions::new().create(true).append(true).open(path).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+    }
+
+    #[test]
+    fn a_line_cut_by_the_migration_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = ["a", "b"].map(|name| folder.path().join(name));
+        let mut serial = Serial::new(paths.clone());
+        serial.read().unwrap();
+        assert!(!serial.is_ready());
+        append(
+            &paths[0],
+            "SeaBIOS (version x)\r\nREADY cpus=1 data_pages=2 ws_pages=3 tsc_khz=4 t_us=5\r\nS 0 100 10",
+        );
+        serial.read().unwrap();
+        assert!(serial.is_ready());
+        let before = Instant::now();
+        assert!(!serial.timeline().reaches(before));
+        append(&paths[1], "00 7 8 9\r\n");
+        serial.read().unwrap();
+        assert!(serial.timeline().reaches(before));
+        assert_eq!(serial.timeline().stall_max(before, Instant::now()), Some(Duration::from_micros(7)));
+        assert!(serial.last_words().contains("S 0 100 1000 7 8 9"));
+    }
+
+    #[test]
+    fn damage_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = ["a", "b"].map(|name| folder.path().join(name));
+        append(&paths[1], "CORRUPT page=5 want=0x1 got=0x2 word=0 cpu=0\n");
+        let error = Serial::new(paths).read().unwrap_err();
+        assert!(matches!(&error, QemuError::Guest(line) if line.contains("page=5")), "{error}");
+    }
+
+    #[test]
+    fn a_workload_is_checked_first() {
+        assert!(cmdline("uniform,ws=16M").unwrap().contains("stats=serial"));
+        assert!(matches!(cmdline("nonsense"), Err(QemuError::Usage(_))));
+    }
+}
