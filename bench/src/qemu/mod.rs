@@ -124,15 +124,24 @@ struct Pair {
 }
 
 impl Pair {
+    /// Waits until the guest has filled its memory and each vCPU has reported once since: a report says
+    /// what was done since the one before, so speed is known from then on.
     fn wait_until_ready(&mut self) -> Result<(), QemuError> {
         let deadline = Instant::now() + READY_LIMIT;
-        while !self.look()?.is_ready() {
+        let mut ready_at = None;
+        loop {
+            let serial = self.look()?;
+            if serial.is_ready() {
+                let since = *ready_at.get_or_insert_with(Instant::now);
+                if serial.timeline().reaches(since) {
+                    return Ok(());
+                }
+            }
             if Instant::now() > deadline {
-                return Err(self.late("source", "the guest's READY", READY_LIMIT));
+                return Err(self.late("source", "the guest's READY and first report", READY_LIMIT));
             }
             std::thread::sleep(POLL);
         }
-        Ok(())
     }
 
     fn let_run(&mut self, span: Duration) -> Result<(), QemuError> {
