@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 /// A host, as far as it matters to a migration. No names and no addresses.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Host {
     /// The processor's model name.
     pub cpu: String,
@@ -25,6 +25,8 @@ pub struct Host {
     pub congestion_control: String,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub thp: String,
+    /// Load average of the minute before the run: other work on the host shows here, and spoils what follows.
+    pub load_1m: f64,
     /// When the run started, UTC, RFC 3339.
     pub date: String,
 }
@@ -44,6 +46,7 @@ impl Host {
                 .as_deref()
                 .and_then(bracketed)
                 .map_or_else(unknown, String::from),
+            load_1m: load_1m().unwrap_or(0.0),
             date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
         }
     }
@@ -87,6 +90,10 @@ fn memory_bytes(name: &str) -> Option<u64> {
     field_of("/proc/meminfo", name)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
+fn load_1m() -> Option<f64> {
+    read("/proc/loadavg")?.split_whitespace().next()?.parse().ok()
+}
+
 /// The chosen word of `always [madvise] never`.
 fn bracketed(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
@@ -119,6 +126,7 @@ mod tests {
         let host = Host::describe();
         assert!(host.cores > 0);
         assert!(host.memory_bytes > 1 << 26);
+        assert!(host.load_1m >= 0.0 && load_1m().is_some());
         assert!(host.kernel.contains('.'));
         assert!(host.date.ends_with('Z') && host.date.len() == 20, "{}", host.date);
         assert_eq!(host.kvm.starts_with("none: "), kvm_usable().is_err());

@@ -37,6 +37,9 @@ const COMPARED: &[(&str, &str)] = &[
     ("speed_kept_", "guest_speed_kept"),
 ];
 
+/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
+const BUSY_LOAD: f64 = 0.5;
+
 /// What the project promises: case, our side, ratio, whether it is a least (or a most), and how much.
 const TARGETS: &[(&str, &str, &str, bool, f64)] = &[
     ("idle", "ours-2", "of_floor", true, 0.8),
@@ -171,9 +174,17 @@ pub fn table(document: &Document) -> String {
         host.qemu.as_deref().unwrap_or("not installed"),
         host.congestion_control
     );
+    if host.load_1m > BUSY_LOAD {
+        text.push_str(&format!(
+            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
+            host.load_1m
+        ));
+    }
     text.push_str(&sides_table(document).to_string());
-    text.push_str("\nMedians of the rounds, least-most in brackets. GB/s counts guest data by total time; of floor is\n");
-    text.push_str("against a bare copy over as many streams; CPU is both processes without their vCPUs.\n");
+    text.push_str(
+        "\nMedians, and how far the farthest round lies from them. GB/s: guest data by total time. Of floor: against a\n\
+         bare copy over as many streams. Stall: the longest a vCPU saw. CPU: both processes without their vCPUs.\n",
+    );
     for case in &document.cases {
         if let Some(why) = &case.skipped {
             text.push_str(&format!("skipped {}: {why}\n", case.name));
@@ -192,13 +203,12 @@ pub fn table(document: &Document) -> String {
 fn sides_table(document: &Document) -> Table {
     let columns = [
         ("total ms", "total_ms", 0),
-        ("downtime ms", "downtime_ms", 1),
+        ("downtime ms", "downtime_ms", 0),
         ("GB/s", "gbytes_per_s", 2),
         ("of floor", "of_floor", 2),
         ("guest kept", "guest_speed_kept", 2),
         ("CPU ms/GB", "cpu_ms_per_gb", 0),
-        ("stall max ms", "guest_stall_max_ms", 1),
-        ("passes", "passes", 0),
+        ("stall ms", "guest_stall_max_ms", 0),
     ];
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
@@ -217,11 +227,13 @@ fn sides_table(document: &Document) -> Table {
     table
 }
 
+/// The median, and how far the farthest round lies from it.
 fn spread_text(case: &Case, name: &str, digits: usize) -> String {
     let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
     match (of(""), of("_min"), of("_max")) {
-        (Some(median), Some(min), Some(max)) if min < max => {
-            format!("{median:.digits$} ({min:.digits$}-{max:.digits$})")
+        (Some(median), Some(min), Some(max)) if min < max && median > 0.0 => {
+            let percent = (max - median).max(median - min) / median * 100.0;
+            format!("{median:.digits$} ±{percent:.0}%")
         }
         (Some(median), ..) => format!("{median:.digits$}"),
         _ => "-".into(),
