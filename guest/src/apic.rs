@@ -1,6 +1,8 @@
 //! The local APIC: starting the other vCPUs, and the timer that wakes an idle one.
 
+use crate::cpu;
 use crate::memory::pointer;
+use vmferry_guest_abi::TscClock;
 
 const BASE: u64 = 0xfee0_0000;
 const END_OF_INTERRUPT: u64 = 0xb0;
@@ -12,7 +14,7 @@ const TIMER_NOW: u64 = 0x390;
 const TIMER_DIVIDE: u64 = 0x3e0;
 
 const ENABLE: u32 = 0x100;
-const ONCE: u32 = 0;
+const PERIODIC: u32 = 1 << 17;
 const MASKED: u32 = 1 << 16;
 const DIVIDE_BY_1: u32 = 0b1011;
 
@@ -35,6 +37,15 @@ fn write(register: u64, value: u32) {
     unsafe { pointer::<u32>(BASE + register).write_volatile(value) }
 }
 
+const PIC_MASKS: [u16; 2] = [0x21, 0xa1];
+
+/// Masks the old interrupt controllers: firmware leaves them delivering timer ticks at vectors of exceptions.
+pub(crate) fn mask_pics() {
+    for port in PIC_MASKS {
+        cpu::out8(port, 0xff);
+    }
+}
+
 /// Enables this vCPU's APIC.
 pub(crate) fn enable() {
     write(SPURIOUS, ENABLE | u32::from(SPURIOUS_VECTOR));
@@ -48,4 +59,29 @@ pub(crate) fn init_others() {
 /// Starts all other vCPUs in real mode at page `page` of the first mebibyte.
 pub(crate) fn start_others(page: u8) {
     write(COMMAND, START_OTHERS | u32::from(page));
+}
+
+/// How long the timer is measured: long beside the time of an access (46 us where it is slowest).
+const CALIBRATION_NS: u64 = 5_000_000;
+
+/// Raises [`TIMER_VECTOR`] on this vCPU every `period_ns` nanoseconds, once the timer's frequency has been measured.
+pub(crate) fn start_timer(period_ns: u64, clock: &TscClock) {
+    write(TIMER_DIVIDE, DIVIDE_BY_1);
+    write(TIMER, MASKED | u32::from(TIMER_VECTOR));
+    write(TIMER_START, u32::MAX);
+    let start = clock.ns(cpu::tsc());
+    let mut now = start;
+    while now - start < CALIBRATION_NS {
+        core::hint::spin_loop();
+        now = clock.ns(cpu::tsc());
+    }
+    let ticks = u64::from(u32::MAX - read(TIMER_NOW));
+    let period = ticks * period_ns / (now - start);
+    write(TIMER, PERIODIC | u32::from(TIMER_VECTOR));
+    write(TIMER_START, u32::try_from(period).unwrap_or(u32::MAX).max(1));
+}
+
+/// Ends the interrupt that this vCPU serves, if any.
+pub(crate) fn end_of_interrupt() {
+    write(END_OF_INTERRUPT, 0);
 }

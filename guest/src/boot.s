@@ -17,7 +17,6 @@
 .set TSS_BYTES, TSS_BITMAP + 0x400 / 8 + 1
 .set AP_START, 0x8000
 .set LAPIC_ID, 0xfee00020
-.set HALT_VECTOR, 0x21
 
 # Present, writable, user; accessed and dirty, so that no walk has to write them.
 .set TABLE, 0x27
@@ -124,7 +123,7 @@ dead:
     hlt
     jmp dead
 
-# Exceptions never happen in a guest that works. They end in trap_main(vector, error, rip, cr2) in ring 3, which tells.
+# Exceptions, but for one, never happen in a guest that works. They end in trap_main(vector, error, rip, cr2) in ring 3, which tells.
 .balign 16
 .global trap_stubs
 trap_stubs:
@@ -136,7 +135,11 @@ trap_stubs:
     push 0
     .endif
     push vector
+    .if vector == 13
+    jmp general_protection
+    .else
     jmp trap
+    .endif
     .set vector, vector + 1
 .endr
 
@@ -157,9 +160,17 @@ trap:
     mov qword ptr [rsp + 32], USER_DATA
     iretq
 
-# `int HALT_VECTOR` in ring 3: sleep until the next interrupt.
-.global halt_stub
-halt_stub:
+# `hlt` in ring 3 means: sleep until the next interrupt. (A gate for a software interrupt would be shorter, but not all
+# hypervisors have software interrupts.)
+.balign 16
+general_protection:
+    push rax
+    mov rax, qword ptr [rsp + 24]
+    cmp byte ptr [rax], 0xf4
+    pop rax
+    jne trap
+    add rsp, 16
+    add qword ptr [rsp], 1
     sti
     hlt
     cli

@@ -38,3 +38,9 @@ pub(crate) fn cpuid(leaf: u32) -> Option<[u32; 4]> {
         [result.eax, result.ebx, result.ecx, result.edx]
     })
 }
+
+/// Sleeps until the next interrupt, which is served before this returns.
+pub(crate) fn halt() {
+    // SAFETY: `hlt` raises #GP in ring 3; the handler in `boot.s` sleeps instead and changes no registers.
+    unsafe { asm!("hlt", options(nomem)) }
+}

@@ -1,19 +1,29 @@
-//! Sleeping.
+//! Sleeping: an idle vCPU must not burn a core of its host.
+//!
+//! `hlt` is for ring 0, so the exception that it raises in ring 3 leads there (`general_protection` in `boot.s`), and the local
+//! APIC's timer ends the sleep. Paced workloads do not sleep: a timer is too coarse for them.
 
-use crate::cpu;
-use vmferry_guest_abi::{TscClock, Worker};
+use crate::{apic, cpu};
+use vmferry_guest_abi::{REPORT_NS, TscClock, Worker};
 
-/// How an idle vCPU passes its time.
+/// The timer of one idle vCPU, and the time it keeps.
 #[derive(Debug)]
-pub(crate) struct Sleeper {}
+pub(crate) struct Sleeper {
+    clock: TscClock,
+}
 
 impl Sleeper {
-    pub(crate) fn new(_clock: &TscClock) -> Self {
-        Self {}
+    /// Starts this vCPU's timer.
+    pub(crate) fn new(clock: TscClock) -> Self {
+        apic::start_timer(REPORT_NS, &clock);
+        Self { clock }
     }
 
-    pub(crate) fn sleep(&mut self, _worker: &mut Worker, _clock: &TscClock) {
-        let _ = cpu::tsc();
-        core::hint::spin_loop();
+    /// Sleeps until the timer's next tick, at most one report's period.
+    pub(crate) fn sleep(&self, worker: &mut Worker) {
+        let from = self.clock.ns(cpu::tsc());
+        cpu::halt();
+        apic::end_of_interrupt();
+        worker.slept(from + REPORT_NS, self.clock.ns(cpu::tsc()));
     }
 }

@@ -1,4 +1,39 @@
-//! The bare-metal guest of vmferry.
+//! The bare-metal guest of vmferry: boots by PVH, fills its memory, writes to it, and notices when a page is not what it was.
+//!
+//! `vmferry` embeds this program (`guest/image`); `qemu-system-x86_64 -kernel` boots the same file. The command line is
+//! [`GuestArgs`], the workload itself is in `vmferry-guest-abi`, which the process guest shares.
+//!
+//! # The way up
+//! 1. `boot.s`, 32-bit protected mode, paging off: EBX points to the PVH start info. The page tables for the first 4 GiB are
+//!    linked into the image, so a few dozen instructions later the vCPU is in long mode and leaves for ring 3.
+//! 2. [`plan`]: copies command line and memory map out of the way (`pvh.rs`), finds the TSC's frequency (`clock.rs`), maps
+//!    memory above 4 GiB (`paging.rs`), starts the other vCPUs by INIT and SIPI (`smp.rs`; they come through real mode and
+//!    the same `boot.s`), divides memory (`memory.rs`), and publishes what is to be done.
+//! 3. [`run`](run::run), on every vCPU: fill, wait for the others, then the workload's loop for ever. The first vCPU prints
+//!    `READY` when all have filled their share.
+//!
+//! # Memory
+//! Physical and virtual addresses are the same, by 2 MiB pages.
+//!
+//! | from | what |
+//! |---|---|
+//! | 0x8000 | trampoline of the other vCPUs, in real mode; the rest of the first mebibyte is left alone |
+//! | 1 MiB | the statistics page ([`STATS_GPA`]), whatever the command line says |
+//! | behind it | code, tables, stacks of 64 vCPUs: the image, up to `image_end` below 4 MiB |
+//! | behind it | page directories for memory above 4 GiB, one page a GiB |
+//! | behind that, or the first range where it fits | the counters, 8 bytes for each page of the working set |
+//! | all other RAM of the memory map, up to 512 GiB | pages of the workload, in ascending order |
+//! | 0xfee00000 | the local APIC, uncached |
+//!
+//! # Why ring 3
+//! A paravirtual KVM emulates ring 0, at 0.4 us an instruction, and runs ring 3 natively; to every other hypervisor it makes no
+//! difference. So everything that is hot runs in ring 3 with interrupts off. All pages are user pages, the local APIC included,
+//! and the I/O bitmap of the task state segment permits the ports. What is left to ring 0 is the entry, the exceptions (they
+//! end in a `PANIC` line) and `hlt`, by which idle vCPUs sleep (`idle.rs`).
+//!
+//! # When something is wrong
+//! Every panic and exception prints `PANIC reason` on the serial port, sets [`State::Panicked`] on the statistics page and
+//! writes to the port of QEMU's `isa-debug-exit`; then the vCPU spins. The other vCPUs go on.
 #![no_std]
 #![no_main]
 
@@ -56,6 +91,7 @@ extern "C" fn guest_main(apic_id: u64, other: u64) -> ! {
 unsafe fn plan() {
     assert!((&raw const stats::PAGE).addr() as u64 == STATS_GPA, "link.ld and STATS_GPA differ");
     serial::init();
+    apic::mask_pics();
     // SAFETY: no other vCPU runs.
     unsafe { traps::init() };
     // SAFETY: EBX is what the boot protocol says, and only the image has been written to.

@@ -44,9 +44,9 @@ pub(crate) fn run(plan: &Plan, index: u64) -> ! {
         pages: Every::new(REPORT_NS, now),
         told: 0,
     };
-    let mut sleeper = idle::Sleeper::new(&plan.clock);
+    let sleeper = vcpu.worker.is_idle().then(|| idle::Sleeper::new(plan.clock));
     loop {
-        vcpu.turn(&mut sleeper);
+        vcpu.turn(sleeper.as_ref());
     }
 }
 
@@ -71,12 +71,14 @@ struct Vcpu<'a> {
 
 impl Vcpu<'_> {
     #[inline]
-    fn turn(&mut self, sleeper: &mut idle::Sleeper) {
+    fn turn(&mut self, sleeper: Option<&idle::Sleeper>) {
         let now = self.plan.clock.ns(cpu::tsc());
         match self.worker.step(&self.plan.ram, now) {
             Step::Worked => {}
-            Step::Waited if self.worker.is_idle() => sleeper.sleep(&mut self.worker, &self.plan.clock),
-            Step::Waited => core::hint::spin_loop(),
+            Step::Waited => match sleeper {
+                Some(sleeper) => sleeper.sleep(&mut self.worker),
+                None => core::hint::spin_loop(),
+            },
             Step::Corrupt(corrupt) => self.tell(corrupt),
         }
         if self.pages.due(now) {

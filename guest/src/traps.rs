@@ -1,11 +1,10 @@
-//! Exceptions, which end the guest with a reason, and the gates for sleeping.
+//! Exceptions, which end the guest with a reason, and the interrupts that wake it up.
 
 use crate::apic::TIMER_VECTOR;
 use core::cell::UnsafeCell;
 
 unsafe extern "C" {
     static trap_stubs: u8;
-    static halt_stub: u8;
     static wake_stub: u8;
 }
 
@@ -13,12 +12,8 @@ unsafe extern "C" {
 const STUB: usize = 16;
 const LAST_EXCEPTION: usize = 31;
 const KERNEL_CODE: u64 = 0x08;
-/// Present, interrupt gate; callable from ring 0 only, or from ring 3 too.
+/// Present, interrupt gate.
 const GATE: u64 = 0x8e00;
-const GATE_FOR_ALL: u64 = 0xee00;
-
-/// Software interrupt that sleeps until the next interrupt; `HALT_VECTOR` of `boot.s`.
-const HALT_VECTOR: usize = 0x21;
 
 /// The interrupt descriptor table, named in `boot.s`.
 #[repr(C, align(4096))]
@@ -37,17 +32,17 @@ static IDT: Table = Table(UnsafeCell::new([[0; 2]; 256]));
 pub(crate) unsafe fn init() {
     let table = IDT.0.get();
     for vector in 0..256 {
-        let (stub, kind) = match vector {
-            0..=LAST_EXCEPTION => ((&raw const trap_stubs).addr() + STUB * vector, GATE),
-            HALT_VECTOR => ((&raw const halt_stub).addr(), GATE_FOR_ALL),
-            _ => ((&raw const wake_stub).addr(), GATE),
+        let stub = if vector <= LAST_EXCEPTION {
+            (&raw const trap_stubs).addr() + STUB * vector
+        } else {
+            (&raw const wake_stub).addr()
         };
         let stub = stub as u64;
-        let low = (stub & 0xffff) | (KERNEL_CODE << 16) | (kind << 32) | ((stub & 0xffff_0000) << 32);
+        let low = (stub & 0xffff) | (KERNEL_CODE << 16) | (GATE << 32) | ((stub & 0xffff_0000) << 32);
         // SAFETY: nobody else accesses the table now, by the promise above.
         unsafe { (*table)[vector] = [low, stub >> 32] };
     }
-    const { assert!(TIMER_VECTOR as usize > LAST_EXCEPTION && TIMER_VECTOR as usize != HALT_VECTOR) };
+    const { assert!(TIMER_VECTOR as usize > LAST_EXCEPTION) };
 }
 
 /// Where `boot.s` leads every exception, in ring 3 again.
