@@ -1,1 +1,37 @@
-//! The reference VMM: vCPUs, memory, boot, serial.
+//! The reference VMM: runs a guest on KVM and implements the engine's traits for it.
+//!
+//! | module | what |
+//! |---|---|
+//! | `options` | what a VM is to be like |
+//! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
+//! | `boot` | kernel images and how a guest is entered |
+//! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
+//! | `devices` | serial port, reset, exit port |
+//! | `vcpu` | a thread for each vCPU: run, pause, save, load |
+//! | `state`, `shared_state` | saved state as versioned sections |
+//! | `vm`, `migrate` | the VM, and the engine's traits |
+//!
+//! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
+
+mod boot;
+mod cpuid;
+mod devices;
+mod error;
+mod kvm;
+mod memory;
+mod migrate;
+mod options;
+mod shared_state;
+mod state;
+mod stats;
+mod vcpu;
+mod vm;
+
+pub use boot::{BootError, MAX_CMDLINE};
+pub use error::{Error, Result};
+pub use kvm::open_kvm;
+pub use memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END, MemoryError, RamRegion, WriteMarks, layout_for};
+pub use options::{Backing, Captured, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
+pub use state::StateError;
+pub use vcpu::{Exit, VcpuFault};
+pub use vm::{Vm, VmHandle};

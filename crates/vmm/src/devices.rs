@@ -1,0 +1,158 @@
+//! The devices that a guest finds at its ports.
+//!
+//! | port | device |
+//! |---|---|
+//! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
+//! | 0x64 | keyboard controller, of which only the reset line is there |
+//! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
+//!
+//! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
+//! kernel.
+
+use crate::kvm::Machine;
+use crate::options::SerialSink;
+use crate::state::SerialSaved;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vm_superio::Trigger;
+use vm_superio::serial::{Serial, SerialEvents};
+
+const SERIAL: u16 = 0x3f8;
+const SERIAL_END: u16 = SERIAL + 8;
+const SERIAL_IRQ: u32 = 4;
+const KEYBOARD: u16 = 0x64;
+/// The keyboard controller's command that pulses the reset line.
+const KEYBOARD_RESET: u8 = 0xfe;
+
+/// What a write to a port asks of the VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// Reset the machine.
+    Reset,
+    /// Stop it, with a code.
+    Exit(u8),
+}
+
+/// Pulses an interrupt line of the kernel's interrupt controllers.
+///
+/// By ioctl, not by an eventfd: when `trigger` returns the interrupt is in the controller, so a save that follows has it.
+#[derive(Debug)]
+pub(crate) struct IrqLine {
+    machine: Arc<Machine>,
+    gsi: u32,
+}
+
+impl Trigger for IrqLine {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        let set = |active| {
+            let result = self.machine.fd().set_irq_line(self.gsi, active);
+            result.map_err(|e| io::Error::from_raw_os_error(e.errno()))
+        };
+        set(true)?;
+        set(false)
+    }
+}
+
+/// Counts the bytes that the sink did not take.
+#[derive(Debug, Default)]
+pub(crate) struct LostBytes(AtomicU64);
+
+impl SerialEvents for LostBytes {
+    fn buffer_read(&self) {}
+    fn out_byte(&self) {}
+    fn tx_lost_byte(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+    fn in_buffer_empty(&self) {}
+}
+
+type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
+
+/// All devices of a VM; the vCPU threads share them.
+#[derive(Debug)]
+pub(crate) struct Devices {
+    serial: Mutex<Uart>,
+    lost: Arc<LostBytes>,
+    machine: Arc<Machine>,
+    sink: SerialSink,
+}
+
+impl Devices {
+    pub(crate) fn new(machine: &Arc<Machine>, sink: SerialSink) -> Self {
+        let lost = Arc::new(LostBytes::default());
+        let line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
+        let serial = Serial::with_events(line, Arc::clone(&lost), sink.clone());
+        Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink }
+    }
+
+    fn serial(&self) -> MutexGuard<'_, Uart> {
+        // A panic while the lock was held left whole register values behind, at worst a byte is lost.
+        self.serial.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A guest writes `data` to `port`; several bytes are several writes of one byte.
+    pub(crate) fn write_port(&self, port: u16, data: &[u8]) -> Option<Request> {
+        match (port, data.first()) {
+            (SERIAL..SERIAL_END, _) => {
+                let register = (port - SERIAL).to_le_bytes()[0];
+                let mut serial = self.serial();
+                for byte in data {
+                    if let Err(error) = serial.write(register, *byte) {
+                        tracing::debug!(%error, "serial output lost");
+                    }
+                }
+                None
+            }
+            (KEYBOARD, Some(&KEYBOARD_RESET)) => Some(Request::Reset),
+            (vmferry_guest_abi::DEBUG_EXIT_PORT, Some(&code)) => Some(Request::Exit(code)),
+            _ => None,
+        }
+    }
+
+    /// A guest reads `port`.
+    pub(crate) fn read_port(&self, port: u16, data: &mut [u8]) {
+        match port {
+            SERIAL..SERIAL_END => {
+                let register = (port - SERIAL).to_le_bytes()[0];
+                let mut serial = self.serial();
+                data.iter_mut().for_each(|byte| *byte = serial.read(register));
+            }
+            // No output waiting, input taken: the controller is idle.
+            KEYBOARD => data.fill(0),
+            _ => data.fill(0xff),
+        }
+    }
+
+    /// A guest reads memory where nothing is.
+    pub(crate) fn read_memory(&self, _gpa: u64, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    /// Queues input for the guest's serial port; says how many bytes it took.
+    pub(crate) fn serial_input(&self, bytes: &[u8]) -> usize {
+        let mut serial = self.serial();
+        let take = bytes.len().min(serial.fifo_capacity());
+        if take == 0 { 0 } else { serial.enqueue_raw_bytes(&bytes[..take]).unwrap_or(0) }
+    }
+
+    /// Bytes of serial output that the sink did not take.
+    pub(crate) fn serial_lost(&self) -> u64 {
+        self.lost.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn save_serial(&self) -> SerialSaved {
+        SerialSaved::from(&self.serial().state())
+    }
+
+    /// Loads the serial port. May pulse its interrupt: load the interrupt controllers after it.
+    pub(crate) fn load_serial(&self, saved: &SerialSaved) -> Result<(), String> {
+        let line = IrqLine { machine: Arc::clone(&self.machine), gsi: SERIAL_IRQ };
+        let state = saved.into();
+        let loaded = Serial::from_state(&state, line, Arc::clone(&self.lost), self.sink.clone());
+        *self.serial() = loaded.map_err(|error| error.to_string())?;
+        Ok(())
+    }
+}

@@ -1,0 +1,180 @@
+//! One mapping, aligned so that huge pages fit it.
+
+use crate::options::Backing;
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use vmferry_memory::LayoutError;
+
+/// Why guest memory cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The size is not one that a guest can have.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The host does not map it.
+    #[error("cannot map {len} bytes of {backing} guest memory; does the host have that much to give?")]
+    Map {
+        /// How much.
+        len: u64,
+        /// Of what.
+        backing: Backing,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The range is not guest RAM.
+    #[error("{what} is not in guest memory")]
+    NotRam {
+        /// The range.
+        what: String,
+    },
+}
+
+/// Mappings start at a multiple of this, so that guest and host agree on where a 2 MiB page begins; otherwise KVM could
+/// never map one.
+const ALIGN: usize = 2 << 20;
+
+/// Memory mapped readable and writable, unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+    file: Option<Arc<OwnedFd>>,
+}
+
+// SAFETY: a `Mapping` is an address range and a file; it hands out the address only, and whoever uses that says why no
+// reference to the bytes is made.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; no method changes anything.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes (whole pages, not 0) of zeros.
+    pub(crate) fn new(len: u64, backing: Backing) -> Result<Self, MemoryError> {
+        let failed = |source: io::Error| MemoryError::Map { len, backing, source };
+        let size = usize::try_from(len).map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
+        let file = match backing {
+            Backing::Anonymous => None,
+            Backing::Memfd => Some(Arc::new(memfd(len).map_err(failed)?)),
+        };
+        let start = map_aligned(size, file.as_deref()).map_err(failed)?;
+        Ok(Self { start, len: size, file })
+    }
+
+    /// The first byte.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// The memfd behind it.
+    pub(crate) fn file(&self) -> Option<&Arc<OwnedFd>> {
+        self.file.as_ref()
+    }
+
+    /// Asks for huge pages.
+    pub(crate) fn advise_huge(&self) -> io::Result<()> {
+        // SAFETY: the range is this mapping, and the advice changes how it is backed, not what it holds.
+        unsafe { rustix::mm::madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxHugepage)? };
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `map_aligned` mapped this range and nobody else unmaps it; users of the address hold the owner of
+        // this mapping alive.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A memfd of `len` bytes that nobody can shrink: a mapping of a shrunken file would fault on access.
+fn memfd(len: u64) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("vmferry-guest", flags)?;
+    rustix::fs::ftruncate(&file, len)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(file)
+}
+
+/// Maps `len` bytes at a multiple of [`ALIGN`]: reserves more addresses than needed, maps in the middle of them, and
+/// gives the rest back.
+fn map_aligned(len: usize, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
+    let spare = len.checked_add(ALIGN).ok_or(io::ErrorKind::OutOfMemory)?;
+    // SAFETY: a new range of addresses, inaccessible; nothing else refers to it.
+    let reserved = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            spare,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )?
+    };
+    let head = reserved.addr().next_multiple_of(ALIGN) - reserved.addr();
+    let start = reserved.wrapping_byte_add(head);
+    // NORESERVE: a guest rarely touches all of its memory, and the host's owner decides about overcommit.
+    let fixed = MapFlags::FIXED | MapFlags::NORESERVE;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: `start..start + len` lies within the range reserved above (head <= ALIGN), which is ours to replace.
+    let mapped = unsafe {
+        match file {
+            None => rustix::mm::mmap_anonymous(start, len, access, fixed | MapFlags::PRIVATE),
+            Some(file) => rustix::mm::mmap(start, len, access, fixed | MapFlags::SHARED, file, 0),
+        }
+    };
+    // SAFETY: unmaps what is left of the reservation, to which nothing refers: all of it if the mapping failed,
+    // otherwise what lies before and after the mapping.
+    unsafe {
+        match mapped {
+            Err(_) => unmap(reserved, spare),
+            Ok(_) => {
+                unmap(reserved, head);
+                unmap(start.wrapping_byte_add(len), ALIGN - head);
+            }
+        }
+    }
+    NonNull::new(mapped?.cast()).ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
+}
+
+/// Unmaps `len` bytes at `start`; does nothing for 0 bytes.
+///
+/// # Safety
+/// Nothing refers to the range.
+unsafe fn unmap(start: *mut c_void, len: usize) {
+    if len > 0 {
+        // SAFETY: the caller's promise.
+        let _ = unsafe { rustix::mm::munmap(start, len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_are_aligned_zero_and_writable() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let mapping = Mapping::new(3 * 4096, backing).unwrap();
+            assert!(mapping.start().addr().get().is_multiple_of(ALIGN));
+            assert_eq!(mapping.file().is_some(), backing == Backing::Memfd);
+            let last = mapping.start().as_ptr().wrapping_add(3 * 4096 - 1);
+            // SAFETY: the last byte of the mapping, which no reference covers.
+            unsafe {
+                assert_eq!(last.read_volatile(), 0);
+                last.write_volatile(7);
+                assert_eq!(last.read_volatile(), 7);
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_mapped_is_an_error() {
+        let error = Mapping::new(1 << 62, Backing::Anonymous).unwrap_err();
+        assert!(error.to_string().contains("anonymous guest memory"), "{error}");
+    }
+}

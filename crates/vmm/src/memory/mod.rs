@@ -1,0 +1,51 @@
+//! Guest memory: mappings of this process that are the guest's RAM.
+//!
+//! RAM lies below 3 GiB and, what does not fit there, above 4 GiB; the gigabyte between is for devices, as on every PC.
+//! Each part is one region, one mapping and one KVM memory slot, all of the same number.
+
+mod mapping;
+mod marks;
+mod ram;
+
+pub use mapping::MemoryError;
+pub use marks::WriteMarks;
+pub use ram::{GuestRam, RamRegion};
+
+use vmferry_memory::{Gpa, Layout, LayoutError, Region, RegionId};
+
+/// RAM ends here at the latest, below the hole for devices.
+pub const LOW_RAM_END: u64 = 3 << 30;
+/// RAM goes on here, above the hole.
+pub const HIGH_RAM_START: u64 = 4 << 30;
+
+/// Where the RAM of a guest with `memory` bytes lies.
+///
+/// # Errors
+/// If `memory` is not whole pages, or more than a layout may have.
+pub fn layout_for(memory: u64) -> Result<Layout, LayoutError> {
+    let low = memory.min(LOW_RAM_END);
+    let mut regions = vec![Region { id: RegionId(0), gpa: Gpa(0), len: low }];
+    if memory > low {
+        regions.push(Region { id: RegionId(1), gpa: Gpa(HIGH_RAM_START), len: memory - low });
+    }
+    Layout::new(regions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_goes_around_the_hole() {
+        let small = layout_for(1 << 30).unwrap();
+        assert_eq!(small.regions().len(), 1);
+        assert_eq!(small.regions()[0].len, 1 << 30);
+        assert_eq!(layout_for(LOW_RAM_END).unwrap().regions().len(), 1);
+        let large = layout_for(5 << 30).unwrap();
+        assert_eq!(large.regions()[0].len, LOW_RAM_END);
+        assert_eq!(large.regions()[1].gpa, Gpa(HIGH_RAM_START));
+        assert_eq!(large.regions()[1].len, 2 << 30);
+        assert!(layout_for(100).is_err());
+        assert!(layout_for(!4095).is_err());
+    }
+}

@@ -1,0 +1,260 @@
+//! All RAM of a guest.
+
+use super::mapping::{Mapping, MemoryError};
+use super::marks::WriteMarks;
+use crate::options::VmOptions;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use vmferry_bitmap::Bitmap;
+use vmferry_dirty::{Backing, MappedRegion};
+use vmferry_engine::{GuestMemory, VmError};
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
+
+/// One region of RAM and its mapping.
+#[derive(Debug)]
+pub struct RamRegion {
+    region: Region,
+    mapping: Mapping,
+    marks: WriteMarks,
+}
+
+impl RamRegion {
+    /// The same, as trackers want to know it.
+    #[must_use]
+    pub fn mapped(&self) -> MappedRegion {
+        let backing = match self.mapping.file() {
+            None => Backing::Anonymous,
+            Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+        };
+        MappedRegion {
+            id: self.region.id,
+            host: self.host_address(),
+            len: self.region.len,
+            backing,
+            marks: Some(self.marks.bitmap()),
+        }
+    }
+
+    /// Where it is mapped in this process, as a number.
+    #[must_use]
+    pub fn host_address(&self) -> u64 {
+        self.mapping.start().addr().get() as u64
+    }
+
+    /// Its id, where the guest sees it, its length.
+    #[must_use]
+    pub fn region(&self) -> Region {
+        self.region
+    }
+
+    /// Where it is mapped in this process.
+    #[must_use]
+    pub fn host(&self) -> NonNull<u8> {
+        self.mapping.start()
+    }
+
+    /// The memfd behind it, if there is one.
+    #[must_use]
+    pub fn file(&self) -> Option<&Arc<OwnedFd>> {
+        self.mapping.file()
+    }
+
+    /// The marks of pages that the VMM itself wrote.
+    #[must_use]
+    pub fn marks(&self) -> &WriteMarks {
+        &self.marks
+    }
+}
+
+/// All RAM of a guest, mapped in this process.
+#[derive(Debug)]
+pub struct GuestRam {
+    layout: Layout,
+    // Views of the mappings below; they own nothing, so the order in which the fields are dropped does not matter.
+    map: GuestMemoryMmap<WriteMarks>,
+    regions: Vec<RamRegion>,
+    notes: Vec<String>,
+}
+
+impl GuestRam {
+    /// Maps the RAM that `options` ask for.
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the host does not give it.
+    pub fn new(options: &VmOptions) -> Result<Self, MemoryError> {
+        let layout = super::layout_for(options.memory)?;
+        let (mut regions, mut notes) = (Vec::new(), Vec::new());
+        for region in layout.regions() {
+            let mapping = Mapping::new(region.len, options.backing)?;
+            if options.huge_pages
+                && let Err(error) = mapping.advise_huge()
+            {
+                notes.push(format!("{}: no huge pages ({error}); the guest runs on 4 KiB pages", region.id));
+            }
+            regions.push(RamRegion { region: *region, mapping, marks: WriteMarks::new(region.pages()) });
+        }
+        let map = view(&regions)?;
+        Ok(Self { layout, map, regions, notes })
+    }
+
+    /// Which regions there are.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The regions with their mappings, by guest-physical address.
+    #[must_use]
+    pub fn regions(&self) -> &[RamRegion] {
+        &self.regions
+    }
+
+    /// The same memory for device models and loaders; writes through it mark their pages.
+    #[must_use]
+    pub fn map(&self) -> &GuestMemoryMmap<WriteMarks> {
+        &self.map
+    }
+
+    /// What the host would not give, as sentences.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The region named `id`.
+    #[must_use]
+    pub fn region(&self, id: RegionId) -> Option<&RamRegion> {
+        self.regions.iter().find(|r| r.region.id == id)
+    }
+
+    /// The live bytes of `run`.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotRam`] if region `id` has no such pages.
+    pub fn window(&self, id: RegionId, run: PageRun) -> Result<Window<'_>, MemoryError> {
+        let not_ram = || MemoryError::NotRam { what: format!("{id}, {run}") };
+        let ram = self.region(id).ok_or_else(not_ram)?;
+        if run.end() > ram.region.pages() {
+            return Err(not_ram());
+        }
+        let (Ok(offset), Ok(len)) = (usize::try_from(run.first.offset()), usize::try_from(run.bytes()))
+        else {
+            return Err(not_ram());
+        };
+        // SAFETY: `run` lies within the mapping (checked above), so the sum does not leave it.
+        let start = unsafe { ram.mapping.start().add(offset) };
+        // SAFETY: the mapping is readable and writable and lives as long as `self`, which the window borrows; this
+        // crate makes no reference to guest bytes other than to atomics.
+        Ok(unsafe { Window::new(start, len) })
+    }
+
+    /// Where `len` bytes at `gpa` are mapped in this process.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotRam`] if they are not all in one region.
+    pub fn host_range(&self, gpa: Gpa, len: usize) -> Result<NonNull<u8>, MemoryError> {
+        let end = gpa.0.checked_add(len as u64);
+        let ram = self
+            .regions
+            .iter()
+            .find(|r| gpa.0 >= r.region.gpa.0 && end.is_some_and(|end| end <= r.region.gpa.0 + r.region.len));
+        let ram = ram.ok_or_else(|| MemoryError::NotRam { what: format!("{len} bytes at {gpa}") })?;
+        let offset = usize::try_from(gpa.0 - ram.region.gpa.0).unwrap_or(usize::MAX);
+        // SAFETY: `gpa..gpa + len` lies within the region (found above), so the offset lies within its mapping.
+        Ok(unsafe { ram.mapping.start().add(offset) })
+    }
+}
+
+impl GuestMemory for GuestRam {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        Self::window(self, region, run).map_err(VmError::new)
+    }
+
+    fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
+        let not_ram = || VmError::new(MemoryError::NotRam { what: region.to_string() });
+        let ram = self.region(region).ok_or_else(not_ram)?;
+        Ok(vmferry_dirty::touched(&ram.mapped(), run, touched)?)
+    }
+}
+
+/// The mappings as `vm-memory` sees them, without owning them.
+fn view(regions: &[RamRegion]) -> Result<GuestMemoryMmap<WriteMarks>, MemoryError> {
+    let not_mapped = |ram: &RamRegion, why: MmapRegionError| MemoryError::NotRam {
+        what: format!("{} ({why})", ram.region.id),
+    };
+    let mut views = Vec::new();
+    for ram in regions {
+        let len = usize::try_from(ram.region.len).unwrap_or(usize::MAX);
+        debug_assert!(len.is_multiple_of(PAGE_BYTES));
+        let builder = MmapRegionBuilder::new_with_bitmap(len, ram.marks.clone())
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_NORESERVE);
+        // SAFETY: the mapping is there for `len` bytes, and lives in the same `GuestRam` as this view of it.
+        let mapped = unsafe { builder.with_raw_mmap_pointer(ram.mapping.start().as_ptr()) }.build();
+        let mapped = mapped.map_err(|error| not_mapped(ram, error))?;
+        let view = GuestRegionMmap::new(mapped, GuestAddress(ram.region.gpa.0));
+        views.push(view.ok_or_else(|| not_mapped(ram, MmapRegionError::InvalidOffsetLength))?);
+    }
+    GuestMemoryMmap::from_regions(views).map_err(|error| MemoryError::NotRam { what: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vm_memory::Bytes;
+    use vmferry_memory::PageIndex;
+
+    fn ram(memory: u64) -> GuestRam {
+        GuestRam::new(&VmOptions::new(memory, 1)).unwrap()
+    }
+
+    #[test]
+    fn writes_of_the_vmm_are_seen_through_windows_and_marked() {
+        let ram = ram(8 << 20);
+        ram.map().write_slice(&[1, 2, 3], GuestAddress(0x2fff)).unwrap();
+        let window = ram.window(RegionId(0), PageRun::new(PageIndex(2), 2)).unwrap();
+        let mut page = [0; PAGE_BYTES];
+        assert!(!window.copy_page(0, &mut page));
+        assert_eq!(page[PAGE_BYTES - 1], 1);
+        window.copy_page(1, &mut page);
+        assert_eq!(page[..2], [2, 3]);
+        let mut marked = vmferry_bitmap::Bitmap::new(2048);
+        ram.regions()[0].marks().bitmap().harvest(&mut marked);
+        assert!(marked.runs().eq(std::iter::once(2..4)));
+    }
+
+    #[test]
+    fn what_is_not_ram_is_an_error() {
+        let ram = ram(4 << 20);
+        assert!(ram.window(RegionId(0), PageRun::new(PageIndex(1023), 1)).is_ok());
+        for run in [
+            PageRun::new(PageIndex(1023), 2),
+            PageRun::new(PageIndex(u64::MAX), 1),
+            PageRun::new(PageIndex(0), u64::MAX),
+        ] {
+            assert!(ram.window(RegionId(0), run).is_err(), "{run}");
+        }
+        assert!(ram.window(RegionId(1), PageRun::new(PageIndex(0), 1)).is_err());
+        assert!(ram.host_range(Gpa((4 << 20) - 1), 1).is_ok());
+        assert!(ram.host_range(Gpa((4 << 20) - 1), 2).is_err());
+        assert!(ram.host_range(Gpa(u64::MAX), 1).is_err());
+    }
+
+    #[test]
+    fn a_guest_beyond_the_hole_has_two_regions() {
+        let ram = ram((3 << 30) + (4 << 20));
+        assert_eq!(ram.regions().len(), 2);
+        ram.map().write_slice(&[9], GuestAddress(4 << 30)).unwrap();
+        let mut page = [0; PAGE_BYTES];
+        ram.window(RegionId(1), PageRun::new(PageIndex(0), 1)).unwrap().copy_page(0, &mut page);
+        assert_eq!(page[0], 9);
+        assert!(ram.map().write_slice(&[9], GuestAddress(3 << 30)).is_err());
+    }
+}

@@ -1,0 +1,143 @@
+//! What a VM is to be like.
+
+use crate::error::{Error, Result};
+use std::fmt;
+use std::io::Write;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
+pub const MIN_MEMORY: u64 = 4 << 20;
+/// Most vCPUs: what 8-bit local APIC ids can name, less the broadcast id.
+pub const MAX_CPUS: u32 = 254;
+
+/// What guest memory is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backing {
+    /// Anonymous memory: the fastest, and huge pages work everywhere.
+    #[default]
+    Anonymous,
+    /// A memfd, which other processes can map (hosts with huge pages for shared memory switched off get 4 KiB pages).
+    Memfd,
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Anonymous => "anonymous",
+            Self::Memfd => "memfd",
+        })
+    }
+}
+
+/// Where the guest's serial output goes. Clones write to the same place.
+///
+/// A write that fails loses bytes and is counted; it never stops the guest.
+#[derive(Clone)]
+pub struct SerialSink(Arc<Mutex<dyn Write + Send>>);
+
+impl SerialSink {
+    /// Output to `out`, which is flushed after every byte.
+    pub fn new(out: impl Write + Send + 'static) -> Self {
+        Self(Arc::new(Mutex::new(out)))
+    }
+
+    /// Output to nowhere.
+    #[must_use]
+    pub fn discard() -> Self {
+        Self::new(std::io::sink())
+    }
+
+    /// Output that is kept in memory, and where it can be read.
+    #[must_use]
+    pub fn capture() -> (Self, Captured) {
+        let buffer = Arc::new(Mutex::new(Vec::new()));
+        (Self::new(Captured(Arc::clone(&buffer))), Captured(buffer))
+    }
+}
+
+impl fmt::Debug for SerialSink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SerialSink")
+    }
+}
+
+impl Write for SerialSink {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).flush()
+    }
+}
+
+/// Serial output kept in memory; see [`SerialSink::capture`].
+#[derive(Debug, Clone)]
+pub struct Captured(Arc<Mutex<Vec<u8>>>);
+
+impl Captured {
+    /// What came so far, as text.
+    #[must_use]
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+    }
+}
+
+impl Write for Captured {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a VM is to be like. Start from [`VmOptions::new`] and change fields.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct VmOptions {
+    /// Guest memory in bytes: a multiple of 4 KiB, at least [`MIN_MEMORY`].
+    pub memory: u64,
+    /// Number of vCPUs, 1 to [`MAX_CPUS`].
+    pub cpus: u32,
+    /// What memory is made of.
+    pub backing: Backing,
+    /// Whether to ask for transparent huge pages. If the host refuses, the VM runs on small pages and
+    /// [`Vm::notes`](crate::Vm::notes) says so.
+    pub huge_pages: bool,
+    /// Whether this VM waits for a guest from elsewhere instead of booting one.
+    pub incoming: bool,
+    /// Where the guest's serial output goes.
+    pub serial: SerialSink,
+}
+
+impl VmOptions {
+    /// A VM of `memory` bytes and `cpus` vCPUs: anonymous memory, huge pages, serial output discarded.
+    #[must_use]
+    pub fn new(memory: u64, cpus: u32) -> Self {
+        Self {
+            memory,
+            cpus,
+            backing: Backing::default(),
+            huge_pages: true,
+            incoming: false,
+            serial: SerialSink::discard(),
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.memory < MIN_MEMORY || !self.memory.is_multiple_of(vmferry_memory::PAGE_SIZE) {
+            return Err(Error::Options(format!(
+                "{} bytes of memory: a VM needs at least {} MiB, in whole 4 KiB pages",
+                self.memory,
+                MIN_MEMORY >> 20
+            )));
+        }
+        if !(1..=MAX_CPUS).contains(&self.cpus) {
+            return Err(Error::Options(format!("{} vCPUs: a VM has 1 to {MAX_CPUS}", self.cpus)));
+        }
+        Ok(())
+    }
+}

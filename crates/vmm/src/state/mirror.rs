@@ -1,0 +1,91 @@
+//! Types that mirror those of KVM field by field.
+
+/// A saved field and the field of KVM's that it mirrors.
+pub(crate) trait Field<K>: Sized {
+    fn get(kvm: &K) -> Self;
+    fn put(&self) -> K;
+}
+
+/// Makes up values in tests: every field gets bits from the source.
+#[cfg(test)]
+pub(crate) trait MakeUp {
+    fn make_up(bits: &mut dyn FnMut() -> u64) -> Self;
+}
+
+macro_rules! plain {
+    ($($int:ty),*) => {$(
+        impl Field<$int> for $int {
+            fn get(kvm: &$int) -> Self {
+                *kvm
+            }
+            fn put(&self) -> $int {
+                *self
+            }
+        }
+        #[cfg(test)]
+        impl MakeUp for $int {
+            fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
+                let bytes = bits().to_le_bytes();
+                Self::from_le_bytes(*bytes.first_chunk().expect("no integer is wider"))
+            }
+        }
+    )*};
+}
+plain!(u8, u16, u32, u64, i64);
+
+impl<K, T: Field<K>, const N: usize> Field<[K; N]> for [T; N] {
+    fn get(kvm: &[K; N]) -> Self {
+        std::array::from_fn(|i| T::get(&kvm[i]))
+    }
+    fn put(&self) -> [K; N] {
+        std::array::from_fn(|i| self[i].put())
+    }
+}
+
+#[cfg(test)]
+impl<T: MakeUp, const N: usize> MakeUp for [T; N] {
+    fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
+        std::array::from_fn(|_| T::make_up(bits))
+    }
+}
+
+#[cfg(test)]
+impl<T: MakeUp> MakeUp for Vec<T> {
+    fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
+        (0..bits() % 40).map(|_| T::make_up(bits)).collect()
+    }
+}
+
+/// Declares a saved type. With `= kvm_type` it mirrors the fields of that type; what is not named (padding, reserved
+/// fields) is not saved and is zero when loaded.
+macro_rules! saved {
+    ($(#[$meta:meta])* $name:ident = $kvm:ty { $($(#[$field_meta:meta])* $field:ident: $type:ty),* $(,)? }) => {
+        crate::state::mirror::saved! { $(#[$meta])* $name { $($(#[$field_meta])* $field: $type),* } }
+
+        impl crate::state::mirror::Field<$kvm> for $name {
+            fn get(kvm: &$kvm) -> Self {
+                Self { $($field: crate::state::mirror::Field::get(&kvm.$field),)* }
+            }
+            fn put(&self) -> $kvm {
+                let mut kvm = <$kvm>::default();
+                $(kvm.$field = crate::state::mirror::Field::put(&self.$field);)*
+                kvm
+            }
+        }
+    };
+    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty),* $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        pub(crate) struct $name {
+            $($(#[$field_meta])* pub(crate) $field: $type,)*
+        }
+
+        #[cfg(test)]
+        impl crate::state::mirror::MakeUp for $name {
+            fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
+                Self { $($field: crate::state::mirror::MakeUp::make_up(bits),)* }
+            }
+        }
+    };
+}
+pub(crate) use saved;

@@ -1,0 +1,311 @@
+//! Saved types to sections and back.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io;
+use vmferry_engine::Section;
+
+/// Why saved state cannot be read or applied.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateError {
+    /// A section that every saved VM has is not there.
+    #[error("the saved state lacks section {name} {instance}")]
+    Missing {
+        /// Its name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+    },
+    /// A section that this program does not know, or more of a kind than the VM has.
+    #[error("the saved state has a section {name} {instance} that this VM has no place for")]
+    Unknown {
+        /// Its name.
+        name: String,
+        /// Which of that name.
+        instance: u32,
+    },
+    /// Two sections of one name and instance.
+    #[error("the saved state has section {name} {instance} twice")]
+    Duplicate {
+        /// Its name.
+        name: String,
+        /// Which of that name.
+        instance: u32,
+    },
+    /// A section written by another version of the program.
+    #[error("section {name} {instance} has version {found}; this program reads version {known}")]
+    Version {
+        /// Its name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+        /// What it says.
+        found: u32,
+        /// What is understood.
+        known: u32,
+    },
+    /// A payload that cannot be decoded.
+    #[error("section {name} {instance} is damaged")]
+    Payload {
+        /// Its name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+        /// What is wrong.
+        #[source]
+        source: postcard::Error,
+    },
+    /// A payload with more in it than belongs there.
+    #[error("section {name} {instance} is damaged: {excess} bytes too many")]
+    Excess {
+        /// Its name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+        /// How many.
+        excess: usize,
+    },
+    /// A value that is well-formed and cannot be.
+    #[error("section {name} {instance} is not valid: {why}")]
+    Invalid {
+        /// Its name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+        /// What is wrong.
+        why: String,
+    },
+    /// KVM refuses to give or take a part of the state.
+    #[error("{action} of section {name} {instance} failed")]
+    Kvm {
+        /// The ioctl.
+        action: String,
+        /// The section's name.
+        name: &'static str,
+        /// Which of that name.
+        instance: u32,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Model-specific registers that KVM does not take.
+    #[error("this host's KVM does not take {value:#x} for model-specific register {index:#x} of vCPU {cpu}")]
+    Msr {
+        /// The vCPU.
+        cpu: u32,
+        /// The register.
+        index: u32,
+        /// Its value.
+        value: u64,
+    },
+    /// The time stamp counter cannot run at the guest's speed here.
+    #[error(
+        "the guest's time stamp counter runs at {guest} kHz and this host's at {host} kHz, and this host cannot scale it"
+    )]
+    TscFrequency {
+        /// What the guest was started with.
+        guest: u32,
+        /// What this host offers.
+        host: u32,
+    },
+}
+
+impl StateError {
+    /// The failure of an ioctl on a part of `S`.
+    pub(crate) fn kvm<S: Saved>(instance: u32, action: &str, error: kvm_ioctls::Error) -> Self {
+        let source = io::Error::from_raw_os_error(error.errno());
+        Self::Kvm { action: action.to_owned(), name: S::NAME, instance, source }
+    }
+
+    /// A value of `S` that cannot be.
+    pub(crate) fn invalid<S: Saved>(instance: u32, why: impl Into<String>) -> Self {
+        Self::Invalid { name: S::NAME, instance, why: why.into() }
+    }
+}
+
+/// A type that is saved as a section.
+pub(crate) trait Saved: Serialize + DeserializeOwned {
+    /// The section's name.
+    const NAME: &'static str;
+    /// The version of the format; grows when a field is added, removed or changes its meaning.
+    const VERSION: u32;
+
+    /// The section of this state.
+    fn section(&self, instance: u32) -> Result<Section, StateError> {
+        let payload = postcard::to_stdvec(self);
+        let payload = payload.map_err(|source| StateError::Payload { name: Self::NAME, instance, source })?;
+        Ok(Section { name: Self::NAME.to_owned(), instance, version: Self::VERSION, payload })
+    }
+}
+
+/// A list of sections that is taken apart.
+#[derive(Debug)]
+pub(crate) struct Sections<'a> {
+    rest: Vec<&'a Section>,
+}
+
+impl<'a> Sections<'a> {
+    /// Starts with all of `sections`.
+    ///
+    /// # Errors
+    /// If one of them is there twice.
+    pub(crate) fn new(sections: &'a [Section]) -> Result<Self, StateError> {
+        let mut rest: Vec<_> = sections.iter().collect();
+        rest.sort_by_key(|s| (&s.name, s.instance));
+        let twice = rest.windows(2).find(|w| (&w[0].name, w[0].instance) == (&w[1].name, w[1].instance));
+        match twice {
+            Some(pair) => {
+                Err(StateError::Duplicate { name: pair[0].name.clone(), instance: pair[0].instance })
+            }
+            None => Ok(Self { rest }),
+        }
+    }
+
+    /// Takes the section of `T` number `instance` out and decodes it.
+    ///
+    /// # Errors
+    /// If it is not there, of another version, or damaged.
+    pub(crate) fn take<T: Saved>(&mut self, instance: u32) -> Result<T, StateError> {
+        let name = T::NAME;
+        let at = self.rest.iter().position(|s| s.name == name && s.instance == instance);
+        let section = self.rest.swap_remove(at.ok_or(StateError::Missing { name, instance })?);
+        if section.version != T::VERSION {
+            return Err(StateError::Version { name, instance, found: section.version, known: T::VERSION });
+        }
+        let (value, rest) = postcard::take_from_bytes(&section.payload)
+            .map_err(|source| StateError::Payload { name, instance, source })?;
+        match rest.len() {
+            0 => Ok(value),
+            excess => Err(StateError::Excess { name, instance, excess }),
+        }
+    }
+
+    /// Ends the taking apart.
+    ///
+    /// # Errors
+    /// If a section is left that nobody took.
+    pub(crate) fn finish(self) -> Result<(), StateError> {
+        match self.rest.first() {
+            Some(s) => Err(StateError::Unknown { name: s.name.clone(), instance: s.instance }),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::mirror::{Field, MakeUp};
+    use crate::state::vcpu::{DebugRegs, Events, Regs, Sregs};
+    use crate::state::{ClockSaved, IoapicSaved, PicSaved, PitSaved, SerialSaved, VcpuSaved};
+    use proptest::prelude::*;
+
+    /// A stream of bits that proptest can shrink by its seed.
+    fn source(seed: u64) -> impl FnMut() -> u64 {
+        let mut state = seed;
+        move || {
+            // SplitMix64.
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let z = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^ z >> 31
+        }
+    }
+
+    fn all(seed: u64) -> (VcpuSaved, ClockSaved, PicSaved, IoapicSaved, PitSaved, SerialSaved) {
+        let mut bits = source(seed);
+        (
+            MakeUp::make_up(&mut bits),
+            MakeUp::make_up(&mut bits),
+            MakeUp::make_up(&mut bits),
+            MakeUp::make_up(&mut bits),
+            MakeUp::make_up(&mut bits),
+            MakeUp::make_up(&mut bits),
+        )
+    }
+
+    fn sections(seed: u64) -> Vec<Section> {
+        let (vcpu, clock, pic, ioapic, pit, serial) = all(seed);
+        vec![
+            vcpu.section(3).unwrap(),
+            clock.section(0).unwrap(),
+            pic.section(1).unwrap(),
+            ioapic.section(0).unwrap(),
+            pit.section(0).unwrap(),
+            serial.section(0).unwrap(),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn any_state_survives_its_sections(seed: u64) {
+            let sections = sections(seed);
+            let mut taken = Sections::new(&sections).unwrap();
+            let read = (
+                taken.take(3).unwrap(), taken.take(0).unwrap(), taken.take(1).unwrap(),
+                taken.take(0).unwrap(), taken.take(0).unwrap(), taken.take(0).unwrap(),
+            );
+            taken.finish().unwrap();
+            prop_assert_eq!(read, all(seed));
+        }
+
+        #[test]
+        fn every_field_reaches_kvm_and_comes_back(seed: u64) {
+            let mut bits = source(seed);
+            let regs = Regs::make_up(&mut bits);
+            prop_assert_eq!(&Regs::get(&regs.put()), &regs);
+            let sregs = Sregs::make_up(&mut bits);
+            prop_assert_eq!(&Sregs::get(&sregs.put()), &sregs);
+            let events = Events::make_up(&mut bits);
+            prop_assert_eq!(&Events::get(&events.put()), &events);
+            let debug = DebugRegs::make_up(&mut bits);
+            prop_assert_eq!(&DebugRegs::get(&debug.put()), &debug);
+            let pic = PicSaved::make_up(&mut bits);
+            prop_assert_eq!(&PicSaved::get(&pic.put()), &pic);
+            let pit = PitSaved::make_up(&mut bits);
+            prop_assert_eq!(&PitSaved::get(&pit.put()), &pit);
+            let ioapic = IoapicSaved::make_up(&mut bits);
+            prop_assert_eq!(&IoapicSaved::from_kvm(&ioapic.to_kvm()), &ioapic);
+        }
+
+        #[test]
+        fn a_cut_payload_is_an_error(seed: u64, cut in 1usize..4000) {
+            let mut section = VcpuSaved::make_up(&mut source(seed)).section(0).unwrap();
+            let keep = section.payload.len().saturating_sub(cut);
+            section.payload.truncate(keep);
+            let one = [section];
+            let error = Sections::new(&one).unwrap().take::<VcpuSaved>(0).unwrap_err();
+            let payload = matches!(error, StateError::Payload { .. });
+            prop_assert!(payload, "{}", error);
+        }
+
+        #[test]
+        fn a_damaged_payload_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+            let one = [Section { name: "vcpu".into(), instance: 0, version: 1, payload: bytes }];
+            let _ = Sections::new(&one).unwrap().take::<VcpuSaved>(0);
+        }
+    }
+
+    #[test]
+    fn sections_that_do_not_belong_are_named() {
+        let mut list = sections(1);
+        list.push(list[0].clone());
+        assert_eq!(Sections::new(&list).unwrap_err().to_string(), "the saved state has section vcpu 3 twice");
+        list.pop();
+
+        let mut taken = Sections::new(&list).unwrap();
+        let missing = taken.take::<VcpuSaved>(0).unwrap_err().to_string();
+        assert_eq!(missing, "the saved state lacks section vcpu 0");
+        let left = taken.finish().unwrap_err();
+        assert!(matches!(left, StateError::Unknown { .. }), "{left}");
+
+        list[0].version = 9;
+        let version = Sections::new(&list).unwrap().take::<VcpuSaved>(3).unwrap_err().to_string();
+        assert_eq!(version, "section vcpu 3 has version 9; this program reads version 1");
+
+        list[1].payload.push(0);
+        let excess = Sections::new(&list).unwrap().take::<ClockSaved>(0).unwrap_err().to_string();
+        assert_eq!(excess, "section kvm-clock 0 is damaged: 1 bytes too many");
+    }
+}

@@ -1,0 +1,200 @@
+//! Where everybody sees what every vCPU is doing.
+
+use super::kick::{self, KickPage};
+use crate::error::{Error, Result};
+use rustix::thread::Pid;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a vCPU is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// It waits for commands; its state can be saved and loaded.
+    Paused,
+    /// It runs the guest, or is about to.
+    Running,
+    /// It asked for the end of the VM or failed; it will not run again.
+    Ended,
+    /// Its thread is gone.
+    Gone,
+}
+
+/// What made a vCPU fail.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VcpuFault {
+    /// Which vCPU.
+    pub cpu: u32,
+    /// What KVM said.
+    pub what: String,
+    /// Where it was.
+    pub rip: Option<u64>,
+}
+
+impl fmt::Display for VcpuFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "vCPU {} failed: {}", self.cpu, self.what)?;
+        match self.rip {
+            Some(rip) => write!(f, " (rip {rip:#x})"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for VcpuFault {}
+
+/// How a guest ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Exit {
+    /// It wrote this code to the exit port.
+    PoweredOff(u8),
+    /// It asked for a reset.
+    Reset,
+    /// A vCPU cannot go on.
+    Failed(VcpuFault),
+    /// [`Vm::stop`](crate::Vm::stop) was called, or the VM was dropped.
+    Stopped,
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::PoweredOff(code) => write!(f, "the guest ended with code {code}"),
+            Self::Reset => f.write_str("the guest asked for a reset"),
+            Self::Failed(fault) => fault.fmt(f),
+            Self::Stopped => f.write_str("the VM was stopped"),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    phase: Phase,
+    page: Arc<KickPage>,
+    // There while the thread can receive signals.
+    thread: Option<Pid>,
+}
+
+#[derive(Debug)]
+struct Entries {
+    vcpus: Vec<Entry>,
+    exit: Option<Exit>,
+}
+
+/// The phase of every vCPU, and how the guest ended. One lock for all, taken when a phase changes, never while the guest
+/// runs.
+#[derive(Debug)]
+pub(crate) struct Board {
+    entries: Mutex<Entries>,
+    changed: Condvar,
+}
+
+impl Board {
+    /// A board for vCPUs with these pages, all paused.
+    pub(crate) fn new(pages: Vec<Arc<KickPage>>) -> Self {
+        let vcpus =
+            pages.into_iter().map(|page| Entry { phase: Phase::Paused, page, thread: None }).collect();
+        Self { entries: Mutex::new(Entries { vcpus, exit: None }), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
+        // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A vCPU's thread says that it is there.
+    pub(crate) fn arrived(&self, cpu: usize) {
+        self.lock().vcpus[cpu].thread = Some(kick::this_thread());
+    }
+
+    /// A vCPU's thread says that it is paused. Spends the kick that led to this.
+    pub(crate) fn paused(&self, cpu: usize) {
+        self.leave_running(cpu, Phase::Paused, None);
+    }
+
+    /// A vCPU's thread says that the guest has ended; the other vCPUs are told to pause. The first reason counts.
+    pub(crate) fn ended(&self, cpu: usize, exit: Exit) {
+        self.leave_running(cpu, Phase::Ended, Some(exit));
+    }
+
+    /// A vCPU's thread says good-bye.
+    pub(crate) fn gone(&self, cpu: usize) {
+        self.lock().vcpus[cpu].thread = None;
+        self.leave_running(cpu, Phase::Gone, None);
+    }
+
+    fn leave_running(&self, cpu: usize, phase: Phase, exit: Option<Exit>) {
+        let mut entries = self.lock();
+        let entry = &mut entries.vcpus[cpu];
+        entry.phase = phase;
+        entry.page.clear();
+        if let Some(exit) = exit {
+            entries.exit.get_or_insert(exit);
+            kick_running(&entries);
+        }
+        drop(entries);
+        self.changed.notify_all();
+    }
+
+    /// Says that every paused vCPU now runs. Its thread is sent the command to do so after this, so that a pause that
+    /// comes at once finds it running, kicks it, and waits for it.
+    pub(crate) fn run_all(&self) {
+        for entry in self.lock().vcpus.iter_mut().filter(|e| e.phase == Phase::Paused) {
+            entry.phase = Phase::Running;
+        }
+    }
+
+    /// Brings every running vCPU out of the guest and waits until all have stopped.
+    pub(crate) fn pause_all(&self, patience: Duration) -> Result<()> {
+        let entries = self.lock();
+        kick_running(&entries);
+        let running = |entries: &mut Entries| entries.vcpus.iter().any(|e| e.phase == Phase::Running);
+        let waited = self.changed.wait_timeout_while(entries, patience, running);
+        let (entries, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match entries.vcpus.iter().position(|e| e.phase == Phase::Running) {
+            None => Ok(()),
+            Some(cpu) => {
+                Err(Error::Unresponsive { cpu: u32::try_from(cpu).unwrap_or(u32::MAX), what: "pause" })
+            }
+        }
+    }
+
+    /// How the guest ended, if it did.
+    pub(crate) fn exit(&self) -> Option<Exit> {
+        self.lock().exit.clone()
+    }
+
+    /// Says that the guest is over because its owner wants so.
+    pub(crate) fn stop(&self) {
+        self.lock().exit.get_or_insert(Exit::Stopped);
+        self.changed.notify_all();
+    }
+
+    /// Waits until the guest has ended, or for `timeout`.
+    pub(crate) fn wait_exit(&self, timeout: Option<Duration>) -> Option<Exit> {
+        let end = timeout.map(|t| Instant::now() + t);
+        let mut entries = self.lock();
+        while entries.exit.is_none() {
+            entries = match end.map(|end| end.saturating_duration_since(Instant::now())) {
+                None => self.changed.wait(entries).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => break,
+                Some(left) => {
+                    self.changed.wait_timeout(entries, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        entries.exit.clone()
+    }
+}
+
+/// Kicks every vCPU that runs; see the module's documentation for why this cannot be missed. A thread that has not
+/// arrived yet has nothing to be interrupted in, and finds the request when it calls `KVM_RUN`.
+fn kick_running(entries: &Entries) {
+    for entry in entries.vcpus.iter().filter(|e| e.phase == Phase::Running) {
+        entry.page.request();
+        if let Some(thread) = entry.thread {
+            kick::interrupt(thread);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The two means by which a vCPU is brought out of the guest.
+
+use crate::error::{Error, Result};
+use kvm_bindings::kvm_run;
+use kvm_ioctls::VcpuFd;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Once;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// A second mapping of a vCPU's `kvm_run` page, of which only `immediate_exit` is used.
+///
+/// kvm-ioctls makes `&mut kvm_run` of its own mapping; a store from another thread into that would be a data race for the
+/// compiler. This mapping is the same memory at another address, of which nothing but an atomic byte is ever made. It
+/// lives as long as the value, whether the vCPU is still there or not.
+#[derive(Debug)]
+pub(crate) struct KickPage {
+    start: NonNull<u8>,
+}
+
+const LEN: usize = 4096;
+const IMMEDIATE_EXIT: usize = std::mem::offset_of!(kvm_run, immediate_exit);
+const _: () = assert!(IMMEDIATE_EXIT < LEN);
+
+// SAFETY: the page is used through an atomic only.
+unsafe impl Send for KickPage {}
+// SAFETY: as above.
+unsafe impl Sync for KickPage {}
+
+impl KickPage {
+    /// Maps the page of `vcpu`.
+    pub(crate) fn new(vcpu: &VcpuFd) -> Result<Self> {
+        let failed =
+            |source: io::Error| Error::Kvm { what: "mapping a vCPU's kvm_run page".to_owned(), source };
+        // SAFETY: the descriptor is open for as long as `vcpu` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice; nothing else refers to it.
+        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), LEN, access, MapFlags::SHARED, fd, 0) };
+        let start = start.map_err(|e| failed(e.into()))?;
+        let start =
+            NonNull::new(start.cast()).ok_or_else(|| failed(io::ErrorKind::AddrNotAvailable.into()))?;
+        Ok(Self { start })
+    }
+
+    fn flag(&self) -> &AtomicU8 {
+        // SAFETY: the byte is inside the mapping, which lives as long as `self`; this process accesses it only here,
+        // the kernel reads it, and a byte is always aligned.
+        unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(IMMEDIATE_EXIT)) }
+    }
+
+    /// Makes `KVM_RUN` return at once, until [`clear`](Self::clear).
+    pub(crate) fn request(&self) {
+        self.flag().store(1, Ordering::SeqCst);
+    }
+
+    /// Lets `KVM_RUN` run.
+    pub(crate) fn clear(&self) {
+        self.flag().store(0, Ordering::SeqCst);
+    }
+
+    /// Whether a request stands.
+    pub(crate) fn requested(&self) -> bool {
+        self.flag().load(Ordering::SeqCst) != 0
+    }
+}
+
+impl Drop for KickPage {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and no reference outlives `self`.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), LEN) };
+    }
+}
+
+/// The signal that interrupts `KVM_RUN`: the first real-time signal, which no library claims for itself.
+fn signal() -> libc::c_int {
+    libc::SIGRTMIN()
+}
+
+extern "C" fn ignore(_: libc::c_int) {}
+
+/// Installs the handler that does nothing, once in the process. (Ignoring the signal would not do: an ignored signal
+/// interrupts nothing.)
+pub(crate) fn install_handler() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // SAFETY: zeros are a valid sigaction: no flags (so without SA_RESTART: system calls return EINTR), empty mask.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        let handler: extern "C" fn(libc::c_int) = ignore;
+        action.sa_sigaction = handler as libc::sighandler_t;
+        // SAFETY: the action is complete and its handler touches nothing, so it is safe at any moment.
+        let failed = unsafe { libc::sigaction(signal(), &raw const action, std::ptr::null_mut()) };
+        debug_assert_eq!(failed, 0, "SIGRTMIN is a signal that may be handled");
+    });
+}
+
+/// Lets the calling thread receive the signal, whatever mask it inherited.
+pub(crate) fn unblock_for_this_thread() {
+    // SAFETY: the set is initialized by sigemptyset before it is used; masks of other threads do not change.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, signal());
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// The calling thread's id, to interrupt it by.
+pub(crate) fn this_thread() -> rustix::thread::Pid {
+    rustix::thread::gettid()
+}
+
+/// Sends the signal to `thread` of this process, which must not have ended.
+pub(crate) fn interrupt(thread: rustix::thread::Pid) {
+    let process = rustix::process::getpid();
+    // SAFETY: tgkill takes numbers; the handler does nothing, so it harms no thread that gets it.
+    unsafe {
+        libc::syscall(
+            libc::SYS_tgkill,
+            process.as_raw_nonzero().get(),
+            thread.as_raw_nonzero().get(),
+            signal(),
+        );
+    }
+}

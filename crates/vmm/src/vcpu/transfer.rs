@@ -1,0 +1,199 @@
+//! A vCPU's state out of KVM and into it.
+
+use super::msrs::{self, MsrPlan};
+use crate::state::mirror::Field;
+use crate::state::{Msr, StateError, VcpuSaved, XsaveSaved};
+use kvm_bindings::{Xsave, kvm_lapic_state, kvm_mp_state, kvm_xcrs, kvm_xsave};
+use kvm_ioctls::VcpuFd;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+type Result<T> = std::result::Result<T, StateError>;
+
+/// Bytes of the XSAVE area that the ioctl without a length transfers.
+const XSAVE_MIN: usize = size_of::<kvm_xsave>();
+
+/// How a host is asked for the XSAVE area.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct XsaveSize(usize);
+
+impl XsaveSize {
+    /// From what `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)` says: the size in bytes, 0 on kernels before 5.17.
+    pub(crate) fn new(answer: i32) -> Self {
+        Self(usize::try_from(answer).unwrap_or(0).max(XSAVE_MIN))
+    }
+
+    /// Room for it.
+    fn buffer(self, cpu: u32) -> Result<Xsave> {
+        Xsave::new((self.0 - XSAVE_MIN).div_ceil(4)).map_err(|e| {
+            StateError::invalid::<VcpuSaved>(cpu, format!("an XSAVE area of {} bytes: {e:?}", self.0))
+        })
+    }
+}
+
+/// Nanoseconds since 1970 by the host's clock.
+pub(crate) fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Where a vCPU counts time: the counter when a clock that both hosts share said `realtime_ns`, as it is `now_ns` later.
+///
+/// The guest's counter went on while nobody ran it, as it does on a machine that stands still for a moment: the time that
+/// passed is added, so that the guest sees its downtime. A clock that went backwards (hosts that disagree) adds nothing,
+/// for a counter must never do so.
+pub(crate) fn advanced_tsc(tsc: u64, khz: u32, realtime_ns: u64, now_ns: u64) -> u64 {
+    let passed = u128::from(now_ns.saturating_sub(realtime_ns));
+    let ticks = passed * u128::from(khz) / 1_000_000;
+    // The counter wraps at 64 bits like the real one; no guest lives that long.
+    tsc.wrapping_add(u64::try_from(ticks & u128::from(u64::MAX)).unwrap_or(0))
+}
+
+fn kvm(cpu: u32, action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> StateError {
+    move |error| StateError::kvm::<VcpuSaved>(cpu, action, error)
+}
+
+/// Reads all state of the paused `vcpu`.
+///
+/// The MP state first: asking for it makes KVM take in an INIT or SIPI that waits, which changes other state.
+pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) -> Result<VcpuSaved> {
+    let mp_state = vcpu.get_mp_state().map_err(kvm(cpu, "KVM_GET_MP_STATE"))?.mp_state;
+    let regs = vcpu.get_regs().map_err(kvm(cpu, "KVM_GET_REGS"))?;
+    let sregs = vcpu.get_sregs().map_err(kvm(cpu, "KVM_GET_SREGS"))?;
+    let lapic = vcpu.get_lapic().map_err(kvm(cpu, "KVM_GET_LAPIC"))?;
+    let events = vcpu.get_vcpu_events().map_err(kvm(cpu, "KVM_GET_VCPU_EVENTS"))?;
+    let debug = vcpu.get_debug_regs().map_err(kvm(cpu, "KVM_GET_DEBUGREGS"))?;
+    let xcrs = vcpu.get_xcrs().map_err(kvm(cpu, "KVM_GET_XCRS"))?;
+    let tsc_khz = vcpu.get_tsc_khz().map_err(kvm(cpu, "KVM_GET_TSC_KHZ"))?;
+    // The two must be of the same moment: what lies between them the guest gains or loses.
+    let realtime_ns = now_ns();
+    let tsc = msrs::get(vcpu, msrs::TSC)
+        .ok_or_else(|| StateError::invalid::<VcpuSaved>(cpu, "KVM does not give the time stamp counter"))?;
+    Ok(VcpuSaved {
+        mp_state,
+        regs: Field::get(&regs),
+        sregs: Field::get(&sregs),
+        xsave: save_xsave(cpu, vcpu, xsave)?,
+        xcrs: xcrs.xcrs.iter().take(xcrs.nr_xcrs as usize).map(Field::get).collect(),
+        msrs: plan.save(cpu, vcpu)?,
+        lapic: lapic.regs.iter().map(|byte| byte.cast_unsigned()).collect(),
+        events: Field::get(&events),
+        debug: Field::get(&debug),
+        tsc,
+        realtime_ns,
+        tsc_khz,
+        tsc_deadline: msrs::get(vcpu, msrs::TSC_DEADLINE).unwrap_or(0),
+    })
+}
+
+fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveSaved> {
+    let mut buffer = size.buffer(cpu)?;
+    if size.0 > XSAVE_MIN {
+        // SAFETY: the buffer is as long as KVM said the area of this VM is.
+        unsafe { vcpu.get_xsave2(&mut buffer) }.map_err(kvm(cpu, "KVM_GET_XSAVE2"))?;
+    } else {
+        let area = vcpu.get_xsave().map_err(kvm(cpu, "KVM_GET_XSAVE"))?;
+        return Ok(XsaveSaved { area: area.region.iter().flat_map(|word| word.to_le_bytes()).collect() });
+    }
+    let words = buffer.as_fam_struct_ref().xsave.region.iter().chain(buffer.as_slice());
+    Ok(XsaveSaved { area: words.flat_map(|word| word.to_le_bytes()).collect() })
+}
+
+/// Loads `saved` into `vcpu`.
+///
+/// The order: special registers first, which say where the local APIC is and which mode the vCPU is in; extended control
+/// registers before the registers that they switch on; the local APIC before the timer's deadline, because setting the
+/// APIC stops its timer; events and the MP state last, because setting registers clears some of them.
+pub(super) fn load(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved, xsave: XsaveSize) -> Result<()> {
+    load_tsc_frequency(vcpu, saved.tsc_khz)?;
+    vcpu.set_sregs(&saved.sregs.put()).map_err(kvm(cpu, "KVM_SET_SREGS"))?;
+    load_xcrs(cpu, vcpu, saved)?;
+    load_xsave(cpu, vcpu, &saved.xsave, xsave)?;
+    vcpu.set_debug_regs(&saved.debug.put()).map_err(kvm(cpu, "KVM_SET_DEBUGREGS"))?;
+    load_lapic(cpu, vcpu, &saved.lapic)?;
+    msrs::load(cpu, vcpu, &saved.msrs)?;
+    let tsc = advanced_tsc(saved.tsc, saved.tsc_khz, saved.realtime_ns, now_ns());
+    let mut timed = vec![Msr { index: msrs::TSC, value: tsc }];
+    if saved.tsc_deadline != 0 {
+        timed.push(Msr { index: msrs::TSC_DEADLINE, value: saved.tsc_deadline });
+    }
+    for msr in timed {
+        let (index, value) = (msr.index, msr.value);
+        if !msrs::set(vcpu, msr) {
+            return Err(StateError::Msr { cpu, index, value });
+        }
+    }
+    vcpu.set_regs(&saved.regs.put()).map_err(kvm(cpu, "KVM_SET_REGS"))?;
+    vcpu.set_vcpu_events(&saved.events.put()).map_err(kvm(cpu, "KVM_SET_VCPU_EVENTS"))?;
+    let mp_state = kvm_mp_state { mp_state: saved.mp_state };
+    vcpu.set_mp_state(mp_state).map_err(kvm(cpu, "KVM_SET_MP_STATE"))?;
+    // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs do not bark. A guest without
+    // one makes this fail, which is fine.
+    let _ = vcpu.kvmclock_ctrl();
+    Ok(())
+}
+
+/// Makes the vCPU's counter run at the guest's speed, if the host's differs and can be scaled. (KVM itself ignores
+/// differences below its tolerance of 250 ppm.)
+fn load_tsc_frequency(vcpu: &VcpuFd, guest: u32) -> Result<()> {
+    let host = vcpu.get_tsc_khz().unwrap_or(0);
+    if host != guest && vcpu.set_tsc_khz(guest).is_err() {
+        return Err(StateError::TscFrequency { guest, host });
+    }
+    Ok(())
+}
+
+fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved) -> Result<()> {
+    let mut xcrs = kvm_xcrs::default();
+    if saved.xcrs.len() > xcrs.xcrs.len() {
+        return Err(StateError::invalid::<VcpuSaved>(cpu, format!("{} control registers", saved.xcrs.len())));
+    }
+    for (to, from) in xcrs.xcrs.iter_mut().zip(&saved.xcrs) {
+        *to = from.put();
+        xcrs.nr_xcrs += 1;
+    }
+    vcpu.set_xcrs(&xcrs).map_err(kvm(cpu, "KVM_SET_XCRS"))
+}
+
+fn load_xsave(cpu: u32, vcpu: &VcpuFd, saved: &XsaveSaved, size: XsaveSize) -> Result<()> {
+    // An area from a host with fewer features is shorter: what lies beyond its end is in its initial state.
+    if saved.area.len() > size.0 || saved.area.len() < XSAVE_MIN || !saved.area.len().is_multiple_of(4) {
+        let why = format!("an XSAVE area of {} bytes, where this host has {}", saved.area.len(), size.0);
+        return Err(StateError::invalid::<VcpuSaved>(cpu, why));
+    }
+    let mut buffer = size.buffer(cpu)?;
+    let mut words = saved.area.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
+    // SAFETY: the flexible array's length, which is what must not change here, is not touched.
+    let region = unsafe { &mut buffer.as_mut_fam_struct().xsave.region };
+    region.iter_mut().zip(&mut words).for_each(|(to, from)| *to = from);
+    buffer.as_mut_slice().iter_mut().zip(words).for_each(|(to, from)| *to = from);
+    // SAFETY: the buffer is as long as KVM said the area of this VM is, which is what it reads.
+    unsafe { vcpu.set_xsave2(&buffer) }.map_err(kvm(cpu, "KVM_SET_XSAVE"))
+}
+
+fn load_lapic(cpu: u32, vcpu: &VcpuFd, saved: &[u8]) -> Result<()> {
+    let mut lapic = kvm_lapic_state::default();
+    if saved.len() != lapic.regs.len() {
+        return Err(StateError::invalid::<VcpuSaved>(cpu, format!("a local APIC of {} bytes", saved.len())));
+    }
+    for (to, from) in lapic.regs.iter_mut().zip(saved) {
+        *to = from.cast_signed();
+    }
+    vcpu.set_lapic(&lapic).map_err(kvm(cpu, "KVM_SET_LAPIC"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_counter_goes_on_while_nobody_runs() {
+        assert_eq!(advanced_tsc(1000, 2_000_000, 5_000, 5_000), 1000);
+        assert_eq!(advanced_tsc(1000, 2_000_000, 5_000, 6_000), 3000);
+        // Clocks that disagree never turn it back.
+        assert_eq!(advanced_tsc(1000, 2_000_000, 6_000, 5_000), 1000);
+        assert_eq!(advanced_tsc(7, 2_500_000, 0, 1_000_000_000), 2_500_000_007);
+        // A year later, and at the end of the counter.
+        assert_eq!(advanced_tsc(0, 4_000_000, 0, 31_536_000_000_000_000), 126_144_000_000_000_000);
+        assert_eq!(advanced_tsc(u64::MAX, 1_000_000, 0, 1), 0);
+    }
+}

@@ -1,0 +1,391 @@
+//! A virtual machine.
+
+use crate::boot::KernelFormat;
+use crate::cpuid::CpuModel;
+use crate::devices::Devices;
+use crate::error::{Error, Result};
+use crate::kvm::{Machine, open_kvm};
+use crate::memory::GuestRam;
+use crate::options::VmOptions;
+use crate::shared_state::SharedSaved;
+use crate::state::{Saved, Sections, SerialSaved, VcpuSaved};
+use crate::stats;
+use crate::vcpu::{Board, Command, Exit, KickPage, MsrPlan, PATIENCE, Vcpu, VcpuContext, XsaveSize};
+use kvm_ioctls::{Cap, Kvm, VcpuFd};
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_engine::Section;
+use vmferry_guest_abi::{StatsError, StatsSnapshot};
+
+/// Where a VM is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Neither kernel nor saved state.
+    Empty,
+    /// Ready to run, never ran here.
+    Ready,
+    /// Its vCPUs run.
+    Running,
+    /// Its vCPUs stand still.
+    Paused,
+    /// Its vCPUs are gone.
+    Stopped,
+}
+
+impl Stage {
+    fn words(self) -> &'static str {
+        match self {
+            Self::Empty => "the VM has no guest yet",
+            Self::Ready => "the guest has not been started",
+            Self::Running => "the guest runs",
+            Self::Paused => "the guest is paused",
+            Self::Stopped => "the VM was stopped",
+        }
+    }
+}
+
+/// A virtual machine on KVM.
+///
+/// ```no_run
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// use vmferry_vmm::{SerialSink, Vm, VmOptions};
+///
+/// let mut options = VmOptions::new(1 << 30, 2);
+/// options.serial = SerialSink::new(std::io::stdout());
+/// let mut vm = Vm::new(options)?;
+/// vm.load_kernel(&std::fs::read("vmlinux")?, "console=ttyS0")?;
+/// vm.start()?;
+/// println!("{}", vm.handle().wait_for_exit());
+/// # Ok(()) }
+/// ```
+///
+/// Dropping it stops the guest and waits for its threads.
+#[derive(Debug)]
+pub struct Vm {
+    // First, so that the threads are gone before anything they use.
+    vcpus: Vec<Vcpu>,
+    shared: Arc<Shared>,
+    stage: Stage,
+    incoming: bool,
+    tsc_khz: u32,
+    identity: (String, String),
+    notes: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    board: Arc<Board>,
+    devices: Arc<Devices>,
+    machine: Arc<Machine>,
+}
+
+/// A view of a VM for threads other than its owner's: how its guest is doing, while the owner, or an engine that the
+/// owner lent it to, runs and moves it.
+#[derive(Debug, Clone)]
+pub struct VmHandle(Arc<Shared>);
+
+impl Vm {
+    /// Makes a VM, stopped and empty: [`load_kernel`](Self::load_kernel) next, or the engine's
+    /// [`TargetVm::load`](vmferry_engine::TargetVm::load).
+    ///
+    /// # Errors
+    /// What the host lacks, and what to do about it.
+    pub fn new(options: VmOptions) -> Result<Self> {
+        options.check()?;
+        let kvm = open_kvm()?;
+        let most = kvm.get_max_vcpus();
+        if options.cpus as usize > most {
+            return Err(Error::Options(format!(
+                "{} vCPUs: KVM on this host runs at most {most}",
+                options.cpus
+            )));
+        }
+        let ram = Arc::new(GuestRam::new(&options)?);
+        let mut notes = ram.notes().to_vec();
+        let machine = Arc::new(Machine::new(&kvm, ram)?);
+        let devices = Arc::new(Devices::new(&machine, options.serial.clone()));
+        let model = CpuModel::new(&kvm, options.cpus)?;
+        let fds = create_vcpus(&machine, &model, options.cpus)?;
+        let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
+        notes.extend(plan.note());
+        let tsc_khz = fds[0].get_tsc_khz().map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
+        let (board, vcpus) = spawn_vcpus(&kvm, &machine, &devices, plan, fds)?;
+        Ok(Self {
+            vcpus,
+            shared: Arc::new(Shared { board, devices, machine }),
+            stage: Stage::Empty,
+            incoming: options.incoming,
+            tsc_khz,
+            identity: model.identity(),
+            notes,
+        })
+    }
+
+    /// Loads a kernel and its command line; [`start`](Self::start) then boots it.
+    ///
+    /// # Errors
+    /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
+    /// one from elsewhere.
+    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+        let what = "load a kernel";
+        if self.incoming {
+            return Err(Error::WrongState {
+                what,
+                why: "the VM waits for a guest from elsewhere".to_owned(),
+            });
+        }
+        self.expect(what, &[Stage::Empty])?;
+        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline)?;
+        self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
+        self.stage = Stage::Ready;
+        Ok(())
+    }
+
+    /// Lets the vCPUs run, for the first time.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if there is no guest, or it was started before.
+    pub fn start(&mut self) -> Result<()> {
+        self.expect("start the guest", &[Stage::Ready])?;
+        self.run("start the guest")
+    }
+
+    /// Lets the vCPUs run again after [`pause`](Self::pause). Does nothing if they run.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if there is no guest to resume, or it has ended.
+    pub fn resume(&mut self) -> Result<()> {
+        let what = "resume the guest";
+        self.expect(what, &[Stage::Paused, Stage::Running])?;
+        if self.stage == Stage::Running { Ok(()) } else { self.run(what) }
+    }
+
+    fn run(&mut self, what: &'static str) -> Result<()> {
+        if let Some(exit) = self.shared.board.exit() {
+            return Err(Error::WrongState { what, why: exit.to_string() });
+        }
+        self.shared.board.run_all();
+        self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
+        self.stage = Stage::Running;
+        Ok(())
+    }
+
+    /// Stops the vCPUs: when this returns none runs, and no access to a device is half done. Does nothing if they stand
+    /// still already.
+    ///
+    /// # Errors
+    /// [`Error::Unresponsive`] if a vCPU does not stop; [`Error::WrongState`] if there is no guest.
+    pub fn pause(&mut self) -> Result<()> {
+        self.expect("pause the guest", &[Stage::Running, Stage::Paused])?;
+        // Paused from here on even if a vCPU does not answer: the others have stopped, and `resume` lets them run.
+        self.stage = Stage::Paused;
+        self.shared.board.pause_all(PATIENCE)
+    }
+
+    /// Ends the guest and waits for its threads. Does nothing the second time.
+    pub fn stop(&mut self) {
+        self.stage = Stage::Stopped;
+        self.shared.board.stop();
+        // A vCPU that does not stop now is waited for below.
+        let _ = self.shared.board.pause_all(PATIENCE);
+        self.vcpus.iter_mut().for_each(Vcpu::join);
+    }
+
+    /// Saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
+    ///
+    /// # Errors
+    /// [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
+    pub fn save_state(&mut self) -> Result<Vec<Section>> {
+        let what = "save the guest's state";
+        self.expect(what, &[Stage::Paused, Stage::Ready])?;
+        if let Some(exit) = self.shared.board.exit() {
+            return Err(Error::WrongState { what, why: exit.to_string() });
+        }
+        // All vCPUs at once, each in its thread.
+        let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
+        let mut sections = Vec::with_capacity(answers.len() + 6);
+        for (cpu, answer) in (0..).zip(answers) {
+            sections.push(answer.wait()??.section(cpu)?);
+        }
+        let shared = SharedSaved::save(&self.shared.machine)?;
+        for (instance, pic) in (0..).zip(&shared.pics) {
+            sections.push(pic.section(instance)?);
+        }
+        sections.push(shared.ioapic.section(0)?);
+        sections.push(shared.pit.section(0)?);
+        sections.push(shared.clock.section(0)?);
+        sections.push(self.shared.devices.save_serial().section(0)?);
+        Ok(sections)
+    }
+
+    /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then
+    /// runs it. All memory must be there.
+    ///
+    /// # Errors
+    /// [`Error::State`] if a section is missing, unknown, of another version or damaged, or KVM does not take it. The VM
+    /// is then still empty, and loading can be tried again.
+    pub fn load_state(&mut self, sections: &[Section]) -> Result<()> {
+        let what = "load a guest's state";
+        if !self.incoming {
+            return Err(Error::WrongState { what, why: "the VM was not made to take a guest".to_owned() });
+        }
+        self.expect(what, &[Stage::Empty, Stage::Ready])?;
+        self.stage = Stage::Empty;
+        let mut parts = Sections::new(sections)?;
+        let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
+        let vcpus: Vec<VcpuSaved> =
+            (0..count).map(|cpu| parts.take(cpu)).collect::<std::result::Result<_, _>>()?;
+        let pics = [parts.take(0)?, parts.take(1)?];
+        let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
+        let serial: SerialSaved = parts.take(0)?;
+        parts.finish()?;
+
+        // Everything was understood; only now is anything changed.
+        let load_serial = self.shared.devices.load_serial(&serial);
+        load_serial.map_err(|why| crate::state::StateError::invalid::<SerialSaved>(0, why))?;
+        let pairs = self.vcpus.iter().zip(vcpus);
+        let answers: Vec<_> = pairs
+            .map(|(vcpu, saved)| vcpu.ask(what, |answer| Command::Load(Box::new(saved), answer)))
+            .collect();
+        for answer in answers {
+            answer.wait()??;
+        }
+        shared.load(&self.shared.machine)?;
+        self.stage = Stage::Ready;
+        Ok(())
+    }
+
+    /// A view for other threads.
+    #[must_use]
+    pub fn handle(&self) -> VmHandle {
+        VmHandle(Arc::clone(&self.shared))
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        self.shared.machine.ram()
+    }
+
+    /// How many vCPUs it has.
+    #[must_use]
+    pub fn cpus(&self) -> u32 {
+        u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The frequency of the guest's time stamp counters, in kHz; a guest that has no way to find out is told on its
+    /// command line.
+    #[must_use]
+    pub fn tsc_khz(&self) -> u32 {
+        self.tsc_khz
+    }
+
+    /// What the host would not give and the VM does without, as sentences.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    pub(crate) fn machine(&self) -> &Arc<Machine> {
+        &self.shared.machine
+    }
+
+    /// Two texts that must be equal on the host that the guest moves to: the processor, and a digest of its CPUID.
+    pub(crate) fn identity(&self) -> &(String, String) {
+        &self.identity
+    }
+
+    fn expect(&self, what: &'static str, stages: &[Stage]) -> Result<()> {
+        if stages.contains(&self.stage) {
+            return Ok(());
+        }
+        Err(Error::WrongState { what, why: self.stage.words().to_owned() })
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl VmHandle {
+    /// Waits until the guest has ended, and says how.
+    #[must_use]
+    pub fn wait_for_exit(&self) -> Exit {
+        loop {
+            if let Some(exit) = self.0.board.wait_exit(None) {
+                return exit;
+            }
+        }
+    }
+
+    /// Waits until the guest has ended, or for `timeout`.
+    #[must_use]
+    pub fn wait_for_exit_timeout(&self, timeout: Duration) -> Option<Exit> {
+        self.0.board.wait_exit(Some(timeout))
+    }
+
+    /// How the guest ended, if it did.
+    #[must_use]
+    pub fn exit(&self) -> Option<Exit> {
+        self.0.board.exit()
+    }
+
+    /// What the guest reports of itself on its statistics page.
+    ///
+    /// # Errors
+    /// If the guest has not written it yet, is none that does, or was stopped while it wrote.
+    pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
+        stats::snapshot(self.0.machine.ram())
+    }
+
+    /// Queues input for the guest's serial port; says how many bytes were taken.
+    #[must_use]
+    pub fn serial_input(&self, bytes: &[u8]) -> usize {
+        self.0.devices.serial_input(bytes)
+    }
+
+    /// Bytes of serial output that could not be written to the sink.
+    #[must_use]
+    pub fn serial_lost(&self) -> u64 {
+        self.0.devices.serial_lost()
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        self.0.machine.ram()
+    }
+}
+
+fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<VcpuFd>> {
+    let create = |cpu| {
+        let vcpu = machine.fd().create_vcpu(u64::from(cpu));
+        let vcpu = vcpu.map_err(|e| Error::kvm(format!("KVM_CREATE_VCPU of vCPU {cpu}"), e))?;
+        let set = vcpu.set_cpuid2(&model.of_vcpu(cpu)?);
+        set.map_err(|e| Error::kvm(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
+        Ok(vcpu)
+    };
+    (0..cpus).map(create).collect()
+}
+
+fn spawn_vcpus(
+    kvm: &Kvm,
+    machine: &Machine,
+    devices: &Arc<Devices>,
+    plan: Arc<MsrPlan>,
+    fds: Vec<VcpuFd>,
+) -> Result<(Arc<Board>, Vec<Vcpu>)> {
+    debug_assert!(kvm.check_extension(Cap::Xsave));
+    let pages: Vec<_> = fds.iter().map(|fd| KickPage::new(fd).map(Arc::new)).collect::<Result<_>>()?;
+    let board = Arc::new(Board::new(pages.clone()));
+    let xsave = XsaveSize::new(machine.fd().check_extension_int(Cap::Xsave2));
+    let context =
+        Arc::new(VcpuContext { board: Arc::clone(&board), devices: Arc::clone(devices), plan, xsave });
+    let vcpus = (0..)
+        .zip(fds.into_iter().zip(pages))
+        .map(|(cpu, (fd, page))| Vcpu::spawn(cpu, fd, page, Arc::clone(&context)))
+        .collect::<Result<_>>()?;
+    Ok((board, vcpus))
+}
