@@ -16,7 +16,9 @@ pub enum MigrateError {
         source: io::Error,
     },
     /// The connection broke while greeting.
-    #[error("{uri} did not answer the greeting: {source}; is it a vmferry target, and does it wait for a guest?")]
+    #[error(
+        "{uri} did not answer the greeting: {source}; is it a vmferry target, and does it wait for a guest?"
+    )]
     Hello {
         /// Where.
         uri: String,
@@ -52,13 +54,17 @@ pub enum MigrateError {
         source: io::Error,
     },
     /// Unencrypted traffic would leave the host.
-    #[error("{uri} is not on this host: plain connections can be read and changed on the way; say --insecure to allow it")]
+    #[error(
+        "{uri} is not on this host: plain connections can be read and changed on the way; say --insecure to allow it"
+    )]
     NotLoopback {
         /// Where.
         uri: String,
     },
     /// The address is of a kind that has no sockets to connect or accept.
-    #[error("{uri} cannot be used here: live migration needs tcp: or unix: (an fd: must be a listening socket)")]
+    #[error(
+        "{uri} cannot be used here: live migration needs tcp: or unix: (an fd: must be a listening socket)"
+    )]
     NoSockets {
         /// Where.
         uri: String,

@@ -2,13 +2,29 @@
 
 mod channel;
 mod error;
+mod mapped;
+mod monitor;
+mod report;
 mod source;
 mod target;
 mod vm;
 
 pub use channel::{Listener, Uri, UriError};
 pub use error::MigrateError;
-pub use source::{OnTimeout, Outcome, Settings, Verification};
+pub use mapped::MappedMemory;
+pub use monitor::{MigrationState, Monitor, Progress};
+pub use report::{Bytes, Cpu, Downtime, PassReport, Report};
+pub use source::{OnTimeout, Outcome, Settings, Verification, migrate};
+pub use target::{Arrival, ReceiveFailure, Received, receive};
 pub use vm::{
-    DirtyTracker, GuestMemory, MachineConfig, Protect, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
+    TrackerKind, VmError,
 };
+
+/// Random bits from the kernel.
+fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
+    let mut bits = [0; N];
+    getrandom::fill(&mut bits)
+        .map_err(|error| MigrateError::Host { what: "random bits", source: std::io::Error::other(error) })?;
+    Ok(bits)
+}

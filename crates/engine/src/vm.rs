@@ -102,7 +102,9 @@ impl fmt::Display for TrackerKind {
 /// protection) does its work there, chunk by chunk, right before the pages are read, so that no lock is held long.
 pub trait DirtyTracker: Send {
     /// What it is, for reports.
-    fn kind(&self) -> TrackerKind;
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Custom
+    }
 
     /// Starts tracking. The engine sends every page once after this, so what was written before need not be known.
     ///
@@ -142,6 +144,16 @@ pub trait Protect: Send + Sync {
     /// # Errors
     /// If the host refuses. The migration fails; the guest goes on.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
+}
+
+/// For trackers that need no [`Protect`]: their harvest re-protects, or takes marks that later writes set anew.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NothingToProtect;
+
+impl Protect for NothingToProtect {
+    fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
+        Ok(())
+    }
 }
 
 /// A VM that can be moved away.

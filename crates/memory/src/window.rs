@@ -21,7 +21,8 @@ impl<'a> Window<'a> {
     ///
     /// # Safety
     /// For all of `'a`, `start..start + len` is mapped readable and writable in this process, and nothing in this
-    /// process holds a Rust reference to those bytes. Other writers (the guest, the kernel) are expected.
+    /// process holds a Rust reference to those bytes, other than to atomics. Other writers (the guest, the kernel) are
+    /// expected.
     ///
     /// # Panics
     /// If `start` or `len` is not a multiple of 4 KiB.

@@ -126,6 +126,8 @@ pub enum ToSource {
     Running {
         /// Microseconds that starting the vCPUs took.
         start_us: u64,
+        /// Microseconds of CPU that the target's engine threads have used.
+        cpu_us: u64,
     },
     /// The guest could not be started and will never run here: it is the source's again.
     Returned(Refusal),
@@ -176,7 +178,8 @@ impl ControlHeader {
 /// [`WireError::TooLarge`] if the body exceeds [`MAX_CONTROL_BYTES`].
 pub fn encode_control<M: Serialize>(message: &M) -> Result<Vec<u8>, WireError> {
     let body = postcard::to_stdvec(message).map_err(|error| WireError::Message(error.to_string()))?;
-    let too_large = || WireError::TooLarge { what: "a control message", bytes: body.len(), limit: MAX_CONTROL_BYTES };
+    let too_large =
+        || WireError::TooLarge { what: "a control message", bytes: body.len(), limit: MAX_CONTROL_BYTES };
     if body.len() > MAX_CONTROL_BYTES {
         return Err(too_large());
     }
@@ -249,7 +252,8 @@ mod tests {
 
     #[test]
     fn too_much_is_not_sent_and_not_believed() {
-        let section = Section { name: "x".into(), instance: 0, version: 0, payload: vec![0; MAX_CONTROL_BYTES] };
+        let section =
+            Section { name: "x".into(), instance: 0, version: 0, payload: vec![0; MAX_CONTROL_BYTES] };
         assert!(matches!(encode_control(&ToTarget::Section(section)), Err(WireError::TooLarge { .. })));
         let mut header = [0; CONTROL_HEADER_BYTES];
         header[..4].copy_from_slice(&MAGIC.to_le_bytes());

@@ -242,7 +242,9 @@ impl TableWriter {
         let full = self.runs.len() == MAX_FRAME_RUNS || count > MAX_RUN;
         match self.runs.last_mut() {
             Some((last, start, len))
-                if *last == kind && u64::from(*start) + u64::from(*len) == u64::from(offset) && *len <= MAX_RUN - count.min(MAX_RUN) =>
+                if *last == kind
+                    && u64::from(*start) + u64::from(*len) == u64::from(offset)
+                    && *len <= MAX_RUN - count.min(MAX_RUN) =>
             {
                 *len += count;
             }
@@ -326,7 +328,11 @@ impl<'a> Table<'a> {
             pages += if kind == RunKind::Data { run.count } else { 0 };
         }
         if pages != header.pages as u64 {
-            return Err(WireError::Field { what: "pages in all runs", value: pages, allowed: "what the header says" });
+            return Err(WireError::Field {
+                what: "pages in all runs",
+                value: pages,
+                allowed: "what the header says",
+            });
         }
         Ok(table)
     }
@@ -340,7 +346,11 @@ impl<'a> Table<'a> {
                 0 => RunKind::Zero,
                 1 => RunKind::Data,
                 other => {
-                    return Err(WireError::Field { what: "kind of run", value: other.into(), allowed: "0 or 1" });
+                    return Err(WireError::Field {
+                        what: "kind of run",
+                        value: other.into(),
+                        allowed: "0 or 1",
+                    });
                 }
             };
             let first = PageIndex(base.saturating_add(u64::from(offset)));

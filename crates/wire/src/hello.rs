@@ -3,9 +3,10 @@
 use crate::{Fields, RefusalCode, WireError, crc};
 
 /// Oldest protocol version that this build speaks.
-pub const VERSION_MIN: u16 = 0;
-/// Newest protocol version that this build speaks. 0 is the version before the freeze: it promises nothing.
-pub const VERSION_MAX: u16 = 0;
+pub const VERSION_MIN: u16 = 1;
+/// Newest protocol version that this build speaks. Version 1 is a draft until it is frozen: both sides must be of one
+/// build until then.
+pub const VERSION_MAX: u16 = 1;
 /// Feature bits that this build knows. The low 32 are optional, the high 32 must be understood by the peer.
 pub const FEATURES: u64 = 0;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].

@@ -16,13 +16,13 @@ mod hello;
 mod machine;
 
 pub use control::{
-    CONTROL_HEADER_BYTES, ControlHeader, MAX_CONTROL_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource,
-    ToTarget, decode_control, encode_control,
+    CONTROL_HEADER_BYTES, ControlHeader, MAX_CONTROL_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName,
+    ToSource, ToTarget, decode_control, encode_control,
 };
 pub use error::{Refusal, RefusalCode, WireError};
 pub use frame::{
-    Codec, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_TABLE_BYTES, RunEntry,
-    RunKind, Table, TableWriter,
+    Codec, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_TABLE_BYTES,
+    RunEntry, RunKind, Table, TableWriter,
 };
 pub use hello::{
     FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, negotiate,

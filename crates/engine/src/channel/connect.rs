@@ -7,8 +7,8 @@ use std::io;
 use std::net::ToSocketAddrs;
 use std::time::Duration;
 use vmferry_wire::{
-    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX, VERSION_MIN,
-    WireError,
+    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
+    VERSION_MIN, WireError,
 };
 
 /// Opens the control channel.
@@ -49,12 +49,14 @@ fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<S
         Ok(reply)
     };
     let reply = shake().map_err(|source| MigrateError::Hello { uri: uri.to_string(), source })?;
-    let reply = HelloReply::decode(&reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
+    let reply =
+        HelloReply::decode(&reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
     if let Some(code) = reply.refused {
         return Err(MigrateError::RefusedHello { uri: uri.to_string(), code, theirs: reply.version });
     }
     if reply.migration != hello.migration || !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
-        let source = WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
+        let source =
+            WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
         return Err(MigrateError::Peer { uri: uri.to_string(), source });
     }
     if reply.features & !FEATURES != 0 {

@@ -46,9 +46,9 @@ impl Listener {
         let (socket, made) = match uri {
             Uri::Tcp { host, port } => {
                 let mut addresses = (host.as_str(), *port).to_socket_addrs().map_err(failed)?;
-                let address = addresses
-                    .next()
-                    .ok_or_else(|| failed(io::Error::new(io::ErrorKind::NotFound, "the name has no address")))?;
+                let address = addresses.next().ok_or_else(|| {
+                    failed(io::Error::new(io::ErrorKind::NotFound, "the name has no address"))
+                })?;
                 if !insecure && !address.ip().is_loopback() {
                     return Err(MigrateError::NotLoopback { uri: uri.to_string() });
                 }
@@ -89,7 +89,11 @@ impl Listener {
     /// Accepts until `stop` says so and gives every connection with a proper hello to `take`. A stranger's connection
     /// (garbage, silence, another program) is closed and costs nobody else time: each greets on a thread of its own,
     /// of which there are at most 32.
-    pub(crate) fn serve(&self, stop: impl Fn() -> bool, take: impl Fn(Incoming) + Send + Sync + Clone + 'static) {
+    pub(crate) fn serve(
+        &self,
+        stop: impl Fn() -> bool,
+        take: impl Fn(Incoming) + Send + Sync + Clone + 'static,
+    ) {
         let greeting = Arc::new(AtomicUsize::new(0));
         while !stop() {
             if greeting.load(Ordering::Acquire) >= MOST_GREETING {
@@ -132,7 +136,8 @@ fn read_hello(socket: Socket, peer: String) -> io::Result<Incoming> {
     let stream = Stream::new(socket, peer)?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
     let mut bytes = [0; HELLO_BYTES];
-    let read = stream.receive_bytes(&mut bytes).and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
+    let read =
+        stream.receive_bytes(&mut bytes).and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
     let hello = read.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
     match negotiate(&hello) {
         Ok(_) => Ok(Incoming { stream, hello }),

@@ -9,8 +9,8 @@ mod uri;
 
 pub(crate) use connect::{connect_bulk, connect_control};
 pub(crate) use control::{read_message, send_message};
-pub(crate) use listen::{Incoming, answer};
 pub use listen::Listener;
+pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
 pub(crate) use stream::{IoBuf, SendError, Stream};
 pub use uri::{Uri, UriError};

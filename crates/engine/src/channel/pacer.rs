@@ -33,7 +33,9 @@ impl Pacer {
         let slot = |free_at: u64| free_at.max(now.saturating_sub(BURST));
         let begins = self
             .free_at
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free_at| Some(slot(free_at).saturating_add(cost)))
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free_at| {
+                Some(slot(free_at).saturating_add(cost))
+            })
             .map_or(now, slot);
         loop {
             let ahead = Duration::from_nanos(begins.saturating_sub(self.now()));

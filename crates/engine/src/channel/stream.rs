@@ -86,6 +86,11 @@ impl Stream {
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Both);
     }
 
+    /// Says that nothing more will be sent; what was sent still arrives, and receiving goes on.
+    pub(crate) fn finish(&self) {
+        let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
+    }
+
     /// Sends all of `bufs`; uses them up.
     pub(crate) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
         let mut nothing_left = true;
@@ -186,7 +191,8 @@ mod tests {
     #[test]
     fn scattered_bytes_arrive_in_order_however_the_kernel_cuts_them() {
         let (a, b) = pair();
-        let pieces: Vec<Vec<u8>> = (0..3000u32).map(|i| vec![i.to_le_bytes()[0]; (i % 700) as usize]).collect();
+        let pieces: Vec<Vec<u8>> =
+            (0..3000u32).map(|i| vec![i.to_le_bytes()[0]; (i % 700) as usize]).collect();
         let want = pieces.concat();
         std::thread::scope(|scope| {
             scope.spawn(|| {

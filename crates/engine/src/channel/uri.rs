@@ -80,7 +80,9 @@ mod tests {
         for text in ["tcp:localhost:7000", "tcp:[::1]:7000", "unix:/run/x.sock", "fd:3", "file:/tmp/a:b"] {
             assert_eq!(text.parse::<Uri>().unwrap().to_string(), text);
         }
-        for text in ["", "tcp", "tcp:", "tcp:host", "tcp::1", "tcp:h:99999", "unix:", "fd:-1", "fd:x", "http://x"] {
+        for text in
+            ["", "tcp", "tcp:", "tcp:host", "tcp::1", "tcp:h:99999", "unix:", "fd:-1", "fd:x", "http://x"]
+        {
             let error = text.parse::<Uri>().unwrap_err().to_string();
             assert!(error.contains("tcp:HOST:PORT"), "{error}");
         }

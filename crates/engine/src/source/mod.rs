@@ -1,3 +1,85 @@
+//! The side that a guest leaves.
+
+mod driver;
+mod pending;
 mod policy;
+mod sender;
 pub(crate) mod session;
+mod timings;
+
 pub use session::{OnTimeout, Outcome, Settings, Verification};
+
+use crate::channel::{Pacer, Uri, connect_control};
+use crate::monitor::{Monitor, thread_cpu_us};
+use crate::report::Report;
+use crate::vm::{SourceVm, TrackerKind};
+use crate::{MigrateError, random};
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use vmferry_memory::Layout;
+use vmferry_wire::MigrationId;
+
+/// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
+///
+/// The guest runs on while its memory is sent, stops for the downtime, and then runs either on the target
+/// ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here again (`Cancelled`, `Failed`); in the one
+/// case in which nobody can know (`Unknown`), it stays stopped here. Which it was is in the report.
+///
+/// # Errors
+/// If nothing was begun: the target cannot be reached or refuses, the settings are impossible, the tracker cannot be
+/// had. The guest has not noticed.
+pub fn migrate(
+    vm: &mut dyn SourceVm,
+    uri: &Uri,
+    tracker: Option<TrackerKind>,
+    settings: &Settings,
+    monitor: &Monitor,
+) -> Result<Report, MigrateError> {
+    let began = Instant::now();
+    let cpu_before = thread_cpu_us();
+    check(vm, settings)?;
+    let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let migration = MigrationId(random()?);
+    let control = connect_control(uri, migration, settings.insecure, settings.peer_timeout)?;
+    let ground = driver::Ground {
+        uri,
+        settings,
+        monitor,
+        migration,
+        memory: vm.memory(),
+        control,
+        pacer: Pacer::new(settings.max_bandwidth),
+        stop: AtomicBool::new(false),
+        bulk: OnceLock::new(),
+        began,
+    };
+    let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker));
+    // The channel threads have ended by now: their CPU time is complete. What this thread used before does not count.
+    let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
+    report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before)) as f64 / 1e3;
+    Ok(report)
+}
+
+fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
+    let most = Settings::MAX_CHANNELS;
+    if !(1..=most).contains(&settings.channels) {
+        return Err(MigrateError::Settings(format!(
+            "{} channels: 1 to {most} are possible",
+            settings.channels
+        )));
+    }
+    if settings.max_bandwidth == Some(0) {
+        return Err(MigrateError::Settings(
+            "a bandwidth of 0 moves nothing; leave it out for no limit".into(),
+        ));
+    }
+    let config = vm.config();
+    let layout = Layout::new(config.regions).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    if layout != *vm.memory().layout() {
+        return Err(MigrateError::Vm(
+            "the VMM's configuration and its memory disagree about the regions".into(),
+        ));
+    }
+    Ok(())
+}

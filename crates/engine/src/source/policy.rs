@@ -73,9 +73,13 @@ impl Convergence {
             return Decision::Continue;
         }
         let transfer = predicted.saturating_sub(fixed);
-        let shrinks = previous
-            .is_none_or(|before| (pass.remaining as f64) <= before as f64 * WORTHWHILE_SHRINK);
-        if transfer <= fixed.mul_f64(NEGLIGIBLE_OF_FIXED) || !shrinks { Decision::Switch } else { Decision::Continue }
+        let shrinks =
+            previous.is_none_or(|before| (pass.remaining as f64) <= before as f64 * WORTHWHILE_SHRINK);
+        if transfer <= fixed.mul_f64(NEGLIGIBLE_OF_FIXED) || !shrinks {
+            Decision::Switch
+        } else {
+            Decision::Continue
+        }
     }
 }
 

@@ -11,7 +11,9 @@
 use super::policy::{Convergence, Decision, PassOutcome};
 use std::time::Duration;
 use vmferry_memory::PageRun;
-use vmferry_wire::{MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token};
+use vmferry_wire::{
+    MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token,
+};
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;
@@ -31,7 +33,6 @@ pub enum OnTimeout {
 
 /// How to migrate.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct Settings {
     /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
     pub channels: u16,
@@ -77,11 +78,19 @@ pub(crate) enum Event {
     Message(ToSource),
     ChannelsOpened,
     TrackerStarted,
-    Rehearsed { fixed: Duration },
-    PassSent { bytes: u64 },
-    Harvested { pages: u64 },
+    Rehearsed {
+        fixed: Duration,
+    },
+    PassSent {
+        bytes: u64,
+    },
+    Harvested {
+        pages: u64,
+    },
     Paused,
-    Saved { sections: Vec<Section> },
+    Saved {
+        sections: Vec<Section>,
+    },
     Resumed,
     /// Something on this side failed.
     LocalFailure(Refusal),
@@ -110,11 +119,16 @@ pub(crate) enum Pass {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     Send(ToTarget),
-    OpenChannels { token: Token },
+    OpenChannels {
+        token: Token,
+    },
     StartTracker,
     Rehearse,
     Harvest,
-    SendPass { number: u32, pass: Pass },
+    SendPass {
+        number: u32,
+        pass: Pass,
+    },
     Pause,
     Save,
     /// Let the guest run here again.
@@ -151,17 +165,30 @@ pub struct Verification {
 enum State {
     AwaitAccept,
     /// Channels are being opened: `opened` here, `up` there.
-    Opening { opened: bool, up: bool },
+    Opening {
+        opened: bool,
+        up: bool,
+    },
     StartingTracker,
     /// A live pass: `sent` by us, `received` by the target.
-    Passing { sent: bool, received: bool },
+    Passing {
+        sent: bool,
+        received: bool,
+    },
     Harvesting,
     Rehearsing,
     Pausing,
     Saving,
     LastHarvest,
-    LastPass { sent: bool, received: bool },
-    Verifying { sent: bool, received: bool, verified: bool },
+    LastPass {
+        sent: bool,
+        received: bool,
+    },
+    Verifying {
+        sent: bool,
+        received: bool,
+        verified: bool,
+    },
     Loading,
     Committed,
     /// Cleaning up: the guest is being resumed, then `ended` is reported.
@@ -203,6 +230,7 @@ pub(crate) struct Session {
     pub(crate) verification: Option<Verification>,
     pub(crate) load_time: Duration,
     pub(crate) start_time: Duration,
+    pub(crate) target_cpu: Duration,
 }
 
 impl Session {
@@ -231,6 +259,7 @@ impl Session {
             verification: None,
             load_time: Duration::ZERO,
             start_time: Duration::ZERO,
+            target_cpu: Duration::ZERO,
         };
         (session, vec![Action::Send(setup)])
     }
@@ -333,7 +362,10 @@ impl Session {
                 self.verifying(true, received, verified)
             }
             (state, event) => self.give_up(
-                Outcome::Failed(Refusal::new(RefusalCode::Protocol, format!("{event:?} came while {state:?}"))),
+                Outcome::Failed(Refusal::new(
+                    RefusalCode::Protocol,
+                    format!("{event:?} came while {state:?}"),
+                )),
                 true,
             ),
         }
@@ -357,7 +389,9 @@ impl Session {
             (State::Passing { sent, .. }, ToSource::Received { pass, .. }) if pass == self.pass => {
                 self.passing(now, sent, true)
             }
-            (State::LastPass { sent, .. }, ToSource::Received { pass, suspects, runs }) if pass == self.pass => {
+            (State::LastPass { sent, .. }, ToSource::Received { pass, suspects, runs })
+                if pass == self.pass =>
+            {
                 // Later damage is found by the next `Received`; this one's runs are what is sent again.
                 self.again = if suspects == 0 { Vec::new() } else { runs };
                 if suspects != 0 && self.again.is_empty() {
@@ -365,7 +399,9 @@ impl Session {
                 }
                 self.last_pass(sent, true)
             }
-            (State::Verifying { sent, verified, .. }, ToSource::Received { pass, .. }) if pass == self.pass => {
+            (State::Verifying { sent, verified, .. }, ToSource::Received { pass, .. })
+                if pass == self.pass =>
+            {
                 self.verifying(sent, true, verified)
             }
             (State::Verifying { sent, received, .. }, ToSource::Verified { pages, mismatched, samples }) => {
@@ -391,13 +427,15 @@ impl Session {
 
     fn after_commit(&mut self, message: ToSource) -> Vec<Action> {
         match message {
-            ToSource::Running { start_us } => {
+            ToSource::Running { start_us, cpu_us } => {
+                self.target_cpu = Duration::from_micros(cpu_us);
                 self.start_time = Duration::from_micros(start_us);
                 self.ended = Some(Outcome::Completed);
                 self.finish()
             }
-            // The target's promise that the guest never ran there and never will: it is ours again.
-            ToSource::Returned(why) => {
+            // The target's promise that the guest never ran there and never will (it says `Failed` if it gave up just
+            // before it read the commit): it is ours again.
+            ToSource::Returned(why) | ToSource::Failed(why) => {
                 self.state = State::Resuming;
                 self.ended = Some(Outcome::Failed(why));
                 vec![Action::Resume]

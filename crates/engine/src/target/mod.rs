@@ -1,1 +1,125 @@
+//! The side that a guest comes to.
+
+mod driver;
+mod receiver;
 pub(crate) mod session;
+
+use crate::channel::{Listener, answer};
+use crate::vm::TargetVm;
+use crate::{MigrateError, channel::Incoming};
+use driver::{Driver, Input};
+use serde::Serialize;
+use session::Outcome;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode, Role};
+
+/// Waits for a guest; share it between the thread that receives and those that may stop it.
+#[derive(Debug)]
+pub struct Arrival {
+    stop: AtomicBool,
+    peer_timeout: Duration,
+}
+
+impl Arrival {
+    /// With how long a source may be silent before it is given up.
+    #[must_use]
+    pub fn new(peer_timeout: Duration) -> Self {
+        Self { stop: AtomicBool::new(false), peer_timeout }
+    }
+
+    /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+}
+
+/// A guest that has arrived and runs.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct Received {
+    /// Name of the migration, 32 hexadecimal digits.
+    pub id: String,
+    /// Where it came from.
+    pub source: String,
+    /// Pages received, counting a page each time it came.
+    pub pages: u64,
+    /// Time that loading the device state took, in ms.
+    pub load_ms: f64,
+    /// CPU time of the engine's threads, in ms.
+    pub cpu_ms: f64,
+}
+
+/// Why no guest came.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReceiveFailure {
+    /// It was on its way and did not arrive. It has not run here; this VM's memory is no longer empty.
+    #[error("the guest did not arrive: {0}; it has not run here")]
+    Failed(Refusal),
+    /// [`Arrival::stop`] was called while none was on its way.
+    #[error("stopped while waiting for a guest")]
+    Stopped,
+    /// The host.
+    #[error(transparent)]
+    Host(#[from] MigrateError),
+}
+
+/// Waits at `listener` for a source and takes its guest into `vm`; returns once the guest runs.
+///
+/// Strangers, sources of another version and sources whose machine differs are refused and cost nothing: the wait goes
+/// on. Once a fitting guest was announced, its fate ends the call.
+///
+/// # Errors
+/// [`ReceiveFailure`]: the guest has not run here.
+pub fn receive(
+    vm: &mut dyn TargetVm,
+    listener: &Listener,
+    arrival: &Arrival,
+) -> Result<Received, ReceiveFailure> {
+    let (sender, inputs) = sync_channel(128);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let take = driver::forward(&sender);
+        let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
+        std::thread::Builder::new()
+            .name("target-accept".into())
+            .spawn_scoped(scope, accept)
+            .map_err(|source| MigrateError::Host { what: "a thread", source })?;
+        let result = loop {
+            let incoming = match inputs.recv_timeout(Duration::from_millis(100)) {
+                Ok(Input::Connected(incoming)) => *incoming,
+                Ok(_) => continue,
+                Err(RecvTimeoutError::Timeout) if arrival.stopped() => break Err(ReceiveFailure::Stopped),
+                Err(_) => continue,
+            };
+            if incoming.hello.role != Role::Control {
+                refuse(&incoming);
+                continue;
+            }
+            match Driver::run(vm, arrival, &inputs, sender.clone(), incoming) {
+                Err(error) => break Err(error.into()),
+                Ok(attempt) => match attempt.outcome {
+                    Outcome::Completed => break Ok(attempt.received),
+                    Outcome::Failed(why) if attempt.accepted => break Err(ReceiveFailure::Failed(why)),
+                    Outcome::Failed(why) => tracing::warn!("{} was refused: {why}", attempt.received.source),
+                },
+            }
+        };
+        done.store(true, Ordering::Release);
+        // Whoever still greets finds the queue closed.
+        drop(inputs);
+        result
+    })
+}
+
+fn refuse(incoming: &Incoming) {
+    if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(RefusalCode::Token)) {
+        tracing::warn!("{}: {error}", incoming.stream.peer);
+    }
+}

@@ -4,7 +4,8 @@
 //! before that ends without it having run.
 
 use vmferry_wire::{
-    MAX_STATE_BYTES, MachineConfig, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token,
+    MAX_STATE_BYTES, MachineConfig, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget,
+    Token,
 };
 
 /// Most sections of device state: far more than any machine has devices.
@@ -19,13 +20,29 @@ pub(crate) enum Event {
     /// A bulk channel of this migration is up.
     ChannelUp,
     /// Channel `channel` has received everything of pass `pass`.
-    Barrier { channel: u16, pass: u32 },
+    Barrier {
+        channel: u16,
+        pass: u32,
+    },
     /// Pages that do not match their digest, after pass `pass`.
-    Suspects { pass: u32, pages: u64, runs: Vec<RunName> },
+    Suspects {
+        pass: u32,
+        pages: u64,
+        runs: Vec<RunName>,
+    },
     /// What comparing digests found.
-    Compared { pages: u64, mismatched: u64, samples: Vec<PageName> },
-    Loaded { micros: u64 },
-    Started { micros: u64 },
+    Compared {
+        pages: u64,
+        mismatched: u64,
+        samples: Vec<PageName>,
+    },
+    Loaded {
+        micros: u64,
+    },
+    Started {
+        micros: u64,
+        cpu_us: u64,
+    },
     /// The state could not be loaded, a channel broke, memory could not be written.
     LocalFailure(Refusal),
     /// The vCPUs could not be started; none has run.
@@ -40,7 +57,9 @@ pub(crate) enum Action {
     /// Take bulk channels with the tokens that `Accept` names, this many.
     AwaitChannels(u16),
     /// Report [`Event::Suspects`].
-    CountSuspects { pass: u32 },
+    CountSuspects {
+        pass: u32,
+    },
     /// Report [`Event::Compared`].
     CountDifferences,
     Load(Vec<Section>),
@@ -50,7 +69,7 @@ pub(crate) enum Action {
 
 /// How it ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     /// The guest runs here.
     Completed,
     /// The guest has not run here and will not.
@@ -107,9 +126,9 @@ impl Session {
         self.state != State::AwaitSetup
     }
 
-    /// Whether the guest is this side's.
-    pub(crate) fn owns_guest(&self) -> bool {
-        self.state == State::Starting
+    /// Whether all memory is here, so that the bulk channels have done their work.
+    pub(crate) fn memory_complete(&self) -> bool {
+        matches!(self.state, State::Loading | State::Ready | State::Starting)
     }
 
     /// Takes in what happened; gives out what to do, in this order.
@@ -133,10 +152,10 @@ impl Session {
                 self.state = State::Ready;
                 vec![Action::Send(ToSource::Ready { load_us: micros })]
             }
-            Event::Started { micros } if self.state == State::Starting => {
+            Event::Started { micros, cpu_us } if self.state == State::Starting => {
                 self.state = State::Done;
                 vec![
-                    Action::Send(ToSource::Running { start_us: micros }),
+                    Action::Send(ToSource::Running { start_us: micros, cpu_us }),
                     Action::Finish(Outcome::Completed),
                 ]
             }
@@ -261,7 +280,8 @@ impl Session {
     fn section(&mut self, section: Section) -> Vec<Action> {
         self.state_bytes += section.name.len() + section.payload.len();
         if self.state_bytes > MAX_STATE_BYTES || self.sections.len() == MAX_SECTIONS || self.state_complete {
-            let detail = format!("more device state than the protocol allows ({} MiB)", MAX_STATE_BYTES >> 20);
+            let detail =
+                format!("more device state than the protocol allows ({} MiB)", MAX_STATE_BYTES >> 20);
             return self.fail(Refusal::new(RefusalCode::State, detail), true);
         }
         self.sections.push(section);

@@ -1,0 +1,149 @@
+//! Embeds the engine in a "VMM" of its own: a machine whose memory is an array, whose one vCPU is a thread that counts
+//! in it, and whose device state is one number. Moves it from one to another of its kind over a Unix socket, live.
+//! Run it: `cargo run --release -p vmferry-engine --example embed`
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use vmferry_bitmap::AtomicBitmap;
+use vmferry_engine::*;
+use vmferry_memory::{Gpa, PageSet, Region, RegionId};
+
+const PAGES: u64 = 32 << 10;
+
+#[repr(align(4096))]
+struct Page([AtomicU64; 512]);
+
+/// Memory, and which of its pages were written. A VMM maps memory, and KVM or the kernel keeps the second part
+/// (vmferry-dirty has both trackers ready).
+struct Board {
+    pages: Vec<Page>,
+    dirty: AtomicBitmap,
+    writes: AtomicU64,
+    /// The vCPU works while it holds this and finds it true: whoever sets it to false has paused the vCPU.
+    running: Mutex<bool>,
+    power: AtomicBool,
+}
+
+impl Board {
+    fn run_vcpu(&self) {
+        while self.power.load(Relaxed) {
+            let running = self.running.lock().expect("nobody panics with it");
+            for _ in 0..if *running { 64 } else { 0 } {
+                let page = self.writes.fetch_add(1, Relaxed) * 7919 % PAGES;
+                // Write, and then mark. The other way round a harvest between the two would lose the write.
+                self.pages[page as usize].0[0].fetch_add(1, Relaxed);
+                self.dirty.set(page);
+            }
+            drop(running);
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+/// The tracker. Harvesting swaps the marks out, and a later write marks anew: nothing is left for `protect` to do.
+struct Marks(Arc<Board>);
+
+impl DirtyTracker for Marks {
+    fn start(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        dirty.iter_mut().for_each(|(_, map)| {
+            self.0.dirty.harvest(map);
+        });
+        Ok(())
+    }
+    fn protector(&self) -> Arc<dyn Protect> {
+        Arc::new(NothingToProtect)
+    }
+    fn stop(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
+
+struct Machine(Arc<Board>);
+
+impl Machine {
+    fn new(running: bool) -> Self {
+        let pages = (0..PAGES).map(|_| Page([const { AtomicU64::new(0) }; 512])).collect();
+        let (dirty, running) = (AtomicBitmap::new(PAGES), Mutex::new(running));
+        let board = Arc::new(Board { pages, dirty, running, writes: 0.into(), power: true.into() });
+        let vcpu = Arc::clone(&board);
+        std::thread::spawn(move || vcpu.run_vcpu());
+        Self(board)
+    }
+    fn set_running(&self, to: bool) -> Result<(), VmError> {
+        *self.0.running.lock().map_err(|error| VmError::new(error.to_string()))? = to;
+        Ok(())
+    }
+    fn region() -> Region {
+        Region { id: RegionId(0), gpa: Gpa(0), len: PAGES << 12 }
+    }
+    fn describe() -> MachineConfig {
+        MachineConfig { kind: "example".into(), vcpus: 1, regions: vec![Self::region()], extra: vec![] }
+    }
+    fn map(&self) -> Arc<dyn GuestMemory> {
+        let start = NonNull::from(&self.0.pages[0]).cast();
+        // SAFETY: the pages live as long as the process here, and are atomics to everybody else.
+        Arc::new(unsafe { MappedMemory::new(&[(Self::region(), start)]) }.expect("one whole region"))
+    }
+}
+
+impl SourceVm for Machine {
+    fn config(&self) -> MachineConfig {
+        Self::describe()
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        self.map()
+    }
+    fn tracker(&mut self, _: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        Ok(Box::new(Marks(Arc::clone(&self.0))))
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        self.set_running(false)
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        let payload = self.0.writes.load(Relaxed).to_le_bytes().to_vec();
+        Ok(vec![Section { name: "vcpu".into(), instance: 0, version: 1, payload }])
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.set_running(true)
+    }
+}
+
+impl TargetVm for Machine {
+    fn config(&self) -> MachineConfig {
+        Self::describe()
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        self.map()
+    }
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        let [Section { payload, .. }] = sections else { return Err(VmError::new("one section is expected")) };
+        let writes = payload.as_slice().try_into().map_err(VmError::new)?;
+        self.0.writes.store(u64::from_le_bytes(writes), Relaxed);
+        Ok(())
+    }
+    fn start(&mut self) -> Result<(), VmError> {
+        self.set_running(true)
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let path = std::env::temp_dir().join(format!("vmferry-embed-{}", std::process::id()));
+    let (mut here, mut there, uri) = (Machine::new(true), Machine::new(false), Uri::Unix(path));
+    let listener = Listener::bind(&uri, false)?;
+    let settings = Settings { verify: true, ..Settings::default() };
+    let (report, received) = std::thread::scope(|scope| {
+        let target = scope.spawn(|| receive(&mut there, &listener, &Arrival::new(settings.peer_timeout)));
+        (migrate(&mut here, &uri, None, &settings, &Monitor::new()), target.join())
+    });
+    let (report, _) = (report?, received.map_err(|_| "it panicked")??);
+    let sum: u64 = there.0.pages.iter().map(|page| page.0[0].load(Relaxed)).sum();
+    println!("{:?} after {:.1} ms of downtime, {sum} writes and counting", report.state, report.downtime_ms);
+    here.0.power.store(false, Relaxed);
+    there.0.power.store(false, Relaxed);
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! Guest memory for the usual case: every region mapped in this process.
+
+use crate::vm::{GuestMemory, VmError};
+use std::ptr::NonNull;
+use vmferry_memory::{Layout, LayoutError, PageRun, Region, RegionId, Window};
+
+/// [`GuestMemory`] over mappings of this process. Takes every page for touched; wrap it to know better.
+#[derive(Debug)]
+pub struct MappedMemory {
+    layout: Layout,
+    /// Where each region of `layout` is mapped, in its order.
+    starts: Vec<NonNull<u8>>,
+}
+
+// SAFETY: the mappings are reached by address only, by `Window`s, which any thread may use (promise of `new`'s caller).
+unsafe impl Send for MappedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for MappedMemory {}
+
+impl MappedMemory {
+    /// The memory of `regions`, each with the address where it is mapped.
+    ///
+    /// # Safety
+    /// As long as the result lives, each region is mapped for its whole length, readable, writable, at a page boundary,
+    /// and this process reaches those bytes through raw addresses or atomics only.
+    ///
+    /// # Errors
+    /// If the regions cannot be one guest's memory.
+    pub unsafe fn new(regions: &[(Region, NonNull<u8>)]) -> Result<Self, LayoutError> {
+        let layout = Layout::new(regions.iter().map(|(region, _)| *region).collect())?;
+        let start =
+            |region: &Region| regions.iter().find(|(own, _)| own.id == region.id).map(|(_, start)| *start);
+        let starts = layout.regions().iter().filter_map(start).collect();
+        Ok(Self { layout, starts })
+    }
+
+    /// The address of the first byte of `run`, whose pages exist.
+    fn locate(&self, id: RegionId, run: PageRun) -> Option<(NonNull<u8>, usize)> {
+        let position = self.layout.position(id)?;
+        let inside = run.end() <= self.layout.regions()[position].pages();
+        let (offset, len) = (usize::try_from(run.first.offset()).ok()?, usize::try_from(run.bytes()).ok()?);
+        // SAFETY: `run` is within the region, which is mapped from `starts[position]` on for its whole length.
+        inside.then(|| (unsafe { self.starts[position].add(offset) }, len))
+    }
+}
+
+impl GuestMemory for MappedMemory {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        let (start, len) =
+            self.locate(region, run).ok_or_else(|| VmError::new(format!("{region} has no {run}")))?;
+        // SAFETY: `locate` stays inside a mapping, which `new`'s caller keeps for as long as self lives.
+        Ok(unsafe { Window::new(start, len) })
+    }
+}

@@ -1,0 +1,147 @@
+//! What can be seen of a migration while it runs, and how it is told to stop.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Counters that channel threads add to once a frame.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) wire_bytes: AtomicU64,
+    pub(crate) raw_pages: AtomicU64,
+    pub(crate) zero_pages: AtomicU64,
+    pub(crate) untouched: AtomicU64,
+    pub(crate) cpu_us: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn count_frame(&self, bytes: usize, raw_pages: u64, zero_pages: u64) {
+        self.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.raw_pages.fetch_add(raw_pages, Ordering::Relaxed);
+        self.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
+    }
+
+    /// Adds what the calling thread has used of the CPU so far; called once, as it ends.
+    pub(crate) fn add_thread_cpu(&self) {
+        self.cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
+    }
+}
+
+/// CPU time of the calling thread in microseconds.
+pub(crate) fn thread_cpu_us() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is ours, and this clock always exists on Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    u64::try_from(time.tv_sec * 1_000_000 + time.tv_nsec / 1000).unwrap_or(0)
+}
+
+/// Where a migration stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum MigrationState {
+    /// Connecting, agreeing, starting to track.
+    #[default]
+    Setup,
+    /// The guest runs on the source while its memory is sent.
+    Precopy,
+    /// The guest is stopped.
+    Switchover,
+    /// The guest runs on the target.
+    Completed,
+    /// The guest stays, because somebody wanted it to.
+    Cancelled,
+    /// The guest stays, because it could not be moved.
+    Failed,
+    /// Nobody can know which side owns the guest; neither does the source run it.
+    Unknown,
+}
+
+/// A snapshot of a migration under way.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+#[non_exhaustive]
+pub struct Progress {
+    /// Where it stands.
+    pub state: MigrationState,
+    /// Number of the pass under way, from 0.
+    pub pass: u32,
+    /// Pages that this pass has to look at.
+    pub pass_pages: u64,
+    /// Pages sent (with content or as zero) or found untouched in this pass.
+    pub pass_done: u64,
+    /// Pages known to be dirty and not yet sent, this pass included.
+    pub remaining_pages: u64,
+    /// Pages a second that the guest dirtied during the last pass.
+    pub dirty_pages_per_s: f64,
+    /// Bytes a second that the last telling pass moved.
+    pub bandwidth: Option<f64>,
+    /// The downtime to expect if the guest were stopped after this pass.
+    pub predicted_downtime: Option<Duration>,
+    /// Bytes sent so far.
+    pub wire_bytes: u64,
+    /// Time since the start.
+    pub elapsed: Duration,
+}
+
+/// Watches a migration and can cancel it; share it between the thread that migrates and those that look.
+#[derive(Debug, Default)]
+pub struct Monitor {
+    pub(crate) counters: Counters,
+    cancel: AtomicBool,
+    progress: Mutex<(Progress, u64)>,
+}
+
+impl Monitor {
+    /// A monitor for one migration.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Asks for the guest to stay. Has effect until the handoff commits; says nothing about when.
+    pub fn cancel(&self) {
+        self.cancel.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Acquire)
+    }
+
+    /// Where it stands now.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let (mut progress, before) = self.lock().clone();
+        let done = self.pages_done().saturating_sub(before);
+        progress.pass_done = done.min(progress.pass_pages);
+        progress.remaining_pages = progress.pass_pages - progress.pass_done;
+        progress.wire_bytes = self.counters.wire_bytes.load(Ordering::Relaxed);
+        progress
+    }
+
+    /// Pages that were sent or skipped since the start.
+    pub(crate) fn pages_done(&self) -> u64 {
+        let counters = &self.counters;
+        [&counters.raw_pages, &counters.zero_pages, &counters.untouched]
+            .iter()
+            .map(|counter| counter.load(Ordering::Relaxed))
+            .sum()
+    }
+
+    pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.lock().0);
+    }
+
+    /// A pass of `pages` pages begins.
+    pub(crate) fn begin_pass(&self, pass: u32, pages: u64) {
+        let done = self.pages_done();
+        let mut guard = self.lock();
+        guard.0.pass = pass;
+        guard.0.pass_pages = pages;
+        guard.1 = done;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, (Progress, u64)> {
+        // A panic while holding it cannot leave a snapshot that is worse than stale.
+        self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}

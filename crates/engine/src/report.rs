@@ -1,0 +1,110 @@
+//! The account of a migration, in the shape of the `migrate --json` document.
+
+use crate::monitor::MigrationState;
+use serde::Serialize;
+
+/// Everything that is known of a migration after its end.
+#[derive(Debug, Clone, Default, Serialize)]
+#[non_exhaustive]
+pub struct Report {
+    /// How it ended.
+    pub state: MigrationState,
+    /// The same, as one word; `None` while it runs.
+    pub outcome: Option<String>,
+    /// What went wrong, in words; `None` if nothing did.
+    pub error: Option<String>,
+    /// Name of the migration, 32 hexadecimal digits.
+    pub id: String,
+    /// When the guest changed sides.
+    pub mode: String,
+    /// How dirty pages were found.
+    pub tracker: String,
+    /// From the first connection to the guest running on the target, in ms.
+    pub total_ms: f64,
+    /// From the pause to the target's word that the guest runs, in ms, without the time that verification took.
+    pub downtime_ms: f64,
+    /// From the first connection to the first page, in ms.
+    pub setup_ms: f64,
+    /// The downtime that was predicted when the guest was stopped, in ms.
+    pub predicted_downtime_ms: Option<f64>,
+    /// What the downtime was made of.
+    pub downtime: Downtime,
+    /// What was sent.
+    pub bytes: Bytes,
+    /// One entry a pass.
+    pub passes: Vec<PassReport>,
+    /// Bytes on the wire over the time from the first page to the end, in Mbit/s.
+    pub throughput_mbps: f64,
+    /// CPU time of the engine's threads.
+    pub cpu_ms: Cpu,
+    /// Pages compared on both sides.
+    pub verified_pages: u64,
+    /// Pages that differed.
+    pub mismatched_pages: u64,
+    /// Pages that were not compared because their content does not count.
+    pub skipped_pages: u64,
+    /// Pages that were sent again because they arrived damaged.
+    pub suspect_pages_resent: u64,
+    /// Time that verification took, outside the downtime, in ms.
+    pub verify_ms: f64,
+}
+
+/// The parts of the downtime, in ms.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Downtime {
+    /// Until the last vCPU had stopped.
+    pub pause_ms: f64,
+    /// The last harvest of dirty pages.
+    pub last_harvest_ms: f64,
+    /// Sending the last pages until the target had them.
+    pub last_pages_ms: f64,
+    /// Saving the device state here and loading it there.
+    pub device_state_ms: f64,
+    /// From the target being ready to its word that the guest runs, without starting it.
+    pub commit_ms: f64,
+    /// Starting the vCPUs there.
+    pub resume_ms: f64,
+}
+
+/// What was sent.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Bytes {
+    /// All bytes of the bulk channels.
+    pub wire: u64,
+    /// Pages sent with their content.
+    pub raw_pages: u64,
+    /// Pages sent as a count of zeros, or not at all because they were never touched.
+    pub zero_pages: u64,
+    /// Pages skipped because the guest said that they are free.
+    pub free_pages_skipped: u64,
+    /// Bytes of pages sent as differences.
+    pub delta: u64,
+    /// Bytes of pages sent compressed.
+    pub compressed: u64,
+}
+
+/// One pass over the dirty pages.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct PassReport {
+    /// Its number, from 0.
+    pub pass: u32,
+    /// Pages it had to look at.
+    pub pages: u64,
+    /// Bytes it sent.
+    pub wire_bytes: u64,
+    /// From its first byte until the target had all of it, in ms.
+    pub ms: f64,
+    /// The harvest after it, in ms.
+    pub harvest_ms: f64,
+    /// Pages that the guest had dirtied by then.
+    pub dirtied: u64,
+}
+
+/// CPU time in ms.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Cpu {
+    /// Of the source's engine threads.
+    pub source: f64,
+    /// Of the target's engine threads.
+    pub destination: f64,
+}

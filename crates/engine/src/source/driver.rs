@@ -1,0 +1,445 @@
+//! The source's driver: does what the session decides, with real threads, sockets and a real VM.
+//!
+//! Threads and what they own: the caller's thread runs the session, the VM and the tracker; one thread reads the control
+//! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
+
+use super::pending::Pending;
+use super::sender::{Sender, SenderError, Shared};
+use super::session::{Action, Event, Outcome, Pass, Phase, Session, Settings};
+use super::timings::Timings;
+use crate::channel::{Pacer, SendError, Stream, Uri, connect_bulk, read_message, send_message};
+use crate::monitor::{MigrationState, Monitor};
+use crate::report::Report;
+use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, OnceLock};
+use std::thread::{Builder, Scope};
+use std::time::{Duration, Instant};
+use vmferry_memory::{PageRun, PageSet};
+use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
+
+/// How often the clock is looked at, and a cancel noticed.
+const TICK: Duration = Duration::from_millis(20);
+/// How long a broken bulk channel waits for the target to say why, before the link is blamed.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// What other threads report.
+pub(super) enum Input {
+    Message(ToSource),
+    ControlLost(io::Error),
+    PassDone(Result<(), SenderError>),
+}
+
+#[derive(Clone)]
+enum Job {
+    Pages { pass: u32, set: Arc<PageSet>, first: bool },
+    Digests { pass: u32 },
+}
+
+/// What outlives the channel threads, so that they may borrow it.
+pub(super) struct Ground<'a> {
+    pub(super) uri: &'a Uri,
+    pub(super) settings: &'a Settings,
+    pub(super) monitor: &'a Monitor,
+    pub(super) migration: MigrationId,
+    pub(super) memory: Arc<dyn GuestMemory>,
+    pub(super) control: Stream,
+    pub(super) pacer: Pacer,
+    pub(super) stop: AtomicBool,
+    pub(super) bulk: OnceLock<Vec<Stream>>,
+    pub(super) began: Instant,
+}
+
+impl Ground<'_> {
+    fn shutdown(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bulk.get().into_iter().flatten().for_each(Stream::shutdown);
+    }
+}
+
+pub(super) struct Driver<'s, 'e> {
+    ground: &'e Ground<'e>,
+    scope: &'s Scope<'s, 'e>,
+    vm: &'e mut dyn SourceVm,
+    tracker: Box<dyn DirtyTracker>,
+    tracking: bool,
+    session: Session,
+    inputs: (SyncSender<Input>, Receiver<Input>),
+    jobs: Vec<SyncSender<Job>>,
+    missing: usize,
+    pending: Pending,
+    /// A link failure that waits for the target's own word on it.
+    held: Option<(Instant, String)>,
+    cancel_seen: bool,
+    pub(super) timings: Timings,
+    dirtied_since: Instant,
+}
+
+impl<'s, 'e> Driver<'s, 'e> {
+    pub(super) fn run(
+        ground: &'e Ground<'e>,
+        scope: &'s Scope<'s, 'e>,
+        vm: &'e mut dyn SourceVm,
+        tracker: Box<dyn DirtyTracker>,
+    ) -> Report {
+        let inputs = sync_channel(usize::from(Settings::MAX_CHANNELS) + 16);
+        let (session, first) = Session::begin(ground.settings.clone(), vm.config(), ground.began.elapsed());
+        let pending = Pending::everything(ground.memory.layout());
+        let mut driver = Self {
+            ground,
+            scope,
+            vm,
+            tracker,
+            tracking: false,
+            session,
+            inputs,
+            jobs: Vec::new(),
+            missing: 0,
+            pending,
+            held: None,
+            cancel_seen: false,
+            timings: Timings::default(),
+            dirtied_since: Instant::now(),
+        };
+        let outcome = driver.read_control().map_or_else(
+            |error| {
+                Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
+            },
+            |()| driver.drive(first),
+        );
+        driver.close(&outcome);
+        driver.timings.report(driver.ground, &driver.session, &outcome, driver.tracker.kind())
+    }
+
+    fn read_control(&self) -> io::Result<()> {
+        let (ground, inputs) = (self.ground, self.inputs.0.clone());
+        let read = move || loop {
+            match read_message(&ground.control) {
+                Ok(message) => {
+                    if inputs.send(Input::Message(message)).is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    let _ = inputs.send(Input::ControlLost(error));
+                    return;
+                }
+            }
+        };
+        Builder::new().name("source-control".into()).spawn_scoped(self.scope, read).map(drop)
+    }
+
+    fn now(&self) -> Duration {
+        self.ground.began.elapsed()
+    }
+
+    /// Runs to the end: performs actions, and waits for what happens when there are none.
+    fn drive(&mut self, first: Vec<Action>) -> Outcome {
+        let mut actions = VecDeque::from(first);
+        loop {
+            while let Some(action) = actions.pop_front() {
+                if let Action::Finish(outcome) = action {
+                    return outcome;
+                }
+                if let Some(event) = self.perform(action) {
+                    actions.extend(self.session.handle(self.now(), event));
+                }
+            }
+            self.show();
+            let event = self.wait();
+            actions.extend(self.session.handle(self.now(), event));
+        }
+    }
+
+    fn wait(&mut self) -> Event {
+        if self.ground.monitor.cancelled() && !self.cancel_seen {
+            self.cancel_seen = true;
+            return Event::Cancel;
+        }
+        if let Some((_, why)) = self.held.take_if(|(deadline, _)| Instant::now() >= *deadline) {
+            return Event::PeerLost(why);
+        }
+        match self.inputs.1.recv_timeout(TICK) {
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
+            Ok(Input::Message(message)) => {
+                self.timings.message(&message);
+                Event::Message(message)
+            }
+            Ok(Input::ControlLost(error)) => Event::PeerLost(match error.kind() {
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+                    format!("the target {} closed the connection", self.ground.control.peer)
+                }
+                io::ErrorKind::TimedOut => format!(
+                    "nothing was heard of the target {} for {:?}",
+                    self.ground.control.peer, self.ground.settings.peer_timeout
+                ),
+                _ => format!("the link to {} failed: {error}", self.ground.control.peer),
+            }),
+            Ok(Input::PassDone(Ok(()))) => {
+                self.missing = self.missing.saturating_sub(1);
+                if self.missing > 0 {
+                    return Event::Tick;
+                }
+                Event::PassSent { bytes: self.timings.pass_sent(self.ground.monitor) }
+            }
+            Ok(Input::PassDone(Err(SenderError::Stopped))) => Event::Tick,
+            Ok(Input::PassDone(Err(SenderError::Vm(error)))) => local("reading guest memory", &error),
+            Ok(Input::PassDone(Err(SenderError::Link(SendError { error, .. }, peer)))) => {
+                // Often the target closed its channels after saying why on the control channel: hear it out.
+                let why = format!("the link to {peer} failed while pages were sent: {error}");
+                self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
+                Event::Tick
+            }
+        }
+    }
+
+    fn perform(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Send(message) => self.send(&message),
+            Action::OpenChannels { token } => Some(self.open_channels(token)),
+            Action::StartTracker => Some(self.start_tracker()),
+            Action::Rehearse => Some(self.rehearse()),
+            Action::Harvest => Some(self.harvest()),
+            Action::SendPass { number, pass } => self.send_pass(number, pass),
+            Action::Pause => {
+                let predicted = self.session.predicted_downtime();
+                self.timings.pausing(predicted);
+                let paused = self.vm.pause();
+                self.timings.paused();
+                Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
+            }
+            Action::Save => {
+                let saved = self.vm.save();
+                self.timings.saved();
+                Some(saved.map_or_else(
+                    |error| local("saving the device state", &error),
+                    |sections| Event::Saved { sections },
+                ))
+            }
+            Action::Resume => Some(self.resume()),
+            Action::Finish(_) => None,
+        }
+    }
+
+    fn send(&mut self, message: &ToTarget) -> Option<Event> {
+        self.timings.sending(message);
+        let failed = send_message(&self.ground.control, message).err()?;
+        let why = format!("the link to {} failed: {}", self.ground.control.peer, failed.error);
+        // Before the commit the target's own words, if it left any, say more than a broken pipe.
+        if !self.session.committed() && failed.error.kind() == io::ErrorKind::BrokenPipe {
+            self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
+            return None;
+        }
+        Some(if failed.nothing_left { Event::NotSent(why) } else { Event::PeerLost(why) })
+    }
+
+    fn open_channels(&mut self, token: Token) -> Event {
+        let ground = self.ground;
+        let settings = ground.settings;
+        let open = |index| {
+            let stream = connect_bulk(
+                ground.uri,
+                ground.migration,
+                settings.insecure,
+                settings.peer_timeout,
+                (index, token),
+            )?;
+            // A bulk channel is never read; a send without progress for this long is a dead peer.
+            let _ = stream.set_timeouts(None, Some(settings.peer_timeout));
+            Ok::<_, crate::MigrateError>(stream)
+        };
+        match (0..settings.channels).map(open).collect::<Result<Vec<_>, _>>() {
+            Ok(streams) => {
+                let _ = ground.bulk.set(streams);
+                Event::ChannelsOpened
+            }
+            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Other, error.to_string())),
+        }
+    }
+
+    fn start_tracker(&mut self) -> Event {
+        // Before anything is read, and even if it fails half-way there is something to stop.
+        self.tracking = true;
+        self.dirtied_since = Instant::now();
+        if let Err(error) = self.tracker.start() {
+            return local("starting to track dirty pages", &error);
+        }
+        match self.start_senders() {
+            Ok(()) => Event::TrackerStarted,
+            Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
+        }
+    }
+
+    fn start_senders(&mut self) -> io::Result<()> {
+        let ground = self.ground;
+        for (stream, index) in ground.bulk.get().into_iter().flatten().zip(0..) {
+            let (jobs, queue) = sync_channel::<Job>(1);
+            let (inputs, protect) = (self.inputs.0.clone(), self.tracker.protector());
+            let work = move || send_jobs(ground, stream, index, &*protect, &queue, &inputs);
+            Builder::new().name(format!("source-bulk-{index}")).spawn_scoped(self.scope, work)?;
+            self.jobs.push(jobs);
+        }
+        Ok(())
+    }
+
+    /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
+    fn rehearse(&mut self) -> Event {
+        let began = Instant::now();
+        let paused = self.vm.pause();
+        let pause = began.elapsed();
+        let saved = paused.and_then(|()| self.vm.save());
+        let save = began.elapsed().saturating_sub(pause);
+        let resumed = self.vm.resume();
+        match saved.and(resumed) {
+            Ok(()) => Event::Rehearsed { fixed: pause + save * 2 },
+            Err(error) => local("rehearsing the pause", &error),
+        }
+    }
+
+    fn harvest(&mut self) -> Event {
+        let began = Instant::now();
+        if let Err(error) = self.tracker.harvest(self.pending.since()) {
+            return local("harvesting dirty pages", &error);
+        }
+        let pages = self.pending.count();
+        let seconds = self.dirtied_since.elapsed().as_secs_f64();
+        self.dirtied_since = Instant::now();
+        self.timings.harvested(began.elapsed(), pages);
+        self.ground.monitor.update(|progress| progress.dirty_pages_per_s = pages as f64 / seconds.max(1e-6));
+        Event::Harvested { pages }
+    }
+
+    fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
+        let job = match pass {
+            Pass::Dirty { first } => {
+                let set = Arc::new(self.pending.take(PageSet::empty(self.ground.memory.layout())));
+                self.begin_pass(number, set.count());
+                Job::Pages { pass: number, set, first }
+            }
+            Pass::Again(runs) => match self.named(&runs) {
+                Ok(set) => {
+                    self.begin_pass(number, set.count());
+                    Job::Pages { pass: number, set: Arc::new(set), first: false }
+                }
+                Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
+            },
+            Pass::Digests => {
+                self.timings.verifying();
+                Job::Digests { pass: number }
+            }
+        };
+        self.missing = self.jobs.len();
+        for queue in &self.jobs {
+            // A sender that is gone has reported why; its input ends the migration.
+            let _ = queue.send(job.clone());
+        }
+        None
+    }
+
+    fn begin_pass(&mut self, number: u32, pages: u64) {
+        self.timings.begin_pass(number, pages, self.ground.monitor);
+        self.ground.monitor.begin_pass(number, pages);
+    }
+
+    /// Pages that the target named, which may be anything that a peer can say.
+    fn named(&self, runs: &[RunName]) -> Result<PageSet, String> {
+        let mut set = PageSet::empty(self.ground.memory.layout());
+        for name in runs {
+            let run = PageRun::from(name.first..name.first.saturating_add(name.count));
+            let region = set.region_mut(name.region).filter(|map| run.end() <= map.len());
+            let map = region
+                .ok_or_else(|| format!("the target asks for {run} of {}, which is not there", name.region))?;
+            map.set_range(run.range());
+        }
+        Ok(set)
+    }
+
+    fn resume(&mut self) -> Event {
+        // The guest first: stopping senders and the tracker can take their time.
+        let resumed = self.vm.resume();
+        self.ground.shutdown();
+        resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
+    }
+
+    fn show(&self) {
+        let (session, elapsed) = (&self.session, self.now());
+        self.ground.monitor.update(|progress| {
+            progress.state = match session.phase() {
+                Phase::Setup => MigrationState::Setup,
+                Phase::Precopy => MigrationState::Precopy,
+                Phase::Switchover => MigrationState::Switchover,
+                Phase::Ended => progress.state,
+            };
+            progress.elapsed = elapsed;
+            progress.bandwidth = session.bandwidth();
+            progress.predicted_downtime = session.predicted_downtime();
+        });
+    }
+
+    /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
+    fn close(&mut self, outcome: &Outcome) {
+        self.ground.shutdown();
+        self.jobs.clear();
+        self.ground.control.finish();
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            match self.inputs.1.recv_timeout(left) {
+                Ok(Input::ControlLost(_)) | Err(_) => break,
+                Ok(_) => {}
+            }
+        }
+        self.ground.control.shutdown();
+        if self.tracking
+            && let Err(error) = self.tracker.stop()
+        {
+            tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
+        }
+        self.ground.monitor.update(|progress| {
+            progress.state = match outcome {
+                Outcome::Completed => MigrationState::Completed,
+                Outcome::Cancelled(_) => MigrationState::Cancelled,
+                Outcome::Failed(_) => MigrationState::Failed,
+                Outcome::Unknown(_) => MigrationState::Unknown,
+            };
+        });
+    }
+}
+
+fn local(what: &str, error: &crate::VmError) -> Event {
+    Event::LocalFailure(Refusal::new(RefusalCode::Other, format!("{what} failed: {error}")))
+}
+
+/// A bulk channel's thread.
+fn send_jobs(
+    ground: &Ground<'_>,
+    stream: &Stream,
+    index: u16,
+    protect: &dyn Protect,
+    queue: &Receiver<Job>,
+    inputs: &SyncSender<Input>,
+) {
+    let shared = Shared {
+        memory: &*ground.memory,
+        protect,
+        pacer: &ground.pacer,
+        counters: &ground.monitor.counters,
+        stop: &ground.stop,
+        channels: ground.settings.channels,
+    };
+    let mut sender = Sender::new(shared, stream, index);
+    while let Ok(job) = queue.recv() {
+        let result = match &job {
+            Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),
+            Job::Digests { pass } => sender.send_digests(*pass),
+        };
+        drop(job);
+        let failed = result.is_err();
+        if inputs.send(Input::PassDone(result)).is_err() || failed {
+            break;
+        }
+    }
+    ground.monitor.counters.add_thread_cpu();
+}

@@ -1,0 +1,241 @@
+//! A bulk channel's sending thread: its share of the chunks, as frames, straight out of guest memory.
+//!
+//! Two versions of one page must not overtake each other on two channels (traps.md 11). Memory is cut into chunks, and a
+//! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
+//! between passes is needed for correctness, and the threads share nothing but counters.
+
+use crate::channel::{IoBuf, Pacer, SendError, Stream};
+use crate::monitor::Counters;
+use crate::vm::{GuestMemory, Protect, VmError};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_wire::{
+    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, RunKind, TableWriter,
+};
+
+/// Pages with content in a frame: half a megabyte is read for its digests and then sent while a second-level cache
+/// still holds it.
+const FRAME_PAGES: usize = 128;
+const _: () = assert!(FRAME_PAGES <= MAX_FRAME_PAGES);
+
+/// Smallest chunk that is dealt to channels: the target's huge pages are then filled by one thread each.
+const MIN_CHUNK_PAGES: u64 = 512;
+
+/// Why a channel stopped.
+#[derive(Debug)]
+pub(crate) enum SenderError {
+    /// It was told to.
+    Stopped,
+    /// The socket.
+    Link(SendError, String),
+    /// The VMM's memory or tracker.
+    Vm(VmError),
+}
+
+impl From<VmError> for SenderError {
+    fn from(error: VmError) -> Self {
+        Self::Vm(error)
+    }
+}
+
+/// What all channels of a migration share.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<'a> {
+    pub(crate) memory: &'a dyn GuestMemory,
+    pub(crate) protect: &'a dyn Protect,
+    pub(crate) pacer: &'a Pacer,
+    pub(crate) counters: &'a Counters,
+    pub(crate) stop: &'a AtomicBool,
+    pub(crate) channels: u16,
+}
+
+/// Where frames go: a socket, or a file.
+pub(crate) trait FrameSink {
+    /// Takes all of `bufs`.
+    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
+}
+
+impl FrameSink for &Stream {
+    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
+        self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
+    }
+}
+
+/// The sending end of bulk channel `index`.
+pub(crate) struct Sender<'a, S> {
+    shared: Shared<'a>,
+    sink: S,
+    index: u16,
+    writer: TableWriter,
+    scratch: Box<[u8; PAGE_BYTES]>,
+    /// Which pages of a region were ever touched; one bitmap, reused from region to region.
+    touched: Bitmap,
+    sequence: u64,
+}
+
+impl<'a, S: FrameSink> Sender<'a, S> {
+    pub(crate) fn new(shared: Shared<'a>, sink: S, index: u16) -> Self {
+        let (writer, scratch) = (TableWriter::default(), Box::new([0; PAGE_BYTES]));
+        Self { shared, sink, index, writer, scratch, touched: Bitmap::new(0), sequence: 0 }
+    }
+
+    /// Sends this channel's share of `set` as pass `pass`, and its barrier. On the `first` pass pages that were never
+    /// touched are left out: the target's memory reads as zeros already.
+    pub(crate) fn send_pass(&mut self, pass: u32, set: &PageSet, first: bool) -> Result<(), SenderError> {
+        for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
+            let Some(map) = set.region(region.id) else { continue };
+            if first {
+                self.touched = Bitmap::new(region.pages());
+            }
+            for chunk in self.chunks(position, *region) {
+                if map.runs_in(chunk.clone()).next().is_some() {
+                    self.send_chunk(pass, region.id, map, chunk, first)?;
+                }
+            }
+            self.flush(FrameKind::Pages, region.id, pass)?;
+        }
+        self.touched = Bitmap::new(0);
+        self.barrier(pass)
+    }
+
+    /// The order that loses no page: protect, *then* ask what was touched, *then* read. A write before the protection
+    /// is in what we read; one after it is found by the next harvest (traps.md 1, 3, 9).
+    fn send_chunk(
+        &mut self,
+        pass: u32,
+        region: RegionId,
+        map: &Bitmap,
+        chunk: Range<u64>,
+        first: bool,
+    ) -> Result<(), SenderError> {
+        let run = PageRun::from(chunk.clone());
+        self.shared.protect.protect(region, run, map)?;
+        if !first {
+            return map.runs_in(chunk).try_for_each(|run| self.send_run(pass, region, run.into()));
+        }
+        let mut touched = std::mem::replace(&mut self.touched, Bitmap::new(0));
+        self.shared.memory.touched(region, run, &mut touched)?;
+        touched.retain_range(chunk.clone(), map);
+        let sent = touched.runs_in(chunk.clone()).try_for_each(|run| self.send_run(pass, region, run.into()));
+        let skipped = map.count_range(chunk.clone()) - touched.count_range(chunk);
+        self.shared.counters.untouched.fetch_add(skipped, Ordering::Relaxed);
+        self.touched = touched;
+        sent
+    }
+
+    fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
+        let window = self.shared.memory.window(region, run)?;
+        for page in 0..window.pages() {
+            if self.writer.pages() == FRAME_PAGES {
+                self.flush(FrameKind::Pages, region, pass)?;
+            }
+            let digest = window.digest(page, &mut self.scratch);
+            let index = PageIndex(run.first.0 + page as u64);
+            if !self.writer.push(index, digest) {
+                self.flush(FrameKind::Pages, region, pass)?;
+                // An empty frame takes any page.
+                let fits = self.writer.push(index, digest);
+                debug_assert!(fits);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends digests of this channel's share of all pages as pass `pass`, and its barrier. The guest is stopped.
+    pub(crate) fn send_digests(&mut self, pass: u32) -> Result<(), SenderError> {
+        for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
+            let mut touched = Bitmap::new(region.pages());
+            for chunk in self.chunks(position, *region) {
+                self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
+                let mut at = chunk.start;
+                for run in touched.runs_in(chunk.clone()) {
+                    self.push_zeros(pass, region.id, at..run.start)?;
+                    at = run.end;
+                    self.digest_run(pass, region.id, run.into())?;
+                }
+                self.push_zeros(pass, region.id, at..chunk.end)?;
+            }
+            self.flush(FrameKind::Digests, region.id, pass)?;
+        }
+        self.barrier(pass)
+    }
+
+    fn digest_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
+        let window = self.shared.memory.window(region, run)?;
+        for page in 0..window.pages() {
+            let digest = window.digest(page, &mut self.scratch);
+            let index = PageIndex(run.first.0 + page as u64);
+            if !self.writer.push(index, digest) {
+                self.flush(FrameKind::Digests, region, pass)?;
+                let fits = self.writer.push(index, digest);
+                debug_assert!(fits);
+            }
+        }
+        Ok(())
+    }
+
+    fn push_zeros(&mut self, pass: u32, region: RegionId, run: Range<u64>) -> Result<(), SenderError> {
+        if run.is_empty() || self.writer.push_zeros(run.clone().into()) {
+            return Ok(());
+        }
+        self.flush(FrameKind::Digests, region, pass)?;
+        let fits = self.writer.push_zeros(run.into());
+        debug_assert!(fits);
+        Ok(())
+    }
+
+    /// This channel's chunks of a region.
+    fn chunks(&self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> + use<S> {
+        let pages = region.pages();
+        let size = self.shared.protect.chunk_pages().max(MIN_CHUNK_PAGES);
+        let (channels, index) = (u64::from(self.shared.channels), u64::from(self.index));
+        let mine = move |chunk: &u64| (chunk + position as u64) % channels == index;
+        (0..pages.div_ceil(size)).filter(mine).map(move |chunk| chunk * size..((chunk + 1) * size).min(pages))
+    }
+
+    fn barrier(&mut self, pass: u32) -> Result<(), SenderError> {
+        let header = FrameHeader::barrier(pass, self.sequence).encode();
+        self.sequence += 1;
+        self.shared.counters.wire_bytes.fetch_add(FRAME_HEADER_BYTES as u64, Ordering::Relaxed);
+        self.sink.put(&mut [IoBuf::from_bytes(&header)])
+    }
+
+    fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
+        if self.writer.is_empty() {
+            return Ok(());
+        }
+        if self.shared.stop.load(Ordering::Relaxed) {
+            return Err(SenderError::Stopped);
+        }
+        let mut bufs = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS + 2];
+        let (mut used, mut zero_pages, mut data_bytes) = (2, 0, 0);
+        for entry in self.writer.runs() {
+            match entry.kind {
+                RunKind::Zero => zero_pages += entry.run.count,
+                RunKind::Data if kind == FrameKind::Pages => {
+                    let window = self.shared.memory.window(region, entry.run)?;
+                    data_bytes += window.len();
+                    bufs[used] = IoBuf::from_window(window);
+                    used += 1;
+                }
+                RunKind::Data => {}
+            }
+        }
+        let (header, table) = self.writer.finish(kind, region, pass, self.sequence);
+        let encoded = header.encode();
+        bufs[0] = IoBuf::from_bytes(&encoded);
+        bufs[1] = IoBuf::from_bytes(table);
+        let bytes = encoded.len() + table.len() + data_bytes;
+        let stop = || self.shared.stop.load(Ordering::Relaxed);
+        self.shared.pacer.wait(bytes, stop);
+        self.sink.put(&mut bufs[..used])?;
+        self.sequence += 1;
+        if kind == FrameKind::Pages {
+            self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);
+        }
+        self.writer.clear();
+        Ok(())
+    }
+}

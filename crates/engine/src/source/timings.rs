@@ -1,0 +1,190 @@
+//! Where the time went: stamps taken by the driver, made into the report at the end.
+
+use super::driver::Ground;
+use super::session::{Outcome, Session};
+use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
+use crate::report::{Bytes, Cpu, Downtime, PassReport, Report};
+use crate::vm::TrackerKind;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use vmferry_wire::{ToSource, ToTarget};
+
+#[derive(Debug, Default)]
+pub(super) struct Timings {
+    first_page: Option<Instant>,
+    pass: Option<(Instant, u64)>,
+    passes: Vec<PassReport>,
+    pause: Option<Instant>,
+    paused: Option<Instant>,
+    saved: Option<Instant>,
+    last_harvest: Duration,
+    last_pages: Option<Instant>,
+    received: Option<Instant>,
+    verify: Option<Instant>,
+    verified: Option<Instant>,
+    ready: Option<Instant>,
+    running: Option<Instant>,
+    predicted: Option<Duration>,
+}
+
+impl Timings {
+    pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, monitor: &Monitor) {
+        let now = Instant::now();
+        self.first_page.get_or_insert(now);
+        self.pass = Some((now, monitor.counters.wire_bytes.load(Ordering::Relaxed)));
+        self.passes.push(PassReport { pass, pages, ..PassReport::default() });
+        if self.pause.is_some() {
+            self.last_pages.get_or_insert(now);
+        }
+    }
+
+    /// All channels have sent the pass; returns its bytes.
+    pub(super) fn pass_sent(&mut self, monitor: &Monitor) -> u64 {
+        let (_, before) = self.pass.unwrap_or((Instant::now(), 0));
+        let bytes = monitor.counters.wire_bytes.load(Ordering::Relaxed) - before;
+        if let Some(report) = self.passes.last_mut()
+            && self.verify.is_none()
+        {
+            report.wire_bytes = bytes;
+        }
+        bytes
+    }
+
+    pub(super) fn harvested(&mut self, elapsed: Duration, pages: u64) {
+        self.last_harvest = elapsed;
+        if let Some(report) = self.passes.last_mut() {
+            report.harvest_ms = ms(elapsed);
+            report.dirtied = pages;
+        }
+    }
+
+    pub(super) fn pausing(&mut self, predicted: Option<Duration>) {
+        self.pause = Some(Instant::now());
+        self.predicted = predicted;
+    }
+
+    pub(super) fn paused(&mut self) {
+        self.paused = Some(Instant::now());
+    }
+
+    pub(super) fn saved(&mut self) {
+        self.saved = Some(Instant::now());
+    }
+
+    pub(super) fn verifying(&mut self) {
+        self.verify = Some(Instant::now());
+    }
+
+    pub(super) fn sending(&mut self, message: &ToTarget) {
+        if matches!(message, ToTarget::Load) {
+            self.verified = Some(Instant::now());
+        }
+    }
+
+    pub(super) fn message(&mut self, message: &ToSource) {
+        let now = Instant::now();
+        match message {
+            ToSource::Received { .. } if self.verify.is_none() => {
+                self.received = Some(now);
+                if let (Some((began, _)), Some(report)) = (self.pass, self.passes.last_mut()) {
+                    report.ms = ms(now - began);
+                }
+            }
+            ToSource::Ready { .. } => self.ready = Some(now),
+            ToSource::Running { .. } => self.running = Some(now),
+            _ => {}
+        }
+    }
+
+    fn verify_time(&self) -> Duration {
+        between(self.verify, self.verified)
+    }
+
+    fn downtime(&self, session: &Session) -> Downtime {
+        let save = between(self.paused, self.saved);
+        let commit = between(self.ready, self.running).saturating_sub(session.start_time);
+        Downtime {
+            pause_ms: ms(between(self.pause, self.paused)),
+            last_harvest_ms: ms(self.last_harvest),
+            last_pages_ms: ms(between(self.last_pages, self.received)),
+            device_state_ms: ms(save + session.load_time),
+            commit_ms: ms(commit),
+            resume_ms: ms(session.start_time),
+        }
+    }
+
+    pub(super) fn report(
+        &self,
+        ground: &Ground<'_>,
+        session: &Session,
+        outcome: &Outcome,
+        tracker: TrackerKind,
+    ) -> Report {
+        let counters = &ground.monitor.counters;
+        let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let end = self.running.unwrap_or_else(Instant::now);
+        let wire = load(&counters.wire_bytes);
+        let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
+        let (state, error) = match outcome {
+            Outcome::Completed => (MigrationState::Completed, None),
+            Outcome::Cancelled(why) => (MigrationState::Cancelled, Some(why.clone())),
+            Outcome::Failed(why) => (MigrationState::Failed, Some(why.to_string())),
+            Outcome::Unknown(why) => (MigrationState::Unknown, Some(why.clone())),
+        };
+        let verification = session.verification.clone().unwrap_or_default();
+        let stopped = between(self.pause, Some(end));
+        Report {
+            state,
+            outcome: serde_word(state),
+            error,
+            id: ground.migration.to_string(),
+            mode: "precopy".into(),
+            tracker: tracker.to_string(),
+            total_ms: ms(end.saturating_duration_since(ground.began)),
+            downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
+            setup_ms: ms(between(Some(ground.began), self.first_page)),
+            predicted_downtime_ms: self.predicted.map(ms),
+            downtime: self.downtime(session),
+            bytes: Bytes {
+                wire,
+                raw_pages: load(&counters.raw_pages),
+                zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
+                ..Bytes::default()
+            },
+            passes: self.passes.clone(),
+            throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
+            cpu_ms: Cpu {
+                source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
+                destination: ms(session.target_cpu),
+            },
+            verified_pages: verification.pages,
+            mismatched_pages: verification.mismatched,
+            skipped_pages: 0,
+            suspect_pages_resent: session.suspects_resent,
+            verify_ms: ms(self.verify_time()),
+        }
+    }
+}
+
+/// The state as its one word in JSON, for an outcome.
+fn serde_word(state: MigrationState) -> Option<String> {
+    let word = match state {
+        MigrationState::Completed => "completed",
+        MigrationState::Cancelled => "cancelled",
+        MigrationState::Failed => "failed",
+        MigrationState::Unknown => "unknown",
+        MigrationState::Setup | MigrationState::Precopy | MigrationState::Switchover => return None,
+    };
+    Some(word.into())
+}
+
+fn between(from: Option<Instant>, to: Option<Instant>) -> Duration {
+    match (from, to) {
+        (Some(from), Some(to)) => to.saturating_duration_since(from),
+        _ => Duration::ZERO,
+    }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
