@@ -26,6 +26,8 @@ mod state;
 mod stats;
 mod vcpu;
 mod vm;
+#[cfg(test)]
+mod vm_tests;
 
 pub use boot::{BootError, MAX_CMDLINE};
 pub use error::{Error, Result};

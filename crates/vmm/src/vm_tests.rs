@@ -1,0 +1,246 @@
+//! Tests of a VM with kernels of a few instructions, and of what is inside it.
+
+use crate::boot::testing::TestElf;
+use crate::state::{Saved, Sections, VcpuSaved};
+use crate::{Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
+use std::time::Duration;
+use vmferry_engine::Section;
+
+const MEMORY: u64 = 8 << 20;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Whether this host has a KVM that may be used. Says so either way.
+fn kvm() -> bool {
+    match open_kvm() {
+        Ok(_) => println!("KVM: ran"),
+        Err(error) => println!("KVM: not run: {error}"),
+    }
+    open_kvm().is_ok()
+}
+
+/// Runs 32-bit code until the guest ends; gives what it wrote to the serial port.
+fn run(code: &[u8]) -> (Exit, String) {
+    let (sink, output) = SerialSink::capture();
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.serial = sink;
+    let mut vm = Vm::new(options).unwrap();
+    vm.load_kernel(&TestElf::with_entry(code).build(), "").unwrap();
+    vm.start().unwrap();
+    let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest ends");
+    (exit, output.text())
+}
+
+/// mov dx, port; mov al, byte; out dx, al
+fn out(port: u16, byte: u8) -> Vec<u8> {
+    let [low, high] = port.to_le_bytes();
+    vec![0x66, 0xba, low, high, 0xb0, byte, 0xee]
+}
+
+const HALT: [u8; 3] = [0xf4, 0xeb, 0xfd];
+
+#[test]
+fn a_guest_writes_to_its_serial_port_and_ends() {
+    if !kvm() {
+        return;
+    }
+    let code = [out(0x3f8, b'h'), out(0x3f8, b'i'), out(0xf4, 42), HALT.to_vec()].concat();
+    assert_eq!(run(&code), (Exit::PoweredOff(42), "hi".to_owned()));
+}
+
+#[test]
+fn a_guest_resets_itself() {
+    if !kvm() {
+        return;
+    }
+    assert_eq!(run(&[out(0x64, 0xfe), HALT.to_vec()].concat()).0, Exit::Reset);
+}
+
+#[test]
+fn a_guest_that_cannot_go_on_is_reported_with_its_place() {
+    if !kvm() {
+        return;
+    }
+    // No interrupt table: ud2 ends in a triple fault.
+    let (exit, _) = run(&[0x0f, 0x0b]);
+    let Exit::Failed(fault) = exit else { panic!("{exit}") };
+    assert_eq!(fault.cpu, 0);
+    assert!(fault.what.contains("triple fault") || fault.what.contains("KVM"), "{fault}");
+    println!("{fault}");
+}
+
+#[test]
+fn commands_out_of_turn_are_errors() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    assert_eq!(vm.start().unwrap_err().to_string(), "cannot start the guest: the VM has no guest yet");
+    assert!(vm.pause().is_err() && vm.resume().is_err() && vm.save_state().is_err());
+    let load = vm.load_state(&[]).unwrap_err().to_string();
+    assert_eq!(load, "cannot load a guest's state: the VM was not made to take a guest");
+    let image = TestElf::with_entry(&HALT).build();
+    vm.load_kernel(&image, "").unwrap();
+    assert!(vm.load_kernel(&image, "").is_err());
+    vm.start().unwrap();
+    assert!(vm.save_state().is_err(), "a guest that runs cannot be saved");
+    vm.pause().unwrap();
+    vm.pause().unwrap();
+    vm.resume().unwrap();
+    vm.resume().unwrap();
+    vm.stop();
+    vm.stop();
+    assert_eq!(vm.handle().exit(), Some(Exit::Stopped));
+    assert_eq!(vm.resume().unwrap_err().to_string(), "cannot resume the guest: the VM was stopped");
+}
+
+#[test]
+fn bad_options_are_errors_without_kvm() {
+    for (memory, cpus) in [(0, 1), (4096, 1), ((4 << 20) + 1, 1), (MEMORY, 0), (MEMORY, 255)] {
+        assert!(matches!(Vm::new(VmOptions::new(memory, cpus)), Err(Error::Options(_))), "{memory} {cpus}");
+    }
+}
+
+/// What a vCPU's state is but for what changes with time.
+fn without_time(section: &Section) -> Section {
+    let one = [section.clone()];
+    let Ok(mut vcpu) = Sections::new(&one).unwrap().take::<VcpuSaved>(section.instance) else {
+        return section.clone();
+    };
+    (vcpu.tsc, vcpu.realtime_ns) = (0, 0);
+    // The local APIC's current count (0x390) runs on; registers are 16 bytes apart.
+    vcpu.lapic[0x390..0x394].fill(0);
+    vcpu.section(section.instance).unwrap()
+}
+
+fn incoming(cpus: u32) -> Vm {
+    let mut options = VmOptions::new(MEMORY, cpus);
+    options.incoming = true;
+    Vm::new(options).unwrap()
+}
+
+#[test]
+fn state_that_is_loaded_is_saved_the_same() {
+    if !kvm() {
+        return;
+    }
+    let mut source = Vm::new(VmOptions::new(MEMORY, 3)).unwrap();
+    // Registers with something in them, then: add ecx, 1; jmp back to it.
+    let code = [0xbb, 0x78, 0x56, 0x34, 0x12, 0xbe, 0xef, 0xbe, 0xad, 0xde, 0x83, 0xc1, 0x01, 0xeb, 0xfb];
+    source.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
+    source.start().unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    source.pause().unwrap();
+    let saved = source.save_state().unwrap();
+    assert_eq!(saved.len(), 3 + 6);
+
+    let mut target = incoming(3);
+    target.load_state(&saved).unwrap();
+    let again = target.save_state().unwrap();
+    let names =
+        |sections: &[Section]| sections.iter().map(|s| (s.name.clone(), s.instance)).collect::<Vec<_>>();
+    assert_eq!(names(&saved), names(&again));
+    for (a, b) in saved.iter().zip(&again) {
+        match a.name.as_str() {
+            // The guest's clock goes on; the timer's load time is the host's.
+            "kvm-clock" | "pit" => {}
+            _ => compare(a, b),
+        }
+    }
+    for section in &saved {
+        println!("{} {}: {} bytes", section.name, section.instance, section.payload.len());
+    }
+}
+
+#[test]
+fn the_state_of_a_busy_guest_is_saved_the_same() {
+    if !kvm() {
+        return;
+    }
+    // Vector registers, interrupts, paging, several vCPUs in long mode: everything that the guest image uses.
+    let memory = 64 << 20;
+    let mut source = Vm::new(VmOptions::new(memory, 2)).unwrap();
+    let args = format!("workload=zipf:0.9,ws=4M stats=page cpus=2 tsc_khz={}", source.tsc_khz());
+    source.load_kernel(vmferry_guest_image::ELF, &args).unwrap();
+    source.start().unwrap();
+    let start = std::time::Instant::now();
+    while !source.handle().stats().is_ok_and(|stats| stats.writes() > 1000) {
+        assert!(start.elapsed() < PATIENCE, "the guest runs: {:?}", source.handle().exit());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut options = VmOptions::new(memory, 2);
+    options.incoming = true;
+    for _ in 0..5 {
+        source.pause().unwrap();
+        let saved = source.save_state().unwrap();
+        let mut target = Vm::new(options.clone()).unwrap();
+        target.load_state(&saved).unwrap();
+        let again = target.save_state().unwrap();
+        let timeless = |s: &&Section| !matches!(s.name.as_str(), "kvm-clock" | "pit");
+        saved.iter().filter(timeless).zip(again.iter().filter(timeless)).for_each(|(a, b)| compare(a, b));
+        source.resume().unwrap();
+        std::thread::sleep(Duration::from_millis(3));
+    }
+}
+
+fn compare(a: &Section, b: &Section) {
+    let (a, b) = (without_time(a), without_time(b));
+    if a != b && a.name == "vcpu" {
+        let read = |s: &Section| {
+            Sections::new(std::slice::from_ref(s)).unwrap().take::<VcpuSaved>(s.instance).unwrap()
+        };
+        assert_eq!(read(&a), read(&b), "vCPU {}", a.instance);
+    }
+    assert_eq!(a, b);
+}
+
+#[test]
+fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
+    if !kvm() {
+        return;
+    }
+    let mut source = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    source.load_kernel(&TestElf::with_entry(&HALT).build(), "").unwrap();
+    let saved = source.save_state().unwrap();
+    let mut target = incoming(1);
+
+    for drop in 0..saved.len() {
+        let mut less = saved.clone();
+        let gone = less.remove(drop);
+        let error = target.load_state(&less).unwrap_err().to_string();
+        assert!(error.contains("lacks section") && error.contains(&gone.name), "{error}");
+    }
+    let mut more = saved.clone();
+    more.push(Section { name: "balloon".into(), instance: 0, version: 1, payload: vec![] });
+    let error = target.load_state(&more).unwrap_err().to_string();
+    assert!(error.contains("balloon 0"), "{error}");
+    assert!(target.start().is_err(), "a VM whose load failed does not start");
+
+    let two = incoming(2).load_state(&saved).unwrap_err().to_string();
+    assert_eq!(two, "the saved state lacks section vcpu 1");
+
+    let mut vcpu: VcpuSaved = Sections::new(&saved).unwrap().take(0).unwrap();
+    vcpu.lapic.pop();
+    let mut bad = saved.clone();
+    bad[0] = vcpu.section(0).unwrap();
+    let error = target.load_state(&bad).unwrap_err().to_string();
+    assert!(error.contains("a local APIC of 1023 bytes"), "{error}");
+
+    target.load_state(&saved).unwrap();
+    target.start().unwrap();
+}
+
+#[test]
+fn pausing_never_misses_a_vcpu() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = Vm::new(VmOptions::new(MEMORY, 2)).unwrap();
+    // Exits all the time, so that kicks come at every point of the loop: out 0x80, al; jmp back to it.
+    vm.load_kernel(&TestElf::with_entry(&[0xe6, 0x80, 0xeb, 0xfc]).build(), "").unwrap();
+    vm.start().unwrap();
+    for round in 0..2000 {
+        vm.pause().unwrap_or_else(|error| panic!("round {round}: {error}"));
+        vm.resume().unwrap();
+    }
+    assert_eq!(vm.handle().exit(), None);
+}
