@@ -288,6 +288,7 @@ fn from_info(info: &Value) -> Result<MigrationResult, QemuError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
 
     #[test]
     fn qemus_account_is_read() {
@@ -303,11 +304,13 @@ mod tests {
     /// The whole way with a small guest, where QEMU and KVM are there.
     #[test]
     fn a_loaded_guest_moves() {
+        // Written, not printed: the test harness holds back what a passing test prints.
+        let mut out = std::io::stdout();
         if let Err(why) = available() {
-            println!("KVM: not run: {why}");
+            writeln!(out, "KVM: not run: QEMU's migration: {why}").unwrap();
             return;
         }
-        println!("KVM: ran");
+        writeln!(out, "KVM: ran: QEMU's migration").unwrap();
         let spec = QemuSpec {
             memory: 128 << 20,
             workload: "uniform,ws=16M,rate=20k,fill=random".into(),
