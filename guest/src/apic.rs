@@ -64,21 +64,34 @@ pub(crate) fn start_others(page: u8) {
 /// How long the timer is measured: long beside the time of an access (46 us where it is slowest).
 const CALIBRATION_NS: u64 = 5_000_000;
 
+/// Readings of which the quickest counts: a host that takes the vCPU away in the middle of one spoils it.
+const READINGS: u32 = 5;
+
 /// Raises [`TIMER_VECTOR`] on this vCPU every `period_ns` nanoseconds, once the timer's frequency has been measured.
 pub(crate) fn start_timer(period_ns: u64, clock: &TscClock) {
     write(TIMER_DIVIDE, DIVIDE_BY_1);
     write(TIMER, MASKED | u32::from(TIMER_VECTOR));
     write(TIMER_START, u32::MAX);
-    let start = clock.ns(cpu::tsc());
-    let mut now = start;
-    while now - start < CALIBRATION_NS {
+    let (start, first) = timer_reading(clock);
+    while clock.ns(cpu::tsc()) < start + CALIBRATION_NS {
         core::hint::spin_loop();
-        now = clock.ns(cpu::tsc());
     }
-    let ticks = u64::from(u32::MAX - read(TIMER_NOW));
-    let period = ticks * period_ns / (now - start);
+    let (end, last) = timer_reading(clock);
+    let period = u64::from(first.wrapping_sub(last)) * period_ns / (end - start);
     write(TIMER, PERIODIC | u32::from(TIMER_VECTOR));
     write(TIMER_START, u32::try_from(period).unwrap_or(u32::MAX).max(1));
+}
+
+/// The timer's count, and the time in nanoseconds when it was read.
+fn timer_reading(clock: &TscClock) -> (u64, u32) {
+    let mut best = (u64::MAX, 0, 0);
+    for _ in 0..READINGS {
+        let before = clock.ns(cpu::tsc());
+        let count = read(TIMER_NOW);
+        let took = clock.ns(cpu::tsc()) - before;
+        best = best.min((took, before + took / 2, count));
+    }
+    (best.1, best.2)
 }
 
 /// Ends the interrupt that this vCPU serves, if any.

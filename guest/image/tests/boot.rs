@@ -1,6 +1,7 @@
 //! Boots the guest under QEMU, without and with KVM, and takes pages away from it.
 //!
-//! Guest memory is a file that QEMU maps shared, so the test sees and changes it as a migration would.
+//! Guest memory is a file that QEMU maps shared, so the test sees and changes it as a migration would. 24 of its 64 MiB lie
+//! below 4 GiB, so that both of the guest's ways to map memory are used, without gigabytes.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -26,7 +27,7 @@ struct Guest {
     lines: Receiver<String>,
     memory: File,
     ready: ReadyLine,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 impl Drop for Guest {
@@ -76,7 +77,14 @@ impl Guest {
         let mut qemu = Command::new("qemu-system-x86_64")
             .args(["-accel", accelerator, "-cpu", if accelerator == "kvm" { "host" } else { "qemu64" }])
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"])
-            .args(["-smp", &CPUS.to_string(), "-m", "64M", "-machine", "pc,memory-backend=ram"])
+            .args([
+                "-smp",
+                &CPUS.to_string(),
+                "-m",
+                "64M",
+                "-machine",
+                "pc,memory-backend=ram,max-ram-below-4g=24M",
+            ])
             .arg("-object")
             .arg(format!("memory-backend-file,id=ram,size={MEMORY},share=on,mem-path={}", memory.display()))
             .arg("-kernel")
@@ -84,6 +92,7 @@ impl Guest {
             .args(["-append", &args.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
+            .stderr(File::create(folder.path().join("qemu.log")).unwrap())
             .spawn()
             .unwrap();
         let output = BufReader::new(qemu.stdout.take().unwrap());
@@ -98,7 +107,7 @@ impl Guest {
             }
             thread::sleep(Duration::from_millis(5));
         };
-        let mut guest = Self { qemu, lines, memory, ready: ReadyLine::default(), _folder: folder };
+        let mut guest = Self { qemu, lines, memory, ready: ReadyLine::default(), folder };
         guest.ready = guest.until(|line| if let Line::Ready(ready) = line { Some(ready) } else { None });
         assert_eq!(guest.ready.cpus, CPUS);
         guest
@@ -108,8 +117,11 @@ impl Guest {
     fn until<T>(&self, mut wanted: impl FnMut(Line) -> Option<T>) -> T {
         let start = Instant::now();
         loop {
-            let text =
-                self.lines.recv_timeout(PATIENCE.saturating_sub(start.elapsed())).expect("no such line came");
+            let left = PATIENCE.saturating_sub(start.elapsed());
+            let text = self.lines.recv_timeout(left).unwrap_or_else(|error| {
+                let log = std::fs::read_to_string(self.folder.path().join("qemu.log"));
+                panic!("the line that was waited for did not come: {error}; QEMU says {log:?}")
+            });
             let Ok(line) = text.parse() else { continue };
             assert!(!matches!(line, Line::Panic(_)), "{text}");
             if let Some(result) = wanted(line) {
@@ -199,8 +211,8 @@ fn the_statistics_page_is_where_it_should_be() {
 #[test]
 fn a_lost_page_is_found_by_the_guest_itself() {
     for accelerator in accelerators() {
-        // One page of the working set and one that was only filled, one of each vCPU.
-        for (workload, page) in [("uniform,ws=8M,data=16M,rate=10k", 7), ("idle,data=16M", 4095)] {
+        // One page of the working set and one that was only filled, one of each vCPU, below and above 4 GiB.
+        for (workload, page) in [("uniform,ws=8M,data=16M,rate=10k", 7), ("idle,data=48M", 12_000)] {
             let guest = Guest::boot(accelerator, workload, StatsSink::Serial);
             guest.memory.write_all_at(&[0; 4096], guest.find(page)).unwrap();
             let found = guest.until(|line| match line {
