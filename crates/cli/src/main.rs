@@ -1,2 +1,59 @@
-//! The command `vmferry`.
-fn main() {}
+//! The command `vmferry`: run, move, watch and measure virtual machines.
+
+mod api;
+mod args;
+mod bench;
+mod check;
+mod demo;
+mod guest;
+mod migrate;
+mod output;
+mod run;
+mod speed;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+/// How the command ended, for whoever called it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Done = 0,
+    /// Failed or cancelled; the guest still runs where it did.
+    Failed = 1,
+    /// Nobody can tell who owns the guest.
+    Unknown = 3,
+}
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("VMFERRY_LOG").unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
+    let result = match Cli::parse().command {
+        Command::Demo(args) => demo::demo(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Migrate(args) => migrate::migrate(&args),
+        Command::Pause(args) => api::simple(&args.api, "pause"),
+        Command::Resume(args) => api::simple(&args.api, "resume"),
+        Command::Quit(args) => api::simple(&args.api, "quit"),
+        Command::Cancel(args) => api::simple(&args.api, "cancel"),
+        Command::Status(args) => api::status(&args),
+        Command::Recover(args) => api::recover(&args),
+        Command::Check => check::check(),
+        Command::Bench(args) => bench::bench(&args),
+        Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
+    };
+    match result {
+        Ok(status) => ExitCode::from(status as u8),
+        Err(error) => {
+            // One line for the whole chain: what failed, and each cause after a colon.
+            eprintln!("vmferry: {error:#}");
+            ExitCode::from(Status::Failed as u8)
+        }
+    }
+}

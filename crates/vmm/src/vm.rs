@@ -340,6 +340,12 @@ impl VmHandle {
         stats::snapshot(self.0.machine.ram())
     }
 
+    /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
+    /// Does nothing to a guest that keeps no statistics page.
+    pub fn request_verify(&self, request: u64) {
+        stats::request_verify(self.0.machine.ram(), request);
+    }
+
     /// Queues input for the guest's serial port; says how many bytes were taken.
     #[must_use]
     pub fn serial_input(&self, bytes: &[u8]) -> usize {

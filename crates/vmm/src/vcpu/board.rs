@@ -57,6 +57,14 @@ pub enum Exit {
     Stopped,
 }
 
+impl Exit {
+    /// Whether the guest ended because it or its owner wanted it to: powered off with code 0, or stopped.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        matches!(self, Self::PoweredOff(0) | Self::Stopped)
+    }
+}
+
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

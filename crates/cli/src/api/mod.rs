@@ -1,0 +1,77 @@
+//! The control socket: one JSON request a line, one JSON answer a line.
+//!
+//! `{"execute": NAME, "arguments": {...}}` is answered by `{"return": ...}` or `{"error": {"desc": ...}}`.
+
+mod client;
+mod server;
+
+pub(crate) use client::Client;
+pub(crate) use server::{Errand, Order, Place, Server, Shared};
+
+use crate::Status;
+use crate::args::{ApiArgs, RecoverArgs};
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::path::Path;
+use std::time::Duration;
+use vmferry_engine::{OnTimeout, Settings};
+
+/// Longest request or answer in bytes.
+const MAX_LINE: usize = 1 << 20;
+
+/// What `migrate` is asked to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct MigrateRequest {
+    pub(crate) uri: String,
+    #[serde(default)]
+    pub(crate) tracker: Option<String>,
+    pub(crate) channels: u16,
+    pub(crate) downtime_limit_ms: u64,
+    #[serde(default)]
+    pub(crate) max_bandwidth: Option<u64>,
+    #[serde(default)]
+    pub(crate) timeout_ms: Option<u64>,
+    #[serde(default)]
+    pub(crate) switch_on_timeout: bool,
+    #[serde(default)]
+    pub(crate) verify: bool,
+    #[serde(default)]
+    pub(crate) insecure: bool,
+    pub(crate) peer_timeout_ms: u64,
+}
+
+impl MigrateRequest {
+    pub(crate) fn settings(&self) -> Settings {
+        Settings {
+            channels: self.channels,
+            downtime_limit: Duration::from_millis(self.downtime_limit_ms),
+            max_bandwidth: self.max_bandwidth,
+            timeout: self.timeout_ms.map(Duration::from_millis),
+            on_timeout: if self.switch_on_timeout { OnTimeout::Switch } else { OnTimeout::Cancel },
+            verify: self.verify,
+            peer_timeout: Duration::from_millis(self.peer_timeout_ms),
+            insecure: self.insecure,
+        }
+    }
+}
+
+/// A command without arguments and without an answer worth printing.
+pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
+    Client::connect(path)?.call(command, json!({}))?;
+    Ok(Status::Done)
+}
+
+/// Prints how the guest and its migration are doing.
+pub(crate) fn status(args: &ApiArgs) -> Result<Status> {
+    let status = Client::connect(&args.api)?.call("status", json!({}))?;
+    println!("{}", serde_json::to_string_pretty(&status)?);
+    Ok(if status["state"] == "unknown" { Status::Unknown } else { Status::Done })
+}
+
+/// Decides who owns a guest of which nobody knows.
+pub(crate) fn recover(args: &RecoverArgs) -> Result<Status> {
+    Client::connect(&args.api)?.call("recover", json!({ "take": args.decision.take }))?;
+    Ok(Status::Done)
+}

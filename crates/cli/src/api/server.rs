@@ -1,0 +1,326 @@
+//! The answering side of the control socket.
+//!
+//! Threads: one accepts, one per connection answers (at most [`MOST_CLIENTS`]). They read the shared state and pass what
+//! the machine has to do to the thread that owns it, which may be busy migrating; what must work during a migration
+//! (`status`, `cancel`) needs nothing of that thread.
+
+use super::{MAX_LINE, MigrateRequest};
+use crate::guest::SharedProbe;
+use crate::speed::{Sample, Speed};
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use vmferry_engine::{Arrival, Monitor};
+
+/// Most clients at once; further ones are turned away.
+const MOST_CLIENTS: usize = 16;
+/// How long the machine's owner may take for a command.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What the owner of the machine is asked to do, and where the answer goes.
+pub(crate) enum Order {
+    Pause,
+    Resume,
+    Migrate(Box<MigrateRequest>),
+    Recover { take: bool },
+}
+
+pub(crate) type Errand = (Order, SyncSender<Result<(), String>>);
+
+/// Where the guest of this process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Place {
+    /// Not here yet.
+    Awaited,
+    Running,
+    Paused,
+    /// Being moved away; runs here until that is done.
+    Moving,
+    /// On the target.
+    Moved,
+    /// Nobody knows: see `recover`.
+    Unknown,
+    Ended,
+}
+
+/// What is known of the migration under way, or of the last one.
+#[derive(Default)]
+pub(crate) struct Migration {
+    pub(crate) monitor: Option<Arc<Monitor>>,
+    /// The report, once it has ended.
+    pub(crate) report: Option<Value>,
+}
+
+/// What all threads of a `run` share.
+pub(crate) struct Shared {
+    pub(crate) kind: String,
+    pub(crate) probe: SharedProbe,
+    pub(crate) speed: Speed,
+    pub(crate) arrival: Arrival,
+    pub(crate) quit: AtomicBool,
+    /// Somebody has seen the report of a migration that has ended.
+    pub(crate) seen: AtomicBool,
+    place: Mutex<Place>,
+    migration: Mutex<Migration>,
+    incoming: Mutex<Option<String>>,
+    received: Mutex<Option<Value>>,
+    orders: SyncSender<Errand>,
+    clients: AtomicUsize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(crate) fn new(
+        kind: String,
+        probe: SharedProbe,
+        peer_timeout: Duration,
+        orders: SyncSender<Errand>,
+    ) -> Self {
+        Self {
+            kind,
+            probe,
+            speed: Speed::default(),
+            arrival: Arrival::new(peer_timeout),
+            quit: AtomicBool::new(false),
+            seen: AtomicBool::new(false),
+            place: Mutex::new(Place::Awaited),
+            migration: Mutex::default(),
+            incoming: Mutex::default(),
+            received: Mutex::default(),
+            orders,
+            clients: AtomicUsize::new(0),
+        }
+    }
+
+    pub(crate) fn place(&self) -> Place {
+        *lock(&self.place)
+    }
+
+    pub(crate) fn set_place(&self, place: Place) {
+        *lock(&self.place) = place;
+    }
+
+    pub(crate) fn set_incoming(&self, uri: String) {
+        *lock(&self.incoming) = Some(uri);
+    }
+
+    pub(crate) fn set_received(&self, received: Value) {
+        *lock(&self.received) = Some(received);
+    }
+
+    pub(crate) fn begin_migration(&self, monitor: Arc<Monitor>) {
+        self.seen.store(false, Ordering::Release);
+        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None };
+        self.set_place(Place::Moving);
+    }
+
+    /// The monitor of the migration that was begun.
+    pub(crate) fn monitor(&self) -> Arc<Monitor> {
+        lock(&self.migration).monitor.get_or_insert_default().clone()
+    }
+
+    pub(crate) fn end_migration(&self, report: Value, place: Place) {
+        self.set_place(place);
+        lock(&self.migration).report = Some(report);
+    }
+
+    /// Ends the process as soon as its guest allows it.
+    pub(crate) fn ask_to_quit(&self) {
+        self.quit.store(true, Ordering::Release);
+        self.arrival.stop();
+    }
+
+    fn status(&self) -> Value {
+        let migration = lock(&self.migration);
+        let mut status = match (&migration.report, &migration.monitor) {
+            (Some(report), _) => {
+                self.seen.store(true, Ordering::Release);
+                report.clone()
+            }
+            (None, Some(monitor)) => {
+                let progress = monitor.progress();
+                json!({ "state": progress.state, "outcome": null, "progress": progress })
+            }
+            (None, None) => json!({ "state": null, "outcome": null }),
+        };
+        status["vm"] = self.vm();
+        status
+    }
+
+    fn vm(&self) -> Value {
+        let stats = match self.probe.stats() {
+            Ok(stats) => {
+                let sample = Sample::of(&stats);
+                json!({
+                    "state": format!("{:?}", stats.state).to_lowercase(),
+                    "t_us": sample.t_us,
+                    "writes": sample.writes,
+                    "writes_per_s": self.speed.recent(),
+                    "corrupt": stats.corrupt(),
+                    "first_corrupt": stats.first_corrupt().map(|c| format!("{c:?}")),
+                    "stall_max_us": stats.cpus().iter().map(|cpu| cpu.stall_max_us).max(),
+                    "verify_done": stats.cpus().iter().map(|cpu| cpu.verify_done).min(),
+                    "checks": stats.cpus().iter().map(|cpu| cpu.checks).sum::<u64>(),
+                })
+            }
+            Err(error) => json!({ "state": null, "why": error.to_string() }),
+        };
+        json!({
+            "pid": std::process::id(),
+            "kind": self.kind,
+            "place": self.place(),
+            "incoming": *lock(&self.incoming),
+            "received": *lock(&self.received),
+            "guest": stats,
+        })
+    }
+
+    fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
+        match command {
+            "status" => return Ok(self.status()),
+            "cancel" => match (&*lock(&self.migration), self.place()) {
+                (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.cancel(),
+                _ => bail!("no migration is under way"),
+            },
+            "verify-guest" => {
+                let request = arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
+                self.probe.request_verify(request);
+            }
+            "quit" if self.place() == Place::Moving => {
+                bail!("the guest is being moved; cancel that first");
+            }
+            "quit" if self.place() == Place::Unknown => {
+                bail!("nobody knows whether the target runs this guest; decide with recover --take or --abandon");
+            }
+            "quit" => self.ask_to_quit(),
+            "pause" => self.order(Order::Pause)?,
+            "resume" => self.order(Order::Resume)?,
+            "recover" => {
+                let take = arguments["take"].as_bool().context("recover needs `take`, true or false")?;
+                self.order(Order::Recover { take })?;
+            }
+            "migrate" => {
+                let request = serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
+                self.order(Order::Migrate(Box::new(request)))?;
+            }
+            _ => bail!("there is no command '{command}'"),
+        }
+        Ok(json!({}))
+    }
+
+    /// Passes an order to the machine's owner and waits until it was taken.
+    fn order(&self, order: Order) -> Result<()> {
+        match self.place() {
+            Place::Moving => bail!("the guest is being moved; wait, or cancel that first"),
+            Place::Awaited => bail!("the guest is not here yet"),
+            Place::Moved => bail!("the guest has moved away"),
+            Place::Ended => bail!("the guest has ended"),
+            Place::Unknown if !matches!(order, Order::Recover { .. }) => {
+                bail!("nobody knows whether the target runs this guest; decide with recover --take or --abandon");
+            }
+            Place::Running | Place::Paused | Place::Unknown => {}
+        }
+        let (reply, answer) = sync_channel(1);
+        self.orders.try_send((order, reply)).map_err(|error| match error {
+            TrySendError::Full(_) => anyhow!("it is busy with other commands; try again"),
+            TrySendError::Disconnected(_) => anyhow!("it is ending"),
+        })?;
+        answer.recv_timeout(PATIENCE).context("no answer came from the machine's thread")?.map_err(|why| anyhow!(why))
+    }
+}
+
+/// The listening socket; removed when dropped.
+pub(crate) struct Server {
+    path: PathBuf,
+}
+
+impl Server {
+    /// Listens at `path`, readable and writable by this user only, until the process ends.
+    pub(crate) fn start(path: &Path, shared: Arc<Shared>) -> Result<Self> {
+        let listener = bind(path).with_context(|| format!("cannot listen at {} (--api)", path.display()))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let accept = move || {
+            for stream in listener.incoming().flatten() {
+                serve(stream, &shared);
+            }
+        };
+        std::thread::Builder::new().name("api".into()).spawn(accept)?;
+        Ok(Self { path: path.into() })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// A socket file that nobody listens at any more is replaced; one that somebody does is not.
+fn bind(path: &Path) -> Result<UnixListener> {
+    match UnixListener::bind(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => match UnixStream::connect(path) {
+            Err(refused) if refused.kind() == ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path)?;
+                Ok(UnixListener::bind(path)?)
+            }
+            _ => bail!("another process listens there, or it is no socket"),
+        },
+        other => Ok(other?),
+    }
+}
+
+fn serve(stream: UnixStream, shared: &Arc<Shared>) {
+    if shared.clients.fetch_add(1, Ordering::AcqRel) >= MOST_CLIENTS {
+        shared.clients.fetch_sub(1, Ordering::AcqRel);
+        let _ = (&stream).write_all(b"{\"error\": {\"desc\": \"too many clients\"}}\n");
+        return;
+    }
+    let own = Arc::clone(shared);
+    let work = move || {
+        // A client that leaves or talks nonsense is its own affair.
+        let _ = converse(&stream, &own);
+        own.clients.fetch_sub(1, Ordering::AcqRel);
+    };
+    if std::thread::Builder::new().name("api-client".into()).spawn(work).is_err() {
+        shared.clients.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn converse(stream: &UnixStream, shared: &Shared) -> Result<()> {
+    stream.set_write_timeout(Some(Duration::from_secs(5)))?;
+    let mut reader = BufReader::new(stream);
+    loop {
+        let mut line = Vec::new();
+        let read = reader.by_ref().take(MAX_LINE as u64).read_until(b'\n', &mut line)?;
+        if read == 0 {
+            return Ok(());
+        }
+        let long = line.last() != Some(&b'\n') && read == MAX_LINE;
+        let result = if long { Err(anyhow!("a line of more than {MAX_LINE} bytes")) } else { respond(&line, shared) };
+        let answer = match result {
+            Ok(value) => json!({ "return": value }),
+            Err(error) => json!({ "error": { "class": "GenericError", "desc": format!("{error:#}") } }),
+        };
+        writeln!(&mut &*stream, "{answer}")?;
+        if long {
+            return Ok(());
+        }
+    }
+}
+
+fn respond(line: &[u8], shared: &Shared) -> Result<Value> {
+    let request: Value = serde_json::from_slice(line).context("the request is no JSON")?;
+    let command = request["execute"].as_str().context("the request has no `execute`")?;
+    shared.answer(command, &request["arguments"])
+}

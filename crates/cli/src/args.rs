@@ -1,0 +1,351 @@
+//! What can be said on the command line. Names are those of the contract: others build on them.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use std::time::Duration;
+use vmferry_engine::{OnTimeout, TrackerKind, Uri};
+use vmferry_guest_abi::Workload;
+
+/// Moves a running virtual machine to another host and keeps its guest fast while it does.
+#[derive(Debug, Parser)]
+#[command(version, about, propagate_version = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Show it: two processes on this host, and a loaded guest moves between them
+    Demo(DemoArgs),
+    /// Run a guest, or wait for one from elsewhere
+    Run(RunArgs),
+    /// Move the guest of a running vmferry away
+    Migrate(MigrateArgs),
+    /// Stop the guest's vCPUs
+    Pause(ApiArgs),
+    /// Let the guest's vCPUs run again
+    Resume(ApiArgs),
+    /// End the guest and its process
+    Quit(ApiArgs),
+    /// How the guest and its migration are doing, as JSON
+    Status(ApiArgs),
+    /// Call a migration off; the guest stays
+    Cancel(ApiArgs),
+    /// Decide who owns a guest when a migration ended as `unknown`
+    Recover(RecoverArgs),
+    /// What this host can do, and how to enable the rest
+    Check,
+    /// Measure: ours, QEMU and the floor in one run
+    Bench(BenchArgs),
+    #[command(name = vmferry_bench::floor::RECEIVER_SUBCOMMAND, hide = true)]
+    FloorReceiver {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GuestKind {
+    /// A virtual machine under KVM
+    Kvm,
+    /// Threads of a process: needs no KVM
+    Process,
+}
+
+impl std::fmt::Display for GuestKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Kvm => "kvm",
+            Self::Process => "process",
+        })
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModeArg {
+    /// The guest moves after its memory
+    Precopy,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TrackerArg {
+    /// What the guest's kind does best
+    Auto,
+    /// KVM's dirty bitmap
+    Log,
+    /// Write protection by userfaultfd
+    Wp,
+}
+
+impl TrackerArg {
+    pub(crate) fn kind(self) -> Option<TrackerKind> {
+        match self {
+            Self::Auto => None,
+            Self::Log => Some(TrackerKind::Log),
+            Self::Wp => Some(TrackerKind::Wp),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnTimeoutArg {
+    /// Give up; the guest stays
+    Cancel,
+    /// Stop the guest and send the rest
+    Switch,
+}
+
+impl From<OnTimeoutArg> for OnTimeout {
+    fn from(arg: OnTimeoutArg) -> Self {
+        match arg {
+            OnTimeoutArg::Cancel => Self::Cancel,
+            OnTimeoutArg::Switch => Self::Switch,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// The kind of guest; kvm if this host has it
+    #[arg(long, value_enum)]
+    pub(crate) guest: Option<GuestKind>,
+    /// How to move it
+    #[arg(long, value_enum, default_value = "precopy")]
+    pub(crate) mode: ModeArg,
+    /// The guest's memory
+    #[arg(long, default_value = "1G", value_parser = size)]
+    pub(crate) memory: u64,
+    /// Its vCPUs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) cpus: u32,
+    /// What the guest does with its memory
+    #[arg(long, default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload)]
+    pub(crate) workload: Workload,
+    /// Pretend that the link is no faster than this, for example 2gbit
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) link: Option<u64>,
+    /// Compare every page on both sides (the demo always does; here for symmetry with migrate)
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Parallel channels
+    #[arg(long, default_value_t = 2)]
+    pub(crate) channels: u16,
+    /// Write the report as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackingArg {
+    /// Anonymous memory
+    Anonymous,
+    /// A memfd, which other processes can map
+    Memfd,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// The kind of guest
+    #[arg(long, value_enum, default_value = "kvm")]
+    pub(crate) guest: GuestKind,
+    /// The guest's memory
+    #[arg(long, default_value = "1G", value_parser = size)]
+    pub(crate) memory: u64,
+    /// Its vCPUs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) cpus: u32,
+    /// Run the built-in measuring guest with this workload
+    #[arg(long, value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
+    pub(crate) workload: Option<Workload>,
+    /// Boot this kernel (an ELF file with a PVH entry)
+    #[arg(long, value_name = "FILE", conflicts_with = "incoming")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// The kernel's command line
+    #[arg(long, default_value = "", requires = "kernel")]
+    pub(crate) cmdline: String,
+    /// What guest memory is made of
+    #[arg(long, value_enum, default_value = "anonymous")]
+    pub(crate) memory_backing: BackingArg,
+    /// Ask for transparent huge pages
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
+    pub(crate) huge_pages: bool,
+    /// Control socket
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: Option<PathBuf>,
+    /// Where the guest's serial output goes: stdio, or a file
+    #[arg(long, value_name = "stdio|FILE")]
+    pub(crate) serial: Option<String>,
+    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket)
+    #[arg(long, value_name = "URI")]
+    pub(crate) incoming: Option<Uri>,
+    /// Allow unencrypted connections from other hosts
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    /// End together with the process that started this one
+    #[arg(long, hide = true)]
+    pub(crate) die_with_parent: bool,
+    /// How long the source may be silent before it is given up
+    #[arg(long, default_value = "10s", value_parser = time)]
+    pub(crate) peer_timeout: Duration,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MigrateArgs {
+    /// Control socket of the vmferry whose guest is to be moved
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Where to: tcp:HOST:PORT or unix:PATH
+    pub(crate) uri: Uri,
+    /// How to move it
+    #[arg(long, value_enum, default_value = "precopy")]
+    pub(crate) mode: ModeArg,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Parallel channels
+    #[arg(long, default_value_t = 2)]
+    pub(crate) channels: u16,
+    /// Stop the guest once that takes no longer than this
+    #[arg(long, default_value = "300ms", value_parser = time)]
+    pub(crate) downtime_limit: Duration,
+    /// Use no more than this, for example 2gbit or 250M/s
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) max_bandwidth: Option<u64>,
+    /// How long the migration may take
+    #[arg(long, value_name = "T", value_parser = time)]
+    pub(crate) timeout: Option<Duration>,
+    /// What to do then
+    #[arg(long, value_enum, default_value = "cancel")]
+    pub(crate) on_timeout: OnTimeoutArg,
+    /// Compare every page on both sides while the guest is stopped
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Allow an unencrypted connection to another host
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    /// How long the target may be silent before it is given up
+    #[arg(long, default_value = "10s", value_parser = time)]
+    pub(crate) peer_timeout: Duration,
+    /// Write the report as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Write one JSON object a line as it goes to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) events: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ApiArgs {
+    /// Control socket of the vmferry that is meant
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RecoverArgs {
+    /// Control socket of the source
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    #[command(flatten)]
+    pub(crate) decision: Decision,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct Decision {
+    /// The guest does not run on the target, and that process is gone: run it here
+    #[arg(long)]
+    pub(crate) take: bool,
+    /// The guest runs on the target: end it here
+    #[arg(long)]
+    pub(crate) abandon: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchName {
+    /// Whole migrations: ours, QEMU and the floor
+    Migrate,
+    /// Everything there is
+    All,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// Which
+    #[arg(value_enum)]
+    pub(crate) name: BenchName,
+    /// Fewer repeats
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Write the results as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    vmferry_guest_abi::parse_size(text)
+        .ok_or_else(|| format!("'{text}' is no size; write bytes, or 64K, 256M, 4G, 1T (powers of 1024)"))
+}
+
+fn workload(text: &str) -> Result<Workload, String> {
+    text.parse().map_err(|error: vmferry_guest_abi::WorkloadError| error.to_string())
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
+}
+
+/// A rate in bytes a second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s` (decimal bytes).
+fn rate(text: &str) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is no rate; write 2gbit, 500mbit, 250M/s or 1G/s");
+    let lower = text.to_ascii_lowercase();
+    let (number, bits) = match (lower.strip_suffix("bit"), lower.strip_suffix("/s")) {
+        (Some(number), _) => (number, true),
+        (_, Some(number)) => (number, false),
+        _ => return Err(wrong()),
+    };
+    let number = number.strip_suffix('b').filter(|_| !bits).unwrap_or(number);
+    let split = number.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(number.len());
+    let factor = match &number[split..] {
+        "" => 1.0,
+        "k" => 1e3,
+        "m" => 1e6,
+        "g" => 1e9,
+        "t" => 1e12,
+        _ => return Err(wrong()),
+    };
+    let value: f64 = number[..split].parse().map_err(|_| wrong())?;
+    let bytes = value * factor / if bits { 8.0 } else { 1.0 };
+    if !(1.0..1e15).contains(&bytes) {
+        return Err(format!("{text} is out of range: between one byte and a petabyte a second"));
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked to be between 1 and 1e15")]
+    Ok(bytes as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn rates_are_bits_or_bytes() {
+        assert_eq!(rate("2gbit"), Ok(250_000_000));
+        assert_eq!(rate("250M/s"), Ok(250_000_000));
+        assert_eq!(rate("250MB/s"), Ok(250_000_000));
+        assert_eq!(rate("1.5G/s"), Ok(1_500_000_000));
+        assert_eq!(rate("800bit"), Ok(100));
+        for wrong in ["", "2g", "gbit", "-1gbit", "0gbit", "nanbit", "infbit", "1xbit", "2e30gbit", "é/s"] {
+            assert!(rate(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! `vmferry demo`: the whole thing on one host, with real processes and the very commands that operators use.
+
+use crate::api::{Client, MigrateRequest};
+use crate::args::{DemoArgs, GuestKind};
+use crate::{Status, guest, migrate, output};
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_guest_abi::Workload;
+
+/// How long a process may take to come up, and a guest to fill its memory.
+const START: Duration = Duration::from_secs(60);
+/// How long the guest is watched before and after.
+const WATCH: Duration = Duration::from_millis(1200);
+/// How long the guest may take to check all its pages.
+const CHECK: Duration = Duration::from_secs(60);
+
+/// A machine for two: what both `run`s of a demonstration or a measurement are started with.
+pub(crate) struct Setup {
+    pub(crate) guest: GuestKind,
+    pub(crate) memory: u64,
+    pub(crate) cpus: u32,
+    pub(crate) workload: String,
+}
+
+/// A `vmferry run` of our own.
+pub(crate) struct Runner {
+    child: Child,
+    pub(crate) client: Client,
+}
+
+impl Runner {
+    /// Starts one; it waits for a guest if `incoming`.
+    pub(crate) fn start(setup: &Setup, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
+        let api = folder.join(format!("{name}.sock"));
+        let log = folder.join(format!("{name}.log"));
+        let mut command = Command::new(std::env::current_exe().context("cannot find this executable")?);
+        command.args(["run", "--die-with-parent", "--guest", &setup.guest.to_string()]);
+        command.args(["--memory", &setup.memory.to_string(), "--cpus", &setup.cpus.to_string()]);
+        command.arg("--api").arg(&api);
+        if incoming {
+            command.args(["--incoming", "tcp:127.0.0.1:0"]);
+        } else {
+            command.args(["--workload", &setup.workload]);
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
+        // A group of its own: Ctrl-C on the terminal is for the demonstration, which then tidies up.
+        command.process_group(0);
+        let mut child = command.spawn().context("cannot start another vmferry")?;
+        let deadline = Instant::now() + START;
+        loop {
+            if let Ok(client) = Client::connect(&api) {
+                return Ok(Self { child, client });
+            }
+            if let Some(status) = child.try_wait()? {
+                let said = std::fs::read_to_string(&log).unwrap_or_default();
+                bail!("the {name} process ended ({status}): {}", said.trim());
+            }
+            if Instant::now() > deadline {
+                let _ = child.kill();
+                let _ = child.wait();
+                bail!("the {name} process did not come up within {START:?}");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn status(&mut self) -> Result<Value> {
+        self.client.call("status", json!({}))
+    }
+
+    /// Waits until `ready` finds what it wants in the status.
+    pub(crate) fn wait<T>(
+        &mut self,
+        what: &str,
+        within: Duration,
+        stop: &AtomicBool,
+        ready: impl Fn(&Value) -> Option<T>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(found) = ready(&self.status()?) {
+                return Ok(found);
+            }
+            if stop.load(Ordering::Acquire) {
+                bail!("interrupted while waiting for {what}");
+            }
+            if Instant::now() > deadline {
+                bail!("{what} did not happen within {within:?}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Where a waiting target listens.
+    pub(crate) fn incoming(&mut self, stop: &AtomicBool) -> Result<String> {
+        self.wait("the target listening", START, stop, |status| {
+            status["vm"]["incoming"].as_str().map(str::to_owned)
+        })
+    }
+
+    /// Waits until the guest runs its workload.
+    pub(crate) fn running(&mut self, stop: &AtomicBool) -> Result<()> {
+        self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"].as_str() {
+            Some("running" | "corrupt") => Some(()),
+            _ => None,
+        })
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        if self.client.call("quit", json!({})).is_ok() {
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while Instant::now() < deadline {
+                if matches!(self.child.try_wait(), Ok(Some(_))) {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A folder of our own for sockets and logs; removed when dropped.
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    pub(crate) fn new() -> Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vmferry-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).with_context(|| format!("cannot make the folder {}", path.display()))?;
+        Ok(Self(path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The kind of guest to use: what was asked for, or KVM where it works.
+fn kind(asked: Option<GuestKind>) -> GuestKind {
+    asked.unwrap_or_else(|| match guest::no_kvm() {
+        None => GuestKind::Kvm,
+        Some(why) => {
+            eprintln!("KVM cannot be used here ({why}): a process guest is moved instead, by the same engine.");
+            GuestKind::Process
+        }
+    })
+}
+
+pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let on_signal = Arc::clone(&stop);
+    ctrlc::set_handler(move || on_signal.store(true, Ordering::Release)).context("cannot catch Ctrl-C")?;
+    let json_out = args.json.as_deref().map(output::open).transpose()?;
+    let quiet = args.json.as_deref() == Some(Path::new("-"));
+    let say = |text: String| {
+        if quiet { eprintln!("{text}") } else { println!("{text}") }
+    };
+    let workload = fitting(&args.workload, args.memory);
+    let setup = Setup { guest: kind(args.guest), memory: args.memory, cpus: args.cpus, workload: workload.to_string() };
+    say(format!(
+        "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",
+        setup.guest,
+        setup.memory >> 20,
+        setup.cpus,
+        setup.workload
+    ));
+    let folder = Folder::new()?;
+    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
+    let uri = target.incoming(&stop)?;
+    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
+    source.running(&stop)?;
+    std::thread::sleep(WATCH);
+    let before = source.status()?["vm"]["guest"].clone();
+    say(format!("source       process {}: {}", source.pid(), speed(&before)));
+    say(format!("target       process {} waits at {uri}", target.pid()));
+    source.client.call("migrate", serde_json::to_value(request(args, &uri))?)?;
+    let mut report = migrate::watch(&mut source.client, &stop, &mut |_| {})?;
+    let status = if report["outcome"] == "completed" {
+        let after = follow(&mut target, &before, &stop)?;
+        report["guest"]["after_writes_per_s"] = after["writes_per_s"].clone();
+        report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
+        report["guest"]["checked_itself"] = json!(true);
+        output::report(&report, Out(quiet))?;
+        say(format!("target       process {}: {}", target.pid(), speed(&after)));
+        say("The guest checked every page of its own on the other side: none is lost, old or damaged.".into());
+        Status::Done
+    } else {
+        output::report(&report, Out(quiet))?;
+        output::exit_status(&report)
+    };
+    if let Some(mut out) = json_out {
+        use std::io::Write;
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+    }
+    Ok(status)
+}
+
+/// Watches the guest after its move: it goes on counting, and finds all its pages as it left them.
+fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<Value> {
+    const REQUEST: u64 = 1;
+    target.client.call("verify-guest", json!({ "request": REQUEST }))?;
+    let had = before["t_us"].as_u64().unwrap_or(0);
+    target.wait("the guest going on at the target", START, stop, |status| {
+        (status["vm"]["guest"]["t_us"].as_u64()? > had).then_some(())
+    })?;
+    std::thread::sleep(WATCH);
+    let after = target.wait("the guest checking all its pages", CHECK, stop, |status| {
+        let guest = &status["vm"]["guest"];
+        (guest["verify_done"].as_u64()? == REQUEST || guest["corrupt"].as_u64()? > 0).then(|| guest.clone())
+    })?;
+    if after["corrupt"].as_u64() != Some(0) {
+        bail!("the guest found {} damaged pages of its own after the move; the first: {}", after["corrupt"], after["first_corrupt"]);
+    }
+    Ok(after)
+}
+
+/// The default workload, made to fit where the guest is small.
+fn fitting(workload: &Workload, memory: u64) -> Workload {
+    let mut workload = *workload;
+    let most = memory / 4 * 3;
+    let cut = |size: Option<u64>| size.map(|size| size.min(most));
+    (workload.ws, workload.data) = (cut(workload.ws), cut(workload.data));
+    workload
+}
+
+fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
+    MigrateRequest {
+        uri: uri.into(),
+        tracker: migrate::tracker(args.tracker),
+        channels: args.channels,
+        downtime_limit_ms: 300,
+        max_bandwidth: args.link,
+        timeout_ms: Some(300_000),
+        switch_on_timeout: false,
+        verify: true,
+        insecure: false,
+        peer_timeout_ms: 10_000,
+    }
+}
+
+fn speed(guest: &Value) -> String {
+    format!(
+        "{:.0} writes/s, {} writes and {} checks so far, {} wrong",
+        guest["writes_per_s"].as_f64().unwrap_or(0.0),
+        guest["writes"],
+        guest["checks"],
+        guest["corrupt"]
+    )
+}
+
+/// Standard output, or standard error where that one is for JSON.
+struct Out(bool);
+
+impl std::io::Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0 { std::io::stderr().write(bytes) } else { std::io::stdout().write(bytes) }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

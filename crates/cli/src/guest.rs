@@ -1,0 +1,161 @@
+//! One machine of either kind, as the command handles it.
+
+use crate::args::{BackingArg, GuestKind, RunArgs};
+use anyhow::{Context, Result, bail};
+use std::sync::Arc;
+use vmferry_engine::{SourceVm, TargetVm};
+use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
+use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
+use vmferry_vmm::{Backing, SerialSink, Vm, VmHandle, VmOptions};
+
+/// A machine. Owned by the thread that runs it.
+pub(crate) enum Machine {
+    Kvm(Box<Vm>),
+    Process(Box<ProcessGuest>),
+}
+
+/// A view of a machine for other threads.
+#[derive(Clone)]
+pub(crate) enum Probe {
+    Kvm(VmHandle),
+    Process(ProcessHandle),
+}
+
+impl Machine {
+    /// Makes the machine that `args` describes, loaded but not started; or empty, for a guest that comes.
+    pub(crate) fn build(args: &RunArgs) -> Result<Self> {
+        match args.guest {
+            GuestKind::Kvm => Self::build_kvm(args),
+            GuestKind::Process => Self::build_process(args),
+        }
+    }
+
+    fn build_kvm(args: &RunArgs) -> Result<Self> {
+        let mut options = VmOptions::new(args.memory, args.cpus);
+        options.backing = match args.memory_backing {
+            BackingArg::Anonymous => Backing::Anonymous,
+            BackingArg::Memfd => Backing::Memfd,
+        };
+        options.huge_pages = args.huge_pages;
+        options.incoming = args.incoming.is_some();
+        options.serial = serial(args.serial.as_deref())?;
+        let mut vm = Vm::new(options)?;
+        for note in vm.notes() {
+            tracing::warn!("{note}");
+        }
+        if let Some(path) = &args.kernel {
+            let image = std::fs::read(path).with_context(|| format!("cannot read the kernel {}", path.display()))?;
+            vm.load_kernel(&image, &args.cmdline).with_context(|| path.display().to_string())?;
+        } else if args.incoming.is_none() {
+            let mut guest = GuestArgs::new(wanted(args));
+            guest.stats = StatsSink::Page;
+            guest.cpus = Some(args.cpus);
+            guest.tsc_khz = Some(vm.tsc_khz());
+            vm.load_kernel(vmferry_guest_image::ELF, &guest.to_string())?;
+        }
+        Ok(Self::Kvm(Box::new(vm)))
+    }
+
+    fn build_process(args: &RunArgs) -> Result<Self> {
+        if args.kernel.is_some() {
+            bail!("a process guest boots no kernel; use --workload, or --guest kvm");
+        }
+        let mut options = ProcessOptions::new(args.memory, args.cpus);
+        options.memfd = args.memory_backing == BackingArg::Memfd;
+        options.huge_pages = args.huge_pages;
+        let guest = if args.incoming.is_some() {
+            ProcessGuest::new_incoming(options)?
+        } else {
+            ProcessGuest::new(options, wanted(args))?
+        };
+        Ok(Self::Process(Box::new(guest)))
+    }
+
+    pub(crate) fn start(&mut self) -> Result<()> {
+        match self {
+            Self::Kvm(vm) => vm.start()?,
+            Self::Process(guest) => guest.start()?,
+        }
+        Ok(())
+    }
+
+    pub(crate) fn source(&mut self) -> &mut dyn SourceVm {
+        match self {
+            Self::Kvm(vm) => &mut **vm,
+            Self::Process(guest) => &mut **guest,
+        }
+    }
+
+    pub(crate) fn target(&mut self) -> &mut dyn TargetVm {
+        match self {
+            Self::Kvm(vm) => &mut **vm,
+            Self::Process(guest) => &mut **guest,
+        }
+    }
+
+    pub(crate) fn probe(&self) -> Probe {
+        match self {
+            Self::Kvm(vm) => Probe::Kvm(vm.handle()),
+            Self::Process(guest) => Probe::Process(guest.handle()),
+        }
+    }
+
+    pub(crate) fn stop(&mut self) {
+        match self {
+            Self::Kvm(vm) => vm.stop(),
+            Self::Process(guest) => guest.stop(),
+        }
+    }
+}
+
+impl Probe {
+    /// What the guest says of itself.
+    pub(crate) fn stats(&self) -> Result<StatsSnapshot, StatsError> {
+        match self {
+            Self::Kvm(vm) => vm.stats(),
+            Self::Process(guest) => guest.stats(),
+        }
+    }
+
+    /// Asks the guest to check every page that it has; see `StatsSnapshot::verified`.
+    pub(crate) fn request_verify(&self, request: u64) {
+        match self {
+            Self::Kvm(vm) => vm.request_verify(request),
+            Self::Process(guest) => guest.request_verify(request),
+        }
+    }
+
+    /// How the guest ended, in words, and whether that was as it should be; `None` while it is there.
+    pub(crate) fn exit(&self) -> Option<(String, bool)> {
+        match self {
+            Self::Kvm(vm) => {
+                let exit = vm.exit()?;
+                Some((exit.to_string(), exit.is_clean()))
+            }
+            Self::Process(_) => None,
+        }
+    }
+}
+
+fn wanted(args: &RunArgs) -> Workload {
+    args.workload.unwrap_or_else(|| Workload::new(vmferry_guest_abi::Pattern::Idle))
+}
+
+fn serial(to: Option<&str>) -> Result<SerialSink> {
+    Ok(match to {
+        None => SerialSink::discard(),
+        Some("stdio") => SerialSink::new(std::io::stdout()),
+        Some(path) => {
+            let file = std::fs::File::create(path).with_context(|| format!("cannot write serial output to {path}"))?;
+            SerialSink::new(file)
+        }
+    })
+}
+
+/// Why this host cannot run a KVM guest; `None` if it can.
+pub(crate) fn no_kvm() -> Option<String> {
+    vmferry_vmm::open_kvm().err().map(|error| error.to_string())
+}
+
+/// Shared with the API's threads.
+pub(crate) type SharedProbe = Arc<Probe>;

@@ -1,0 +1,101 @@
+//! `vmferry migrate`: asks a running vmferry to move its guest, and watches.
+
+use crate::api::{Client, MigrateRequest};
+use crate::args::{MigrateArgs, OnTimeoutArg, TrackerArg};
+use crate::{Status, output};
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use vmferry_engine::Uri;
+
+/// How often the status is asked for.
+const POLL: Duration = Duration::from_millis(25);
+
+pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    let on_signal = Arc::clone(&interrupted);
+    ctrlc::set_handler(move || on_signal.store(true, Ordering::Release)).context("cannot catch Ctrl-C")?;
+    // Opened first: a migration should not end without its report because of a typing mistake.
+    let json_out = args.json.as_deref().map(output::open).transpose()?;
+    let mut events = args.events.as_deref().map(output::open).transpose()?;
+    let mut client = Client::connect(&args.api)?;
+    client.call("migrate", serde_json::to_value(request(args))?)?;
+    let mut on_event = |status: &Value| {
+        if let Some(events) = &mut events {
+            // A reader that has gone does not stop a migration.
+            let _ = writeln!(events, "{status}");
+        }
+    };
+    let report = watch(&mut client, &interrupted, &mut on_event)?;
+    match json_out {
+        Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
+        None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
+        None => output::report(&report, std::io::stdout())?,
+    }
+    let status = output::exit_status(&report);
+    if status != Status::Done {
+        eprintln!("vmferry: {}", advice(&report, &args.uri));
+    }
+    Ok(status)
+}
+
+fn request(args: &MigrateArgs) -> MigrateRequest {
+    let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    MigrateRequest {
+        uri: args.uri.to_string(),
+        tracker: tracker(args.tracker),
+        channels: args.channels,
+        downtime_limit_ms: millis(args.downtime_limit),
+        max_bandwidth: args.max_bandwidth,
+        timeout_ms: args.timeout.map(millis),
+        switch_on_timeout: args.on_timeout == OnTimeoutArg::Switch,
+        verify: args.verify,
+        insecure: args.insecure,
+        peer_timeout_ms: millis(args.peer_timeout),
+    }
+}
+
+pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {
+    arg.kind().map(|kind| kind.to_string())
+}
+
+/// Shows how a migration goes until it has ended; returns its document.
+///
+/// Ctrl-C cancels it while that is possible; once the handoff has begun, what happens is no longer this side's to say.
+pub(crate) fn watch(
+    client: &mut Client,
+    interrupted: &AtomicBool,
+    on_event: &mut dyn FnMut(&Value),
+) -> Result<Value> {
+    let mut bar = output::Bar::new();
+    loop {
+        let status = client.call("status", json!({})).inspect_err(|_| bar.finish())?;
+        on_event(&status);
+        if !status["outcome"].is_null() {
+            bar.finish();
+            return Ok(status);
+        }
+        bar.show(&status);
+        if interrupted.swap(false, Ordering::AcqRel) {
+            // Refused only if it has just ended, which the next status says.
+            let _ = client.call("cancel", json!({}));
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// What to do now, for a migration that did not complete.
+fn advice(report: &Value, uri: &Uri) -> String {
+    let why = report["error"].as_str().unwrap_or("no reason was given");
+    match report["outcome"].as_str() {
+        Some("cancelled") => format!("cancelled ({why}); the guest goes on where it was"),
+        Some("unknown") => format!(
+            "it is not known whether the guest runs at {uri} ({why}). It is stopped here. Look at the target: if it runs \
+             the guest, say `vmferry recover --abandon` here; if that process is gone for certain, `vmferry recover --take`"
+        ),
+        _ => format!("the guest was not moved and goes on where it was: {why}"),
+    }
+}

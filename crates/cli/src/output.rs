@@ -1,0 +1,182 @@
+//! What people see of a migration: a bar while it runs, a report after it.
+
+use crate::Status;
+use anyhow::{Context, Result};
+use bytesize::ByteSize;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value;
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use vmferry_engine::{MigrationState, Report};
+
+/// Without a terminal, a line this often.
+const LINE_EVERY: Duration = Duration::from_secs(1);
+
+/// `report` as that of a migration that failed for `why`.
+pub(crate) fn failed(mut report: Report, why: &str) -> Report {
+    report.state = MigrationState::Failed;
+    report.outcome = Some("failed".into());
+    report.error = Some(why.into());
+    report
+}
+
+/// The exit status for a migration's document.
+pub(crate) fn exit_status(report: &Value) -> Status {
+    match report["outcome"].as_str() {
+        Some("completed") => Status::Done,
+        Some("unknown") => Status::Unknown,
+        _ => Status::Failed,
+    }
+}
+
+/// Where `--json` and `--events` write: a file, or standard output for `-`.
+pub(crate) fn open(path: &Path) -> Result<Box<dyn Write>> {
+    if path == Path::new("-") {
+        return Ok(Box::new(std::io::stdout()));
+    }
+    Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
+}
+
+/// A progress bar on a terminal, a line now and then elsewhere.
+pub(crate) struct Bar {
+    bar: Option<ProgressBar>,
+    last: Instant,
+    pass: Option<u64>,
+}
+
+impl Bar {
+    pub(crate) fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr_with_hz(10));
+            let style = ProgressStyle::with_template("{prefix:.bold} [{bar:28}] {wide_msg}")
+                .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("=> "));
+            bar.set_style(style);
+            bar
+        });
+        Self { bar, last: Instant::now(), pass: None }
+    }
+
+    /// Shows a `status` document.
+    pub(crate) fn show(&mut self, status: &Value) {
+        let progress = &status["progress"];
+        let number = |name: &str| progress[name].as_u64().unwrap_or(0);
+        let pass = number("pass");
+        let (done, all) = (number("pass_done"), number("pass_pages"));
+        let text = describe(progress);
+        if let Some(bar) = &self.bar {
+            bar.set_prefix(format!("{} {pass}", phase(status)));
+            bar.set_length(all.max(1));
+            bar.set_position(done);
+            bar.set_message(text);
+        } else if self.pass != Some(pass) || self.last.elapsed() >= LINE_EVERY {
+            eprintln!("{} {pass}: {done} of {all} pages; {text}", phase(status));
+            self.pass = Some(pass);
+            self.last = Instant::now();
+        }
+    }
+
+    pub(crate) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn phase(status: &Value) -> &'static str {
+    match status["state"].as_str() {
+        Some("precopy") => "pass",
+        Some("switchover") => "switchover",
+        _ => "setup",
+    }
+}
+
+/// What remains, what the guest dirties, what the link carries, and how long it will take.
+fn describe(progress: &Value) -> String {
+    let remaining = progress["remaining_pages"].as_u64().unwrap_or(0) << 12;
+    let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * 4096.0;
+    let elapsed = seconds(&progress["elapsed"]);
+    let wire = progress["wire_bytes"].as_f64().unwrap_or(0.0);
+    let bandwidth = progress["bandwidth"].as_f64().unwrap_or(if elapsed > 0.0 { wire / elapsed } else { 0.0 });
+    #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
+    let eta = match remaining as f64 / (bandwidth - dirty) {
+        eta if eta >= 0.0 && bandwidth > dirty => format!("ETA {eta:.1} s"),
+        _ if bandwidth == 0.0 => "ETA ?".into(),
+        _ => "does not converge: the guest dirties faster than the link".into(),
+    };
+    format!("{} left, dirty {}/s, link {}/s, {eta}", bytes(remaining), rate(dirty), rate(bandwidth))
+}
+
+fn seconds(duration: &Value) -> f64 {
+    duration["secs"].as_f64().unwrap_or(0.0) + duration["nanos"].as_f64().unwrap_or(0.0) * 1e-9
+}
+
+fn bytes(count: u64) -> String {
+    ByteSize::b(count).display().iec().to_string()
+}
+
+fn rate(value: f64) -> String {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to what fits")]
+    bytes(value.clamp(0.0, 1e18) as u64)
+}
+
+/// Prints the report for people.
+pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
+    let ms = |value: &Value| value.as_f64().map_or("?".into(), |ms| format!("{ms:.1} ms"));
+    let count = |value: &Value| value.as_u64().unwrap_or(0);
+    let part = |name: &str| format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]));
+    let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
+    writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
+    if let Some(error) = report["error"].as_str() {
+        writeln!(out, "because      {error}")?;
+    }
+    if count(&report["bytes"]["wire"]) == 0 {
+        return Ok(());
+    }
+    writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
+    writeln!(
+        out,
+        "downtime     {} (predicted {}): {}",
+        ms(&report["downtime_ms"]),
+        ms(&report["predicted_downtime_ms"]),
+        parts.map(part).join(", ")
+    )?;
+    let data = &report["bytes"];
+    writeln!(
+        out,
+        "sent         {} in {} passes at {:.0} Mbit/s: {} pages with content, {} as zeros or never touched",
+        bytes(count(&data["wire"])),
+        report["passes"].as_array().map_or(0, Vec::len),
+        report["throughput_mbps"].as_f64().unwrap_or(0.0),
+        count(&data["raw_pages"]),
+        count(&data["zero_pages"]),
+    )?;
+    let guest = &report["guest"];
+    if let (Some(before), Some(during)) =
+        (guest["before_writes_per_s"].as_f64(), guest["during_writes_per_s"].as_f64())
+    {
+        let kept = if before > 0.0 { during / before * 100.0 } else { 100.0 };
+        writeln!(
+            out,
+            "guest        {before:.0} writes/s before, {during:.0} during ({kept:.0} %), longest stall {} us",
+            count(&guest["stall_max_us"])
+        )?;
+    }
+    writeln!(
+        out,
+        "cpu          source {}, destination {} (engine threads)",
+        ms(&report["cpu_ms"]["source"]),
+        ms(&report["cpu_ms"]["destination"])
+    )?;
+    if count(&report["verified_pages"]) > 0 {
+        writeln!(
+            out,
+            "verified     {} pages compared on both sides, {} differ (took {}, not counted as downtime)",
+            count(&report["verified_pages"]),
+            count(&report["mismatched_pages"]),
+            ms(&report["verify_ms"])
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,190 @@
+//! `vmferry run`: a guest, or a place for one.
+
+use crate::api::{MigrateRequest, Server, Shared};
+use crate::api::{Errand, Order, Place};
+use crate::args::RunArgs;
+use crate::guest::Machine;
+use crate::speed::{EVERY, Sample};
+use crate::{Status, output};
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+use vmferry_engine::{Listener, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri, migrate, receive};
+
+/// How often the machine's owner looks whether the guest has ended.
+const TICK: Duration = Duration::from_millis(20);
+/// How long the report of a completed migration waits to be read before the process ends.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Runs until the guest ends, moves away, or somebody says so.
+pub(crate) fn run(args: &RunArgs) -> Result<Status> {
+    if args.die_with_parent {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    }
+    let mut machine = Machine::build(args)?;
+    let (orders, errands) = sync_channel(4);
+    let probe = Arc::new(machine.probe());
+    let shared = Arc::new(Shared::new(args.guest.to_string(), probe, args.peer_timeout, orders));
+    let server = args.api.as_deref().map(|path| Server::start(path, Arc::clone(&shared))).transpose()?;
+    let on_signal = Arc::clone(&shared);
+    ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;
+    let watched = Arc::clone(&shared);
+    std::thread::Builder::new().name("speed".into()).spawn(move || {
+        loop {
+            watched.speed.look(&watched.probe);
+            std::thread::sleep(EVERY);
+        }
+    })?;
+    let result = match &args.incoming {
+        Some(uri) => await_guest(uri, args.insecure, &mut machine, &shared),
+        None => machine.start().map(|()| true),
+    };
+    let result = match result {
+        Ok(true) => {
+            shared.set_place(Place::Running);
+            serve(&mut machine, &shared, &errands)
+        }
+        Ok(false) => Ok(Status::Done),
+        Err(error) => Err(error),
+    };
+    machine.stop();
+    drop(server);
+    result
+}
+
+/// Waits for a guest; says whether one came.
+fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Shared) -> Result<bool> {
+    let listener = Listener::bind(uri, insecure)?;
+    let at = listener.uri()?.to_string();
+    eprintln!("vmferry: waiting for a guest at {at}");
+    shared.set_incoming(at);
+    match receive(machine.target(), &listener, &shared.arrival) {
+        Ok(received) => {
+            eprintln!("vmferry: the guest came from {} and runs", received.source);
+            shared.set_received(serde_json::to_value(received)?);
+            Ok(true)
+        }
+        Err(ReceiveFailure::Stopped) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Owns the machine while it has a guest.
+fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> Result<Status> {
+    let mut moved: Option<Instant> = None;
+    loop {
+        if shared.quit.load(Ordering::Acquire) && shared.place() != Place::Unknown {
+            return Ok(Status::Done);
+        }
+        if let Some(since) = moved
+            && (shared.seen.load(Ordering::Acquire) || since.elapsed() > GRACE)
+        {
+            return Ok(Status::Done);
+        }
+        if let Some((how, clean)) = shared.probe.exit()
+            && moved.is_none()
+        {
+            shared.set_place(Place::Ended);
+            return if clean { Ok(Status::Done) } else { Err(anyhow!("the guest ended: {how}")) };
+        }
+        let Ok((order, reply)) = errands.recv_timeout(TICK) else { continue };
+        let result = match order {
+            Order::Pause => machine.source().pause().map(|()| Place::Paused).map_err(anyhow::Error::new),
+            Order::Resume => machine.source().resume().map(|()| Place::Running).map_err(anyhow::Error::new),
+            Order::Recover { take } => recover(machine, shared, take),
+            Order::Migrate(request) => {
+                // Answered when it has begun; how it goes on is asked for by `status`.
+                match prepare(&request, shared) {
+                    Ok((uri, tracker)) => {
+                        let _ = reply.send(Ok(()));
+                        if move_away(machine, shared, &request, &uri, tracker) == Place::Moved {
+                            moved = Some(Instant::now());
+                        }
+                    }
+                    Err(error) => {
+                        let _ = reply.send(Err(format!("{error:#}")));
+                    }
+                }
+                continue;
+            }
+        };
+        let result = result.map(|place| shared.set_place(place));
+        let _ = reply.send(result.map_err(|error| format!("{error:#}")));
+    }
+}
+
+fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> {
+    if shared.place() != Place::Unknown {
+        bail!("there is nothing to recover: it is known where the guest is");
+    }
+    if !take {
+        shared.ask_to_quit();
+        return Ok(Place::Moved);
+    }
+    machine.source().resume()?;
+    Ok(Place::Running)
+}
+
+fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<TrackerKind>)> {
+    if shared.place() == Place::Paused {
+        bail!("the guest is paused; resume it first, so that it runs on the other side");
+    }
+    let tracker = match request.tracker.as_deref() {
+        None | Some("auto") => None,
+        Some("log") => Some(TrackerKind::Log),
+        Some("wp") => Some(TrackerKind::Wp),
+        Some(other) => bail!("there is no tracker '{other}'; use auto, log or wp"),
+    };
+    let uri = request.uri.parse()?;
+    // From here on, before the answer: whoever asks for the status next must not see an older migration's.
+    shared.begin_migration(Arc::new(Monitor::new()));
+    Ok((uri, tracker))
+}
+
+/// Moves the guest and says where it is then.
+fn move_away(
+    machine: &mut Machine,
+    shared: &Shared,
+    request: &MigrateRequest,
+    uri: &Uri,
+    tracker: Option<TrackerKind>,
+) -> Place {
+    let monitor = shared.monitor();
+    let speed_before = shared.speed.recent();
+    let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
+    let result = migrate(machine.source(), uri, tracker, &request.settings(), &monitor);
+    let elapsed = began.elapsed();
+    let after = shared.probe.stats().ok();
+    let (mut report, place) = match result {
+        Ok(report) => {
+            let place = match report.state {
+                MigrationState::Completed => Place::Moved,
+                MigrationState::Unknown => Place::Unknown,
+                _ => Place::Running,
+            };
+            (serde_json::to_value(report).unwrap_or_else(|error| not_begun(&error.to_string())), place)
+        }
+        Err(error) => (not_begun(&error.to_string()), Place::Running),
+    };
+    let during = before.zip(after.as_ref()).map(|(before, after)| {
+        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+        let writes = after.writes().saturating_sub(before.writes) as f64;
+        writes / elapsed.as_secs_f64()
+    });
+    report["guest"] = json!({
+        "before_writes_per_s": speed_before,
+        "during_writes_per_s": during,
+        "stall_max_us": after.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
+    });
+    shared.end_migration(report, place);
+    place
+}
+
+/// The document of a migration that did not begin.
+fn not_begun(why: &str) -> Value {
+    let report = output::failed(Report::default(), why);
+    serde_json::to_value(report).unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
+}

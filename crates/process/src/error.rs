@@ -1,0 +1,40 @@
+//! What can fail.
+
+use vmferry_guest_abi::{LayoutError, WorkloadError};
+
+/// What failed, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The options ask for something impossible.
+    #[error("{0}")]
+    Options(String),
+    /// The host gave no memory.
+    #[error("cannot map {bytes} bytes of guest memory: {source}; give the guest less, or free some")]
+    Map {
+        /// How much was asked for.
+        bytes: u64,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The workload does not fit the guest.
+    #[error("the workload does not fit: {0}")]
+    Workload(LayoutError),
+    /// The host refused a thread.
+    #[error("the host refused a thread: {0}")]
+    Thread(std::io::Error),
+    /// A step that does not fit the guest's state.
+    #[error("cannot {what}: {why}")]
+    WrongState {
+        /// What was asked.
+        what: &'static str,
+        /// Why not.
+        why: &'static str,
+    },
+    /// Saved state that is not one of ours.
+    #[error("the saved state cannot be loaded: {0}")]
+    State(String),
+    /// The saved workload.
+    #[error("the saved workload cannot be run: {0}")]
+    SavedWorkload(WorkloadError),
+}

@@ -1,0 +1,118 @@
+//! Guest memory: mappings of this process.
+
+use crate::{Error, ProcessOptions};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use vmferry_bitmap::Bitmap;
+use vmferry_dirty::{Backing, MappedRegion, touched};
+use vmferry_engine::{GuestMemory, MappedMemory, VmError};
+use vmferry_memory::{Layout, PageRun, Region, RegionId, Window};
+
+/// A mapping that is unmapped when dropped.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+    file: Option<Arc<OwnedFd>>,
+}
+
+// SAFETY: an address and a length; the bytes are reached through raw addresses and atomics only (`Memory`).
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(region: &Region, options: &ProcessOptions) -> io::Result<Self> {
+        let len = usize::try_from(region.len).map_err(io::Error::other)?;
+        let (prot, hint) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        let (start, file) = if options.memfd {
+            let file = memfd_create("vmferry-process", MemfdFlags::CLOEXEC)?;
+            ftruncate(&file, region.len)?;
+            // SAFETY: a new mapping at an address of the kernel's choice, of a file that nobody else has.
+            (unsafe { mmap(hint, len, prot, MapFlags::SHARED, &file, 0) }?, Some(Arc::new(file)))
+        } else {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            (unsafe { mmap_anonymous(hint, len, prot, MapFlags::PRIVATE | MapFlags::NORESERVE) }?, None)
+        };
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        let mapping = Self { start, len, file };
+        if options.huge_pages {
+            // SAFETY: advice on our own mapping; it changes no content.
+            if let Err(error) = unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxHugepage) } {
+                tracing::warn!("no transparent huge pages for the guest: {error}");
+            }
+        }
+        Ok(mapping)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`; `Memory` owns the mapping and outlives everything that knows its address.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// All memory of the guest.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    mapped: MappedMemory,
+    regions: Vec<MappedRegion>,
+    // Last: dropped after everything that points into it.
+    mappings: Vec<Mapping>,
+}
+
+impl Memory {
+    pub(crate) fn new(options: &ProcessOptions) -> Result<Self, Error> {
+        let layout = options.layout()?;
+        let failed = |source| Error::Map { bytes: options.memory, source };
+        let map = |region: &Region| Mapping::new(region, options).map_err(failed);
+        let mappings = layout.regions().iter().map(map).collect::<Result<Vec<_>, _>>()?;
+        let regions = layout.regions().iter().zip(&mappings).map(|(region, mapping)| MappedRegion {
+            id: region.id,
+            host: mapping.start.addr().get() as u64,
+            len: region.len,
+            backing: mapping
+                .file
+                .as_ref()
+                .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::clone(file), offset: 0 }),
+            marks: None,
+        });
+        let starts: Vec<_> =
+            layout.regions().iter().zip(&mappings).map(|(region, mapping)| (*region, mapping.start)).collect();
+        // SAFETY: the mappings live in `mappings`, which is dropped last; everybody reaches them through raw addresses
+        // (engine, tracker) or atomics (`Ram`, the statistics page).
+        let mapped = unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
+        Ok(Self { mapped, regions: regions.collect(), mappings })
+    }
+
+    /// The regions, as trackers want them.
+    pub(crate) fn regions(&self) -> &[MappedRegion] {
+        &self.regions
+    }
+
+    /// The address of the first byte of the region at `position` of the layout, and its length in bytes.
+    pub(crate) fn span(&self, position: usize) -> (NonNull<u8>, usize) {
+        (self.mappings[position].start, self.mappings[position].len)
+    }
+}
+
+impl GuestMemory for Memory {
+    fn layout(&self) -> &Layout {
+        self.mapped.layout()
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        self.mapped.window(region, run)
+    }
+
+    fn touched(&self, region: RegionId, run: PageRun, into: &mut Bitmap) -> Result<(), VmError> {
+        let mapped = self.regions.iter().find(|own| own.id == region);
+        let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
+        touched(mapped, run, into).map_err(VmError::new)
+    }
+}

@@ -1,0 +1,70 @@
+//! The engine's traits.
+
+use crate::ProcessGuest;
+use std::sync::Arc;
+use vmferry_dirty::WpTracker;
+use vmferry_engine::{
+    DirtyTracker, GuestMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
+};
+
+fn config(guest: &ProcessGuest) -> MachineConfig {
+    MachineConfig {
+        kind: "process".into(),
+        vcpus: guest.options.cpus,
+        regions: guest.memory.layout().regions().to_vec(),
+        extra: Vec::new(),
+    }
+}
+
+fn memory(guest: &ProcessGuest) -> Arc<dyn GuestMemory> {
+    Arc::clone(&guest.memory) as _
+}
+
+impl SourceVm for ProcessGuest {
+    fn config(&self) -> MachineConfig {
+        config(self)
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        memory(self)
+    }
+
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        match kind.unwrap_or(TrackerKind::Wp) {
+            TrackerKind::Wp => Ok(Box::new(WpTracker::new(self.memory.regions().to_vec())?)),
+            other => Err(VmError::new(format!(
+                "a process guest's pages cannot be tracked by `{other}`, which needs KVM; use `wp`"
+            ))),
+        }
+    }
+
+    fn pause(&mut self) -> Result<(), VmError> {
+        Self::pause(self).map_err(VmError::new)
+    }
+
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        self.save_state().map_err(VmError::new)
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.start().map_err(VmError::new)
+    }
+}
+
+impl TargetVm for ProcessGuest {
+    fn config(&self) -> MachineConfig {
+        config(self)
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        memory(self)
+    }
+
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        self.load_state(sections).map_err(VmError::new)
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        Self::start(self).map_err(VmError::new)
+    }
+}

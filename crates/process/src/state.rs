@@ -1,0 +1,146 @@
+//! The guest's state besides its memory, as versioned sections.
+
+use crate::Error;
+use crate::clock::SavedClock;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use vmferry_engine::Section;
+use vmferry_guest_abi::{SavedWorker, Workload};
+
+const VERSION: u32 = 1;
+const WORKLOAD: &str = "process-workload";
+const CLOCK: &str = "process-clock";
+const WORKER: &str = "process-worker";
+
+/// Everything that is saved.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Saved {
+    pub(crate) workload: Workload,
+    pub(crate) clock: SavedClock,
+    pub(crate) workers: Vec<SavedWorker>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct WorkloadV1 {
+    /// As on the command line.
+    spec: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct WorkerV1 {
+    words: Vec<u64>,
+}
+
+impl Saved {
+    pub(crate) fn sections(&self) -> Result<Vec<Section>, Error> {
+        let mut sections = vec![
+            section(WORKLOAD, 0, &WorkloadV1 { spec: self.workload.to_string() })?,
+            section(CLOCK, 0, &self.clock)?,
+        ];
+        for (worker, index) in self.workers.iter().zip(0..) {
+            sections.push(section(WORKER, index, &WorkerV1 { words: worker.words.to_vec() })?);
+        }
+        Ok(sections)
+    }
+
+    /// Reads the sections of a guest with `cpus` threads; each must be there once, and no other.
+    pub(crate) fn from_sections(sections: &[Section], cpus: u32) -> Result<Self, Error> {
+        let known = |s: &&Section| ![WORKLOAD, CLOCK, WORKER].contains(&s.name.as_str());
+        if let Some(unknown) = sections.iter().find(known) {
+            return Err(Error::State(format!("section '{}' is unknown here", unknown.name)));
+        }
+        let expected = 2 + usize::try_from(cpus).unwrap_or(usize::MAX);
+        if sections.len() != expected {
+            return Err(Error::State(format!("{} sections came, {expected} are needed", sections.len())));
+        }
+        let workload: WorkloadV1 = find(sections, WORKLOAD, 0)?;
+        let workers = (0..cpus).map(|index| {
+            let saved: WorkerV1 = find(sections, WORKER, index)?;
+            let count = saved.words.len();
+            let words = saved.words.try_into().map_err(|_| {
+                Error::State(format!("worker {index} has {count} words, {} are needed", SavedWorker::WORDS))
+            })?;
+            Ok(SavedWorker { words })
+        });
+        Ok(Self {
+            workload: workload.spec.parse().map_err(Error::SavedWorkload)?,
+            clock: find(sections, CLOCK, 0)?,
+            workers: workers.collect::<Result<_, Error>>()?,
+        })
+    }
+}
+
+fn section(name: &str, instance: u32, state: &impl Serialize) -> Result<Section, Error> {
+    let payload = postcard::to_stdvec(state).map_err(|error| Error::State(error.to_string()))?;
+    Ok(Section { name: name.into(), instance, version: VERSION, payload })
+}
+
+fn find<T: DeserializeOwned>(sections: &[Section], name: &str, instance: u32) -> Result<T, Error> {
+    let mut found = sections.iter().filter(|s| s.name == name && s.instance == instance);
+    let (Some(section), None) = (found.next(), found.next()) else {
+        return Err(Error::State(format!("section '{name}' {instance} is missing or there twice")));
+    };
+    if section.version != VERSION {
+        return Err(Error::State(format!(
+            "section '{name}' has version {}, this vmferry reads {VERSION}",
+            section.version
+        )));
+    }
+    match postcard::take_from_bytes(&section.payload) {
+        Ok((state, [])) => Ok(state),
+        Ok(_) => Err(Error::State(format!("section '{name}' is longer than its content"))),
+        Err(error) => Err(Error::State(format!("section '{name}' cannot be read: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn saved(cpus: u32, seed: u64) -> Saved {
+        let word = |i: u64| seed.wrapping_mul(i + 1).rotate_left(17);
+        Saved {
+            workload: "uniform,ws=4M,rate=100k,fill=random".parse().unwrap(),
+            clock: SavedClock { ns: seed, realtime_ns: !seed },
+            workers: (0..cpus)
+                .map(|cpu| SavedWorker {
+                    words: std::array::from_fn(|i| word(i as u64 + 1000 * u64::from(cpu))),
+                })
+                .collect(),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn state_survives_its_sections(cpus in 1u32..8, seed: u64) {
+            let state = saved(cpus, seed);
+            prop_assert_eq!(Saved::from_sections(&state.sections().unwrap(), cpus).unwrap(), state);
+        }
+
+        #[test]
+        fn any_payload_is_an_error_or_a_state(payload in prop::collection::vec(any::<u8>(), 0..64), which in 0usize..3) {
+            let mut sections = saved(1, 7).sections().unwrap();
+            sections[which].payload = payload;
+            let _ = Saved::from_sections(&sections, 1);
+        }
+    }
+
+    #[test]
+    fn what_is_missing_foreign_or_of_another_version_is_named() {
+        let sections = saved(2, 7).sections().unwrap();
+        let refused = |sections: &[Section]| Saved::from_sections(sections, 2).unwrap_err().to_string();
+        assert!(refused(&sections[..3]).contains("3 sections came, 4 are needed"));
+        let mut twice = sections.clone();
+        twice[3] = twice[2].clone();
+        assert!(refused(&twice).contains("'process-worker' 1 is missing"));
+        let mut newer = sections.clone();
+        newer[1].version = 9;
+        assert!(refused(&newer).contains("'process-clock' has version 9"));
+        let mut foreign = sections.clone();
+        foreign[0].name = "vcpu".into();
+        assert!(refused(&foreign).contains("'vcpu' is unknown"));
+        let mut long = sections;
+        long[0].payload.push(0);
+        assert!(refused(&long).contains("longer"));
+    }
+}

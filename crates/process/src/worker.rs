@@ -1,0 +1,150 @@
+//! The threads that stand for vCPUs.
+
+use crate::clock::Clock;
+use crate::memory::Memory;
+use crate::ram::{Ram, stats_page};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use vmferry_guest_abi::{CpuBlock, Every, REPORT_NS, State, Step, Worker};
+
+/// Steps between two looks at whether to pause: some microseconds.
+const STEPS: u32 = 64;
+/// Pages filled between two such looks.
+const FILL_PAGES: u64 = 64;
+/// Longest sleep of an idle thread.
+const NAP: Duration = Duration::from_millis(1);
+
+/// Whether threads run. Changed under the lock, so that a thread that is about to wait cannot miss it.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    /// `(running, ending)`.
+    state: Mutex<(bool, bool)>,
+    changed: Condvar,
+    /// A copy of `running && !ending` that costs the hot loop one load.
+    go: AtomicBool,
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gate {
+    pub(crate) fn set(&self, running: bool, ending: bool) {
+        let mut state = lock(&self.state);
+        *state = (running, ending);
+        self.go.store(running && !ending, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    /// Waits until threads may run; `false` if they are to end.
+    fn pass(&self) -> bool {
+        let mut state = lock(&self.state);
+        loop {
+            match *state {
+                (_, true) => return false,
+                (true, false) => return true,
+                (false, false) => {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        }
+    }
+
+    fn open(&self) -> bool {
+        self.go.load(Ordering::Acquire)
+    }
+
+    fn nap(&self) {
+        let state = lock(&self.state);
+        if *state == (true, false) {
+            // Wakes early when it changes, so that a pause need not wait for the nap.
+            drop(self.changed.wait_timeout(state, NAP));
+        }
+    }
+}
+
+/// One thread's work. Locked by the thread while it runs: who has paused the gate and then locks it, owns it.
+#[derive(Debug)]
+pub(crate) struct Cpu {
+    pub(crate) index: usize,
+    pub(crate) worker: Mutex<Worker>,
+    /// Whether the content that the guest starts with has been written.
+    pub(crate) filled: AtomicBool,
+}
+
+/// What all threads share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) gate: Gate,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) ram: Ram,
+    pub(crate) clock: Clock,
+    pub(crate) cpus: Vec<Cpu>,
+    pub(crate) filled: AtomicU64,
+}
+
+impl Shared {
+    /// A thread's whole life.
+    pub(crate) fn run(&self, index: usize) {
+        let cpu = &self.cpus[index];
+        while self.gate.pass() {
+            let mut worker = lock(&cpu.worker);
+            self.fill(cpu, &mut worker);
+            self.work(cpu, &mut worker);
+        }
+    }
+
+    fn fill(&self, cpu: &Cpu, worker: &mut Worker) {
+        if cpu.filled.load(Ordering::Acquire) {
+            return;
+        }
+        while self.gate.open() {
+            if worker.fill(&self.ram, FILL_PAGES) {
+                cpu.filled.store(true, Ordering::Release);
+                worker.resume(self.clock.ns());
+                if self.filled.fetch_add(1, Ordering::AcqRel) + 1 == self.cpus.len() as u64 {
+                    self.ready();
+                }
+                return;
+            }
+        }
+    }
+
+    fn ready(&self) {
+        let page = stats_page(&self.memory);
+        page.header.ready_us.store(self.clock.ns() / 1000, Ordering::Relaxed);
+        page.raise(State::Running);
+    }
+
+    fn work(&self, cpu: &Cpu, worker: &mut Worker) {
+        let page = stats_page(&self.memory);
+        let block: &CpuBlock = &page.cpus[cpu.index];
+        let mut reports = Every::new(REPORT_NS, self.clock.ns());
+        let idle = worker.is_idle();
+        while self.gate.open() && cpu.filled.load(Ordering::Relaxed) {
+            for _ in 0..STEPS {
+                let now = self.clock.ns();
+                match worker.step(&self.ram, now) {
+                    Step::Worked => {}
+                    Step::Waited if idle => {
+                        self.gate.nap();
+                        worker.slept(now + 1_000_000, self.clock.ns());
+                        break;
+                    }
+                    Step::Waited => std::hint::spin_loop(),
+                    Step::Corrupt(_) => page.raise(State::Corrupt),
+                }
+            }
+            let now = self.clock.ns();
+            if reports.due(now) {
+                worker.verify(page.header.verify_request.load(Ordering::Relaxed));
+                block.publish(&worker.report(now));
+            }
+        }
+        // The last report before a pause, so that the numbers that move are the newest.
+        if cpu.filled.load(Ordering::Relaxed) {
+            block.publish(&worker.report(self.clock.ns()));
+        }
+    }
+}
