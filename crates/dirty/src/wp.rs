@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
-use vmferry_engine::{DirtyTracker, Protect, TrackerKind, VmError};
-use vmferry_memory::{PageRun, PageSet, RegionId};
+use vmferry_engine::{DirtyTracker, NothingToProtect, Protect, TrackerKind, VmError};
+use vmferry_memory::PageSet;
 use vmferry_sys::memfd;
 use vmferry_sys::pagemap::{IS_PRESENT, IS_SWAPPED, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
@@ -167,7 +167,8 @@ impl DirtyTracker for WpTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        Arc::new(AlreadyProtected)
+        // See "Why no write is lost" above.
+        Arc::new(NothingToProtect)
     }
 
     fn stop(&mut self) -> Result<(), VmError> {
@@ -229,17 +230,6 @@ impl Active {
             })
             .and(failed)
             .map_err(TrackerError::host(region.id))
-    }
-}
-
-/// The protector of a tracker that protects while it harvests.
-#[derive(Debug)]
-struct AlreadyProtected;
-
-impl Protect for AlreadyProtected {
-    /// Nothing to do; see "Why no write is lost" at [`WpTracker`].
-    fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
-        Ok(())
     }
 }
 

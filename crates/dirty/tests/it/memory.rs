@@ -131,5 +131,6 @@ pub(crate) fn random(state: &mut u64) -> u64 {
 /// Prints a line that also shows when the test passes: the harness hides only what `println!` writes.
 pub(crate) fn say(line: &str) {
     use std::io::Write;
-    writeln!(std::io::stdout(), "{line}").unwrap();
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{line}").unwrap();
 }
