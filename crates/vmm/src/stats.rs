@@ -14,7 +14,10 @@ pub(crate) fn snapshot(ram: &GuestRam) -> Result<StatsSnapshot, StatsError> {
 pub(crate) fn request_verify(ram: &GuestRam, request: u64) {
     let Some(page) = page(ram).filter(|page| page.snapshot().is_ok()) else { return };
     page.header.verify_request.store(request, Ordering::Relaxed);
-    ram.mark_written(Gpa(STATS_GPA));
+    // KVM does not see this write (traps.md 4): write, then mark. The page lies in the first region, which starts at 0.
+    if let Some(region) = ram.regions().first() {
+        region.marks().bitmap().set(STATS_GPA >> vmferry_memory::PAGE_SHIFT);
+    }
 }
 
 fn page(ram: &GuestRam) -> Option<&StatsPage> {
