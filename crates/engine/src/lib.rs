@@ -5,6 +5,8 @@ mod error;
 mod mapped;
 mod monitor;
 mod report;
+#[cfg(test)]
+mod sim;
 mod source;
 mod target;
 mod vm;

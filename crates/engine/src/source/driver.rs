@@ -86,7 +86,9 @@ impl<'s, 'e> Driver<'s, 'e> {
         tracker: Box<dyn DirtyTracker>,
     ) -> Report {
         let inputs = sync_channel(usize::from(Settings::MAX_CHANNELS) + 16);
-        let (session, first) = Session::begin(ground.settings.clone(), vm.config(), ground.began.elapsed());
+        let pages = ground.memory.layout().pages();
+        let (session, first) =
+            Session::begin(ground.settings.clone(), vm.config(), pages, ground.began.elapsed());
         let pending = Pending::everything(ground.memory.layout());
         let mut driver = Self {
             ground,

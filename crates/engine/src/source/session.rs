@@ -19,6 +19,9 @@ use vmferry_wire::{
 const MAX_RESENDS: u32 = 4;
 /// How often the target is asked whether it is there.
 const PING_EVERY: Duration = Duration::from_secs(1);
+/// How many times the peer's timeout a target may take for a step while it still answers pings: it may be slow, and a
+/// pass that was sent may still be in the sockets of a slow link, but a stopped guest must not wait for ever.
+const PATIENCE: u32 = 3;
 
 /// What to do when a migration takes longer than its timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -226,6 +229,10 @@ pub(crate) struct Session {
     last_ping: (u64, Duration),
     round_trip: Duration,
     ended: Option<Outcome>,
+    /// Pages of all regions: what a verification has to cover.
+    pages: u64,
+    /// When the state last changed.
+    last_step: Duration,
     pub(crate) suspects_resent: u64,
     pub(crate) verification: Option<Verification>,
     pub(crate) load_time: Duration,
@@ -234,8 +241,13 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Begins: the control channel is up.
-    pub(crate) fn begin(settings: Settings, machine: MachineConfig, now: Duration) -> (Self, Vec<Action>) {
+    /// Begins: the control channel is up. The guest has `pages` pages.
+    pub(crate) fn begin(
+        settings: Settings,
+        machine: MachineConfig,
+        pages: u64,
+        now: Duration,
+    ) -> (Self, Vec<Action>) {
         let setup = ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: settings.channels };
         let session = Self {
             policy: Convergence::new(settings.downtime_limit),
@@ -255,6 +267,8 @@ impl Session {
             last_ping: (0, now),
             round_trip: Duration::ZERO,
             ended: None,
+            pages,
+            last_step: now,
             suspects_resent: 0,
             verification: None,
             load_time: Duration::ZERO,
@@ -300,6 +314,15 @@ impl Session {
 
     /// Takes in what happened; gives out what to do, in this order.
     pub(crate) fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        let before = self.state;
+        let actions = self.react(now, event);
+        if self.state != before {
+            self.last_step = now;
+        }
+        actions
+    }
+
+    fn react(&mut self, now: Duration, event: Event) -> Vec<Action> {
         if self.state == State::Done {
             return Vec::new();
         }
@@ -562,6 +585,11 @@ impl Session {
             return Vec::new();
         }
         match &self.verification {
+            // A target that compared less than everything has verified nothing.
+            Some(Verification { mismatched: 0, pages, .. }) if *pages != self.pages => {
+                let detail = format!("the target compared {pages} of {} pages", self.pages);
+                self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true)
+            }
             Some(Verification { mismatched: 0, .. }) => self.load(),
             found => {
                 let Verification { pages, mismatched, samples } = found.clone().unwrap_or_default();
@@ -590,11 +618,33 @@ impl Session {
                 OnTimeout::Switch => self.switch_wanted = true,
             }
         }
+        if let Some(what) = self.awaited()
+            && now.saturating_sub(self.last_step) > self.settings.peer_timeout * PATIENCE
+        {
+            let waited = self.settings.peer_timeout * PATIENCE;
+            let detail = format!("the target is there, but has not {what} for {waited:?}");
+            return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
+        }
         if now.saturating_sub(self.last_ping.1) < PING_EVERY || self.state == State::Committed {
             return Vec::new();
         }
         self.last_ping = (self.last_ping.0 + 1, now);
         vec![Action::Send(ToTarget::Ping(self.last_ping.0))]
+    }
+
+    /// What only the target can do next; `None` while this side still works, or sends.
+    fn awaited(&self) -> Option<&'static str> {
+        match self.state {
+            State::AwaitAccept => Some("accepted the guest"),
+            State::Opening { opened: true, .. } => Some("taken its channels"),
+            State::Passing { sent: true, .. } | State::LastPass { sent: true, .. } => {
+                Some("received the pages that were sent")
+            }
+            State::Verifying { sent: true, .. } => Some("compared the pages"),
+            State::Loading => Some("loaded the device state"),
+            State::Committed => Some("said whether it runs the guest that it was told to run"),
+            _ => None,
+        }
     }
 
     fn peer_lost(&mut self, why: String) -> Vec<Action> {

@@ -138,6 +138,20 @@ impl Session {
         }
         match event {
             Event::Message(ToTarget::Ping(number)) => vec![Action::Send(ToSource::Pong(number))],
+            Event::Started { micros, cpu_us } if self.state == State::Starting => {
+                self.state = State::Done;
+                vec![
+                    Action::Send(ToSource::Running { start_us: micros, cpu_us }),
+                    Action::Finish(Outcome::Completed),
+                ]
+            }
+            Event::StartFailed(why) if self.state == State::Starting => {
+                self.state = State::Done;
+                vec![Action::Send(ToSource::Returned(why.clone())), Action::Finish(Outcome::Failed(why))]
+            }
+            // Once the commit is here nothing else counts, neither the source nor what a channel still reports: the
+            // guest is ours and is being started, and only that start may say that it failed.
+            _ if self.state == State::Starting => Vec::new(),
             Event::Message(message) => self.message(message),
             Event::ChannelUp => self.channel_up(),
             Event::Barrier { channel, pass } => self.barrier(channel, pass),
@@ -152,19 +166,6 @@ impl Session {
                 self.state = State::Ready;
                 vec![Action::Send(ToSource::Ready { load_us: micros })]
             }
-            Event::Started { micros, cpu_us } if self.state == State::Starting => {
-                self.state = State::Done;
-                vec![
-                    Action::Send(ToSource::Running { start_us: micros, cpu_us }),
-                    Action::Finish(Outcome::Completed),
-                ]
-            }
-            Event::StartFailed(why) if self.state == State::Starting => {
-                self.state = State::Done;
-                vec![Action::Send(ToSource::Returned(why.clone())), Action::Finish(Outcome::Failed(why))]
-            }
-            // Once the commit is here the source no longer counts: the guest is ours and will be started.
-            Event::PeerLost(_) | Event::LocalFailure(_) if self.state == State::Starting => Vec::new(),
             Event::LocalFailure(why) => self.fail(why, true),
             Event::PeerLost(why) => self.fail(Refusal::new(RefusalCode::Other, why), false),
             Event::Loaded { .. } | Event::Started { .. } | Event::StartFailed(_) => {
@@ -181,8 +182,6 @@ impl Session {
 
     fn message(&mut self, message: ToTarget) -> Vec<Action> {
         match (self.state, message) {
-            // After the commit only the guest's own fate matters; a cancel that crossed it comes too late.
-            (State::Starting, _) => Vec::new(),
             (_, ToTarget::Cancel(why)) => self.fail(why, false),
             (State::AwaitSetup, ToTarget::Setup { machine, mode: _, bulk_channels }) => {
                 self.setup(&machine, bulk_channels)
@@ -262,6 +261,8 @@ impl Session {
             return Vec::new();
         }
         self.received = complete;
+        // Unknown until they are counted.
+        self.clean = false;
         let mut actions = vec![Action::CountSuspects { pass }];
         actions.extend(self.compared_if_complete());
         actions

@@ -1,0 +1,55 @@
+//! The simulated link: streams that keep their order, take their time, and end when the link is cut.
+
+use super::rng::Rng;
+use std::collections::VecDeque;
+use vmferry_wire::{ToSource, ToTarget};
+
+/// One page as it travels: what the source read for its digest, and what it read when it sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SentPage {
+    pub(super) page: usize,
+    pub(super) digest: u64,
+    pub(super) content: u64,
+}
+
+/// What a stream carries.
+#[derive(Debug)]
+pub(super) enum Cargo {
+    Hello,
+    ToTarget(ToTarget),
+    ToSource(ToSource),
+    Pages(Vec<SentPage>),
+    Digests(Vec<(usize, u64)>),
+    Barrier(u32),
+    Eof,
+}
+
+/// A stream's bytes under way, each with the time of its arrival; arrivals never decrease.
+#[derive(Debug, Default)]
+pub(super) struct Wire {
+    pub(super) under_way: VecDeque<(u64, Cargo)>,
+    last: u64,
+}
+
+impl Wire {
+    /// Sends; returns when it arrives.
+    pub(super) fn send(&mut self, now: u64, rng: &mut Rng, cargo: Cargo) -> u64 {
+        self.last = self.last.max(now + rng.latency(400));
+        self.under_way.push_back((self.last, cargo));
+        self.last
+    }
+
+    /// What has arrived by `now`, one at a time.
+    pub(super) fn arrive(&mut self, now: u64) -> Option<Cargo> {
+        if self.under_way.front().is_none_or(|(at, _)| *at > now) {
+            return None;
+        }
+        self.under_way.pop_front().map(|(_, cargo)| cargo)
+    }
+
+    /// The link is cut: some of what was under way still arrives, the rest is lost.
+    pub(super) fn cut(&mut self, rng: &mut Rng) {
+        let kept = rng.index(self.under_way.len() + 1);
+        self.under_way.truncate(kept);
+    }
+}
