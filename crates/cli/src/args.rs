@@ -323,7 +323,11 @@ fn rate(text: &str) -> Result<u64, String> {
     if !(1.0..1e15).contains(&bytes) {
         return Err(format!("{text} is out of range: between one byte and a petabyte a second"));
     }
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked to be between 1 and 1e15")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "checked to be between 1 and 1e15"
+    )]
     Ok(bytes as u64)
 }
 

@@ -21,10 +21,16 @@ pub(crate) fn check() -> Result<Status> {
     );
     line(
         "tracking by wp",
-        vmferry_dirty::WpTracker::available().map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into()).map_err(|e| e.to_string()),
+        vmferry_dirty::WpTracker::available()
+            .map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into())
+            .map_err(|e| e.to_string()),
         "needs Linux 6.7 and access to userfaultfd (vm.unprivileged_userfaultfd=1, or root)",
     );
-    line("transparent huge pages", huge_pages(), "memory is mapped in 4 KiB pages, which is slower: set it to madvise or always");
+    line(
+        "transparent huge pages",
+        huge_pages(),
+        "memory is mapped in 4 KiB pages, which is slower: set it to madvise or always",
+    );
     Ok(if usable { Status::Done } else { Status::Failed })
 }
 

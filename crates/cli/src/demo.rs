@@ -110,7 +110,9 @@ impl Runner {
 
     /// Waits until the guest runs its workload.
     pub(crate) fn running(&mut self, stop: &AtomicBool) -> Result<()> {
-        self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"].as_str() {
+        self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"]
+            .as_str()
+        {
             Some("running" | "corrupt") => Some(()),
             _ => None,
         })
@@ -161,7 +163,9 @@ fn kind(asked: Option<GuestKind>) -> GuestKind {
     asked.unwrap_or_else(|| match guest::no_kvm() {
         None => GuestKind::Kvm,
         Some(why) => {
-            eprintln!("KVM cannot be used here ({why}): a process guest is moved instead, by the same engine.");
+            eprintln!(
+                "KVM cannot be used here ({why}): a process guest is moved instead, by the same engine."
+            );
             GuestKind::Process
         }
     })
@@ -177,7 +181,12 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         if quiet { eprintln!("{text}") } else { println!("{text}") }
     };
     let workload = fitting(&args.workload, args.memory);
-    let setup = Setup { guest: kind(args.guest), memory: args.memory, cpus: args.cpus, workload: workload.to_string() };
+    let setup = Setup {
+        guest: kind(args.guest),
+        memory: args.memory,
+        cpus: args.cpus,
+        workload: workload.to_string(),
+    };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",
         setup.guest,
@@ -230,7 +239,11 @@ fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<Valu
         (guest["verify_done"].as_u64()? == REQUEST || guest["corrupt"].as_u64()? > 0).then(|| guest.clone())
     })?;
     if after["corrupt"].as_u64() != Some(0) {
-        bail!("the guest found {} damaged pages of its own after the move; the first: {}", after["corrupt"], after["first_corrupt"]);
+        bail!(
+            "the guest found {} damaged pages of its own after the move; the first: {}",
+            after["corrupt"],
+            after["first_corrupt"]
+        );
     }
     Ok(after)
 }

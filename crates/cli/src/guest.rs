@@ -44,7 +44,8 @@ impl Machine {
             tracing::warn!("{note}");
         }
         if let Some(path) = &args.kernel {
-            let image = std::fs::read(path).with_context(|| format!("cannot read the kernel {}", path.display()))?;
+            let image =
+                std::fs::read(path).with_context(|| format!("cannot read the kernel {}", path.display()))?;
             vm.load_kernel(&image, &args.cmdline).with_context(|| path.display().to_string())?;
         } else if args.incoming.is_none() {
             let mut guest = GuestArgs::new(wanted(args));
@@ -146,7 +147,8 @@ fn serial(to: Option<&str>) -> Result<SerialSink> {
         None => SerialSink::discard(),
         Some("stdio") => SerialSink::new(std::io::stdout()),
         Some(path) => {
-            let file = std::fs::File::create(path).with_context(|| format!("cannot write serial output to {path}"))?;
+            let file = std::fs::File::create(path)
+                .with_context(|| format!("cannot write serial output to {path}"))?;
             SerialSink::new(file)
         }
     })

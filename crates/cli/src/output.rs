@@ -98,7 +98,8 @@ fn describe(progress: &Value) -> String {
     let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * 4096.0;
     let elapsed = seconds(&progress["elapsed"]);
     let wire = progress["wire_bytes"].as_f64().unwrap_or(0.0);
-    let bandwidth = progress["bandwidth"].as_f64().unwrap_or(if elapsed > 0.0 { wire / elapsed } else { 0.0 });
+    let bandwidth =
+        progress["bandwidth"].as_f64().unwrap_or(if elapsed > 0.0 { wire / elapsed } else { 0.0 });
     #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
     let eta = match remaining as f64 / (bandwidth - dirty) {
         eta if eta >= 0.0 && bandwidth > dirty => format!("ETA {eta:.1} s"),
@@ -125,7 +126,9 @@ fn rate(value: f64) -> String {
 pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
     let ms = |value: &Value| value.as_f64().map_or("?".into(), |ms| format!("{ms:.1} ms"));
     let count = |value: &Value| value.as_u64().unwrap_or(0);
-    let part = |name: &str| format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]));
+    let part = |name: &str| {
+        format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
+    };
     let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {

@@ -1,7 +1,7 @@
 //! `vmferry run`: a guest, or a place for one.
 
-use crate::api::{MigrateRequest, Server, Shared};
 use crate::api::{Errand, Order, Place};
+use crate::api::{MigrateRequest, Server, Shared};
 use crate::args::RunArgs;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
@@ -12,7 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
-use vmferry_engine::{Listener, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri, migrate, receive};
+use vmferry_engine::{
+    Listener, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri, migrate, receive,
+};
 
 /// How often the machine's owner looks whether the guest has ended.
 const TICK: Duration = Duration::from_millis(20);
@@ -186,5 +188,6 @@ fn move_away(
 /// The document of a migration that did not begin.
 fn not_begun(why: &str) -> Value {
     let report = output::failed(Report::default(), why);
-    serde_json::to_value(report).unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
+    serde_json::to_value(report)
+        .unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
 }

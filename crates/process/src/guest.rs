@@ -108,7 +108,10 @@ impl ProcessGuest {
             return Err(Error::WrongState { what, why: "the guest has not come yet" });
         };
         if shared.filled.load(Ordering::Acquire) != shared.cpus.len() as u64 {
-            return Err(Error::WrongState { what, why: "it is still filling its memory; try again when it runs" });
+            return Err(Error::WrongState {
+                what,
+                why: "it is still filling its memory; try again when it runs",
+            });
         }
         let workers = shared.cpus.iter().map(|cpu| lock(&cpu.worker).save()).collect();
         Saved { workload: *workload, clock: shared.clock.save(), workers }.sections()

@@ -38,7 +38,8 @@ impl Mapping {
             // SAFETY: a new mapping at an address of the kernel's choice.
             (unsafe { mmap_anonymous(hint, len, prot, MapFlags::PRIVATE | MapFlags::NORESERVE) }?, None)
         };
-        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        let start =
+            NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
         let mapping = Self { start, len, file };
         if options.huge_pages {
             // SAFETY: advice on our own mapping; it changes no content.
@@ -82,11 +83,16 @@ impl Memory {
                 .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::clone(file), offset: 0 }),
             marks: None,
         });
-        let starts: Vec<_> =
-            layout.regions().iter().zip(&mappings).map(|(region, mapping)| (*region, mapping.start)).collect();
+        let starts: Vec<_> = layout
+            .regions()
+            .iter()
+            .zip(&mappings)
+            .map(|(region, mapping)| (*region, mapping.start))
+            .collect();
         // SAFETY: the mappings live in `mappings`, which is dropped last; everybody reaches them through raw addresses
         // (engine, tracker) or atomics (`Ram`, the statistics page).
-        let mapped = unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
+        let mapped =
+            unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
         Ok(Self { mapped, regions: regions.collect(), mappings })
     }
 

@@ -6,7 +6,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_engine::GuestMemory;
-use vmferry_guest_abi::{Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload};
+use vmferry_guest_abi::{
+    Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload,
+};
 
 /// What lies below is not the workload's: a machine has its boot structures and the statistics page there.
 const RESERVED: u64 = STATS_GPA + STATS_BYTES;
@@ -33,8 +35,7 @@ unsafe impl Sync for Ram {}
 
 impl Ram {
     pub(crate) fn new(memory: &Arc<Memory>, workload: &Workload, cpus: u32) -> Result<(Self, Layout), Error> {
-        let layout =
-            Layout::new(workload, usable_pages(memory), u64::from(cpus)).map_err(Error::Workload)?;
+        let layout = Layout::new(workload, usable_pages(memory), u64::from(cpus)).map_err(Error::Workload)?;
         let count = memory.layout().regions().len();
         let mut spans: Vec<_> = (0..count)
             .map(|position| {

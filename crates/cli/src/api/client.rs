@@ -33,7 +33,9 @@ impl Client {
             .and_then(|answer| match answer {
                 Value::Object(mut fields) => match (fields.remove("return"), fields.remove("error")) {
                     (Some(value), None) => Ok(value),
-                    (_, Some(error)) => bail!("{}", error["desc"].as_str().unwrap_or("it refused without a reason")),
+                    (_, Some(error)) => {
+                        bail!("{}", error["desc"].as_str().unwrap_or("it refused without a reason"))
+                    }
                     _ => bail!("the answer is neither a return nor an error"),
                 },
                 _ => bail!("the answer is no JSON object"),

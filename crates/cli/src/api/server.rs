@@ -194,14 +194,17 @@ impl Shared {
                 _ => bail!("no migration is under way"),
             },
             "verify-guest" => {
-                let request = arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
+                let request =
+                    arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
                 self.probe.request_verify(request);
             }
             "quit" if self.place() == Place::Moving => {
                 bail!("the guest is being moved; cancel that first");
             }
             "quit" if self.place() == Place::Unknown => {
-                bail!("nobody knows whether the target runs this guest; decide with recover --take or --abandon");
+                bail!(
+                    "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
+                );
             }
             "quit" => self.ask_to_quit(),
             "pause" => self.order(Order::Pause)?,
@@ -211,7 +214,8 @@ impl Shared {
                 self.order(Order::Recover { take })?;
             }
             "migrate" => {
-                let request = serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
+                let request =
+                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
                 self.order(Order::Migrate(Box::new(request)))?;
             }
             _ => bail!("there is no command '{command}'"),
@@ -227,7 +231,9 @@ impl Shared {
             Place::Moved => bail!("the guest has moved away"),
             Place::Ended => bail!("the guest has ended"),
             Place::Unknown if !matches!(order, Order::Recover { .. }) => {
-                bail!("nobody knows whether the target runs this guest; decide with recover --take or --abandon");
+                bail!(
+                    "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
+                );
             }
             Place::Running | Place::Paused | Place::Unknown => {}
         }
@@ -236,7 +242,10 @@ impl Shared {
             TrySendError::Full(_) => anyhow!("it is busy with other commands; try again"),
             TrySendError::Disconnected(_) => anyhow!("it is ending"),
         })?;
-        answer.recv_timeout(PATIENCE).context("no answer came from the machine's thread")?.map_err(|why| anyhow!(why))
+        answer
+            .recv_timeout(PATIENCE)
+            .context("no answer came from the machine's thread")?
+            .map_err(|why| anyhow!(why))
     }
 }
 
@@ -307,7 +316,8 @@ fn converse(stream: &UnixStream, shared: &Shared) -> Result<()> {
             return Ok(());
         }
         let long = line.last() != Some(&b'\n') && read == MAX_LINE;
-        let result = if long { Err(anyhow!("a line of more than {MAX_LINE} bytes")) } else { respond(&line, shared) };
+        let result =
+            if long { Err(anyhow!("a line of more than {MAX_LINE} bytes")) } else { respond(&line, shared) };
         let answer = match result {
             Ok(value) => json!({ "return": value }),
             Err(error) => json!({ "error": { "class": "GenericError", "desc": format!("{error:#}") } }),

@@ -1,0 +1,295 @@
+//! Process guests that run, stand still, move by hand and by the engine, and notice what was lost.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vmferry_bitmap::Bitmap;
+use vmferry_engine::{
+    Arrival, GuestMemory, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate,
+    receive,
+};
+use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
+use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
+
+const MEMORY: u64 = 32 << 20;
+
+fn options(memfd: bool) -> ProcessOptions {
+    let mut options = ProcessOptions::new(MEMORY, 2);
+    options.memfd = memfd;
+    options
+}
+
+fn guest(workload: &str, memfd: bool) -> ProcessGuest {
+    ProcessGuest::new(options(memfd), workload.parse().unwrap()).unwrap()
+}
+
+fn running(workload: &str, memfd: bool) -> ProcessGuest {
+    let mut guest = guest(workload, memfd);
+    guest.start().unwrap();
+    wait("the guest to fill its memory", || {
+        stats(&guest.handle()).is_some_and(|stats| stats.state >= State::Running)
+    });
+    guest
+}
+
+/// What the guest reports; `None` while it writes its report.
+fn stats(handle: &ProcessHandle) -> Option<StatsSnapshot> {
+    handle.stats().ok()
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Has the guest check all its pages, and returns what it says then.
+fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
+    handle.request_verify(request);
+    wait("the guest's check", || stats(handle).is_some_and(|stats| stats.verified(request)));
+    let mut last = None;
+    wait("a report", || {
+        last = stats(handle);
+        last.is_some()
+    });
+    last.unwrap()
+}
+
+fn page(memory: &Arc<dyn GuestMemory>, page: u64) -> [u8; PAGE_BYTES] {
+    let window = memory.window(RegionId(0), PageRun::new(PageIndex(page), 1)).unwrap();
+    let mut copy = [0; PAGE_BYTES];
+    window.copy_page(0, &mut copy);
+    copy
+}
+
+fn copy(from: &Arc<dyn GuestMemory>, to: &Arc<dyn GuestMemory>, pages: &Bitmap) {
+    for index in pages.runs().flatten() {
+        let target = to.window(RegionId(0), PageRun::new(PageIndex(index), 1)).unwrap();
+        target.write_page(0, &page(from, index));
+    }
+}
+
+fn all_touched(memory: &Arc<dyn GuestMemory>) -> Bitmap {
+    let pages = MEMORY / 4096;
+    let mut touched = Bitmap::new(pages);
+    memory.touched(RegionId(0), PageRun::from(0..pages), &mut touched).unwrap();
+    touched
+}
+
+/// Moves the paused guest `from` by hand, without the pages in `without`.
+fn moved(from: &mut ProcessGuest, without: &[u64]) -> ProcessGuest {
+    let sections = from.save().unwrap();
+    let mut to = ProcessGuest::new_incoming(options(false)).unwrap();
+    let (source, target) = (SourceVm::memory(from), TargetVm::memory(&to));
+    let mut pages = all_touched(&source);
+    for page in without {
+        assert!(pages.test_and_clear(*page), "page {page} was touched");
+    }
+    copy(&source, &target, &pages);
+    to.load(&sections).unwrap();
+    to
+}
+
+/// A page of content: behind the statistics page and 8 pages of counters.
+const CONTENT: u64 = (STATS_GPA + STATS_BYTES) / 4096 + 100;
+
+#[test]
+fn a_paused_guest_stands_still_from_the_first_moment() {
+    let mut guest = running("uniform,ws=8M", false);
+    let memory = SourceVm::memory(&guest);
+    let pages = MEMORY / 4096;
+    let snapshot = || (0..pages).map(|index| page(&memory, index)).collect::<Vec<_>>();
+    let mut slowest = Duration::ZERO;
+    for round in 0..40 {
+        // Right after a resume threads may be anywhere between waking up and their first step.
+        SourceVm::resume(&mut guest).unwrap();
+        std::thread::sleep(Duration::from_micros(round % 4 * 300));
+        let begin = Instant::now();
+        SourceVm::pause(&mut guest).unwrap();
+        slowest = slowest.max(begin.elapsed());
+        let first = snapshot();
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(snapshot() == first, "round {round}: a page changed while the guest was paused");
+    }
+    println!("slowest pause of 40: {slowest:?}");
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+    let before = stats(&guest.handle()).expect("whole reports from a paused guest").writes();
+    SourceVm::resume(&mut guest).unwrap();
+    wait("writes after the pauses", || stats(&guest.handle()).is_some_and(|stats| stats.writes() > before));
+    assert_eq!(verified(&guest.handle(), 1).corrupt(), 0);
+}
+
+#[test]
+fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
+    for workload in
+        ["idle", "uniform,ws=8M", "sequential,ws=4M,data=8M,rate=100k", "zipf:0.99,ws=8M,fill=mix:30"]
+    {
+        for memfd in [false, true] {
+            let mut source = running(workload, memfd);
+            std::thread::sleep(Duration::from_millis(20));
+            SourceVm::pause(&mut source).unwrap();
+            let before = stats(&source.handle()).expect("whole reports from a paused guest");
+            let mut target = moved(&mut source, &[]);
+            assert_eq!(stats(&target.handle()).unwrap(), before, "{workload}");
+            std::thread::sleep(Duration::from_millis(30));
+            target.start().unwrap();
+            let after = verified(&target.handle(), 7);
+            assert_eq!(after.corrupt(), 0, "{workload}: {:?}", after.first_corrupt());
+            assert_eq!(after.state, State::Running, "{workload}");
+            assert_eq!(after.ready_us, before.ready_us, "{workload}: it was ready once");
+            for (old, new) in before.cpus().iter().zip(after.cpus()) {
+                assert!(new.t_us >= old.t_us + 30_000, "{workload}: its clock goes on, through the move");
+                assert!(new.stall_max_us >= 30_000, "{workload}: it noticed the move: {new:?}");
+                assert!(new.writes >= old.writes, "{workload}");
+            }
+            if workload != "idle" {
+                wait("writes", || {
+                    stats(&target.handle()).is_some_and(|stats| stats.writes() > before.writes())
+                });
+            }
+            // The source may go on, too, if the move failed.
+            SourceVm::resume(&mut source).unwrap();
+            assert_eq!(verified(&source.handle(), 8).corrupt(), 0, "{workload}");
+            target.stop();
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_is_still_filling_its_memory_can_be_moved() {
+    let mut source = guest("uniform,ws=24M", false);
+    source.start().unwrap();
+    let memory = SourceVm::memory(&source);
+    wait("the fill to begin", || page(&memory, CONTENT) != [0; PAGE_BYTES]);
+    SourceVm::pause(&mut source).unwrap();
+    let half = stats(&source.handle()).is_some_and(|stats| stats.state == State::Filling);
+    let mut target = moved(&mut source, &[]);
+    target.start().unwrap();
+    wait("the fill", || stats(&target.handle()).is_some_and(|stats| stats.state >= State::Running));
+    assert_eq!(verified(&target.handle(), 1).corrupt(), 0);
+    println!("moved {} the fill", if half { "in the middle of" } else { "after" });
+}
+
+#[test]
+fn a_page_that_was_lost_is_found() {
+    for workload in ["uniform,ws=8M", "idle,data=8M", "uniform,ws=4M,data=8M,rate=1k"] {
+        let mut source = running(workload, false);
+        SourceVm::pause(&mut source).unwrap();
+        let mut target = moved(&mut source, &[CONTENT]);
+        target.start().unwrap();
+        let after = verified(&target.handle(), 1);
+        assert!(after.corrupt() > 0, "{workload}: the missing page was not noticed");
+        assert_eq!(after.state, State::Corrupt, "{workload}");
+    }
+}
+
+#[test]
+fn a_page_of_an_older_version_is_found() {
+    let mut source = running("sequential,ws=4M", false);
+    let old = page(&SourceVm::memory(&source), CONTENT);
+    let moves = |guest: &ProcessGuest| page(&SourceVm::memory(guest), CONTENT) != old;
+    wait("the page to be written again", || moves(&source));
+    SourceVm::pause(&mut source).unwrap();
+    let mut target = moved(&mut source, &[]);
+    let window_of = TargetVm::memory(&target);
+    window_of.window(RegionId(0), PageRun::new(PageIndex(CONTENT), 1)).unwrap().write_page(0, &old);
+    target.start().unwrap();
+    assert!(verified(&target.handle(), 1).corrupt() > 0);
+}
+
+/// Live, by hand: passes while the guest writes, then a pause and the rest. `lose` takes pages out of the last harvest.
+fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
+    let mut source = running("uniform,ws=8M,rate=200k", memfd);
+    let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
+    let (from, to) = (SourceVm::memory(&source), TargetVm::memory(&target));
+    let mut tracker = source.tracker(None).unwrap();
+    tracker.start().unwrap();
+    copy(&from, &to, &all_touched(&from));
+    let mut dirty = PageSet::empty(from.layout());
+    for _ in 0..5 {
+        dirty.clear();
+        tracker.harvest(&mut dirty).unwrap();
+        copy(&from, &to, dirty.region(RegionId(0)).unwrap());
+    }
+    // Long enough that pages are dirty for certain.
+    std::thread::sleep(Duration::from_millis(20));
+    SourceVm::pause(&mut source).unwrap();
+    let sections = source.save().unwrap();
+    dirty.clear();
+    tracker.harvest(&mut dirty).unwrap();
+    let last = dirty.region_mut(RegionId(0)).unwrap();
+    assert!(last.count() > 10, "the guest wrote meanwhile");
+    lose(last);
+    copy(&from, &to, last);
+    target.load(&sections).unwrap();
+    target.start().unwrap();
+    verified(&target.handle(), 1).corrupt()
+}
+
+#[test]
+fn a_live_move_loses_nothing_and_one_withheld_page_is_found() {
+    for memfd in [false, true] {
+        assert_eq!(live(memfd, |_| ()), 0, "memfd: {memfd}");
+        let lost = live(memfd, |last| {
+            let content = last.runs().flatten().find(|page| *page >= CONTENT).unwrap();
+            last.test_and_clear(content);
+        });
+        assert!(lost > 0, "memfd: {memfd}: the withheld page was not noticed");
+    }
+}
+
+#[test]
+fn the_engine_moves_it_and_every_page_agrees() {
+    let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", false);
+    let mut target = ProcessGuest::new_incoming(options(false)).unwrap();
+    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-process-test-{}", std::process::id())));
+    let listener = Listener::bind(&uri, false).unwrap();
+    let settings = Settings { verify: true, ..Settings::default() };
+    let report = std::thread::scope(|scope| {
+        let target = scope.spawn(|| receive(&mut target, &listener, &Arrival::new(settings.peer_timeout)));
+        let report = migrate(&mut source, &uri, None, &settings, &Monitor::new());
+        target.join().unwrap().unwrap();
+        report.unwrap()
+    });
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    assert_eq!(report.mismatched_pages, 0);
+    assert!(report.verified_pages > 4096, "{}", report.verified_pages);
+    let after = verified(&target.handle(), 3);
+    assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
+    let writes = after.writes();
+    wait("writes on the other side", || stats(&target.handle()).is_some_and(|stats| stats.writes() > writes));
+}
+
+#[test]
+fn wrong_steps_and_wrong_options_are_refused() {
+    let mut empty = ProcessGuest::new_incoming(options(false)).unwrap();
+    assert!(TargetVm::start(&mut empty).is_err(), "nothing to start");
+    assert!(SourceVm::save(&mut empty).is_err(), "nothing to save");
+    assert!(empty.handle().stats().is_err(), "nothing to see");
+    assert!(empty.load(&[]).is_err(), "no state");
+    let mut source = running("uniform,ws=4M", false);
+    SourceVm::pause(&mut source).unwrap();
+    let sections = source.save().unwrap();
+    assert!(source.load(&sections).is_err(), "there is a guest already");
+    let mut other = ProcessGuest::new_incoming(ProcessOptions::new(MEMORY, 3)).unwrap();
+    assert!(other.load(&sections).is_err(), "another number of vCPUs");
+    let mut small = ProcessGuest::new_incoming(ProcessOptions::new(4 << 20, 2)).unwrap();
+    assert!(small.load(&sections).is_err(), "the workload does not fit");
+    let Err(error) = source.tracker(Some(vmferry_engine::TrackerKind::Log)) else {
+        panic!("KVM's log without KVM")
+    };
+    assert!(error.to_string().contains("use `wp`"), "{error}");
+    for (memory, cpus) in
+        [(0, 1), ((4 << 20) + 1, 1), (1 << 20, 1), (8 << 20, 0), (8 << 20, 65), (1 << 60, 1)]
+    {
+        assert!(ProcessGuest::new_incoming(ProcessOptions::new(memory, cpus)).is_err(), "{memory} {cpus}");
+    }
+    assert!(
+        ProcessGuest::new(options(false), "uniform,ws=64M".parse().unwrap()).is_err(),
+        "more than there is"
+    );
+    source.stop();
+    source.stop();
+}
