@@ -41,8 +41,9 @@ impl ProcessGuest {
         header.ws_pages.store(layout.ws_pages, Ordering::Relaxed);
         header.magic.store(STATS_MAGIC, Ordering::Release);
         stats_page(&guest.memory).raise(State::Filling);
-        let workers = (0..layout.cpus).map(|cpu| Worker::new(&workload, &layout, cpu)).collect();
-        guest.furnish(workload, ram, Clock::new(), workers, false);
+        let workers = (0..layout.cpus).map(|cpu| Worker::new(&workload, &layout, cpu));
+        let cpus = workers.map(|worker| (worker, false)).collect();
+        guest.furnish(workload, ram, Clock::new(), cpus);
         Ok(guest)
     }
 
@@ -54,14 +55,15 @@ impl ProcessGuest {
         Ok(Self { memory: Arc::new(Memory::new(&options)?), options, running: None, threads: Vec::new() })
     }
 
-    fn furnish(&mut self, workload: Workload, ram: Ram, clock: Clock, workers: Vec<Worker>, filled: bool) {
-        let cpu = |(index, worker): (usize, Worker)| Cpu {
+    /// Gives the guest its workers, each with whether it has filled its share of memory.
+    fn furnish(&mut self, workload: Workload, ram: Ram, clock: Clock, workers: Vec<(Worker, bool)>) {
+        let filled = AtomicU64::new(workers.iter().map(|(_, filled)| u64::from(*filled)).sum());
+        let cpu = |(index, (worker, filled)): (usize, (Worker, bool))| Cpu {
             index,
             worker: worker.into(),
             filled: AtomicBool::new(filled),
         };
         let cpus: Vec<Cpu> = workers.into_iter().enumerate().map(cpu).collect();
-        let filled = AtomicU64::new(if filled { cpus.len() as u64 } else { 0 });
         let (gate, memory) = (Gate::default(), Arc::clone(&self.memory));
         self.running = Some((workload, Arc::new(Shared { gate, memory, ram, clock, cpus, filled })));
     }
@@ -101,18 +103,11 @@ impl ProcessGuest {
     /// The state besides memory. The guest must be paused.
     ///
     /// # Errors
-    /// If the guest is still writing the content that it starts with.
+    /// If there is no guest.
     pub(crate) fn save_state(&self) -> Result<Vec<Section>, Error> {
-        let what = "save the guest";
         let Some((workload, shared)) = &self.running else {
-            return Err(Error::WrongState { what, why: "the guest has not come yet" });
+            return Err(Error::WrongState { what: "save the guest", why: "the guest has not come yet" });
         };
-        if shared.filled.load(Ordering::Acquire) != shared.cpus.len() as u64 {
-            return Err(Error::WrongState {
-                what,
-                why: "it is still filling its memory; try again when it runs",
-            });
-        }
         let workers = shared.cpus.iter().map(|cpu| lock(&cpu.worker).save()).collect();
         Saved { workload: *workload, clock: shared.clock.save(), workers }.sections()
     }
@@ -132,10 +127,12 @@ impl ProcessGuest {
             worker.restore(state);
             // From the pause on, by the guest's own clock: what passes until the first step is a stall that it sees.
             worker.resume(saved.clock.ns);
-            worker
+            // Fills nothing, but says whether there is nothing left to fill.
+            let filled = worker.fill(&ram, 0);
+            (worker, filled)
         };
         let workers = saved.workers.iter().zip(0..).map(restore).collect();
-        self.furnish(saved.workload, ram, Clock::restore(saved.clock), workers, true);
+        self.furnish(saved.workload, ram, Clock::restore(saved.clock), workers);
         Ok(())
     }
 

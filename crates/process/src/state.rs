@@ -132,7 +132,7 @@ mod tests {
         assert!(refused(&sections[..3]).contains("3 sections came, 4 are needed"));
         let mut twice = sections.clone();
         twice[3] = twice[2].clone();
-        assert!(refused(&twice).contains("'process-worker' 1 is missing"));
+        assert!(refused(&twice).contains("'process-worker' 0 is missing or there twice"));
         let mut newer = sections.clone();
         newer[1].version = 9;
         assert!(refused(&newer).contains("'process-clock' has version 9"));

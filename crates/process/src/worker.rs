@@ -90,8 +90,12 @@ impl Shared {
         let cpu = &self.cpus[index];
         while self.gate.pass() {
             let mut worker = lock(&cpu.worker);
-            self.fill(cpu, &mut worker);
-            self.work(cpu, &mut worker);
+            // A pause may have come between the gate and the lock, and its owner may have had the lock already: then not
+            // even a report may be written. If it comes from now on, its owner waits for the lock.
+            if self.gate.open() {
+                self.fill(cpu, &mut worker);
+                self.work(cpu, &mut worker);
+            }
         }
     }
 
@@ -113,7 +117,7 @@ impl Shared {
 
     fn ready(&self) {
         let page = stats_page(&self.memory);
-        page.header.ready_us.store(self.clock.ns() / 1000, Ordering::Relaxed);
+        page.header.ready_us.store((self.clock.ns() / 1000).max(1), Ordering::Relaxed);
         page.raise(State::Running);
     }
 
