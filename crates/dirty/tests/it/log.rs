@@ -1,6 +1,7 @@
-//! KVM's log on a real VM with a guest of a few instructions.
+//! Both trackers on a real VM with a guest of a few instructions.
 
 use crate::memory::{Kind, Memory, say};
+use crate::wp::available;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::collections::BTreeSet;
@@ -9,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_dirty::{KvmLogTracker, LogSlot};
+use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
 use vmferry_engine::DirtyTracker;
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_sys::kvm::SlotSpec;
@@ -117,7 +118,7 @@ fn load_code(memory: &Memory) {
 }
 
 /// Protects the harvested pages chunk by chunk, then copies them: what the engine does in a pass.
-fn send(tracker: &KvmLogTracker, memory: &Memory, dirty: &Bitmap, copy: &mut [u8]) {
+fn send(tracker: &dyn DirtyTracker, memory: &Memory, dirty: &Bitmap, copy: &mut [u8]) {
     let protector = tracker.protector();
     let mut first = 0;
     while first < memory.pages {
@@ -146,12 +147,32 @@ fn lost(memory: &Memory, copy: &[u8]) -> Vec<u64> {
 fn no_guest_write_is_lost() {
     let Some(vm) = vm() else { return };
     let memory = Memory::new(Kind::Small, PAGES);
-    load_code(&memory);
     let slot = add_slot(&vm, 0, 0, &memory);
     let (mut tracker, layout) = tracker(&vm, &[slot]);
-    let mut vcpu = vcpu(&vm);
+    nothing_is_lost(&vm, &memory, &mut tracker, &layout);
+}
+
+#[test]
+fn no_guest_write_is_lost_by_write_protection_either() {
+    if !available() {
+        return;
+    }
+    for kind in [Kind::Small, Kind::Huge, Kind::Memfd] {
+        let Some(vm) = self::vm() else { return };
+        let memory = Memory::new(kind, PAGES);
+        add_slot(&vm, 0, 0, &memory);
+        let layout = Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: PAGES * 4096 }]).unwrap();
+        let mut tracker = WpTracker::new(vec![memory.region(0)]).unwrap();
+        nothing_is_lost(&vm, &memory, &mut tracker, &layout);
+    }
+}
+
+/// Runs the guest in `memory` again and again, while it is copied pass by pass, and compares at each pause.
+fn nothing_is_lost(vm: &VmFd, memory: &Memory, tracker: &mut dyn DirtyTracker, layout: &Layout) {
+    load_code(memory);
+    let mut vcpu = vcpu(vm);
     let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
-    let mut dirty = PageSet::full(&layout);
+    let mut dirty = PageSet::full(layout);
     tracker.start().unwrap();
     // Only the last write to a page before a pause can be missed in the end, so there are many pauses.
     for episode in 0..EPISODES {
@@ -162,7 +183,7 @@ fn no_guest_write_is_lost() {
             let mut rounds = 0;
             while exits.load(Ordering::Acquire) < 5 || rounds < 3 {
                 assert!(begin.elapsed().as_secs() < 30, "the guest does not run: {exits:?} exits");
-                send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+                send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
                 dirty.clear();
                 tracker.harvest(&mut dirty).unwrap();
                 rounds += 1;
@@ -171,9 +192,9 @@ fn no_guest_write_is_lost() {
         });
         // The vCPU has stopped: the last harvest.
         tracker.harvest(&mut dirty).unwrap();
-        send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+        send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
         dirty.clear();
-        assert_eq!(lost(&memory, &copy), [], "pages lost before pause {episode}");
+        assert_eq!(lost(memory, &copy), [], "pages lost before pause {episode}");
     }
     let counted: u64 = (0..PAGES)
         .map(|page| u64::from(u16::from_le_bytes([memory.page(page)[0], memory.page(page)[1]])))

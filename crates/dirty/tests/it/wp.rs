@@ -26,7 +26,7 @@ fn layout(regions: &[MappedRegion]) -> Layout {
 }
 
 /// Whether this host can run the test; says so if not.
-fn available() -> bool {
+pub(crate) fn available() -> bool {
     match WpTracker::available() {
         Ok(()) => true,
         Err(error) => {
