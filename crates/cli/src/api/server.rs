@@ -144,10 +144,7 @@ impl Shared {
     fn status(&self) -> Value {
         let migration = lock(&self.migration);
         let mut status = match (&migration.report, &migration.monitor) {
-            (Some(report), _) => {
-                self.seen.store(true, Ordering::Release);
-                report.clone()
-            }
+            (Some(report), _) => report.clone(),
             (None, Some(monitor)) => {
                 let progress = monitor.progress();
                 json!({ "state": progress.state, "outcome": null, "progress": progress })
@@ -323,6 +320,10 @@ fn converse(stream: &UnixStream, shared: &Shared) -> Result<()> {
             Err(error) => json!({ "error": { "class": "GenericError", "desc": format!("{error:#}") } }),
         };
         writeln!(&mut &*stream, "{answer}")?;
+        // Only now: the process may end as soon as somebody has the report.
+        if answer["return"]["outcome"].is_string() {
+            shared.seen.store(true, Ordering::Release);
+        }
         if long {
             return Ok(());
         }
