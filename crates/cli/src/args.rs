@@ -179,7 +179,7 @@ pub(crate) struct RunArgs {
     /// Where the guest's serial output goes: stdio, or a file
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
-    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket)
+    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket), or take it out of file:PATH
     #[arg(long, value_name = "URI")]
     pub(crate) incoming: Option<Uri>,
     /// Allow unencrypted connections from other hosts
@@ -198,7 +198,7 @@ pub(crate) struct MigrateArgs {
     /// Control socket of the vmferry whose guest is to be moved
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Where to: tcp:HOST:PORT or unix:PATH
+    /// Where to: tcp:HOST:PORT, unix:PATH, or file:PATH (the guest stops and is written there)
     pub(crate) uri: Uri,
     /// How to move it
     #[arg(long, value_enum, default_value = "precopy")]

@@ -64,6 +64,9 @@ impl Bar {
         let number = |name: &str| progress[name].as_u64().unwrap_or(0);
         let pass = number("pass");
         let (done, all) = (number("pass_done"), number("pass_pages"));
+        if all == 0 {
+            return;
+        }
         let text = describe(progress);
         if let Some(bar) = &self.bar {
             bar.set_prefix(format!("{} {pass}", phase(status)));

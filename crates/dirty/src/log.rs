@@ -10,13 +10,15 @@ use vmferry_engine::{DirtyTracker, Protect, TrackerKind, VmError};
 use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 use vmferry_sys::kvm::{self, SlotSpec};
 
-/// Words of bitmap that one `KVM_CLEAR_DIRTY_LOG` is given, on the stack: 1 KiB.
-const CHUNK_WORDS: usize = 128;
+/// Words of bitmap that one `KVM_CLEAR_DIRTY_LOG` is given, on the stack: 256 bytes.
+const CHUNK_WORDS: usize = 32;
 
-/// Pages that [`Protect::protect`] works on best: 32 MiB of guest memory.
+/// Pages that [`Protect::protect`] works on best: 8 MiB of guest memory.
 ///
 /// Each clear takes KVM's MMU lock once and ends with one TLB flush of all vCPUs. Smaller chunks pay for more flushes,
-/// larger ones keep vCPUs that fault from the lock for longer.
+/// larger ones keep vCPUs that fault from the lock for longer, and are read longer after they were protected, so that more
+/// of their pages are written again before they were sent even once. Protecting 4 GiB was measured to take 37 ms in chunks
+/// of 64 pages, 9.1 ms by 512, 4.0 ms by 2048 and 3.9 ms by 8192.
 const CHUNK_PAGES: u64 = CHUNK_WORDS as u64 * 64;
 
 /// A memory slot whose writes are logged. Its region has the number of the slot.

@@ -69,6 +69,14 @@ pub enum MigrateError {
         /// Where.
         uri: String,
     },
+    /// A file cannot be made or opened.
+    #[error("cannot use {uri}: {source}")]
+    File {
+        /// Which.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
     /// The settings ask for something impossible.
     #[error("{0}")]
     Settings(String),

@@ -7,6 +7,7 @@ mod monitor;
 mod report;
 #[cfg(test)]
 mod sim;
+mod snapshot;
 mod source;
 mod target;
 mod vm;
@@ -16,6 +17,7 @@ pub use error::MigrateError;
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{Bytes, Cpu, Downtime, PassReport, Report};
+pub use snapshot::{restore, save};
 pub use source::{OnTimeout, Outcome, Settings, Verification, migrate};
 pub use target::{Arrival, ReceiveFailure, Received, receive};
 pub use vm::{

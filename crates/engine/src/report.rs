@@ -108,3 +108,15 @@ pub struct Cpu {
     /// Of the target's engine threads.
     pub destination: f64,
 }
+
+/// The state as its one word in JSON, for an outcome.
+pub(crate) fn word(state: MigrationState) -> Option<String> {
+    let word = match state {
+        MigrationState::Completed => "completed",
+        MigrationState::Cancelled => "cancelled",
+        MigrationState::Failed => "failed",
+        MigrationState::Unknown => "unknown",
+        MigrationState::Setup | MigrationState::Precopy | MigrationState::Switchover => return None,
+    };
+    Some(word.into())
+}

@@ -1,10 +1,14 @@
 //! A connected socket that sends and receives straight out of and into guest memory.
 
+use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 use vmferry_memory::Window;
+
+/// As many as the kernel takes at once (UIO_MAXIOV).
+const MOST_BUFS: usize = 1024;
 
 /// An `iovec`: bytes of our own or of guest memory, by address.
 ///
@@ -34,6 +38,38 @@ impl<'a> IoBuf<'a> {
     /// To send or receive guest memory.
     pub(crate) fn from_window(window: Window<'a>) -> Self {
         Self::raw(window.as_ptr(), window.len())
+    }
+
+    /// Writes all of `bufs` to `file` at its position; uses them up.
+    pub(crate) fn write_all(mut bufs: &mut [Self], file: &File) -> io::Result<()> {
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            let count = libc::c_int::try_from(bufs.len().min(MOST_BUFS)).map_err(io::Error::other)?;
+            // SAFETY: as for `sendmsg`: IoBufs are iovecs whose bytes are mapped; the kernel only reads them.
+            let written = unsafe { libc::writev(file.as_raw_fd(), bufs.as_ptr().cast(), count) };
+            match usize::try_from(written) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => consume(bufs, written),
+                Err(_) => interrupted(io::Error::last_os_error())?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills all of `bufs` from `file` at its position; uses them up. `UnexpectedEof` if the file ends before.
+    pub(crate) fn read_all(mut bufs: &mut [Self], file: &File) -> io::Result<()> {
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            let count = libc::c_int::try_from(bufs.len().min(MOST_BUFS)).map_err(io::Error::other)?;
+            // SAFETY: as for `recvmsg`: what is received into was made of unique borrows or of guest memory.
+            let read = unsafe { libc::readv(file.as_raw_fd(), bufs.as_mut_ptr().cast(), count) };
+            match usize::try_from(read) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => consume(bufs, read),
+                Err(_) => interrupted(io::Error::last_os_error())?,
+            }
+        }
+        Ok(())
     }
 
     fn raw(start: *mut u8, len: usize) -> Self {
@@ -133,12 +169,10 @@ impl Stream {
         flags: libc::c_int,
         call: impl Fn(libc::c_int, &mut libc::msghdr, libc::c_int) -> isize,
     ) -> io::Result<usize> {
-        /// More than the kernel takes at once (UIO_MAXIOV).
-        const MOST: usize = 1024;
         // SAFETY: msghdr is plain data; all zero is its empty value.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = bufs.as_mut_ptr().cast();
-        message.msg_iovlen = bufs.len().min(MOST);
+        message.msg_iovlen = bufs.len().min(MOST_BUFS);
         let moved = call(self.fd.as_raw_fd(), &mut message, flags);
         usize::try_from(moved).map_err(|_| io::Error::last_os_error())
     }
@@ -171,6 +205,11 @@ fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
             return;
         }
     }
+}
+
+/// A signal is no failure: the call is made again.
+fn interrupted(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
 }
 
 /// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.

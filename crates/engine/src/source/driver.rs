@@ -188,6 +188,7 @@ impl<'s, 'e> Driver<'s, 'e> {
                 Event::PassSent { bytes: self.timings.pass_sent(self.ground.monitor) }
             }
             Ok(Input::PassDone(Err(SenderError::Stopped))) => Event::Tick,
+            Ok(Input::PassDone(Err(SenderError::File(error)))) => Event::PeerLost(error.to_string()),
             Ok(Input::PassDone(Err(SenderError::Vm(error)))) => local("reading guest memory", &error),
             Ok(Input::PassDone(Err(SenderError::Link(SendError { error, .. }, peer)))) => {
                 // Often the target closed its channels after saying why on the control channel: hear it out.

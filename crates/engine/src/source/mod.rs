@@ -3,7 +3,7 @@
 mod driver;
 mod pending;
 mod policy;
-mod sender;
+pub(crate) mod sender;
 pub(crate) mod session;
 mod timings;
 

@@ -30,6 +30,8 @@ pub(crate) enum SenderError {
     Stopped,
     /// The socket.
     Link(SendError, String),
+    /// The file.
+    File(std::io::Error),
     /// The VMM's memory or tracker.
     Vm(VmError),
 }

@@ -3,7 +3,7 @@
 use super::driver::Ground;
 use super::session::{Outcome, Session};
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Bytes, Cpu, Downtime, PassReport, Report};
+use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, word};
 use crate::vm::TrackerKind;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -135,7 +135,7 @@ impl Timings {
         let stopped = between(self.pause, Some(end));
         Report {
             state,
-            outcome: serde_word(state),
+            outcome: word(state),
             error,
             id: ground.migration.to_string(),
             mode: "precopy".into(),
@@ -164,18 +164,6 @@ impl Timings {
             verify_ms: ms(self.verify_time()),
         }
     }
-}
-
-/// The state as its one word in JSON, for an outcome.
-fn serde_word(state: MigrationState) -> Option<String> {
-    let word = match state {
-        MigrationState::Completed => "completed",
-        MigrationState::Cancelled => "cancelled",
-        MigrationState::Failed => "failed",
-        MigrationState::Unknown => "unknown",
-        MigrationState::Setup | MigrationState::Precopy | MigrationState::Switchover => return None,
-    };
-    Some(word.into())
 }
 
 fn between(from: Option<Instant>, to: Option<Instant>) -> Duration {

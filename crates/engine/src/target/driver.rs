@@ -21,6 +21,12 @@ use vmferry_wire::{MigrationId, Refusal, RefusalCode, Role, Section, ToSource, T
 
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);
+/// How long a source may take to announce its guest. Until it has, it keeps others out and has shown nothing for it.
+const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What another thread reports, with the number of the attempt that it belongs to: a thread of an attempt that was
+/// refused can report its end when the next source is already served. Connections belong to none.
+pub(super) type Numbered = (u64, Input);
 
 /// What other threads report.
 pub(super) enum Input {
@@ -36,8 +42,13 @@ pub(super) struct Driver<'a> {
     vm: &'a mut dyn TargetVm,
     arrival: &'a Arrival,
     session: Session,
-    inputs: &'a Receiver<Input>,
-    sender: SyncSender<Input>,
+    /// The number of this attempt.
+    attempt: u64,
+    began: Instant,
+    inputs: &'a Receiver<Numbered>,
+    sender: SyncSender<Numbered>,
+    /// Sources that came while this attempt was being wound up: they are served next.
+    waiting: Vec<Incoming>,
     control: Arc<Stream>,
     migration: MigrationId,
     token: Token,
@@ -53,8 +64,8 @@ impl<'a> Driver<'a> {
     pub(super) fn run(
         vm: &'a mut dyn TargetVm,
         arrival: &'a Arrival,
-        inputs: &'a Receiver<Input>,
-        sender: SyncSender<Input>,
+        (sender, inputs): (&SyncSender<Numbered>, &'a Receiver<Numbered>),
+        attempt: u64,
         incoming: Incoming,
     ) -> Result<Attempt, MigrateError> {
         let (token, urgent) = (Token(random()?), Token(random()?));
@@ -63,8 +74,11 @@ impl<'a> Driver<'a> {
             session: Session::begin(vm.config(), (token, urgent)),
             vm,
             arrival,
+            attempt,
+            began: Instant::now(),
             inputs,
-            sender,
+            sender: sender.clone(),
+            waiting: Vec::new(),
             control: Arc::new(incoming.stream),
             migration: incoming.hello.migration,
             token,
@@ -94,6 +108,7 @@ impl<'a> Driver<'a> {
         Ok(Attempt {
             accepted,
             outcome,
+            waiting: std::mem::take(&mut driver.waiting),
             received: Received {
                 id: driver.migration.to_string(),
                 source: driver.control.peer.clone(),
@@ -105,14 +120,14 @@ impl<'a> Driver<'a> {
     }
 
     fn read_control(&mut self) -> io::Result<()> {
-        let (control, inputs) = (Arc::clone(&self.control), self.sender.clone());
+        let (control, inputs, attempt) = (Arc::clone(&self.control), self.sender.clone(), self.attempt);
         let read = move || loop {
             let input = match read_message(&control) {
                 Ok(message) => Input::Message(message),
                 Err(error) => Input::ControlLost(error),
             };
             let last = matches!(input, Input::ControlLost(_));
-            if inputs.send(input).is_err() || last {
+            if inputs.send((attempt, input)).is_err() || last {
                 return;
             }
         };
@@ -137,16 +152,25 @@ impl<'a> Driver<'a> {
         }
     }
 
+    /// The next input of this attempt, or a new connection.
+    fn next_input(&self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
+        let (attempt, input) = self.inputs.recv_timeout(within)?;
+        Ok((attempt == self.attempt || matches!(input, Input::Connected(_))).then_some(input))
+    }
+
     fn wait(&mut self) -> Option<Event> {
-        let input = match self.inputs.recv_timeout(TICK) {
-            Ok(input) => input,
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                return self.arrival.stopped().then(|| {
-                    Event::LocalFailure(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"))
-                });
-            }
-        };
-        match input {
+        // Looked at every time: a source that never stops talking must not keep us from it.
+        if self.arrival.stopped() {
+            let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
+            return Some(Event::LocalFailure(why));
+        }
+        if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
+            return Some(Event::PeerLost(format!(
+                "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+                self.control.peer
+            )));
+        }
+        match self.next_input(TICK).ok().flatten()? {
             Input::Connected(incoming) => self.connected(*incoming),
             Input::Message(message) => Some(Event::Message(message)),
             Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
@@ -177,11 +201,11 @@ impl<'a> Driver<'a> {
         {
             let deadline = Instant::now() + Duration::from_millis(500);
             while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-                match self.inputs.recv_timeout(left) {
-                    Ok(Input::Message(message @ (ToTarget::Cancel(_) | ToTarget::Commit))) => {
+                match self.next_input(left) {
+                    Ok(Some(Input::Message(message @ (ToTarget::Cancel(_) | ToTarget::Commit)))) => {
                         return Some(Event::Message(message));
                     }
-                    Ok(Input::ControlLost(_)) | Err(_) => break,
+                    Ok(Some(Input::ControlLost(_))) | Err(_) => break,
                     Ok(_) => {}
                 }
             }
@@ -223,9 +247,9 @@ impl<'a> Driver<'a> {
         let stream = Arc::new(stream);
         self.bulk[usize::from(channel)] = Some(Arc::clone(&stream));
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
-        let (inputs, cpu_us) = (self.sender.clone(), Arc::clone(&self.cpu_us));
+        let (inputs, cpu_us, attempt) = (self.sender.clone(), Arc::clone(&self.cpu_us), self.attempt);
         let receive = move || {
-            let mut receiver = PageReceiver::new(&*memory, &arrivals, &stream);
+            let mut receiver = PageReceiver::new(&*memory, &arrivals, &*stream);
             let mut counted = 0;
             loop {
                 let result = receiver.receive_pass();
@@ -236,7 +260,7 @@ impl<'a> Driver<'a> {
                     Ok(pass) => (Input::Barrier { channel, pass }, false),
                     Err(error) => (Input::ChannelLost { channel, error }, true),
                 };
-                if inputs.send(input).is_err() || last {
+                if inputs.send((attempt, input)).is_err() || last {
                     return;
                 }
             }
@@ -277,6 +301,11 @@ impl<'a> Driver<'a> {
     }
 
     fn load(&mut self, sections: &[Section]) -> Event {
+        // From here on nobody may write the guest's memory but the guest: what a source still sends is refused.
+        if !self.arrivals.seal() {
+            let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
+            return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
+        }
         let began = Instant::now();
         match self.vm.load(sections) {
             Ok(()) => {
@@ -309,8 +338,9 @@ impl<'a> Driver<'a> {
         }
         let deadline = Instant::now() + Duration::from_secs(1);
         while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-            match self.inputs.recv_timeout(left) {
-                Ok(Input::ControlLost(_)) | Err(_) => break,
+            match self.next_input(left) {
+                Ok(Some(Input::ControlLost(_))) | Err(_) => break,
+                Ok(Some(Input::Connected(incoming))) => self.keep(*incoming),
                 Ok(_) => {}
             }
         }
@@ -318,7 +348,9 @@ impl<'a> Driver<'a> {
         self.control.shutdown();
         // Threads that wait for room in the queue must find it until they have ended.
         while self.threads.iter().any(|thread| !thread.is_finished()) {
-            let _ = self.inputs.recv_timeout(Duration::from_millis(1));
+            if let Ok(Some(Input::Connected(incoming))) = self.next_input(Duration::from_millis(1)) {
+                self.keep(*incoming);
+            }
         }
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -328,11 +360,22 @@ impl<'a> Driver<'a> {
     }
 }
 
+impl Driver<'_> {
+    fn keep(&mut self, incoming: Incoming) {
+        // A guest that came ends the wait for others, and channels of an attempt that has ended are nobody's.
+        if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
+            self.waiting.push(incoming);
+        }
+    }
+}
+
 /// How one attempt ended.
 pub(super) struct Attempt {
     /// Whether a guest had been announced that fits; after that, memory is no longer empty.
     pub(super) accepted: bool,
     pub(super) outcome: Outcome,
+    /// Sources that came meanwhile.
+    pub(super) waiting: Vec<Incoming>,
     pub(super) received: Received,
 }
 
@@ -341,10 +384,10 @@ fn micros(duration: Duration) -> u64 {
 }
 
 /// Kept by the acceptor: where connections go.
-pub(super) fn forward(inputs: &SyncSender<Input>) -> impl Fn(Incoming) + Send + Sync + Clone + 'static {
+pub(super) fn forward(inputs: &SyncSender<Numbered>) -> impl Fn(Incoming) + Send + Sync + Clone + 'static {
     let inputs = Arc::new(Mutex::new(inputs.clone()));
     move |incoming| {
         let sender = inputs.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-        let _ = sender.send(Input::Connected(Box::new(incoming)));
+        let _ = sender.send((0, Input::Connected(Box::new(incoming))));
     }
 }

@@ -1,7 +1,7 @@
 //! The side that a guest comes to.
 
 mod driver;
-mod receiver;
+pub(crate) mod receiver;
 pub(crate) mod session;
 
 use crate::channel::{Listener, answer};
@@ -10,10 +10,14 @@ use crate::{MigrateError, channel::Incoming};
 use driver::{Driver, Input};
 use serde::Serialize;
 use session::Outcome;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, Role};
+
+/// How often the wait for a source looks whether it should stop.
+const POLL: Duration = Duration::from_millis(100);
 
 /// Waits for a guest; share it between the thread that receives and those that may stop it.
 #[derive(Debug)]
@@ -82,7 +86,8 @@ pub fn receive(
     listener: &Listener,
     arrival: &Arrival,
 ) -> Result<Received, ReceiveFailure> {
-    let (sender, inputs) = sync_channel(128);
+    // A few are enough, and what a peer says waits in its socket, not in our memory.
+    let (sender, inputs) = sync_channel(8);
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let take = driver::forward(&sender);
@@ -91,23 +96,30 @@ pub fn receive(
             .name("target-accept".into())
             .spawn_scoped(scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
+        let mut waiting = VecDeque::new();
+        let mut attempts = 0;
         let result = loop {
-            let incoming = match inputs.recv_timeout(Duration::from_millis(100)) {
-                Ok(Input::Connected(incoming)) => *incoming,
-                Ok(_) => continue,
-                Err(RecvTimeoutError::Timeout) if arrival.stopped() => break Err(ReceiveFailure::Stopped),
-                Err(_) => continue,
-            };
+            if arrival.stopped() {
+                break Err(ReceiveFailure::Stopped);
+            }
+            let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv_timeout(POLL));
+            let Ok((_, Input::Connected(incoming))) = next else { continue };
+            let incoming = *incoming;
             if incoming.hello.role != Role::Control {
                 refuse(&incoming);
                 continue;
             }
-            match Driver::run(vm, arrival, &inputs, sender.clone(), incoming) {
+            attempts += 1;
+            match Driver::run(vm, arrival, (&sender, &inputs), attempts, incoming) {
                 Err(error) => break Err(error.into()),
                 Ok(attempt) => match attempt.outcome {
                     Outcome::Completed => break Ok(attempt.received),
                     Outcome::Failed(why) if attempt.accepted => break Err(ReceiveFailure::Failed(why)),
-                    Outcome::Failed(why) => tracing::warn!("{} was refused: {why}", attempt.received.source),
+                    Outcome::Failed(why) => {
+                        tracing::warn!("{} was refused: {why}", attempt.received.source);
+                        let others = attempt.waiting.into_iter();
+                        waiting.extend(others.map(|other| (0, Input::Connected(Box::new(other)))));
+                    }
                 },
             }
         };

@@ -4,8 +4,8 @@ use super::session::MAX_NAMED_RUNS;
 use crate::channel::{IoBuf, Stream};
 use crate::vm::{GuestMemory, VmError};
 use std::io;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_memory::{PAGE_BYTES, PageRun, RegionId, Window};
 use vmferry_wire::{
@@ -42,6 +42,8 @@ pub(crate) struct Arrivals {
     compared: AtomicU64,
     mismatched: AtomicU64,
     samples: Mutex<Vec<PageName>>,
+    /// Whether memory is complete and must not be written any more. Held for reading while a frame is taken.
+    sealed: RwLock<bool>,
 }
 
 #[derive(Debug)]
@@ -67,6 +69,7 @@ impl Arrivals {
             compared: AtomicU64::new(0),
             mismatched: AtomicU64::new(0),
             samples: Mutex::new(Vec::new()),
+            sealed: RwLock::new(false),
         }
     }
 
@@ -81,6 +84,14 @@ impl Arrivals {
     /// Pages received so far, counting a page each time it came.
     pub(crate) fn pages(&self) -> u64 {
         self.pages.load(Ordering::Relaxed)
+    }
+
+    /// Refuses every frame from now on. Fails if one is just being taken, or a page is damaged: an honest source has
+    /// waited for the word that all is here and sound, one that has not must not have its guest started.
+    pub(crate) fn seal(&self) -> bool {
+        let Ok(mut sealed) = self.sealed.try_write() else { return false };
+        *sealed = true;
+        self.suspects().0 == 0
     }
 
     /// How many pages are damaged, and the first of them as runs. Exact while no frame is being received.
@@ -132,11 +143,23 @@ impl Arrivals {
     }
 }
 
+/// Where frames come from: a socket, or a file.
+pub(crate) trait FrameSource {
+    /// Fills all of `bufs`.
+    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;
+}
+
+impl FrameSource for &Stream {
+    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        self.receive(bufs)
+    }
+}
+
 /// The receiving end of a bulk channel.
-pub(crate) struct Receiver<'a> {
+pub(crate) struct Receiver<'a, S> {
     memory: &'a dyn GuestMemory,
     arrivals: &'a Arrivals,
-    stream: &'a Stream,
+    stream: S,
     sequence: u64,
     /// As long as the longest table.
     table: Vec<u8>,
@@ -144,8 +167,8 @@ pub(crate) struct Receiver<'a> {
     touched: Bitmap,
 }
 
-impl<'a> Receiver<'a> {
-    pub(crate) fn new(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: &'a Stream) -> Self {
+impl<'a, S: FrameSource> Receiver<'a, S> {
+    pub(crate) fn new(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             memory,
             arrivals,
@@ -161,7 +184,7 @@ impl<'a> Receiver<'a> {
     pub(crate) fn receive_pass(&mut self) -> Result<u32, ReceiveError> {
         loop {
             let mut bytes = [0; FRAME_HEADER_BYTES];
-            self.stream.receive_bytes(&mut bytes)?;
+            self.stream.fill(&mut [IoBuf::from_bytes_mut(&mut bytes)])?;
             let header = FrameHeader::decode(&bytes)?;
             if header.sequence != self.sequence {
                 return Err(WireError::Field {
@@ -186,11 +209,20 @@ impl<'a> Receiver<'a> {
         take: fn(&mut Self, &RegionState, &Table<'_>) -> Result<(), ReceiveError>,
     ) -> Result<(), ReceiveError> {
         let arrivals = self.arrivals;
+        let sealed = arrivals.sealed.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if *sealed {
+            return Err(WireError::Field {
+                what: "a frame of pass",
+                value: header.pass.into(),
+                allowed: "none after the last pass",
+            }
+            .into());
+        }
         let region = arrivals.region(header.region)?;
         // The table's buffer is lent out and put back: `take` needs the rest of self.
         let mut buffer = std::mem::take(&mut self.table);
         let bytes = &mut buffer[..header.table_bytes()];
-        self.stream.receive_bytes(bytes)?;
+        self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
         let table = Table::decode(header, bytes, region.written.len())?;
         take(self, region, &table)?;
         self.table = buffer;
@@ -211,7 +243,7 @@ impl<'a> Receiver<'a> {
                 }
             }
         }
-        self.stream.receive(&mut bufs[..used])?;
+        self.stream.fill(&mut bufs[..used])?;
         self.check(region, table)
     }
 
