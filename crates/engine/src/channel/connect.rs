@@ -45,7 +45,8 @@ fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<S
     let shake = || -> io::Result<[u8; HELLO_BYTES]> {
         stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
         let mut reply = [0; HELLO_BYTES];
-        stream.receive_bytes(&mut reply)?;
+        stream.receive_bytes_within(&mut reply, timeout)?;
+        stream.set_timeouts(Some(timeout), Some(timeout))?;
         Ok(reply)
     };
     let reply = shake().map_err(|source| MigrateError::Hello { uri: uri.to_string(), source })?;
@@ -91,6 +92,8 @@ fn connect(uri: &Uri, insecure: bool, timeout: Duration) -> Result<Socket, Migra
         Uri::Unix(path) => {
             let address = SockAddr::unix(path).map_err(unreachable)?;
             let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(unreachable)?;
+            // A listener whose queue is full lets us wait, but not for ever.
+            socket.set_write_timeout(Some(timeout)).map_err(unreachable)?;
             socket.connect(&address).map_err(unreachable)?;
             Ok(socket)
         }

@@ -100,8 +100,16 @@ impl Listener {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            // A timeout is the normal case; any other failure of accept concerns one connection or passes.
-            let Ok((socket, address)) = self.socket.accept() else { continue };
+            let (socket, address) = match self.socket.accept() {
+                Ok(accepted) => accepted,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => {
+                    // It concerns one connection or passes (no descriptors left), but comes back at once until then.
+                    tracing::warn!("a connection could not be accepted: {error}");
+                    std::thread::sleep(POLL);
+                    continue;
+                }
+            };
             if !self.insecure && address.as_socket().is_some_and(|a| !a.ip().is_loopback()) {
                 continue;
             }
@@ -136,8 +144,9 @@ fn read_hello(socket: Socket, peer: String) -> io::Result<Incoming> {
     let stream = Stream::new(socket, peer)?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
     let mut bytes = [0; HELLO_BYTES];
-    let read =
-        stream.receive_bytes(&mut bytes).and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
+    let read = stream
+        .receive_bytes_within(&mut bytes, HELLO_TIMEOUT)
+        .and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
     let hello = read.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
     match negotiate(&hello) {
         Ok(_) => Ok(Incoming { stream, hello }),

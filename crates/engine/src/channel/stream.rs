@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_memory::Window;
 
 /// As many as the kernel takes at once (UIO_MAXIOV).
@@ -92,6 +92,13 @@ pub(crate) struct SendError {
     pub(crate) error: io::Error,
 }
 
+impl SendError {
+    /// Why the message could not even be encoded, if that is what failed.
+    pub(crate) fn wire_error(&self) -> Option<&vmferry_wire::WireError> {
+        self.error.get_ref()?.downcast_ref()
+    }
+}
+
 /// One connected stream socket. Sending and receiving are independent and may be done from two threads.
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -161,6 +168,29 @@ impl Stream {
     /// Fills `bytes`.
     pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.receive(&mut [IoBuf::from_bytes_mut(bytes)])
+    }
+
+    /// Fills `bytes`, and gives up when that took longer than `within`, however steadily the peer drips. Leaves another
+    /// receive timeout behind.
+    pub(crate) fn receive_bytes_within(&self, bytes: &mut [u8], within: Duration) -> io::Result<()> {
+        let deadline = Instant::now() + within;
+        let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+        while let Some(rest) = skip_empty(&mut bufs) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let socket = socket2::SockRef::from(&self.fd);
+            // The kernel counts in microseconds, and takes none for no limit.
+            socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            match self.call(rest, 0, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => consume(rest, received),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(timed_out(error)),
+            }
+        }
+        Ok(())
     }
 
     fn call(
@@ -253,6 +283,23 @@ mod tests {
         assert!(error.nothing_left);
         assert_eq!(error.error.kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(a.receive_bytes(&mut [0]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_peer_that_drips_is_given_up_in_time() {
+        let (a, b) = pair();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while b.send(&mut [IoBuf::from_bytes(b"x")]).is_ok() {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            });
+            let began = Instant::now();
+            let error = a.receive_bytes_within(&mut [0; 80], Duration::from_millis(100)).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+            assert!(began.elapsed() < Duration::from_millis(1000), "80 drips would take 1.6 s");
+            drop(a);
+        });
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 use vmferry_memory::{PageRun, PageSet};
-use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
+use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token, WireError};
 
 /// How often the clock is looked at, and a cancel noticed.
 const TICK: Duration = Duration::from_millis(20);
@@ -74,7 +74,8 @@ pub(super) struct Driver<'s, 'e> {
     /// A link failure that waits for the target's own word on it.
     held: Option<(Instant, String)>,
     cancel_seen: bool,
-    pub(super) timings: Timings,
+    ticked: Instant,
+    timings: Timings,
     dirtied_since: Instant,
 }
 
@@ -85,7 +86,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         vm: &'e mut dyn SourceVm,
         tracker: Box<dyn DirtyTracker>,
     ) -> Report {
-        let inputs = sync_channel(usize::from(Settings::MAX_CHANNELS) + 16);
+        // A few are enough, and what a peer says waits in its socket, not in our memory.
+        let inputs = sync_channel(8);
         let pages = ground.memory.layout().pages();
         let (session, first) =
             Session::begin(ground.settings.clone(), vm.config(), pages, ground.began.elapsed());
@@ -103,6 +105,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             pending,
             held: None,
             cancel_seen: false,
+            ticked: Instant::now(),
             timings: Timings::default(),
             dirtied_since: Instant::now(),
         };
@@ -163,6 +166,11 @@ impl<'s, 'e> Driver<'s, 'e> {
         }
         if let Some((_, why)) = self.held.take_if(|(deadline, _)| Instant::now() >= *deadline) {
             return Event::PeerLost(why);
+        }
+        // By the clock, not only when nothing comes: a target that never stops talking would stop all timeouts.
+        if self.ticked.elapsed() >= TICK {
+            self.ticked = Instant::now();
+            return Event::Tick;
         }
         match self.inputs.1.recv_timeout(TICK) {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
@@ -230,6 +238,14 @@ impl<'s, 'e> Driver<'s, 'e> {
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.timings.sending(message);
         let failed = send_message(&self.ground.control, message).err()?;
+        if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
+            let what = match message {
+                ToTarget::Section(section) => format!("the device state '{}'", section.name),
+                _ => "a message to the target".into(),
+            };
+            let detail = format!("{what} cannot be sent: {too_large}");
+            return Some(Event::LocalFailure(Refusal::new(RefusalCode::State, detail)));
+        }
         let why = format!("the link to {} failed: {}", self.ground.control.peer, failed.error);
         // Before the commit the target's own words, if it left any, say more than a broken pipe.
         if !self.session.committed() && failed.error.kind() == io::ErrorKind::BrokenPipe {
@@ -363,6 +379,7 @@ impl<'s, 'e> Driver<'s, 'e> {
     fn resume(&mut self) -> Event {
         // The guest first: stopping senders and the tracker can take their time.
         let resumed = self.vm.resume();
+        self.timings.resumed();
         self.ground.shutdown();
         resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
     }

@@ -69,6 +69,11 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
             settings.channels
         )));
     }
+    if settings.peer_timeout.is_zero() {
+        return Err(MigrateError::Settings(
+            "a timeout of the peer of 0 gives it up before it can answer".into(),
+        ));
+    }
     if settings.max_bandwidth == Some(0) {
         return Err(MigrateError::Settings(
             "a bandwidth of 0 moves nothing; leave it out for no limit".into(),

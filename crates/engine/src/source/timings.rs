@@ -24,6 +24,7 @@ pub(super) struct Timings {
     verified: Option<Instant>,
     ready: Option<Instant>,
     running: Option<Instant>,
+    resumed: Option<Instant>,
     predicted: Option<Duration>,
 }
 
@@ -69,6 +70,11 @@ impl Timings {
 
     pub(super) fn saved(&mut self) {
         self.saved = Some(Instant::now());
+    }
+
+    /// The guest goes on here: what a failed attempt cost it ends now, whatever cleaning up takes.
+    pub(super) fn resumed(&mut self) {
+        self.resumed = Some(Instant::now());
     }
 
     pub(super) fn verifying(&mut self) {
@@ -122,7 +128,7 @@ impl Timings {
     ) -> Report {
         let counters = &ground.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let end = self.running.unwrap_or_else(Instant::now);
+        let end = self.running.or(self.resumed).unwrap_or_else(Instant::now);
         let wire = load(&counters.wire_bytes);
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
         let (state, error) = match outcome {

@@ -92,6 +92,8 @@ pub(crate) struct Session {
     machine: MachineConfig,
     tokens: (Token, Token),
     state: State,
+    /// A guest that fits was announced: from then on memory is written to.
+    accepted: bool,
     /// The newest pass whose barrier each channel reached, plus one.
     barriers: Vec<u32>,
     received: u32,
@@ -110,6 +112,7 @@ impl Session {
             machine,
             tokens,
             state: State::AwaitSetup,
+            accepted: false,
             barriers: Vec::new(),
             received: 0,
             last_pass: None,
@@ -123,7 +126,7 @@ impl Session {
 
     /// Whether the source has announced a guest that fits.
     pub(crate) fn accepted(&self) -> bool {
-        self.state != State::AwaitSetup
+        self.accepted
     }
 
     /// Whether all memory is here, so that the bulk channels have done their work.
@@ -228,6 +231,7 @@ impl Session {
             return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
         }
         self.state = State::AwaitChannels { missing: bulk_channels };
+        self.accepted = true;
         self.barriers = vec![0; usize::from(bulk_channels)];
         let (bulk, urgent) = self.tokens;
         vec![Action::AwaitChannels(bulk_channels), Action::Send(ToSource::Accept { bulk, urgent })]

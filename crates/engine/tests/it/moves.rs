@@ -1,0 +1,314 @@
+//! Migrations that go well, those that are cancelled, and those whose VM fails.
+
+use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
+use crate::toy::{Method, Options, Toy, Tracking, page_text};
+use std::time::{Duration, Instant};
+use vmferry_engine::{Listener, MigrationState, Monitor, OnTimeout, Settings, Uri};
+use vmferry_memory::RegionId;
+
+#[test]
+fn a_loaded_guest_moves_by_any_number_of_channels_and_any_socket() {
+    let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
+    for (channels, uri) in [(1, unix_uri()), (2, tcp.clone()), (4, unix_uri()), (4, tcp)] {
+        for tracking in [Tracking::Marks, Tracking::ByHand] {
+            let verify = channels != 2;
+            let settings = Settings { channels, verify, ..quick() };
+            let (report, received) = move_well(Options { tracking, ..Options::default() }, &uri, &settings);
+            assert_eq!(report.verified_pages, if verify { 1900 } else { 0 });
+            assert_eq!(report.mismatched_pages, 0);
+            assert!(report.passes.len() >= 2, "a loaded guest takes more than one pass");
+            // 1200 + 700 pages, of which 600 + 600 were ever written.
+            assert!(report.bytes.zero_pages >= 700, "untouched pages were sent: {:?}", report.bytes);
+            assert!(received.pages >= 1200);
+        }
+    }
+}
+
+/// The parts of the account must make its sums.
+#[test]
+fn the_report_adds_up() {
+    for verify in [false, true] {
+        let settings = Settings { verify, ..quick() };
+        let (report, _) =
+            move_well(Options { ballast: 3 << 20, ..Options::default() }, &unix_uri(), &settings);
+        let parts = &report.downtime;
+        let sum = parts.pause_ms
+            + parts.last_harvest_ms
+            + parts.last_pages_ms
+            + parts.device_state_ms
+            + parts.commit_ms
+            + parts.resume_ms;
+        // Between the parts lie two thread switches and the words to the target; a busy host stretches those.
+        let slack = 60.0 + report.downtime_ms * 0.2;
+        assert!(sum <= report.downtime_ms + 1.0, "{sum} of {}: {parts:?}", report.downtime_ms);
+        assert!(report.downtime_ms - sum < slack, "{sum} of {}: {parts:?}", report.downtime_ms);
+        assert!(
+            report.downtime_ms + report.verify_ms + report.setup_ms <= report.total_ms + 1.0,
+            "{report:?}"
+        );
+        assert_eq!(report.verify_ms > 0.0, verify);
+        let passes: u64 = report.passes.iter().map(|pass| pass.wire_bytes).sum();
+        assert!(
+            passes <= report.bytes.wire && report.bytes.raw_pages * 4096 < report.bytes.wire,
+            "{report:?}"
+        );
+    }
+}
+
+#[test]
+fn a_bandwidth_cap_is_kept() {
+    // 1200 pages with content are 4.9 MB: half a second at 10 MB/s.
+    let settings = Settings { max_bandwidth: Some(10_000_000), ..quick() };
+    let options = Options { rest: Duration::from_millis(20), ..Options::default() };
+    let (report, _) = move_well(options, &unix_uri(), &settings);
+    let took = (report.total_ms - report.setup_ms) / 1e3;
+    let rate = report.bytes.wire as f64 / took;
+    assert!(rate < 11_000_000.0, "{rate} bytes/s");
+    assert!(rate > 2_000_000.0, "{rate} bytes/s is far below the cap");
+}
+
+#[test]
+fn a_timeout_cancels_or_switches() {
+    // Dirties faster than the cap allows and wants a downtime that it cannot have: this would never end.
+    let endless = Settings {
+        max_bandwidth: Some(4_000_000),
+        downtime_limit: Duration::from_millis(1),
+        timeout: Some(Duration::from_millis(300)),
+        ..quick()
+    };
+    let (report, _) = move_well(
+        Options::default(),
+        &unix_uri(),
+        &Settings { on_timeout: OnTimeout::Switch, ..endless.clone() },
+    );
+    assert!(report.total_ms >= 300.0);
+    let mut source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &endless, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    assert_eq!(ended.state(), Some(MigrationState::Cancelled));
+    assert!(ended.error().contains("not done within 300ms"), "{}", ended.error());
+    assert!(source.works());
+}
+
+/// A cancel at any moment leaves the guest here or there, and where it is here the next attempt succeeds.
+#[test]
+fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
+    let mut cancelled = 0;
+    for round in 0..20u64 {
+        let mut source = Toy::new(Options { pages: vec![1200, 300], ..Options::default() }, true);
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        // 30 to 150 ms long, and the cancels spread over it.
+        let settings = Settings { max_bandwidth: Some(80_000_000), verify: round % 2 == 0, ..quick() };
+        let monitor = Monitor::new();
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(round * 6));
+                monitor.cancel();
+            });
+            attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor)
+        });
+        check_owner(&source, &target, &ended);
+        if ended.state() == Some(MigrationState::Completed) {
+            continue;
+        }
+        assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
+        cancelled += 1;
+        assert!(source.works());
+        drop((target, listener));
+        let (mut target, listener) = (source.target(), Listener::bind(&unix_uri(), false).unwrap());
+        let uri = listener.uri().unwrap();
+        let again = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        check_owner(&source, &target, &again);
+        assert_eq!(again.state(), Some(MigrationState::Completed), "{}", again.error());
+        assert_eq!(target.lost(), []);
+    }
+    assert!(cancelled >= 5, "only {cancelled} of 20 were cancelled in time");
+}
+
+#[test]
+fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
+    let cases = [
+        (Method::Tracker, 0, "Tracker"),
+        (Method::TrackerStart, 0, "starting to track dirty pages failed"),
+        (Method::Harvest, 0, "harvesting dirty pages failed"),
+        (Method::Harvest, 1, "harvesting dirty pages failed"),
+        (Method::Protect, 0, "reading guest memory failed"),
+        (Method::Protect, 3, "reading guest memory failed"),
+        (Method::Window, 5, "reading guest memory failed"),
+        (Method::Touched, 0, "reading guest memory failed"),
+        (Method::Pause, 0, "rehearsing the pause failed"),
+        (Method::Pause, 1, "pausing the guest failed"),
+        (Method::Save, 0, "rehearsing the pause failed"),
+        (Method::Save, 1, "saving the device state failed"),
+        (Method::Resume, 0, "rehearsing the pause failed"),
+    ];
+    for (method, after, text) in cases {
+        let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        source.fail(method, after);
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        assert!(!source.failure_left(), "{method:?} was not called {after} times before");
+        check_owner(&source, &target, &ended);
+        let error = ended.error();
+        assert_ne!(ended.state(), Some(MigrationState::Completed), "{method:?}");
+        assert!(
+            error.contains(text) && error.contains(&format!("{method:?}")),
+            "{method:?} {after}: {error}"
+        );
+        assert!(source.works());
+        if ended.sent.is_ok() {
+            assert_eq!(
+                source.called(Method::TrackerStop),
+                usize::from(source.called(Method::TrackerStart) > 0)
+            );
+            assert!(ended.received.unwrap_err().to_string().contains(&format!("{method:?}")), "{method:?}");
+        }
+    }
+}
+
+#[test]
+fn every_failure_of_the_target_is_named_on_both_sides() {
+    for (method, text) in
+        [(Method::Window, "memory"), (Method::Load, "device state"), (Method::Start, "started")]
+    {
+        let mut source = Toy::new(Options::default(), true);
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        target.fail(method, 0);
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        assert!(!target.failure_left());
+        check_owner(&source, &target, &ended);
+        let (here, there) = (ended.error(), ended.received.as_ref().unwrap_err().to_string());
+        for error in [&here, &there] {
+            assert!(error.contains(text) && error.contains(&format!("{method:?}")), "{method:?}: {error}");
+        }
+        assert!(there.contains("has not run here"), "{there}");
+        assert!(source.works());
+    }
+}
+
+/// A tracker that cannot stop costs speed, not the guest; a guest that cannot be resumed is said to stand still.
+#[test]
+fn failures_after_the_end_change_nothing_and_are_said() {
+    let mut source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    source.fail(Method::TrackerStop, 0);
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    check_owner(&source, &target, &ended);
+    assert_eq!(ended.state(), Some(MigrationState::Completed));
+
+    let mut source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    target.fail(Method::Load, 0);
+    source.fail(Method::Resume, 1);
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    assert_eq!(ended.state(), Some(MigrationState::Failed));
+    assert!(ended.error().contains("must be resumed by hand"), "{}", ended.error());
+    assert!(!source.running() && !target.ran());
+}
+
+/// One page's writes are withheld from the engine on purpose. Whoever looks must find exactly that page.
+#[test]
+fn a_lost_page_is_found_by_verification_and_by_the_guest() {
+    let lose = Some((1, 41));
+    let options = Options { lose, ..Options::default() };
+    let mut source = Toy::new(options.clone(), true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let settings = Settings { verify: true, ..quick() };
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    let name = page_text(RegionId(3), 41);
+    assert!(
+        ended.error().contains(&format!("1 of 1900 pages differ on the two sides: {name}")),
+        "{}",
+        ended.error()
+    );
+    let report = ended.sent.as_ref().unwrap();
+    assert_eq!((report.state, report.mismatched_pages), (MigrationState::Failed, 1));
+    drop((source, target, listener));
+
+    let mut source = Toy::new(options, true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    assert_eq!(ended.state(), Some(MigrationState::Completed));
+    assert_eq!(target.arrived_equal(), Some(false));
+    target.halt();
+    // The guest wrote on since; what it has not written again is still wrong.
+    assert!(target.lost().iter().all(|page| *page == (RegionId(3), 41)), "{:?}", target.lost());
+}
+
+#[test]
+fn machines_that_differ_are_told_so_and_the_target_waits_on() {
+    let mut source = Toy::new(Options { vcpus: 4, ..Options::default() }, true);
+    let mut right = Toy::new(Options::default(), true);
+    let mut target = right.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let arrival = vmferry_engine::Arrival::new(Duration::from_secs(3));
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| vmferry_engine::receive(&mut target, &listener, &arrival));
+        let refused = vmferry_engine::migrate(&mut source, &uri, None, &quick(), &Monitor::new()).unwrap();
+        let error = refused.error.unwrap();
+        assert_eq!(refused.state, MigrationState::Failed);
+        assert!(
+            error.contains("vCPUs: 2 here and 4 there") && error.contains("the machines differ"),
+            "{error}"
+        );
+        assert!(!receiving.is_finished() && source.works());
+        let report = vmferry_engine::migrate(&mut right, &uri, None, &quick(), &Monitor::new()).unwrap();
+        assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+        receiving.join().unwrap().unwrap();
+    });
+    assert_eq!(target.lost(), []);
+}
+
+#[test]
+fn what_cannot_begin_says_why_at_once() {
+    let mut source = Toy::new(Options::default(), true);
+    let mut fails = |uri: &Uri, settings: &Settings| {
+        let began = Instant::now();
+        let error = vmferry_engine::migrate(&mut source, uri, None, settings, &Monitor::new()).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(2), "{error}");
+        error.to_string()
+    };
+    let nobody = fails(&unix_uri(), &quick());
+    assert!(nobody.contains("cannot connect") && nobody.contains("--incoming"), "{nobody}");
+    let far = fails(&Uri::Tcp { host: "192.0.2.1".into(), port: 9 }, &quick());
+    assert!(far.contains("--insecure"), "{far}");
+    let none = fails(&unix_uri(), &Settings { channels: 0, ..quick() });
+    assert!(none.contains("1 to 64"), "{none}");
+    let still = fails(&unix_uri(), &Settings { max_bandwidth: Some(0), ..quick() });
+    assert!(still.contains("moves nothing"), "{still}");
+    let hasty = fails(&unix_uri(), &Settings { peer_timeout: Duration::ZERO, ..quick() });
+    assert!(hasty.contains("timeout of the peer"), "{hasty}");
+    assert!(source.works());
+}
+
+/// A section larger than a message may be is the source's own fault, and the link is not blamed.
+#[test]
+fn device_state_that_is_too_large_is_named() {
+    let mut source = Toy::new(Options { ballast: 5 << 20, ..Options::default() }, true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    check_owner(&source, &target, &ended);
+    let error = ended.error();
+    assert!(error.contains("ballast") && error.contains("too large") && !error.contains("link"), "{error}");
+}

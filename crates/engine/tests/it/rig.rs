@@ -1,0 +1,110 @@
+//! A source and a target on this host, a migration between them, and what must hold after any of them.
+
+use crate::toy::{Options, Toy};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report, Settings,
+    Uri, migrate, receive,
+};
+
+/// A path for a socket that nobody else uses.
+pub(crate) fn socket_path() -> PathBuf {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("vmferry-it-{}-{number}", std::process::id()))
+}
+
+pub(crate) fn unix_uri() -> Uri {
+    Uri::Unix(socket_path())
+}
+
+pub(crate) fn quick() -> Settings {
+    Settings { peer_timeout: Duration::from_secs(3), ..Settings::default() }
+}
+
+pub(crate) struct Ended {
+    pub(crate) sent: Result<Report, MigrateError>,
+    pub(crate) received: Result<Received, ReceiveFailure>,
+}
+
+impl Ended {
+    pub(crate) fn state(&self) -> Option<MigrationState> {
+        self.sent.as_ref().ok().map(|report| report.state)
+    }
+
+    /// Why it did not succeed, in the source's words.
+    pub(crate) fn error(&self) -> String {
+        match &self.sent {
+            Ok(report) => report.error.clone().unwrap_or_default(),
+            Err(error) => error.to_string(),
+        }
+    }
+}
+
+/// Migrates to `via`, which leads to where `listener` listens.
+pub(crate) fn attempt(
+    source: &mut Toy,
+    target: &mut Toy,
+    listener: &Listener,
+    via: &Uri,
+    settings: &Settings,
+    monitor: &Monitor,
+) -> Ended {
+    let arrival = Arrival::new(settings.peer_timeout);
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(target, listener, &arrival));
+        let sent = migrate(source, via, None, settings, monitor);
+        // A target that never heard of its source waits on; one that did ends by itself.
+        let deadline = Instant::now() + settings.peer_timeout + Duration::from_secs(2);
+        let waits = sent.is_err();
+        while !receiving.is_finished() && !waits && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        arrival.stop();
+        Ended { sent, received: receiving.join().unwrap() }
+    })
+}
+
+/// Exactly one side runs the guest, or none and it says so; whatever happened.
+pub(crate) fn check_owner(source: &Toy, target: &Toy, ended: &Ended) {
+    let (here, there) = (source.running(), target.running());
+    let told = format!(
+        "{:?} {:?} ({}), received: {:?}",
+        ended.state(),
+        ended.sent.is_ok(),
+        ended.error(),
+        ended.received
+    );
+    assert_eq!(ended.received.is_ok(), there, "the target says otherwise than it is: {told}");
+    assert_eq!(target.ran(), there, "it ran on the target for a while: {told}");
+    assert_ne!(target.arrived_equal(), Some(false), "it started with other memory: {told}");
+    match ended.state() {
+        Some(MigrationState::Completed) => assert!(there && !here, "{told}"),
+        Some(MigrationState::Failed | MigrationState::Cancelled) | None => {
+            assert!(here && !there, "here {here}, there {there}: {told}");
+            assert!(!ended.error().is_empty(), "no reason: {told}");
+        }
+        Some(MigrationState::Unknown) => assert!(!here, "{told}"),
+        other => panic!("{other:?} is no end"),
+    }
+}
+
+/// A whole migration that must succeed, and everything that must hold after it.
+pub(crate) fn move_well(options: Options, uri: &Uri, settings: &Settings) -> (Report, Received) {
+    let mut source = Toy::new(options, true);
+    let mut target = source.target();
+    let listener = Listener::bind(uri, false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, settings, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    let report = ended.sent.unwrap();
+    assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+    let handed_over = source.writes();
+    assert!(target.works(), "the guest stands still");
+    assert!(target.writes() > handed_over, "the guest did not go on from where it was");
+    assert_eq!(target.lost(), [], "the guest misses pages");
+    assert_eq!(source.writes(), handed_over, "the guest wrote here after it had gone");
+    (report, ended.received.unwrap())
+}
