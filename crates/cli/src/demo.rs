@@ -264,8 +264,9 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
         channels: args.channels,
         downtime_limit_ms: 300,
         max_bandwidth: args.link,
-        timeout_ms: Some(300_000),
-        switch_on_timeout: false,
+        // A link that the guest outruns must not keep the demonstration from its end.
+        timeout_ms: Some(20_000),
+        switch_on_timeout: true,
         verify: true,
         insecure: false,
         peer_timeout_ms: 10_000,

@@ -55,7 +55,11 @@ fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<S
     if let Some(code) = reply.refused {
         return Err(MigrateError::RefusedHello { uri: uri.to_string(), code, theirs: reply.version });
     }
-    if reply.migration != hello.migration || !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
+    if reply.migration != hello.migration {
+        let source = WireError::Message("it answered the hello of another migration".into());
+        return Err(MigrateError::Peer { uri: uri.to_string(), source });
+    }
+    if !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
         let source =
             WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
         return Err(MigrateError::Peer { uri: uri.to_string(), source });

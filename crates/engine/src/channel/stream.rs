@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmferry_memory::Window;
 
 /// As many as the kernel takes at once (UIO_MAXIOV).
-const MOST_BUFS: usize = 1024;
+pub(super) const MOST_BUFS: usize = 1024;
 
 /// An `iovec`: bytes of our own or of guest memory, by address.
 ///
@@ -134,12 +134,26 @@ impl Stream {
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
     }
 
+    /// The socket's descriptor.
+    pub(super) fn as_raw_fd(&self) -> libc::c_int {
+        self.fd.as_raw_fd()
+    }
+
     /// Sends all of `bufs`; uses them up.
-    pub(crate) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
+    pub(crate) fn send(&self, bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
+        self.send_flags(bufs, 0)
+    }
+
+    /// Sends all of `bufs`, to which more will follow at once; uses them up.
+    pub(crate) fn send_more(&self, bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
+        self.send_flags(bufs, libc::MSG_MORE)
+    }
+
+    fn send_flags(&self, mut bufs: &mut [IoBuf<'_>], flags: libc::c_int) -> Result<(), SendError> {
         let mut nothing_left = true;
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
-            match self.call(bufs, libc::MSG_NOSIGNAL, sendmsg) {
+            match self.call(bufs, libc::MSG_NOSIGNAL | flags, sendmsg) {
                 Ok(sent) => {
                     nothing_left = nothing_left && sent == 0;
                     consume(bufs, sent);
@@ -221,12 +235,12 @@ fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> i
 }
 
 /// The bufs from the first that has bytes; `None` when all are used up.
-fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
+pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
     Some(&mut bufs[first..])
 }
 
-fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
+pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
     for buf in bufs {
         let here = moved.min(buf.raw.iov_len);
         buf.advance(here);
@@ -238,12 +252,12 @@ fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
 }
 
 /// A signal is no failure: the call is made again.
-fn interrupted(error: io::Error) -> io::Result<()> {
+pub(super) fn interrupted(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
 }
 
 /// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
-fn timed_out(error: io::Error) -> io::Error {
+pub(super) fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
 

@@ -4,10 +4,12 @@
 //! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
 
 use super::pending::Pending;
-use super::sender::{Sender, SenderError, Shared};
+use super::sender::{Sender, SenderError, Shared, SocketSink};
 use super::session::{Action, Event, Outcome, Pass, Phase, Session, Settings};
 use super::timings::Timings;
-use crate::channel::{Pacer, SendError, Stream, Uri, connect_bulk, read_message, send_message};
+use crate::channel::{
+    Pacer, SendError, Stream, Uri, block_sigpipe, connect_bulk, read_message, send_message,
+};
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
 use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
@@ -441,6 +443,7 @@ fn send_jobs(
     queue: &Receiver<Job>,
     inputs: &SyncSender<Input>,
 ) {
+    block_sigpipe();
     let shared = Shared {
         memory: &*ground.memory,
         protect,
@@ -449,7 +452,7 @@ fn send_jobs(
         stop: &ground.stop,
         channels: ground.settings.channels,
     };
-    let mut sender = Sender::new(shared, stream, index);
+    let mut sender = Sender::new(shared, SocketSink::new(stream), index);
     while let Ok(job) = queue.recv() {
         let result = match &job {
             Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),

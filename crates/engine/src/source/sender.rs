@@ -4,7 +4,7 @@
 //! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
 //! between passes is needed for correctness, and the threads share nothing but counters.
 
-use crate::channel::{IoBuf, Pacer, SendError, Stream};
+use crate::channel::{IoBuf, Pacer, SendError, Splicer, Stream};
 use crate::monitor::Counters;
 use crate::vm::{GuestMemory, Protect, VmError};
 use std::ops::Range;
@@ -55,13 +55,44 @@ pub(crate) struct Shared<'a> {
 
 /// Where frames go: a socket, or a file.
 pub(crate) trait FrameSink {
-    /// Takes all of `bufs`.
-    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
+    /// Takes all of `head`, which is ours, and then all of `pages`, which is guest memory of `bytes` bytes.
+    fn put(
+        &mut self,
+        head: &mut [IoBuf<'_>],
+        pages: &mut [IoBuf<'_>],
+        bytes: usize,
+    ) -> Result<(), SenderError>;
 }
 
-impl FrameSink for &Stream {
-    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
-        self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
+/// A socket, and the pipe by which pages get there without a copy, if this host can.
+pub(crate) struct SocketSink<'a> {
+    stream: &'a Stream,
+    splicer: Option<Splicer>,
+}
+
+impl<'a> SocketSink<'a> {
+    pub(crate) fn new(stream: &'a Stream) -> Self {
+        Self { stream, splicer: Splicer::new() }
+    }
+}
+
+impl FrameSink for SocketSink<'_> {
+    fn put(
+        &mut self,
+        head: &mut [IoBuf<'_>],
+        pages: &mut [IoBuf<'_>],
+        bytes: usize,
+    ) -> Result<(), SenderError> {
+        let link = |error| SenderError::Link(error, self.stream.peer.clone());
+        let more = if pages.is_empty() { self.stream.send(head) } else { self.stream.send_more(head) };
+        more.map_err(link)?;
+        if let Some(splicer) = self.splicer.as_mut().filter(|_| Splicer::worth_it(bytes)) {
+            if splicer.send(self.stream, pages).map_err(link)? {
+                return Ok(());
+            }
+            self.splicer = None;
+        }
+        self.stream.send(pages).map_err(link)
     }
 }
 
@@ -201,7 +232,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         let header = FrameHeader::barrier(pass, self.sequence).encode();
         self.sequence += 1;
         self.shared.counters.wire_bytes.fetch_add(FRAME_HEADER_BYTES as u64, Ordering::Relaxed);
-        self.sink.put(&mut [IoBuf::from_bytes(&header)])
+        self.sink.put(&mut [IoBuf::from_bytes(&header)], &mut [], 0)
     }
 
     fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
@@ -211,15 +242,15 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         if self.shared.stop.load(Ordering::Relaxed) {
             return Err(SenderError::Stopped);
         }
-        let mut bufs = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS + 2];
-        let (mut used, mut zero_pages, mut data_bytes) = (2, 0, 0);
+        let mut pages = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS];
+        let (mut used, mut zero_pages, mut data_bytes) = (0, 0, 0);
         for entry in self.writer.runs() {
             match entry.kind {
                 RunKind::Zero => zero_pages += entry.run.count,
                 RunKind::Data if kind == FrameKind::Pages => {
                     let window = self.shared.memory.window(region, entry.run)?;
                     data_bytes += window.len();
-                    bufs[used] = IoBuf::from_window(window);
+                    pages[used] = IoBuf::from_window(window);
                     used += 1;
                 }
                 RunKind::Data => {}
@@ -227,12 +258,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let (header, table) = self.writer.finish(kind, region, pass, self.sequence);
         let encoded = header.encode();
-        bufs[0] = IoBuf::from_bytes(&encoded);
-        bufs[1] = IoBuf::from_bytes(table);
+        let head = &mut [IoBuf::from_bytes(&encoded), IoBuf::from_bytes(table)];
         let bytes = encoded.len() + table.len() + data_bytes;
         let stop = || self.shared.stop.load(Ordering::Relaxed);
         self.shared.pacer.wait(bytes, stop);
-        self.sink.put(&mut bufs[..used])?;
+        self.sink.put(head, &mut pages[..used], data_bytes)?;
         self.sequence += 1;
         if kind == FrameKind::Pages {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);

@@ -17,7 +17,7 @@ use vmferry_wire::{
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;
-/// How often the target is asked whether it is there.
+/// How often the target is asked whether it is there, unless its silence is borne for less than four times this.
 const PING_EVERY: Duration = Duration::from_secs(1);
 /// How many times the peer's timeout a target may take for a step while it still answers pings: it may be slow, and a
 /// pass that was sent may still be in the sockets of a slow link, but a stopped guest must not wait for ever.
@@ -625,7 +625,8 @@ impl Session {
             let detail = format!("the target is there, but has not {what} for {waited:?}");
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
         }
-        if now.saturating_sub(self.last_ping.1) < PING_EVERY || self.state == State::Committed {
+        let ping_every = PING_EVERY.min(self.settings.peer_timeout / 4);
+        if now.saturating_sub(self.last_ping.1) < ping_every || self.state == State::Committed {
             return Vec::new();
         }
         self.last_ping = (self.last_ping.0 + 1, now);
