@@ -251,6 +251,15 @@ mod tests {
     }
 
     #[test]
+    fn a_peers_reason_is_short_and_printable() {
+        let detail = format!("\u{1b}[2J{}", "x\n".repeat(crate::MAX_DETAIL_CHARS));
+        let message = ToTarget::Cancel(Refusal::new(RefusalCode::Other, detail));
+        let Ok(ToTarget::Cancel(why)) = roundtrip(&message) else { panic!("it does not decode") };
+        assert_eq!(why.detail.chars().count(), crate::MAX_DETAIL_CHARS);
+        assert!(why.detail.starts_with("\u{fffd}[2Jx\u{fffd}x") && !why.detail.contains(char::is_control));
+    }
+
+    #[test]
     fn too_much_is_not_sent_and_not_believed() {
         let section =
             Section { name: "x".into(), instance: 0, version: 0, payload: vec![0; MAX_CONTROL_BYTES] };

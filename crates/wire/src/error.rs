@@ -130,8 +130,20 @@ impl std::fmt::Display for RefusalCode {
 pub struct Refusal {
     /// For programs.
     pub code: RefusalCode,
-    /// For people: what failed, and what to do.
+    /// For people: what failed, and what to do. From a peer at most [`MAX_DETAIL_CHARS`] characters of it are taken,
+    /// and none that could move a terminal's cursor.
+    #[serde(deserialize_with = "printable")]
     pub detail: String,
+}
+
+/// Most characters that are taken of a peer's reason.
+pub const MAX_DETAIL_CHARS: usize = 1000;
+
+/// Reads a text of a peer's, of which nothing is known but that it is UTF-8.
+fn printable<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let printed = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    Ok(text.chars().take(MAX_DETAIL_CHARS).map(printed).collect())
 }
 
 impl Refusal {

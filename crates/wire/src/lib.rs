@@ -19,7 +19,7 @@ pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, MAX_CONTROL_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName,
     ToSource, ToTarget, decode_control, encode_control,
 };
-pub use error::{Refusal, RefusalCode, WireError};
+pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
     Codec, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_TABLE_BYTES,
     RunEntry, RunKind, Table, TableWriter,

@@ -1,5 +1,9 @@
 //! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
 
+mod liars;
+mod links;
 mod moves;
+mod proxy;
 mod rig;
+mod strangers;
 mod toy;

@@ -1,0 +1,391 @@
+//! Targets that mean harm: whatever they say or leave unsaid, the source's guest goes on.
+
+use crate::rig::{socket_path, unix_uri};
+use crate::toy::{Method, Options, Toy};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, Uri, migrate};
+use vmferry_memory::RegionId;
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
+    HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+    decode_control, encode_control,
+};
+
+/// How long the source bears silence in these tests.
+const PATIENCE: Duration = Duration::from_millis(400);
+
+fn answer(stream: &mut UnixStream) -> Option<Hello> {
+    let mut bytes = [0; HELLO_BYTES];
+    stream.read_exact(&mut bytes).ok()?;
+    let hello = Hello::decode(&bytes).unwrap();
+    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
+    stream.write_all(&reply.encode()).ok()?;
+    Some(hello)
+}
+
+/// A target that takes all frames of one channel and looks at none.
+struct Liar {
+    control: UnixStream,
+    bulk: UnixStream,
+    listener: UnixListener,
+}
+
+impl Liar {
+    fn say(&mut self, message: &ToSource) {
+        let _ = self.control.write_all(&encode_control(message).unwrap());
+    }
+
+    /// The next message that is no ping; pings are answered.
+    fn hear(&mut self) -> Option<ToTarget> {
+        loop {
+            let mut header = [0; CONTROL_HEADER_BYTES];
+            self.control.read_exact(&mut header).ok()?;
+            let header = ControlHeader::decode(&header).unwrap();
+            let mut body = vec![0; header.len];
+            self.control.read_exact(&mut body).ok()?;
+            match decode_control(header, &body).unwrap() {
+                ToTarget::Ping(number) => self.say(&ToSource::Pong(number)),
+                message => return Some(message),
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
+        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]) });
+        let (mut bulk, _) = self.listener.accept().unwrap();
+        assert!(answer(&mut bulk).is_some());
+        self.bulk = bulk;
+        self.say(&ToSource::ChannelsUp);
+    }
+
+    /// Reads frames up to a barrier; its pass.
+    fn swallow_pass(&mut self) -> Option<u32> {
+        loop {
+            let mut header = [0; FRAME_HEADER_BYTES];
+            self.bulk.read_exact(&mut header).ok()?;
+            let header = FrameHeader::decode(&header).unwrap();
+            let data = if header.kind == FrameKind::Pages { header.pages * 4096 } else { 0 };
+            self.bulk.read_exact(&mut vec![0; header.table_bytes() + data]).ok()?;
+            if header.kind == FrameKind::Barrier {
+                return Some(header.pass);
+            }
+        }
+    }
+
+    fn received(&mut self, pass: u32, suspects: u64, runs: Vec<RunName>) {
+        self.say(&ToSource::Received { pass, suspects, runs });
+    }
+
+    /// Goes along until the guest has stopped and the last pass is here, which it leaves unanswered; its pass.
+    fn until_the_last_pass(&mut self) -> u32 {
+        self.accept();
+        loop {
+            match self.hear().unwrap() {
+                ToTarget::Pass { .. } => {
+                    let pass = self.swallow_pass().unwrap();
+                    self.received(pass, 0, vec![]);
+                }
+                ToTarget::Final { .. } => return self.swallow_pass().unwrap(),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Goes along until `Load` has been said.
+    fn until_load(&mut self) {
+        let pass = self.until_the_last_pass();
+        self.received(pass, 0, vec![]);
+        while self.hear().unwrap() != ToTarget::Load {}
+    }
+
+    /// Reads on, and answers pings, until the source hangs up.
+    fn listen(&mut self) {
+        while self.hear().is_some() {}
+    }
+}
+
+/// Migrates to a target that does as `script` says.
+fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
+    let mut source = Toy::new(Options::default(), true);
+    let path = socket_path();
+    let listener = UnixListener::bind(&path).unwrap();
+    let uri = Uri::Unix(path.clone());
+    let settings = Settings { channels: 1, peer_timeout: PATIENCE, ..settings };
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut control, _) = listener.accept().unwrap();
+            answer(&mut control).unwrap();
+            let bulk = control.try_clone().unwrap();
+            script(&mut Liar { control, bulk, listener });
+        });
+        migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap()
+    });
+    std::fs::remove_file(&path).unwrap();
+    (report, source)
+}
+
+/// Such a target is seen through: the guest goes on here, and soon.
+fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Liar) + Send) {
+    let began = Instant::now();
+    let (report, source) = meet(settings, script);
+    let error = report.error.unwrap_or_default();
+    assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
+    assert!(error.contains(what), "wanted '{what}', got '{error}'");
+    assert!(source.works(), "{what}");
+    assert_eq!(source.lost(), []);
+    assert_eq!(source.called(Method::TrackerStop), source.called(Method::TrackerStart), "{what}");
+    assert!(began.elapsed() < Duration::from_secs(7), "{what} took {:?}", began.elapsed());
+}
+
+fn run(first: u64, count: u64) -> RunName {
+    RunName { region: RegionId(0), first, count }
+}
+
+#[test]
+fn pages_that_are_not_there_are_not_sent_again() {
+    let elsewhere = RunName { region: RegionId(77), ..run(0, 1) };
+    for name in [run(1200, 1), run(0, 1201), run(u64::MAX, u64::MAX), run(5, u64::MAX), elsewhere] {
+        seen_through("which is not there", Settings::default(), |liar| {
+            let pass = liar.until_the_last_pass();
+            liar.received(pass, 1, vec![name]);
+            liar.listen();
+        });
+    }
+    seen_through("suspect pages without their names", Settings::default(), |liar| {
+        let pass = liar.until_the_last_pass();
+        liar.received(pass, u64::MAX, vec![]);
+        liar.listen();
+    });
+}
+
+#[test]
+fn pages_that_are_suspect_for_ever_end_it() {
+    seen_through("keep arriving damaged", Settings::default(), |liar| {
+        let mut pass = liar.until_the_last_pass();
+        loop {
+            liar.received(pass, 1, vec![run(3, 1)]);
+            match liar.swallow_pass() {
+                Some(next) => pass = next,
+                None => break,
+            }
+        }
+        liar.listen();
+    });
+}
+
+#[test]
+fn a_false_verification_does_not_count() {
+    let verified = |pages, mismatched, samples| ToSource::Verified { pages, mismatched, samples };
+    let samples = vec![PageName { region: RegionId(9), page: u64::MAX }];
+    let cases = [
+        ("compared 0 of 1900 pages", verified(0, 0, vec![])),
+        ("compared 1899 of 1900 pages", verified(1899, 0, vec![])),
+        ("18446744073709551615 of 1 pages differ", verified(1, u64::MAX, samples)),
+    ];
+    for (what, lie) in cases {
+        seen_through(what, Settings { verify: true, ..Settings::default() }, |liar| {
+            let pass = liar.until_the_last_pass();
+            liar.received(pass, 0, vec![]);
+            while !matches!(liar.hear(), Some(ToTarget::Verify { .. })) {}
+            let pass = liar.swallow_pass().unwrap();
+            liar.received(pass, 0, vec![]);
+            liar.say(&lie);
+            liar.listen();
+        });
+    }
+}
+
+#[test]
+fn words_out_of_turn_end_it() {
+    let running = || ToSource::Running { start_us: 0, cpu_us: 0 };
+    seen_through("Running, which does not fit this moment", Settings::default(), |liar| {
+        liar.say(&running());
+        liar.listen();
+    });
+    seen_through("Running, which does not fit this moment", Settings::default(), |liar| {
+        liar.until_load();
+        liar.say(&running());
+        liar.listen();
+    });
+    seen_through("Returned, which does not fit this moment", Settings::default(), |liar| {
+        liar.accept();
+        liar.say(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
+        liar.listen();
+    });
+    seen_through("Received, which does not fit this moment", Settings::default(), |liar| {
+        liar.accept();
+        liar.received(7, 0, vec![]);
+        liar.listen();
+    });
+    seen_through("magic", Settings::default(), |liar| {
+        liar.accept();
+        liar.control.write_all(&[0x55; 64]).unwrap();
+        liar.listen();
+    });
+    seen_through("too tired", Settings::default(), |liar| {
+        liar.until_load();
+        liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, "too tired")));
+        liar.listen();
+    });
+}
+
+#[test]
+fn silence_ends_it_at_every_step() {
+    let settings = Settings::default;
+    let silent = |liar: &mut Liar| {
+        // Reads, so that only its words are missing.
+        let _ = liar.control.set_read_timeout(Some(Duration::from_secs(5)));
+        while matches!(liar.control.read(&mut [0; 4096]), Ok(1..)) {}
+    };
+    seen_through("nothing was heard of the target", settings(), silent);
+    seen_through("nothing was heard of the target", settings(), |liar| {
+        liar.accept();
+        silent(liar);
+    });
+    seen_through("nothing was heard of the target", settings(), |liar| {
+        liar.until_load();
+        silent(liar);
+    });
+    // Neither reads what is sent nor says a word.
+    seen_through("nothing was heard of the target", settings(), |liar| {
+        liar.accept();
+        std::thread::sleep(Duration::from_secs(3));
+    });
+}
+
+#[test]
+fn pings_alone_do_not_hold_a_guest() {
+    let settings = Settings::default;
+    seen_through("has not accepted the guest", settings(), Liar::listen);
+    seen_through("has not received the pages", settings(), |liar| {
+        liar.accept();
+        liar.swallow_pass();
+        liar.listen();
+    });
+    seen_through("has not received the pages", settings(), |liar| {
+        liar.until_the_last_pass();
+        liar.listen();
+    });
+    seen_through("has not loaded the device state", settings(), |liar| {
+        liar.until_load();
+        liar.listen();
+    });
+}
+
+/// A target that talks without end must not keep the source from looking at its clock.
+#[test]
+fn a_flood_of_words_does_not_stop_the_clock() {
+    let settings = Settings {
+        timeout: Some(Duration::from_millis(300)),
+        on_timeout: OnTimeout::Cancel,
+        ..Settings::default()
+    };
+    let began = Instant::now();
+    let (report, source) = meet(settings, |liar| {
+        liar.accept();
+        let pongs = encode_control(&ToSource::Pong(u64::MAX)).unwrap().repeat(500);
+        while liar.control.write_all(&pongs).is_ok() {}
+    });
+    assert_eq!(report.state, MigrationState::Cancelled, "{:?}", report.error);
+    assert!(began.elapsed() < Duration::from_secs(3) && source.works());
+}
+
+/// After the commit nobody guesses; only the target's own word that it never ran gives the guest back.
+#[test]
+fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
+    let commit = |liar: &mut Liar| {
+        liar.until_load();
+        liar.say(&ToSource::Ready { load_us: 1 });
+        assert_eq!(liar.hear(), Some(ToTarget::Commit));
+    };
+    type Script<'a> = Box<dyn FnOnce(&mut Liar) + Send + 'a>;
+    let lost: [(&str, Script<'_>); 4] = [
+        ("closed the connection", Box::new(commit)),
+        (
+            "nothing was heard",
+            Box::new(move |liar| {
+                commit(liar);
+                let _ = liar.control.read(&mut [0]);
+            }),
+        ),
+        (
+            "has not said whether it runs",
+            Box::new(move |liar| {
+                commit(liar);
+                let pong = encode_control(&ToSource::Pong(1)).unwrap();
+                while liar.control.write_all(&pong).is_ok() {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }),
+        ),
+        (
+            "answered the commit with",
+            Box::new(move |liar| {
+                commit(liar);
+                liar.received(0, 0, vec![]);
+                liar.listen();
+            }),
+        ),
+    ];
+    for (what, script) in lost {
+        let (report, source) = meet(Settings::default(), script);
+        assert_eq!(report.state, MigrationState::Unknown, "{what}: {:?}", report.error);
+        assert!(report.error.as_ref().unwrap().contains(what), "{what}: {:?}", report.error);
+        assert!(!source.running(), "{what}: it was resumed");
+    }
+    let (report, source) = meet(Settings::default(), |liar| {
+        commit(liar);
+        liar.say(&ToSource::Returned(Refusal::new(RefusalCode::State, "no vCPU would start")));
+        liar.listen();
+    });
+    assert_eq!(report.state, MigrationState::Failed);
+    assert!(report.error.unwrap().contains("no vCPU would start") && source.works());
+}
+
+/// The longest message that the protocol allows, as an error text: it is cut to what a person reads.
+#[test]
+fn an_endless_reason_is_cut_short() {
+    let (report, source) = meet(Settings::default(), |liar| {
+        let detail = "\u{1b}[2Jno\n".repeat((MAX_CONTROL_BYTES - 100) / 7);
+        liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, detail)));
+        liar.listen();
+    });
+    let error = report.error.unwrap();
+    assert!(error.len() < 5000, "{} bytes", error.len());
+    assert!(!error.contains('\u{1b}') && !error.contains('\n'), "it can move a terminal's cursor");
+    assert!(source.works());
+}
+
+/// What answers a connection without being a target at all.
+#[test]
+fn other_programs_are_told_from_targets() {
+    let refuse = |reply: Vec<u8>| {
+        let mut source = Toy::new(Options::default(), true);
+        let uri = unix_uri();
+        let Uri::Unix(path) = &uri else { unreachable!() };
+        let listener = UnixListener::bind(path).unwrap();
+        let settings = Settings { peer_timeout: PATIENCE, ..Settings::default() };
+        let error = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.write_all(&reply);
+                let _ = stream.read_to_end(&mut Vec::new());
+            });
+            migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap_err().to_string()
+        });
+        std::fs::remove_file(path).unwrap();
+        assert!(source.works() && source.called(Method::TrackerStart) == 0);
+        error
+    };
+    let web = refuse(b"HTTP/1.1 400 Bad Request\r\n".repeat(5));
+    assert!(web.contains("does not speak the vmferry protocol"), "{web}");
+    let mute = refuse(vec![]);
+    assert!(mute.contains("did not answer the greeting"), "{mute}");
+    let migration = vmferry_wire::MigrationId([0; 16]);
+    let other = HelloReply { refused: None, version: 1, features: 0, migration };
+    let other = refuse(other.encode().to_vec());
+    assert!(other.contains("the hello of another migration"), "{other}");
+}

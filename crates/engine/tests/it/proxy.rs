@@ -1,0 +1,161 @@
+//! A link that counts bytes and does harm at a chosen one.
+
+use crate::rig::socket_path;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use vmferry_engine::Uri;
+
+/// One direction of one connection: connections in the order of their arrival, the control channel is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Way {
+    pub(crate) connection: usize,
+    pub(crate) to_target: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Harm {
+    /// This connection ends.
+    CutOne,
+    /// All connections end.
+    CutAll,
+    /// One bit of this byte is turned over.
+    Flip,
+}
+
+/// Do `harm` when `after` bytes have gone this way.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rule {
+    pub(crate) way: Way,
+    pub(crate) after: usize,
+    pub(crate) harm: Harm,
+}
+
+#[derive(Default)]
+struct Shared {
+    streams: Mutex<Vec<UnixStream>>,
+    seen: Mutex<Vec<(Way, Vec<u8>)>>,
+    done: AtomicBool,
+    /// Whether the harm was done.
+    harmed: AtomicBool,
+}
+
+impl Shared {
+    fn cut_all(&self) {
+        for stream in &*self.streams.lock().unwrap() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Stands between a source and its target; ends with all its threads when it is dropped.
+pub(crate) struct Proxy {
+    path: PathBuf,
+    shared: Arc<Shared>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+impl Proxy {
+    pub(crate) fn new(to: PathBuf, rule: Option<Rule>) -> Self {
+        let path = socket_path();
+        let listener = UnixListener::bind(&path).unwrap();
+        let shared = Arc::<Shared>::default();
+        let own = Arc::clone(&shared);
+        let acceptor = std::thread::spawn(move || {
+            let mut pumps = Vec::new();
+            for (connection, client) in listener.incoming().enumerate() {
+                if own.done.load(Ordering::Acquire) {
+                    break;
+                }
+                let client = client.unwrap();
+                let Ok(server) = UnixStream::connect(&to) else { continue };
+                own.streams
+                    .lock()
+                    .unwrap()
+                    .extend([client.try_clone().unwrap(), server.try_clone().unwrap()]);
+                for to_target in [true, false] {
+                    let (from, into) = if to_target { (&client, &server) } else { (&server, &client) };
+                    let (from, into) = (from.try_clone().unwrap(), into.try_clone().unwrap());
+                    let (own, way) = (Arc::clone(&own), Way { connection, to_target });
+                    let rule = rule.filter(|rule| rule.way == way);
+                    pumps.push(std::thread::spawn(move || pump(&own, way, rule, from, into)));
+                }
+            }
+            own.cut_all();
+            for pump in pumps {
+                pump.join().unwrap();
+            }
+        });
+        Self { path, shared, acceptor: Some(acceptor) }
+    }
+
+    pub(crate) fn uri(&self) -> Uri {
+        Uri::Unix(self.path.clone())
+    }
+
+    pub(crate) fn harmed(&self) -> bool {
+        self.shared.harmed.load(Ordering::Acquire)
+    }
+
+    /// All bytes that went each way.
+    pub(crate) fn seen(&self) -> Vec<(Way, Vec<u8>)> {
+        let mut seen = self.shared.seen.lock().unwrap().clone();
+        seen.sort_by_key(|(way, _)| *way);
+        seen
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.done.store(true, Ordering::Release);
+        self.shared.cut_all();
+        // Wakes the acceptor.
+        let _ = UnixStream::connect(&self.path);
+        self.acceptor.take().unwrap().join().unwrap();
+        std::fs::remove_file(&self.path).unwrap();
+    }
+}
+
+fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut into: UnixStream) {
+    let (mut all, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
+    while let Ok(read @ 1..) = from.read(&mut buffer) {
+        let mut bytes = buffer[..read].to_vec();
+        if let Some(rule) = rule
+            && (all.len()..all.len() + read).contains(&rule.after)
+        {
+            let at = rule.after - all.len();
+            shared.harmed.store(true, Ordering::Release);
+            if rule.harm == Harm::Flip {
+                bytes[at] ^= 0x10;
+            } else {
+                bytes.truncate(at);
+                let _ = into.write_all(&bytes);
+                // What was sent is read by the other end before it sees the end.
+                std::thread::sleep(Duration::from_millis(1));
+                if rule.harm == Harm::CutAll {
+                    shared.cut_all();
+                }
+                let _ = from.shutdown(Shutdown::Both);
+                all.extend(bytes);
+                break;
+            }
+        }
+        all.extend(&bytes);
+        if into.write_all(&bytes).is_err() {
+            let _ = from.shutdown(Shutdown::Read);
+            break;
+        }
+    }
+    // An end is passed on: of this direction only, as a real link does.
+    let _ = into.shutdown(if rule.is_some_and(|rule| rule.harm == Harm::CutOne && all.len() == rule.after) {
+        Shutdown::Both
+    } else {
+        Shutdown::Write
+    });
+    shared.seen.lock().unwrap().push((way, all));
+}
