@@ -300,7 +300,7 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
 }
 
 /// A migration that takes seconds, and is well under way.
-fn slow<'a>(source: &'a Run, uri: &str, more: &[&str]) -> Child {
+fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
     let mut args = vec!["migrate", "--api", &source.api, uri, "--max-bandwidth", "8M/s"];
     args.extend(more);
     let child = spawn(&args);

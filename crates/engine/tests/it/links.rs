@@ -23,7 +23,7 @@ fn small() -> Options {
 }
 
 fn settings() -> Settings {
-    Settings { verify: true, peer_timeout: Duration::from_millis(1500), ..quick() }
+    Settings { verify: true, ..quick() }
 }
 
 /// What became of a migration through a proxy.

@@ -21,7 +21,7 @@ pub(crate) fn unix_uri() -> Uri {
 }
 
 pub(crate) fn quick() -> Settings {
-    Settings { peer_timeout: Duration::from_secs(3), ..Settings::default() }
+    Settings { peer_timeout: Duration::from_secs(4), ..Settings::default() }
 }
 
 pub(crate) struct Ended {
