@@ -319,7 +319,7 @@ mod tests {
         map.union_words(&[0, u64::MAX]);
         assert_eq!(map.count(), 6);
         map.union_word(1, u64::MAX);
-        assert_eq!(map.runs().collect::<Vec<_>>(), [64..70]);
+        assert!(map.runs().eq(std::iter::once(64..70)));
     }
 
     #[test]
