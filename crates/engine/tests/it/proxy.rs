@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_engine::Uri;
+use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, ToTarget, decode_control};
 
 /// One direction of one connection: connections in the order of their arrival, the control channel is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,6 +27,24 @@ pub(crate) enum Harm {
     CutAll,
     /// One bit of this byte is turned over.
     Flip,
+    /// The commit still arrives, and nothing of what the target says to it. Counts no bytes.
+    CutBehindCommit,
+    /// The commit left the source and does not arrive. Counts no bytes.
+    CutAtCommit,
+}
+
+/// Whether a whole commit is among these bytes of a control channel.
+pub(crate) fn holds_commit(bytes: &[u8]) -> bool {
+    let mut rest = bytes.get(HELLO_BYTES..).unwrap_or_default();
+    while let Some(header) = rest.first_chunk().and_then(|header| ControlHeader::decode(header).ok()) {
+        let end = CONTROL_HEADER_BYTES + header.len;
+        let Some(body) = rest.get(CONTROL_HEADER_BYTES..end) else { break };
+        if decode_control::<ToTarget>(header, body) == Ok(ToTarget::Commit) {
+            return true;
+        }
+        rest = &rest[end..];
+    }
+    false
 }
 
 /// Do `harm` when `after` bytes have gone this way.
@@ -125,7 +144,17 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
     let (mut all, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         let mut bytes = buffer[..read].to_vec();
-        if let Some(rule) = rule
+        if let Some(Rule { harm: harm @ (Harm::CutBehindCommit | Harm::CutAtCommit), .. }) = rule {
+            if holds_commit(&[&all[..], &bytes].concat()) {
+                shared.harmed.store(true, Ordering::Release);
+                let _ = from.shutdown(Shutdown::Both);
+                if harm == Harm::CutBehindCommit {
+                    let _ = into.write_all(&bytes);
+                    all.extend(&bytes);
+                }
+                break;
+            }
+        } else if let Some(rule) = rule
             && (all.len()..all.len() + read).contains(&rule.after)
         {
             let at = rule.after - all.len();
