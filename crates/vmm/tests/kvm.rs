@@ -2,6 +2,7 @@
 //!
 //! Every test prints `KVM: ran`, or `KVM: not run` and why.
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{DirtyTracker, GuestMemory, SourceVm, TrackerKind};
@@ -12,19 +13,17 @@ use vmferry_vmm::{Backing, Captured, Error, Exit, SerialSink, Vm, VmHandle, VmOp
 /// How long a guest may take for anything: hosts under test do other things too.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Whether this host has a KVM that may be used. Says so either way.
+/// Whether this host has a KVM that may be used. Says so either way, where the test harness cannot hide it.
 fn kvm() -> bool {
-    match open_kvm() {
-        Ok(_) => {
-            println!("KVM: ran");
-            true
-        }
-        Err(error @ (Error::NoKvm | Error::NoPermission)) => {
-            println!("KVM: not run: {error}");
-            false
-        }
+    let opened = open_kvm();
+    let line = match &opened {
+        Ok(_) => "KVM: ran".to_owned(),
+        Err(error @ (Error::NoKvm | Error::NoPermission)) => format!("KVM: not run: {error}"),
         Err(error) => panic!("KVM is there and cannot be used: {error}"),
-    }
+    };
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    let _ = writeln!(std::io::stdout(), "{line} ({name})");
+    opened.is_ok()
 }
 
 struct Guest {

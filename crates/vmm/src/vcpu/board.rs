@@ -87,6 +87,8 @@ struct Entry {
 #[derive(Debug)]
 struct Entries {
     vcpus: Vec<Entry>,
+    /// Whether vCPUs may run. Phases follow this, each when its thread gets to it.
+    run: bool,
     exit: Option<Exit>,
 }
 
@@ -103,7 +105,7 @@ impl Board {
     pub(crate) fn new(pages: Vec<Arc<KickPage>>) -> Self {
         let vcpus =
             pages.into_iter().map(|page| Entry { phase: Phase::Paused, page, thread: None }).collect();
-        Self { entries: Mutex::new(Entries { vcpus, exit: None }), changed: Condvar::new() }
+        Self { entries: Mutex::new(Entries { vcpus, run: false, exit: None }), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
@@ -139,6 +141,7 @@ impl Board {
         entry.page.clear();
         if let Some(exit) = exit {
             entries.exit.get_or_insert(exit);
+            entries.run = false;
             kick_running(&entries);
         }
         drop(entries);
@@ -148,14 +151,32 @@ impl Board {
     /// Says that every paused vCPU now runs. Its thread is sent the command to do so after this, so that a pause that
     /// comes at once finds it running, kicks it, and waits for it.
     pub(crate) fn run_all(&self) {
-        for entry in self.lock().vcpus.iter_mut().filter(|e| e.phase == Phase::Paused) {
+        let mut entries = self.lock();
+        entries.run = true;
+        for entry in entries.vcpus.iter_mut().filter(|e| e.phase == Phase::Paused) {
             entry.phase = Phase::Running;
         }
     }
 
+    /// A vCPU's thread that was told to run asks whether that still holds. If not it is paused.
+    ///
+    /// The command may be old: a vCPU that did not stop within [`pause_all`](Self::pause_all)'s patience and was told to
+    /// run again finds the command when it has stopped at last, perhaps after the next pause.
+    pub(crate) fn may_run(&self, cpu: usize) -> bool {
+        let mut entries = self.lock();
+        if entries.run {
+            entries.vcpus[cpu].phase = Phase::Running;
+            return true;
+        }
+        drop(entries);
+        self.paused(cpu);
+        false
+    }
+
     /// Brings every running vCPU out of the guest and waits until all have stopped.
     pub(crate) fn pause_all(&self, patience: Duration) -> Result<()> {
-        let entries = self.lock();
+        let mut entries = self.lock();
+        entries.run = false;
         kick_running(&entries);
         let running = |entries: &mut Entries| entries.vcpus.iter().any(|e| e.phase == Phase::Running);
         let waited = self.changed.wait_timeout_while(entries, patience, running);
@@ -204,5 +225,63 @@ fn kick_running(entries: &Entries) {
         if let Some(thread) = entry.thread {
             kick::interrupt(thread);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A board for two vCPUs, without KVM: the pages are memory that nobody else has.
+    fn board() -> (Board, Vec<Arc<KickPage>>) {
+        let pages: Vec<_> = (0..2).map(|_| Arc::new(KickPage::detached().unwrap())).collect();
+        (Board::new(pages.clone()), pages)
+    }
+
+    #[test]
+    fn a_kick_is_spent_by_the_pause_that_it_asked_for() {
+        let (board, pages) = board();
+        board.run_all();
+        assert!(board.may_run(0) && board.may_run(1));
+        let late = board.pause_all(Duration::from_millis(5)).unwrap_err();
+        assert!(matches!(late, Error::Unresponsive { cpu: 0, .. }), "{late}");
+        assert!(pages.iter().all(|page| page.requested()));
+        board.paused(0);
+        board.paused(1);
+        assert!(pages.iter().all(|page| !page.requested()));
+        board.pause_all(Duration::ZERO).unwrap();
+        assert!(pages.iter().all(|page| !page.requested()), "a vCPU that stands still is not kicked");
+    }
+
+    #[test]
+    fn a_command_to_run_that_comes_late_is_not_obeyed() {
+        let (board, pages) = board();
+        board.run_all();
+        board.pause_all(Duration::ZERO).unwrap_err();
+        // Told to run again before it stopped, and then to pause: the second command is found after both.
+        board.run_all();
+        board.pause_all(Duration::ZERO).unwrap_err();
+        board.paused(0);
+        assert!(!board.may_run(0));
+        assert!(!board.may_run(1), "nor does one that was paused before it began");
+        board.pause_all(Duration::ZERO).unwrap();
+        assert!(pages.iter().all(|page| !page.requested()));
+        board.run_all();
+        assert!(board.may_run(0) && board.may_run(1));
+    }
+
+    #[test]
+    fn the_end_stops_the_others_and_the_first_reason_counts() {
+        let (board, pages) = board();
+        board.run_all();
+        assert_eq!(board.wait_exit(Some(Duration::from_millis(1))), None);
+        board.ended(0, Exit::Reset);
+        assert!(pages[1].requested() && !pages[0].requested());
+        board.ended(1, Exit::PoweredOff(1));
+        assert_eq!(board.wait_exit(None), Some(Exit::Reset));
+        board.stop();
+        assert_eq!(board.exit(), Some(Exit::Reset));
+        board.run_all();
+        assert!(board.pause_all(Duration::ZERO).is_ok(), "vCPUs that ended are not made to run");
     }
 }

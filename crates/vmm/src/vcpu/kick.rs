@@ -45,6 +45,16 @@ impl KickPage {
         Ok(Self { start })
     }
 
+    /// A page of its own, of no vCPU.
+    #[cfg(test)]
+    pub(crate) fn detached() -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: new anonymous memory, to which nothing else refers.
+        let start =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), LEN, access, MapFlags::PRIVATE)? };
+        Ok(Self { start: NonNull::new(start.cast()).ok_or(io::ErrorKind::AddrNotAvailable)? })
+    }
+
     fn flag(&self) -> &AtomicU8 {
         // SAFETY: the byte is inside the mapping, which lives as long as `self`; this process accesses it only here,
         // the kernel reads it, and a byte is always aligned.

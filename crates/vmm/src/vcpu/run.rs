@@ -147,6 +147,7 @@ impl Worker {
         let _farewell = Farewell(Arc::clone(&board), index);
         while let Ok(command) = self.inbox.recv() {
             match command {
+                Command::Run if !board.may_run(index) => {}
                 Command::Run => match self.run() {
                     Some(exit) => board.ended(index, exit),
                     None => board.paused(index),
