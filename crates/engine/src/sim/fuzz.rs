@@ -3,7 +3,7 @@
 
 use super::here::machine;
 use super::rng::Rng;
-use crate::source::session as source;
+use super::source;
 use crate::target::session as target;
 use proptest::prelude::*;
 use std::time::Duration;
@@ -113,7 +113,8 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
 
 /// Walks the source's session; returns how it ended, if it did. `wild` events in a thousand are anything.
 fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCaseError> {
-    use source::{Action, Event, Outcome};
+    use source::Outcome;
+    use source::{Action, Event};
     let mut rng = Rng::new(seed);
     let pages = usize::try_from(PAGES).expect("small");
     let (mut session, mut actions) =
@@ -314,7 +315,8 @@ fn the_walks_reach_the_end_of_the_road() {
 /// A target that answers pings and does nothing else holds a guest for so long and no longer, in whatever state.
 #[test]
 fn a_target_that_only_answers_pings_is_given_up() {
-    use source::{Action, Event, Outcome};
+    use source::Outcome;
+    use source::{Action, Event};
     let (mut waited_for, pages) = (Vec::new(), usize::try_from(PAGES).expect("small"));
     for honest in 0..40 {
         let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
@@ -374,7 +376,8 @@ fn pings(actions: &[source::Action]) -> Vec<u64> {
 /// A verification that looked at less than everything is none.
 #[test]
 fn a_verification_of_some_pages_is_refused() {
-    use source::{Action, Event, Outcome};
+    use source::Outcome;
+    use source::{Action, Event};
     let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
     let pages = usize::try_from(PAGES).expect("small");
     let (mut session, mut actions) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);

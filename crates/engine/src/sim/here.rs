@@ -3,7 +3,9 @@
 use super::link::{Cargo, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
-use crate::source::session::{Action, Event, OnTimeout, Outcome, Pass, Session, Settings};
+use crate::source::events::{Action, Event, Pass};
+use crate::source::session::Session;
+use crate::source::{OnTimeout, Outcome, Settings};
 use std::collections::VecDeque;
 use std::time::Duration;
 use vmferry_memory::{Gpa, Region, RegionId};

@@ -13,7 +13,14 @@ mod rng;
 mod there;
 mod world;
 
-use crate::source::session::Outcome;
+/// The source's session and what it is fed, under one name as the target's are.
+mod source {
+    pub(super) use crate::source::events::{Action, Event, Pass};
+    pub(super) use crate::source::session::Session;
+    pub(super) use crate::source::{OnTimeout, Outcome, Settings};
+}
+
+use crate::source::Outcome;
 use crate::target::session::Outcome as TargetOutcome;
 use std::time::Instant;
 use world::{Defect, Ending, World};

@@ -3,9 +3,11 @@
 //! Threads and what they own: the caller's thread runs the session, the VM and the tracker; one thread reads the control
 //! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
 
+use super::events::{Action, Event, Outcome, Pass};
 use super::pending::Pending;
 use super::sender::{Sender, SenderError, Shared, SocketSink};
-use super::session::{Action, Event, Outcome, Pass, Phase, Session, Settings};
+use super::session::{Phase, Session};
+use super::settings::Settings;
 use super::timings::Timings;
 use crate::channel::{
     Pacer, SendError, Stream, Uri, block_sigpipe, connect_bulk, read_message, send_message,

@@ -1,13 +1,16 @@
 //! The side that a guest leaves.
 
 mod driver;
+pub(crate) mod events;
 mod pending;
 mod policy;
 pub(crate) mod sender;
 pub(crate) mod session;
+mod settings;
 mod timings;
 
-pub use session::{OnTimeout, Outcome, Settings, Verification};
+pub use events::{Outcome, Verification};
+pub use settings::{OnTimeout, Settings};
 
 use crate::channel::{Pacer, Uri, connect_control};
 use crate::monitor::{Monitor, thread_cpu_us};

@@ -8,12 +8,12 @@
 //! side never resumes the guest on its own, because the target may already run it; only the target's own word
 //! [`ToSource::Returned`], by which it renounces the guest for good, gives it back.
 
+use super::events::{Action, Event, Outcome, Pass, Verification};
 use super::policy::{Convergence, Decision, PassOutcome};
+use super::settings::{OnTimeout, Settings};
 use std::time::Duration;
 use vmferry_memory::PageRun;
-use vmferry_wire::{
-    MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token,
-};
+use vmferry_wire::{MachineConfig, Mode, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget};
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;
@@ -22,147 +22,6 @@ const PING_EVERY: Duration = Duration::from_secs(1);
 /// How many times the peer's timeout a target may take for a step while it still answers pings: it may be slow, and a
 /// pass that was sent may still be in the sockets of a slow link, but a stopped guest must not wait for ever.
 const PATIENCE: u32 = 3;
-
-/// What to do when a migration takes longer than its timeout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum OnTimeout {
-    /// Give up; the guest stays.
-    #[default]
-    Cancel,
-    /// Stop the guest and send the rest, however long that takes.
-    Switch,
-}
-
-/// How to migrate.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
-    pub channels: u16,
-    /// The guest is stopped once its predicted downtime fits this.
-    pub downtime_limit: Duration,
-    /// Bytes a second on all channels together; `None` for as fast as it goes.
-    pub max_bandwidth: Option<u64>,
-    /// How long a migration may take before [`Settings::on_timeout`].
-    pub timeout: Option<Duration>,
-    /// What then.
-    pub on_timeout: OnTimeout,
-    /// Compare every page's digest while the guest is stopped.
-    pub verify: bool,
-    /// How long the peer may be silent before it is given up.
-    pub peer_timeout: Duration,
-    /// Plain connections to other hosts, which anyone on the way can read and change.
-    pub insecure: bool,
-}
-
-impl Settings {
-    /// Most parallel channels.
-    pub const MAX_CHANNELS: u16 = 64;
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            channels: 2,
-            downtime_limit: Duration::from_millis(300),
-            max_bandwidth: None,
-            timeout: None,
-            on_timeout: OnTimeout::Cancel,
-            verify: false,
-            peer_timeout: Duration::from_secs(10),
-            insecure: false,
-        }
-    }
-}
-
-/// What happened, reported by the driver.
-#[derive(Debug)]
-pub(crate) enum Event {
-    Message(ToSource),
-    ChannelsOpened,
-    TrackerStarted,
-    Rehearsed {
-        fixed: Duration,
-    },
-    PassSent {
-        bytes: u64,
-    },
-    Harvested {
-        pages: u64,
-    },
-    Paused,
-    Saved {
-        sections: Vec<Section>,
-    },
-    Resumed,
-    /// Something on this side failed.
-    LocalFailure(Refusal),
-    /// The link failed or the peer is gone.
-    PeerLost(String),
-    /// The link failed before the first byte of the newest message left: the target cannot have it.
-    NotSent(String),
-    /// A person wants the guest to stay.
-    Cancel,
-    /// Time has passed.
-    Tick,
-}
-
-/// What pass to send.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Pass {
-    /// What is to be sent, as collected so far.
-    Dirty { first: bool },
-    /// Pages that arrived damaged.
-    Again(Vec<RunName>),
-    /// Digests of every page.
-    Digests,
-}
-
-/// What the driver has to do.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Action {
-    Send(ToTarget),
-    OpenChannels {
-        token: Token,
-    },
-    StartTracker,
-    Rehearse,
-    Harvest,
-    SendPass {
-        number: u32,
-        pass: Pass,
-    },
-    Pause,
-    Save,
-    /// Let the guest run here again.
-    Resume,
-    /// The end; nothing else will come.
-    Finish(Outcome),
-}
-
-/// How it ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// The guest runs on the target.
-    Completed,
-    /// Somebody or a policy wanted it to stay; it runs here.
-    Cancelled(String),
-    /// It could not be moved; it runs here.
-    Failed(Refusal),
-    /// The target was told to run the guest and nobody knows whether it does. It does not run here.
-    Unknown(String),
-}
-
-/// What a verification found.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Verification {
-    /// Pages compared.
-    pub pages: u64,
-    /// Pages that differ.
-    pub mismatched: u64,
-    /// The first of them.
-    pub samples: Vec<PageName>,
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {

@@ -1,7 +1,8 @@
 //! Where the time went: stamps taken by the driver, made into the report at the end.
 
 use super::driver::Ground;
-use super::session::{Outcome, Session};
+use super::events::Outcome;
+use super::session::Session;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, word};
 use crate::vm::TrackerKind;

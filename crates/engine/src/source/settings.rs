@@ -1,0 +1,55 @@
+//! How to migrate, as the caller says it.
+
+use std::time::Duration;
+
+/// What to do when a migration takes longer than its timeout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnTimeout {
+    /// Give up; the guest stays.
+    #[default]
+    Cancel,
+    /// Stop the guest and send the rest, however long that takes.
+    Switch,
+}
+
+/// How to migrate.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    pub channels: u16,
+    /// The guest is stopped once its predicted downtime fits this.
+    pub downtime_limit: Duration,
+    /// Bytes a second on all channels together; `None` for as fast as it goes.
+    pub max_bandwidth: Option<u64>,
+    /// How long a migration may take before [`Settings::on_timeout`].
+    pub timeout: Option<Duration>,
+    /// What then.
+    pub on_timeout: OnTimeout,
+    /// Compare every page's digest while the guest is stopped.
+    pub verify: bool,
+    /// How long the peer may be silent before it is given up.
+    pub peer_timeout: Duration,
+    /// Plain connections to other hosts, which anyone on the way can read and change.
+    pub insecure: bool,
+}
+
+impl Settings {
+    /// Most parallel channels.
+    pub const MAX_CHANNELS: u16 = 64;
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            channels: 2,
+            downtime_limit: Duration::from_millis(300),
+            max_bandwidth: None,
+            timeout: None,
+            on_timeout: OnTimeout::Cancel,
+            verify: false,
+            peer_timeout: Duration::from_secs(10),
+            insecure: false,
+        }
+    }
+}
