@@ -1,0 +1,206 @@
+//! A KVM guest moved by the real engine, and what happens when a page is withheld on purpose.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor, Protect, Report,
+    Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+};
+use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
+use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, open_kvm};
+
+const MEMORY: u64 = 64 << 20;
+/// Every page of the working set is written many times while the guest is moved.
+const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
+
+fn kvm() -> bool {
+    let text = match open_kvm() {
+        Ok(_) => "KVM: ran".to_owned(),
+        Err(error) => format!("KVM: not run: {error}"),
+    };
+    let _ = writeln!(std::io::stdout(), "{text}");
+    text == "KVM: ran"
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
+    handle.stats().ok()
+}
+
+fn running() -> Vm {
+    let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    let mut args = GuestArgs::new(WORKLOAD.parse().unwrap());
+    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
+    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+    vm.start().unwrap();
+    let handle = vm.handle();
+    wait("the guest's work", || stats(&handle).is_some_and(|stats| stats.writes() > 4000));
+    vm
+}
+
+/// A source that hides the writes to one page: the one that it finds to be a page of the working set.
+struct Withholding {
+    vm: Vm,
+    /// Its index in region 0.
+    page: Arc<AtomicU64>,
+}
+
+struct Hiding {
+    tracker: Box<dyn DirtyTracker>,
+    page: Arc<AtomicU64>,
+    memory: Arc<dyn GuestMemory>,
+}
+
+impl Hiding {
+    /// The number that the guest stamped on this page, if it is one that it has written at least twice.
+    fn stamp(&self, page: u64) -> Option<u64> {
+        let window = self.memory.window(RegionId(0), (page..page + 1).into()).ok()?;
+        let mut bytes = [0; PAGE_BYTES];
+        window.copy_page(0, &mut bytes);
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        (word(0) < 2048 && (2..1 << 20).contains(&word(8))).then(|| word(0))
+    }
+
+    /// Whether this is a page of the working set: those are numbered one after the other. (A block of the statistics
+    /// page can look like one stamp by chance, but not like two neighbours.)
+    fn stamped(&self, page: u64) -> bool {
+        self.stamp(page).is_some_and(|number| self.stamp(page + 1) == Some(number + 1))
+    }
+}
+
+impl DirtyTracker for Hiding {
+    fn kind(&self) -> TrackerKind {
+        self.tracker.kind()
+    }
+    fn start(&mut self) -> Result<(), VmError> {
+        self.tracker.start()
+    }
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        self.tracker.harvest(dirty)?;
+        let map = dirty.region_mut(RegionId(0)).unwrap();
+        if self.page.load(Ordering::Relaxed) == u64::MAX {
+            let found = map.runs().flatten().find(|page| self.stamped(*page));
+            self.page.store(found.unwrap_or(u64::MAX), Ordering::Relaxed);
+        }
+        let page = self.page.load(Ordering::Relaxed);
+        if page != u64::MAX {
+            map.test_and_clear(page);
+        }
+        Ok(())
+    }
+    fn protector(&self) -> Arc<dyn Protect> {
+        self.tracker.protector()
+    }
+    fn stop(&mut self) -> Result<(), VmError> {
+        self.tracker.stop()
+    }
+}
+
+impl SourceVm for Withholding {
+    fn config(&self) -> MachineConfig {
+        SourceVm::config(&self.vm)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&self.vm)
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        let (tracker, memory) = (self.vm.tracker(kind)?, SourceVm::memory(&self.vm));
+        Ok(Box::new(Hiding { tracker, page: Arc::clone(&self.page), memory }))
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        SourceVm::pause(&mut self.vm)
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        SourceVm::save(&mut self.vm)
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        SourceVm::resume(&mut self.vm)
+    }
+}
+
+/// Moves `source` into a fresh VM by the engine, over a Unix socket.
+fn moved(source: &mut dyn SourceVm, name: &str, kind: TrackerKind, verify: bool) -> (Report, Vm) {
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.incoming = true;
+    let mut target = Vm::new(options).unwrap();
+    let path = std::env::temp_dir().join(format!("vmferry-vmm-{}-{name}", std::process::id()));
+    let uri = Uri::Unix(path);
+    let listener = Listener::bind(&uri, false).unwrap();
+    // Slow enough for some passes.
+    let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..Settings::default() };
+    let arrival = Arrival::new(Duration::from_secs(10));
+    let report = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
+        let report = migrate(source, &uri, Some(kind), &settings, &Monitor::new()).unwrap();
+        assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed);
+        report
+    });
+    (report, target)
+}
+
+fn corrupt_after_a_check(target: &Vm) -> u64 {
+    let handle = target.handle();
+    handle.request_verify(5);
+    wait("the guest checking itself", || stats(&handle).is_some_and(|stats| stats.verified(5)));
+    stats(&handle).unwrap().corrupt()
+}
+
+#[test]
+fn the_engine_moves_a_running_guest_by_both_trackers() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = running();
+    for (name, kind) in [("log", TrackerKind::Log), ("wp", TrackerKind::Wp)] {
+        let (report, target) = moved(&mut vm, name, kind, true);
+        assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+        assert_eq!((report.verified_pages, report.mismatched_pages), (MEMORY >> 12, 0));
+        assert!(report.passes.len() >= 2, "the guest wrote while it was moved: {report:?}");
+        assert_eq!(corrupt_after_a_check(&target), 0);
+        vm = target;
+    }
+}
+
+#[test]
+fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
+    if !kvm() {
+        return;
+    }
+    let page = Arc::new(AtomicU64::new(u64::MAX));
+    let mut source = Withholding { vm: running(), page: Arc::clone(&page) };
+    let (report, _) = moved(&mut source, "named", TrackerKind::Log, true);
+    let page = page.load(Ordering::Relaxed);
+    assert_ne!(page, u64::MAX, "a page of the working set was withheld");
+    assert_eq!((report.state, report.mismatched_pages), (MigrationState::Failed, 1), "{report:?}");
+    assert!(
+        report.error.as_ref().is_some_and(|why| why.contains(&format!("region 0 page {page:#x}"))),
+        "{report:?}"
+    );
+    let handle = source.vm.handle();
+    let before = stats(&handle).unwrap().writes();
+    wait("the guest going on at the source", || stats(&handle).is_some_and(|stats| stats.writes() > before));
+    assert_eq!(corrupt_after_a_check(&source.vm), 0);
+}
+
+#[test]
+fn a_page_that_is_withheld_is_found_by_the_guest_itself() {
+    if !kvm() {
+        return;
+    }
+    let page = Arc::new(AtomicU64::new(u64::MAX));
+    let mut source = Withholding { vm: running(), page: Arc::clone(&page) };
+    let (report, target) = moved(&mut source, "found", TrackerKind::Log, false);
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    assert_ne!(page.load(Ordering::Relaxed), u64::MAX, "a page of the working set was withheld");
+    assert!(corrupt_after_a_check(&target) > 0, "the guest misses its page");
+}
