@@ -150,7 +150,9 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
     pair("-name", format!("{side},debug-threads=on").into());
     pair("-machine", "pc".into());
     pair("-accel", accelerator.into());
-    pair("-cpu", "host".into());
+    // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts. The guest does not
+    // look at it.
+    pair("-cpu", "host,-arch-capabilities".into());
     pair("-smp", spec.vcpus.to_string().into());
     pair("-m", format!("{}B", spec.memory).into());
     pair("-kernel", setup.kernel.into());

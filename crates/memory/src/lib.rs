@@ -5,6 +5,7 @@
 
 mod addr;
 mod digest;
+mod fold;
 mod layout;
 mod set;
 mod window;
