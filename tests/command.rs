@@ -108,8 +108,12 @@ struct Run {
 
 impl Run {
     fn start(kind: &str, folder: &Folder, name: &str, more: &[&str]) -> Self {
+        Self::sized(kind, "96M", folder, name, more)
+    }
+
+    fn sized(kind: &str, memory: &str, folder: &Folder, name: &str, more: &[&str]) -> Self {
         let api = folder.path(name);
-        let mut args = vec!["run", "--guest", kind, "--memory", "96M", "--api", &api];
+        let mut args = vec!["run", "--guest", kind, "--memory", memory, "--api", &api];
         args.extend(more);
         let run = Self { child: spawn(&args), api };
         run.wait("its control socket", |_| true);
@@ -249,6 +253,45 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
         fourth.wait("the guest out of the file", |s| s["vm"]["place"] == "running");
         fourth.goes_on();
         fourth.whole();
+    }
+}
+
+/// A line of the process's memory statistics, in KiB: `VmHWM` is the most that was ever resident.
+fn memory_kib(run: &Run, line: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", run.child.id())).unwrap();
+    let value = status.lines().find_map(|text| text.strip_prefix(line)?.strip_prefix(':'));
+    value.unwrap().trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
+    const MOST_ADDED_KIB: u64 = 64 << 10;
+    if !can_track() {
+        return;
+    }
+    for (kind, (memory, data)) in
+        kinds().into_iter().flat_map(|kind| [("192M", 128), ("1G", 832)].map(|size| (kind, size)))
+    {
+        let folder = Folder::new();
+        let workload = format!("uniform,ws=16M,data={data}M,rate=20k,fill=random");
+        let source = Run::sized(kind, memory, &folder, "source", &["--workload", &workload]);
+        source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let args = ["--incoming", "tcp:127.0.0.1:0"];
+        let target = Run::sized(kind, memory, &folder, "target", &args);
+        let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+        let before = memory_kib(&source, "VmHWM");
+        let uri = status["vm"]["incoming"].as_str().unwrap();
+        let output = source.migrate(uri, &["--channels", "4", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+        let source_added = memory_kib(&source, "VmHWM") - before;
+        let guest = memory_kib(&source, "VmRSS").min(before);
+        let target_added = memory_kib(&target, "VmHWM").saturating_sub(guest);
+        say(&format!("{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"));
+        assert!(before > data << 10, "the guest's content is there: {before} KiB");
+        assert!(source_added <= MOST_ADDED_KIB, "{source_added} KiB at the source");
+        assert!(target_added <= MOST_ADDED_KIB, "{target_added} KiB at the target");
+        target.goes_on();
     }
 }
 

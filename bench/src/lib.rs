@@ -12,3 +12,4 @@ pub mod migrate;
 pub mod qemu;
 pub mod result;
 pub mod stats;
+pub mod warm;

@@ -38,6 +38,12 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Makes all of it present.
+    pub(crate) fn touch(&self) {
+        // SAFETY: the range is ours; populating changes no content. A host that cannot leaves it as it is.
+        let _ = unsafe { madvise(self.start.cast(), self.len, Advice::LinuxPopulateWrite) };
+    }
+
     /// The memory. Reading a page that was never written gives zeros.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: the range is mapped and initialized (the kernel gives zeros) for as long as `self`

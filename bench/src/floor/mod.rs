@@ -20,7 +20,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::child::Reaped;
-use mapping::Mapping;
+use crate::warm::Warm;
+pub(crate) use mapping::Mapping;
 
 pub use receiver::receiver_main;
 
@@ -116,6 +117,7 @@ pub fn run(bytes: u64, streams: u32, receiver: &ReceiverCommand) -> Result<Floor
     let mut source =
         Mapping::new(share * streams as usize).map_err(FloorError::io("map the source memory"))?;
     fill(source.bytes_mut());
+    let warm = Warm::hold(bytes);
 
     let nonce = u64::from(std::process::id()) << 32 | u64::from(Instant::now().elapsed().subsec_nanos());
     let mut child = Reaped::spawn(
@@ -137,6 +139,7 @@ pub fn run(bytes: u64, streams: u32, receiver: &ReceiverCommand) -> Result<Floor
         sockets.push(connect(port, nonce, index).map_err(FloorError::io("connect to the receiver"))?);
     }
 
+    drop(warm);
     let cpu_before = process_cpu();
     let start = Instant::now();
     send_all(&mut sockets, source.bytes(), share)?;

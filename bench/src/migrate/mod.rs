@@ -71,8 +71,9 @@ pub fn run(
     let mut document = Document::new("migrate", Host::describe());
     let mut failures = Vec::new();
     for spec in &options.cases {
+        let wanted = options.sides.iter().filter(|side| options.wants(spec, **side));
         let mut sides: Vec<SideRuns> =
-            options.sides.iter().map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
+            wanted.map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
         for round in 0..options.repeats {
             for turn in turns(sides.len(), round) {
                 let runs = &mut sides[turn];

@@ -73,6 +73,8 @@ pub struct Options {
     pub sides: Vec<Side>,
     /// Rounds.
     pub repeats: usize,
+    /// If not empty: only those whose name, as in `idle/floor-2`, has one of these in it.
+    pub only: Vec<String>,
 }
 
 impl Options {
@@ -111,6 +113,12 @@ impl Options {
             Side::Qemu { multifd: Some(2) },
             Side::Floor { streams: 2 },
         ];
-        Options { cases: vec![idle, uniform], sides, repeats: 7 }
+        Options { cases: vec![idle, uniform], sides, repeats: 7, only: Vec::new() }
+    }
+
+    /// Whether `side` of `case` is wanted.
+    pub fn wants(&self, case: &CaseSpec, side: Side) -> bool {
+        let name = format!("{}/{side}", case.name);
+        self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
     }
 }

@@ -50,7 +50,7 @@ fn medians_failures_and_skips_are_told_apart() {
         asked: vec![],
     };
     let sides = vec![Side::Ours { channels: 1 }, Side::Ours { channels: 2 }, Side::Floor { streams: 1 }];
-    let options = Options { cases: vec![spec()], sides, repeats: 3 };
+    let options = Options { cases: vec![spec()], sides, repeats: 3, only: Vec::new() };
     let mut told = Vec::new();
     let outcome = run(&options, &mut ours, &no_receiver(), &mut |what| told.push(what.to_owned()));
 

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 use crate::host::kvm_usable;
 use crate::result::MigrationResult;
+use crate::warm::Warm;
 use machine::{Machine, Setup};
 use serial::Serial;
 
@@ -99,7 +100,9 @@ pub fn migrate(spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
         ]),
     };
     pair.wait_until_ready()?;
+    let warm = Warm::hold(spec.memory);
     pair.let_run(spec.settle)?;
+    drop(warm);
     let result = pair.migrate(spec)?;
     pair.source.quit();
     pair.destination.quit();

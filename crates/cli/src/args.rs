@@ -281,6 +281,12 @@ pub(crate) struct BenchArgs {
     /// Fewer repeats
     #[arg(long)]
     pub(crate) quick: bool,
+    /// So many repeats
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) rounds: Option<u16>,
+    /// Only cases and sides whose names have this in them, as in idle/floor-2; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Vec<String>,
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

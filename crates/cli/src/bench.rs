@@ -12,13 +12,16 @@ use vmferry_bench::cpu::CpuMeter;
 use vmferry_bench::floor::ReceiverCommand;
 use vmferry_bench::migrate::{CaseSpec, Options, OurError, OurRunner};
 use vmferry_bench::result::MigrationResult;
+use vmferry_bench::warm::Warm;
 
 /// How long the guest is watched on the target.
 const AFTER: Duration = Duration::from_millis(1000);
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
     let mut out = args.json.as_deref().map(output::open).transpose()?;
-    let options = if args.quick { Options::quick() } else { Options::full() };
+    let mut options = if args.quick { Options::quick() } else { Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only = args.only.clone();
     let receiver = ReceiverCommand::this_executable()?;
     let mut progress = |what: &str| eprintln!("bench migrate: {what}");
     let outcome = vmferry_bench::migrate::run(&options, &mut Ours, &receiver, &mut progress);
@@ -64,6 +67,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
     let uri = target.incoming(&stop)?;
     let mut source = Runner::start(&setup, folder.path(), "source", false)?;
     source.running(&stop)?;
+    let warm = Warm::hold(spec.memory);
     std::thread::sleep(spec.settle);
     let request = MigrateRequest {
         uri,
@@ -79,6 +83,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
     };
     let is_vcpu = |name: &str| name.starts_with("vcpu");
     let meters = (CpuMeter::start(source.pid(), is_vcpu)?, CpuMeter::start(target.pid(), is_vcpu)?);
+    drop(warm);
     source.client.call("migrate", serde_json::to_value(request)?)?;
     let report = quietly(&mut source)?;
     let (cpu_source, cpu_destination) = (meters.0.used()?, meters.1.used()?);

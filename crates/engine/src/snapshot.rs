@@ -33,12 +33,11 @@ struct FileSink<'a> {
 }
 
 impl FrameSink for FileSink<'_> {
-    fn put(&mut self, head: &mut [IoBuf<'_>], pages: &mut [IoBuf<'_>], _: usize) -> Result<(), SenderError> {
+    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
         if self.monitor.cancelled() {
             return Err(SenderError::Stopped);
         }
-        IoBuf::write_all(head, self.file).map_err(SenderError::File)?;
-        IoBuf::write_all(pages, self.file).map_err(SenderError::File)
+        IoBuf::write_all(bufs, self.file).map_err(SenderError::File)
     }
 }
 

@@ -12,25 +12,25 @@ pub struct PageDigest(pub u64);
 /// The digest of a page of zeros.
 pub static ZERO_PAGE: LazyLock<PageDigest> = LazyLock::new(|| PageDigest::of(&[0; PAGE_BYTES]));
 
-/// What a page's digest and that of the 64 bytes it folds onto differ in: the register's start value, which stands
-/// 4032 bytes further from the end in one than in the other.
-static FOLD_DIFFERENCE: LazyLock<Option<u64>> = LazyLock::new(|| {
-    let of_zeros = PageDigest::of(&[0; fold::FOLDED_BYTES]).0 ^ ZERO_PAGE.0;
-    fold::available().then_some(of_zeros)
-});
+/// Whether pages are digested in place; asked once.
+static IN_PLACE: LazyLock<bool> = LazyLock::new(fold::available);
 
 impl PageDigest {
-    /// The digest of the page at `from`, without a copy; `None` where the CPU lacks the instructions for it.
+    /// The digest of the page at `from`, without a copy; `None` where the CPU lacks the instructions for it. The page
+    /// at `next`, which may be anything, is asked for meanwhile.
     ///
     /// Each byte is read once. Of a page that is written meanwhile it is the digest of some mixture of old and new.
     ///
     /// # Safety
     /// A page at `from` is mapped readable.
-    pub(crate) unsafe fn of_live(from: *const u8) -> Option<Self> {
-        let difference = (*FOLD_DIFFERENCE)?;
-        // SAFETY: there is a difference only if folding is available; the caller vouches for the page.
-        let folded = unsafe { fold::fold_page(from) };
-        Some(Self(Self::of(&folded).0 ^ difference))
+    pub(crate) unsafe fn of_live(from: *const u8, next: *const u8) -> Option<Self> {
+        if !*IN_PLACE {
+            return None;
+        }
+        // SAFETY: folding is available; the caller vouches for the page.
+        let remainder = unsafe { fold::remainder(from, next) };
+        // The CRC begins and ends with all ones, which a page of zeros shows: its own remainder is zero.
+        Some(Self(remainder ^ ZERO_PAGE.0))
     }
 
     /// The digest of `page`.

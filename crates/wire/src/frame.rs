@@ -337,7 +337,7 @@ impl<'a> Table<'a> {
         Ok(table)
     }
 
-    fn entries(&self) -> Result<impl Iterator<Item = RunEntry> + use<'a>, WireError> {
+    fn entries(&self) -> Result<impl DoubleEndedIterator<Item = RunEntry> + use<'a>, WireError> {
         let base = self.base;
         let entry = move |bytes: &[u8]| {
             let mut fields = Fields(bytes);
@@ -363,12 +363,12 @@ impl<'a> Table<'a> {
     }
 
     /// The runs, in order.
-    pub fn runs(&self) -> impl Iterator<Item = RunEntry> + use<'a> {
+    pub fn runs(&self) -> impl DoubleEndedIterator<Item = RunEntry> + use<'a> {
         self.entries().into_iter().flatten()
     }
 
     /// The digests of all pages of data runs, in order.
-    pub fn digests(&self) -> impl Iterator<Item = PageDigest> + use<'a> {
+    pub fn digests(&self) -> impl DoubleEndedIterator<Item = PageDigest> + use<'a> {
         self.digests.chunks_exact(8).map(|bytes| PageDigest(Fields(bytes).u64()))
     }
 }

@@ -1,15 +1,20 @@
 //! Control messages on a stream.
 
-use super::stream::{IoBuf, SendError, Stream};
+use super::stream::{SendError, Stream};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io;
+use std::time::Duration;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, decode_control, encode_control};
 
-/// Sends one message.
-pub(crate) fn send_message<M: Serialize>(stream: &Stream, message: &M) -> Result<(), SendError> {
+/// Sends one message, or gives up after `within`: a peer that reads it byte by byte must not hold a stopped guest.
+pub(crate) fn send_message<M: Serialize>(
+    stream: &Stream,
+    message: &M,
+    within: Duration,
+) -> Result<(), SendError> {
     let bytes = encode_control(message)
         .map_err(|error| SendError { nothing_left: true, error: io::Error::other(error) })?;
-    stream.send(&mut [IoBuf::from_bytes(&bytes)])
+    stream.send_bytes_within(&bytes, within)
 }
 
 /// Waits for one message.

@@ -4,7 +4,6 @@ mod connect;
 mod control;
 mod listen;
 mod pacer;
-mod splice;
 mod stream;
 mod uri;
 
@@ -13,6 +12,5 @@ pub(crate) use control::{read_message, send_message};
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
-pub(crate) use splice::{Splicer, block_sigpipe};
 pub(crate) use stream::{IoBuf, SendError, Stream};
 pub use uri::{Uri, UriError};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use vmferry_memory::Window;
 
 /// As many as the kernel takes at once (UIO_MAXIOV).
-pub(super) const MOST_BUFS: usize = 1024;
+const MOST_BUFS: usize = 1024;
 
 /// An `iovec`: bytes of our own or of guest memory, by address.
 ///
@@ -134,26 +134,12 @@ impl Stream {
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
     }
 
-    /// The socket's descriptor.
-    pub(super) fn as_raw_fd(&self) -> libc::c_int {
-        self.fd.as_raw_fd()
-    }
-
     /// Sends all of `bufs`; uses them up.
-    pub(crate) fn send(&self, bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
-        self.send_flags(bufs, 0)
-    }
-
-    /// Sends all of `bufs`, to which more will follow at once; uses them up.
-    pub(crate) fn send_more(&self, bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
-        self.send_flags(bufs, libc::MSG_MORE)
-    }
-
-    fn send_flags(&self, mut bufs: &mut [IoBuf<'_>], flags: libc::c_int) -> Result<(), SendError> {
+    pub(crate) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
         let mut nothing_left = true;
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
-            match self.call(bufs, libc::MSG_NOSIGNAL | flags, sendmsg) {
+            match self.call(bufs, libc::MSG_NOSIGNAL, sendmsg) {
                 Ok(sent) => {
                     nothing_left = nothing_left && sent == 0;
                     consume(bufs, sent);
@@ -161,6 +147,42 @@ impl Stream {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(SendError { nothing_left, error: timed_out(error) }),
             }
+        }
+        Ok(())
+    }
+
+    /// Sends `bytes`, and gives up when that took longer than `within`, however steadily the peer drips.
+    pub(crate) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
+        let deadline = Instant::now() + within;
+        let (mut bufs, mut nothing_left) = ([IoBuf::from_bytes(bytes)], true);
+        while let Some(rest) = skip_empty(&mut bufs) {
+            match self.call(rest, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT, sendmsg) {
+                Ok(sent) => {
+                    nothing_left = nothing_left && sent == 0;
+                    consume(rest, sent);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let room = self.wait_for_room(left);
+                    room.map_err(|error| SendError { nothing_left, error })?;
+                }
+                Err(error) => return Err(SendError { nothing_left, error }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the socket takes more, or fails; `TimedOut` after `left`.
+    fn wait_for_room(&self, left: Duration) -> io::Result<()> {
+        let millis = libc::c_int::try_from(left.as_millis()).unwrap_or(libc::c_int::MAX);
+        if millis == 0 {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one pollfd, on our stack.
+        if unsafe { libc::poll(&raw mut poll, 1, millis) } < 0 {
+            return interrupted(io::Error::last_os_error());
         }
         Ok(())
     }
@@ -235,12 +257,12 @@ fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> i
 }
 
 /// The bufs from the first that has bytes; `None` when all are used up.
-pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
+fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
     Some(&mut bufs[first..])
 }
 
-pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
+fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
     for buf in bufs {
         let here = moved.min(buf.raw.iov_len);
         buf.advance(here);
@@ -252,12 +274,12 @@ pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
 }
 
 /// A signal is no failure: the call is made again.
-pub(super) fn interrupted(error: io::Error) -> io::Result<()> {
+fn interrupted(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
 }
 
 /// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
-pub(super) fn timed_out(error: io::Error) -> io::Error {
+fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
 
@@ -312,6 +334,23 @@ mod tests {
             let error = a.receive_bytes_within(&mut [0; 80], Duration::from_millis(100)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
             assert!(began.elapsed() < Duration::from_millis(1000), "80 drips would take 1.6 s");
+            drop(a);
+        });
+    }
+
+    #[test]
+    fn a_peer_that_sips_is_given_up_in_time() {
+        let (a, b) = pair();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while b.receive_bytes(&mut [0; 4096]).is_ok() {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            });
+            let began = Instant::now();
+            let error = a.send_bytes_within(&vec![0; 8 << 20], Duration::from_millis(100)).unwrap_err();
+            assert_eq!((error.nothing_left, error.error.kind()), (false, io::ErrorKind::TimedOut));
+            assert!(began.elapsed() < Duration::from_secs(5), "2000 sips would take 40 s");
             drop(a);
         });
     }

@@ -5,13 +5,11 @@
 
 use super::events::{Action, Event, Outcome, Pass};
 use super::pending::Pending;
-use super::sender::{Sender, SenderError, Shared, SocketSink};
+use super::sender::{Sender, SenderError, Shared};
 use super::session::{Phase, Session};
 use super::settings::Settings;
 use super::timings::Timings;
-use crate::channel::{
-    Pacer, SendError, Stream, Uri, block_sigpipe, connect_bulk, read_message, send_message,
-};
+use crate::channel::{Pacer, SendError, Stream, Uri, connect_bulk, read_message, send_message};
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
 use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
@@ -241,7 +239,7 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.timings.sending(message);
-        let failed = send_message(&self.ground.control, message).err()?;
+        let failed = send_message(&self.ground.control, message, self.ground.settings.peer_timeout).err()?;
         if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
             let what = match message {
                 ToTarget::Section(section) => format!("the device state '{}'", section.name),
@@ -445,7 +443,6 @@ fn send_jobs(
     queue: &Receiver<Job>,
     inputs: &SyncSender<Input>,
 ) {
-    block_sigpipe();
     let shared = Shared {
         memory: &*ground.memory,
         protect,
@@ -454,7 +451,7 @@ fn send_jobs(
         stop: &ground.stop,
         channels: ground.settings.channels,
     };
-    let mut sender = Sender::new(shared, SocketSink::new(stream), index);
+    let mut sender = Sender::new(shared, stream, index);
     while let Ok(job) = queue.recv() {
         let result = match &job {
             Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),

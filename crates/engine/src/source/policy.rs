@@ -11,6 +11,10 @@ const WORTHWHILE_SHRINK: f64 = 0.75;
 /// downtime could then hardly get shorter.
 const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
 
+/// Nor once they would cost less than this share of the limit: whoever allows 300 ms does not feel 5, but the guest pays
+/// for each further pass with a fault for every page that it writes, and the migration takes longer.
+const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
+
 /// A pass of fewer bytes says little about the link: latency and start-up dominate it.
 const TELLING_BYTES: u64 = 8 << 20;
 
@@ -75,11 +79,8 @@ impl Convergence {
         let transfer = predicted.saturating_sub(fixed);
         let shrinks =
             previous.is_none_or(|before| (pass.remaining as f64) <= before as f64 * WORTHWHILE_SHRINK);
-        if transfer <= fixed.mul_f64(NEGLIGIBLE_OF_FIXED) || !shrinks {
-            Decision::Switch
-        } else {
-            Decision::Continue
-        }
+        let negligible = fixed.mul_f64(NEGLIGIBLE_OF_FIXED).max(self.limit.mul_f64(NEGLIGIBLE_OF_LIMIT));
+        if transfer <= negligible || !shrinks { Decision::Switch } else { Decision::Continue }
     }
 }
 
@@ -104,9 +105,15 @@ mod tests {
         let mut policy = Convergence::new(Duration::from_millis(300));
         // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
         assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
-        assert_eq!(policy.decide(pass(100 << 20, 40, 2_500), FIXED), Decision::Continue);
+        assert_eq!(policy.decide(pass(100 << 20, 40, 4_000), FIXED), Decision::Continue);
         // 1 ms of pages on top of 4 ms of fixed costs: not worth it.
-        assert_eq!(policy.decide(pass(10 << 20, 4, 700), FIXED), Decision::Switch);
+        assert_eq!(policy.decide(pass(16 << 20, 6, 700), FIXED), Decision::Switch);
+        // Nor are 4 ms of pages, whatever the fixed costs, to somebody who allows 300 ms; to one who allows 30 they are.
+        let fixed = Duration::from_micros(500);
+        for (limit, decision) in [(300, Decision::Switch), (30, Decision::Continue)] {
+            let mut policy = Convergence::new(Duration::from_millis(limit));
+            assert_eq!(policy.decide(pass(1 << 30, 400, 2_600), fixed), decision);
+        }
     }
 
     #[test]

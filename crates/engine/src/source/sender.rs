@@ -4,7 +4,7 @@
 //! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
 //! between passes is needed for correctness, and the threads share nothing but counters.
 
-use crate::channel::{IoBuf, Pacer, SendError, Splicer, Stream};
+use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
 use crate::vm::{GuestMemory, Protect, VmError};
 use std::ops::Range;
@@ -15,9 +15,9 @@ use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, RunKind, TableWriter,
 };
 
-/// Pages with content in a frame: half a megabyte is read for its digests and then sent while a second-level cache
-/// still holds it.
-const FRAME_PAGES: usize = 128;
+/// Pages with content in a frame. A megabyte is read for its digests and then copied into the socket while a second-level
+/// cache still holds most of it; with less, both sides wait for each other more often.
+const FRAME_PAGES: usize = 256;
 const _: () = assert!(FRAME_PAGES <= MAX_FRAME_PAGES);
 
 /// Smallest chunk that is dealt to channels: the target's huge pages are then filled by one thread each.
@@ -55,44 +55,16 @@ pub(crate) struct Shared<'a> {
 
 /// Where frames go: a socket, or a file.
 pub(crate) trait FrameSink {
-    /// Takes all of `head`, which is ours, and then all of `pages`, which is guest memory of `bytes` bytes.
-    fn put(
-        &mut self,
-        head: &mut [IoBuf<'_>],
-        pages: &mut [IoBuf<'_>],
-        bytes: usize,
-    ) -> Result<(), SenderError>;
+    /// Takes all of `bufs`, a frame; uses them up.
+    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
 }
 
-/// A socket, and the pipe by which pages get there without a copy, if this host can.
-pub(crate) struct SocketSink<'a> {
-    stream: &'a Stream,
-    splicer: Option<Splicer>,
-}
-
-impl<'a> SocketSink<'a> {
-    pub(crate) fn new(stream: &'a Stream) -> Self {
-        Self { stream, splicer: Splicer::new() }
-    }
-}
-
-impl FrameSink for SocketSink<'_> {
-    fn put(
-        &mut self,
-        head: &mut [IoBuf<'_>],
-        pages: &mut [IoBuf<'_>],
-        bytes: usize,
-    ) -> Result<(), SenderError> {
-        let link = |error| SenderError::Link(error, self.stream.peer.clone());
-        let more = if pages.is_empty() { self.stream.send(head) } else { self.stream.send_more(head) };
-        more.map_err(link)?;
-        if let Some(splicer) = self.splicer.as_mut().filter(|_| Splicer::worth_it(bytes)) {
-            if splicer.send(self.stream, pages).map_err(link)? {
-                return Ok(());
-            }
-            self.splicer = None;
-        }
-        self.stream.send(pages).map_err(link)
+/// The kernel copies pages into its own. Lending them to it instead (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was
+/// measured and is slower: the digest has just brought the page into this processor's cache, where the copy finds it,
+/// and a lent page is read from there by the receiver's processor, and later than its digest was taken.
+impl FrameSink for &Stream {
+    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
+        self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
     }
 }
 
@@ -232,7 +204,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         let header = FrameHeader::barrier(pass, self.sequence).encode();
         self.sequence += 1;
         self.shared.counters.wire_bytes.fetch_add(FRAME_HEADER_BYTES as u64, Ordering::Relaxed);
-        self.sink.put(&mut [IoBuf::from_bytes(&header)], &mut [], 0)
+        self.sink.put(&mut [IoBuf::from_bytes(&header)])
     }
 
     fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
@@ -242,15 +214,16 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         if self.shared.stop.load(Ordering::Relaxed) {
             return Err(SenderError::Stopped);
         }
-        let mut pages = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS];
-        let (mut used, mut zero_pages, mut data_bytes) = (0, 0, 0);
+        // The header and the table come first, and are known last.
+        let mut bufs = [IoBuf::from_bytes(&[]); 2 + MAX_FRAME_RUNS];
+        let (mut used, mut zero_pages, mut data_bytes) = (2, 0, 0);
         for entry in self.writer.runs() {
             match entry.kind {
                 RunKind::Zero => zero_pages += entry.run.count,
                 RunKind::Data if kind == FrameKind::Pages => {
                     let window = self.shared.memory.window(region, entry.run)?;
                     data_bytes += window.len();
-                    pages[used] = IoBuf::from_window(window);
+                    bufs[used] = IoBuf::from_window(window);
                     used += 1;
                 }
                 RunKind::Data => {}
@@ -258,11 +231,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let (header, table) = self.writer.finish(kind, region, pass, self.sequence);
         let encoded = header.encode();
-        let head = &mut [IoBuf::from_bytes(&encoded), IoBuf::from_bytes(table)];
+        (bufs[0], bufs[1]) = (IoBuf::from_bytes(&encoded), IoBuf::from_bytes(table));
         let bytes = encoded.len() + table.len() + data_bytes;
         let stop = || self.shared.stop.load(Ordering::Relaxed);
         self.shared.pacer.wait(bytes, stop);
-        self.sink.put(head, &mut pages[..used], data_bytes)?;
+        self.sink.put(&mut bufs[..used])?;
         self.sequence += 1;
         if kind == FrameKind::Pages {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);

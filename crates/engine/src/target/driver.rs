@@ -293,7 +293,7 @@ impl<'a> Driver<'a> {
 
     fn send(&self, message: &ToSource) -> Option<Event> {
         // Once the guest runs, a lost answer is the source's problem: it will say that it does not know.
-        let failed = send_message(&self.control, message).err()?;
+        let failed = send_message(&self.control, message, self.arrival.peer_timeout).err()?;
         Some(Event::PeerLost(format!(
             "the link to the source {} failed: {}",
             self.control.peer, failed.error

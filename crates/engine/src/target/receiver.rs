@@ -250,12 +250,14 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     /// Every page against its digest. A mismatch is no error yet: the guest may have written the page between the
     /// source's digest and its copy into the socket, and then it is dirty and comes again (traps.md 10).
     fn check(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
-        let mut digests = table.digests();
-        let data = table.runs().filter(|entry| entry.kind == RunKind::Data);
+        // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
+        let mut digests = table.digests().rev();
+        let data = table.runs().rev().filter(|entry| entry.kind == RunKind::Data);
         let mut pages = 0;
         for RunEntry { run, .. } in data {
             let window = self.memory.window(region.id, run)?;
-            for (page, index) in (0..window.pages()).zip(run.range()) {
+            for page in (0..window.pages()).rev() {
+                let index = run.first.0 + page as u64;
                 if window.digest(page, &mut self.scratch) == digests.next() {
                     self.arrivals.mark_sound(region, index);
                 } else {

@@ -1,0 +1,120 @@
+//! How a migration ends other than well: silence, timeouts, failures, a cancel.
+
+use super::{Phase, Session, State};
+use crate::source::events::{Action, Outcome};
+use crate::source::settings::OnTimeout;
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode, ToTarget};
+
+/// How often the target is asked whether it is there, unless its silence is borne for less than four times this.
+const PING_EVERY: Duration = Duration::from_secs(1);
+/// How many times the peer's timeout a target may take for a step while it still answers pings: it may be slow, and a
+/// pass that was sent may still be in the sockets of a slow link, but a stopped guest must not wait for ever.
+const PATIENCE: u32 = 3;
+
+impl Session {
+    pub(super) fn tick(&mut self, now: Duration) -> Vec<Action> {
+        let timeout = self.settings.timeout.is_some_and(|t| now.saturating_sub(self.started) > t);
+        if timeout && self.phase() != Phase::Switchover {
+            match self.settings.on_timeout {
+                OnTimeout::Cancel => {
+                    let limit = self.settings.timeout.unwrap_or_default();
+                    return self.give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
+                }
+                OnTimeout::Switch => self.switch_wanted = true,
+            }
+        }
+        if let Some(what) = self.awaited()
+            && now.saturating_sub(self.last_step) > self.settings.peer_timeout * PATIENCE
+        {
+            let waited = self.settings.peer_timeout * PATIENCE;
+            let detail = format!("the target is there, but has not {what} for {waited:?}");
+            return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
+        }
+        if self.sending_last() && now.saturating_sub(self.stopped) > self.longest_stop() {
+            let detail = format!(
+                "the target took the last pages so slowly that the guest has stood still for {:?}",
+                self.longest_stop()
+            );
+            return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
+        }
+        let ping_every = PING_EVERY.min(self.settings.peer_timeout / 4);
+        if now.saturating_sub(self.last_ping.1) < ping_every || self.state == State::Committed {
+            return Vec::new();
+        }
+        self.last_ping = (self.last_ping.0 + 1, now);
+        vec![Action::Send(ToTarget::Ping(self.last_ping.0))]
+    }
+
+    /// What only the target can do next; `None` while this side still works, or sends.
+    fn awaited(&self) -> Option<&'static str> {
+        match self.state {
+            State::AwaitAccept => Some("accepted the guest"),
+            State::Opening { opened: true, .. } => Some("taken its channels"),
+            State::Passing { sent: true, .. } | State::LastPass { sent: true, .. } => {
+                Some("received the pages that were sent")
+            }
+            State::Verifying { sent: true, .. } => Some("compared the pages"),
+            State::Loading => Some("loaded the device state"),
+            State::Committed => Some("said whether it runs the guest that it was told to run"),
+            _ => None,
+        }
+    }
+
+    fn sending_last(&self) -> bool {
+        matches!(self.state, State::LastPass { sent: false, .. } | State::Verifying { sent: false, .. })
+    }
+
+    /// How long the guest may stand still while this side sends. Somebody who asked for the switch whatever it takes, or
+    /// for every page to be compared, waits for that.
+    fn longest_stop(&self) -> Duration {
+        if self.switch_wanted || self.settings.verify {
+            return Duration::MAX;
+        }
+        self.settings.downtime_limit + self.settings.peer_timeout * PATIENCE
+    }
+
+    pub(super) fn peer_lost(&mut self, why: String) -> Vec<Action> {
+        if self.state == State::Committed {
+            // The target may or may not have read the commit. Nobody can know from here, so nobody guesses: running
+            // the guest now could make two of it.
+            self.ended = Some(Outcome::Unknown(why));
+            return self.finish();
+        }
+        self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false)
+    }
+
+    /// Ends before the commit: the guest is and stays ours.
+    pub(super) fn give_up(&mut self, outcome: Outcome, tell: bool) -> Vec<Action> {
+        if self.state == State::Committed {
+            return match outcome {
+                // Too late to cancel, and a failure here changes nothing: the target's answer decides.
+                Outcome::Cancelled(_) => Vec::new(),
+                Outcome::Failed(why) => self.peer_lost(why.to_string()),
+                other => {
+                    self.ended = Some(other);
+                    self.finish()
+                }
+            };
+        }
+        let mut actions = Vec::new();
+        if tell {
+            let why = match &outcome {
+                Outcome::Failed(why) => why.clone(),
+                Outcome::Cancelled(why) => Refusal::new(RefusalCode::Cancelled, why.clone()),
+                _ => Refusal::new(RefusalCode::Other, "ended"),
+            };
+            actions.push(Action::Send(ToTarget::Cancel(why)));
+        }
+        // Resume is asked for even where the pause was only begun: it does nothing to a guest that runs.
+        actions.push(Action::Resume);
+        self.state = State::Resuming;
+        self.ended = Some(outcome);
+        actions
+    }
+
+    pub(super) fn finish(&mut self) -> Vec<Action> {
+        self.state = State::Done;
+        self.ended.clone().map(Action::Finish).into_iter().collect()
+    }
+}

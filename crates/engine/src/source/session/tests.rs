@@ -1,0 +1,106 @@
+//! What a busy host or a slow peer must not do to the decision when to stop the guest.
+
+use super::*;
+use std::time::Duration;
+use vmferry_wire::Token;
+
+const PAGES: u64 = 1 << 20;
+const MS: Duration = Duration::from_millis(1);
+
+/// A session whose first pass is under way, begun at 0.
+fn passing(settings: Settings) -> Session {
+    let machine = MachineConfig { kind: "test".into(), vcpus: 1, regions: Vec::new(), extra: Vec::new() };
+    let (mut session, _) = Session::begin(settings, machine, PAGES, Duration::ZERO);
+    let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
+    for event in [
+        Event::Message(ToSource::Accept { bulk, urgent }),
+        Event::ChannelsOpened,
+        Event::Message(ToSource::ChannelsUp),
+        Event::TrackerStarted,
+    ] {
+        session.handle(Duration::ZERO, event);
+    }
+    assert_eq!(session.state, State::Passing { sent: false, received: false });
+    session
+}
+
+/// One live pass from `now`; what is asked for after its harvest.
+fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
+    *now += took;
+    session.handle(*now, Event::PassSent { bytes });
+    let received = ToSource::Received { pass: session.pass, suspects: 0, runs: Vec::new() };
+    assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
+    *now += MS;
+    session.handle(*now, Event::Harvested { pages: dirty })
+}
+
+#[test]
+fn one_slow_answer_does_not_keep_an_idle_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::from_secs(2);
+    let ping = session.handle(now, Event::Tick);
+    assert_eq!(ping, [Action::Send(ToTarget::Ping(1))]);
+    // The answer stood behind 400 ms of pages.
+    now += 400 * MS;
+    session.handle(now, Event::Message(ToSource::Pong(1)));
+    assert_eq!(session.round_trip, 400 * MS);
+    let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    assert_eq!(asked, [Action::Rehearse]);
+    session.handle(now, Event::Rehearsed { fixed: MS });
+    assert_eq!(session.state, State::Passing { sent: false, received: false }, "3 x 400 ms do not fit 300");
+    // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
+    assert_eq!(pass(&mut session, &mut now, 5 << 12, 2 * MS, 5), [Action::Pause]);
+}
+
+#[test]
+fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [Action::Rehearse]);
+    session.handle(now, Event::Rehearsed { fixed: 2000 * MS });
+    let mut rehearsed = 0;
+    for _ in 0..1000 {
+        match pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
+            [Action::Rehearse] => {
+                rehearsed += 1;
+                if session.handle(now, Event::Rehearsed { fixed: MS }) == [Action::Pause] {
+                    assert_eq!(rehearsed, 1);
+                    assert!(now > REHEARSE_AGAIN, "not at once: each stops the guest");
+                    return;
+                }
+            }
+            [Action::Pause] => panic!("2 s do not fit 300 ms"),
+            _ => {}
+        }
+    }
+    panic!("it was never tried again");
+}
+
+#[test]
+fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
+    for (verify, patient) in [(false, false), (true, true)] {
+        let settings = Settings { verify, ..Settings::default() };
+        let limit = settings.downtime_limit + settings.peer_timeout * 3;
+        let mut session = passing(settings);
+        let mut now = Duration::ZERO;
+        pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        session.handle(now, Event::Paused);
+        session.handle(now, Event::Saved { sections: Vec::new() });
+        session.handle(now, Event::Harvested { pages: 5 });
+        let stopped = now;
+        // It answers every ping.
+        let ended = loop {
+            now += 100 * MS;
+            let actions = session.handle(now, Event::Tick);
+            if actions.contains(&Action::Resume) {
+                break true;
+            }
+            if now > stopped + limit * 2 {
+                break false;
+            }
+        };
+        assert_eq!(ended, !patient, "who wants everything compared waits for it");
+        assert!(patient || now - stopped <= limit + 200 * MS);
+    }
+}
