@@ -228,6 +228,10 @@ impl<K: Kernel> Core<K> {
         self.protect(&held)?;
         let mut pages = 0;
         for (ring, harvester) in &mut held {
+            #[cfg(test)]
+            if self.flaw == Flaw::PublishFirst {
+                harvester.batch.clear();
+            }
             self.found.publish(&harvester.batch);
             let count = harvester.batch.len() as u64;
             self.rings[*ring].counters.harvested(count, self.now());

@@ -117,7 +117,9 @@ impl Shared {
     /// Has KVM log, and protect, all slots; none after an error.
     fn log_all(&self) -> Result<(), TrackerError> {
         let vm = self.core.kernel().vm();
-        kvm::enable_manual_protect(vm, ManualProtect::NONE).map_err(TrackerError::Unavailable)?;
+        if kvm::manual_protect_offered(vm).map_err(TrackerError::Unavailable)?.enabled() {
+            kvm::enable_manual_protect(vm, ManualProtect::NONE).map_err(TrackerError::Unavailable)?;
+        }
         // Before anything is protected: from then on no mark may get lost.
         self.maps.iter().for_each(|map| forget(Some(map)));
         self.slots.iter().try_for_each(|slot| self.log(slot, true))

@@ -49,14 +49,14 @@ impl Policy {
         self != Self::Predict
     }
 
-    /// The shortest and the longest that its reaper ever sleeps, with rings of `entries`.
+    /// The shortest and the longest that its reaper ever sleeps.
     #[must_use]
-    pub fn sleeps(self, entries: u32) -> (Duration, Duration) {
+    pub fn sleeps(self) -> (Duration, Duration) {
         match self {
             Self::Fixed => (fixed::SLEEP, fixed::SLEEP),
             Self::Gears => (gears::SLEEPS[gears::SLEEPS.len() - 1], gears::SLEEPS[0]),
             Self::Aimd => (aimd::SHORTEST, aimd::LONGEST),
-            Self::Predict => (predict::SHORTEST, predict::longest(entries)),
+            Self::Predict => (predict::SHORTEST, predict::LONGEST),
         }
     }
 }
@@ -154,7 +154,7 @@ impl Pace {
             Policy::Fixed => (Kind::Fixed(Fixed), fixed::SLEEP),
             Policy::Gears => (Kind::Gears(Gears::default()), gears::SLEEPS[0]),
             Policy::Aimd => (Kind::Aimd(Aimd::default()), aimd::LONGEST),
-            Policy::Predict => (Kind::Predict(Predict::new(entries, world.now())), predict::longest(entries)),
+            Policy::Predict => (Kind::Predict(Predict::new(entries, world.now())), predict::GUARD),
         };
         (Self { kind, views: Vec::new(), due: Vec::new(), full_exits: 0 }, first)
     }

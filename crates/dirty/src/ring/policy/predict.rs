@@ -15,17 +15,24 @@
 use super::super::core::RingView;
 use std::time::Duration;
 
-/// The shortest sleep. Waking up a thread takes 60 us, most of it the kernel's timer slack, and looking a few more: a
-/// tenth of a processor is used at worst, and that only on the last stretch before a ring is full.
+/// The shortest sleep. Waking up a thread and looking takes about 50 us of a processor where it was measured, so on the
+/// last stretch before a ring is full a tenth of one is used at worst.
 pub(crate) const SHORTEST: Duration = Duration::from_micros(500);
 
-/// Bounds for the longest sleep. A look takes up to 10 us, so a hundred a second are a thousandth of a processor; and
-/// there is nothing to gain from fewer than one a second, the sleep of the published policies.
-const LONGEST: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// The longest sleep: ten looks a second are half a thousandth of a processor.
+pub(crate) const LONGEST: Duration = Duration::from_millis(100);
 
-/// The least time in which a vCPU was seen to fill an entry, when nothing else is known: the first write to a protected
-/// page takes 5 to 13 us. Two sleeps of [`longest`] then are less than a ring, so an idle guest that bursts is noticed.
-const FASTEST_FILL: Duration = Duration::from_micros(5);
+/// The longest sleep is no less than this while a guest could write much more than it does: a hundred looks a second are
+/// half a hundredth of a processor. Also the first sleep, as a guest begins by writing its whole working set anew.
+pub(crate) const GUARD: Duration = Duration::from_millis(10);
+
+/// How many times faster than now a vCPU may write from one moment to the next (a ratio) and still be noticed before its
+/// ring is full, as far as [`GUARD`] allows.
+const LEAP: f64 = 10.0;
+
+/// The least time in which a vCPU fills an entry, as long as none was seen to be quicker: the first write to a protected
+/// page takes 5 to 13 us.
+const FASTEST_FILL_SECONDS: f64 = 5e-6;
 
 /// What a page costs that is written again after a harvest: the fault, 10 us where it was measured.
 const FAULT_SECONDS: f64 = 10e-6;
@@ -39,23 +46,30 @@ const HARVEST_SECONDS: f64 = 50e-6;
 /// means fewer full rings after a change, and earlier harvests all the time.
 const SURGE: f64 = 1.25;
 
-/// How much of what was known is left (a ratio) when a measurement is averaged in.
+/// Time after which a rate that is no longer seen counts half, in seconds: a few of the shortest sleeps, which are too
+/// short to measure a rate by one of them, and less than the others, which are not.
+const HALF_LIFE_SECONDS: f64 = 2e-3;
+
+/// How much of what was known is left (a ratio) when a harvest's duration is averaged in.
 const KEEP: f64 = 0.5;
+
+/// How much of the time that a fault takes is lost (a ratio) at most. A vCPU that does nothing but fault still gets its
+/// writes done.
+const LOST: f64 = 0.9;
+
+/// A ring is left to get full only if that loses less than this part (a ratio) of what a harvest now does: both are
+/// estimates, and the harvest is the safe side.
+const CLEARLY_LESS: f64 = 0.95;
 
 /// Measurements over less time than this say nothing of a rate, in seconds: a handful of entries at the fastest.
 const LEAST_INTERVAL: f64 = 50e-6;
-
-/// The longest sleep, with rings of `entries`.
-pub(crate) fn longest(entries: u32) -> Duration {
-    (FASTEST_FILL * entries / 2).clamp(LONGEST.0, LONGEST.1)
-}
 
 /// What is known of one ring.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
     /// Pages that went through it, harvested or not.
     passed: u64,
-    /// New entries a second: goes up at once, and down by halves.
+    /// New entries a second: goes up at once, and down by [`HALF_LIFE_SECONDS`].
     rate: f64,
     /// The most that was ever seen.
     fastest: f64,
@@ -67,7 +81,8 @@ impl Known {
         let passed = view.harvested + u64::from(view.used);
         if seconds >= LEAST_INTERVAL {
             let latest = passed.saturating_sub(self.passed) as f64 / seconds;
-            self.rate = latest.max(self.rate * KEEP + latest * (1.0 - KEEP));
+            let keep = 0.5_f64.powf(seconds / HALF_LIFE_SECONDS);
+            self.rate = latest.max(self.rate * keep + latest * (1.0 - keep));
             self.fastest = self.fastest.max(latest);
             self.passed = passed;
         }
@@ -78,25 +93,16 @@ impl Known {
 /// Knows each vCPU's own fill rate, and harvests each ring as late as is safe.
 #[derive(Debug)]
 pub(crate) struct Predict {
-    longest: Duration,
     looked_at: Duration,
     rings: Vec<Known>,
     /// Seconds that harvesting a page takes, besides [`HARVEST_SECONDS`].
     page_seconds: f64,
     usable: u32,
-    sleep: Duration,
 }
 
 impl Predict {
     pub(crate) fn new(entries: u32, now: Duration) -> Self {
-        Self {
-            longest: longest(entries),
-            looked_at: now,
-            rings: Vec::new(),
-            page_seconds: HARVEST_PAGE_SECONDS,
-            usable: entries,
-            sleep: longest(entries),
-        }
+        Self { looked_at: now, rings: Vec::new(), page_seconds: HARVEST_PAGE_SECONDS, usable: entries }
     }
 
     /// Decides at `now` what is `due` to be harvested at once, in ascending order, and how long to sleep after that.
@@ -114,29 +120,39 @@ impl Predict {
         self.usable = usable;
         self.rings.resize(views.len(), Known::default());
         due.clear();
-        let mut sleep = self.longest.as_secs_f64();
+        let mut sleep = LONGEST.as_secs_f64();
         for (ring, view) in views.iter().enumerate() {
             let mut known = self.rings[ring];
             known.update(view, seconds);
             let wait = self.wait(&known);
-            let harvest = wait.is_none() && self.worth_it(&known, view, now);
-            if harvest {
+            if wait.is_none() && self.worth_it(&known, view, now) {
                 due.push(ring);
                 known.used = 0;
             }
             self.rings[ring] = known;
-            // A ring that was just emptied, or is left to get full, is looked at when half of it may be in use again.
-            let room =
-                f64::from(if harvest { usable } else { usable.saturating_sub(known.used).max(usable / 2) });
-            sleep = sleep.min(wait.unwrap_or(room / (known.rate * SURGE) / 2.0));
+            // A ring that is left to get full will be empty soon, just like one that is harvested now.
+            let room = self.room(&known, wait.is_none());
+            let wait = wait.unwrap_or(room / (known.rate * SURGE) / 2.0);
+            sleep = sleep.min(wait).min(Self::guarded(&known, room));
         }
-        self.sleep = Duration::from_secs_f64(sleep.max(0.0)).clamp(SHORTEST, self.longest);
-        self.sleep
+        // Not negative, and not NaN: `min` and `max` prefer the number.
+        Duration::from_secs_f64(sleep.max(0.0)).clamp(SHORTEST, LONGEST)
+    }
+
+    /// Entries that its vCPU can fill, now or when it is `emptied`.
+    fn room(&self, known: &Known, emptied: bool) -> f64 {
+        f64::from(if emptied { self.usable } else { self.usable.saturating_sub(known.used) })
+    }
+
+    /// Seconds in which a sudden burst would not fill `room`.
+    fn guarded(known: &Known, room: f64) -> f64 {
+        let fastest = known.fastest.max(1.0 / FASTEST_FILL_SECONDS);
+        (room / (known.rate * LEAP).min(fastest)).max(GUARD.as_secs_f64())
     }
 
     /// Seconds until the ring has to be looked at again; `None` if it would be full before that.
     fn wait(&self, known: &Known) -> Option<f64> {
-        let room = f64::from(self.usable.saturating_sub(known.used));
+        let room = self.room(known, false);
         let rate = known.rate * SURGE;
         // Harvested by the next look, which comes no sooner than this, and until then it fills.
         let needed = rate * (SHORTEST.as_secs_f64() + self.harvest_seconds());
@@ -160,7 +176,7 @@ impl Predict {
             return false;
         }
         // No fault can take longer than the quickest one took: processors that log writes themselves have none.
-        let fault = FAULT_SECONDS.min(1.0 / known.fastest.max(1.0));
+        let fault = FAULT_SECONDS.min(LOST / known.fastest.max(1.0));
         let stall = match view.full_exits {
             0 => self.harvest_seconds(),
             exits => view.stalled.as_secs_f64() / exits as f64,
@@ -169,7 +185,7 @@ impl Predict {
         let until_full = (usable - used).max(0.0) / known.rate;
         let now_lost = fault * used / since;
         let full_lost = (fault * usable + stall) / (since + until_full + stall);
-        now_lost <= full_lost
+        full_lost >= now_lost * CLEARLY_LESS
     }
 
     /// A harvest of `pages` took this long.
@@ -211,14 +227,18 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_guest_is_looked_at_a_hundred_times_a_second_at_most() {
+    fn an_idle_guest_is_looked_at_ten_times_a_second() {
         let mut predict = predict();
         for ms in [10, 20, 1000] {
-            assert_eq!(look(&mut predict, ms, &[view(0, 0, 0), view(700, 0, 0)]).1, []);
+            let views = [view(0, 0, 0), view(700, 0, 0)];
+            assert_eq!(look(&mut predict, ms, &views).1, []);
         }
-        assert_eq!(look(&mut predict, 1010, &[view(0, 0, 0), view(700, 0, 0)]).0, 10.24);
-        assert_eq!(longest(65536), Duration::from_micros(163_840));
-        assert_eq!((longest(256), longest(1 << 20)), LONGEST);
+        assert_eq!(look(&mut predict, 1010, &[view(0, 0, 0), view(700, 0, 0)]).0, 100.0);
+        // 70 pages in 100 ms, 700/s, could become 7000/s: 3962 entries would last half a second.
+        assert_eq!(look(&mut predict, 1110, &[view(70, 0, 0), view(700, 0, 0)]).0, 100.0);
+        // 7000/s could become 70000/s: 3262 entries would last 47 ms.
+        let (sleep, due) = look(&mut predict, 1210, &[view(770, 0, 0), view(700, 0, 0)]);
+        assert!((45.0..48.0).contains(&sleep) && due.is_empty(), "{sleep}");
     }
 
     #[test]
@@ -231,16 +251,17 @@ mod tests {
         for ms in (70..2000).step_by(10) {
             assert_eq!(look(&mut predict, ms, &[view(4000, 0, 0)]).1, [], "at {ms} ms");
         }
-        assert_eq!(look(&mut predict, 3000, &[view(4000, 0, 0)]).0, 10.24, "and not watched closely, either");
+        assert_eq!(look(&mut predict, 3000, &[view(4000, 0, 0)]).0, 100.0, "and not watched closely, either");
     }
 
     #[test]
     fn a_ring_that_fills_steadily_is_harvested_right_before_it_is_full_and_alone() {
         let mut predict = predict();
-        let (mut ms, mut looks) = (0.0, 0);
+        let (mut ms, mut looks) = (10.0, 0);
         // 100 pages a millisecond: full after 40.32 ms.
         loop {
-            let (sleep, due) = look_at(&mut predict, ms, &[view((ms * 100.0) as u32, 0, 0), view(30, 0, 0)]);
+            let (sleep, due) =
+                look_at(&mut predict, ms, &[view((ms * 100.0).min(4032.0) as u32, 0, 0), view(30, 0, 0)]);
             if !due.is_empty() {
                 assert_eq!(due, [0]);
                 break;
