@@ -23,6 +23,8 @@ pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use region::{Backing, MappedRegion};
 pub use residency::touched;
+#[cfg(any(test, feature = "sim"))]
+pub use ring::sim;
 pub use ring::{
     DirtyRings, Policy, ReaperReport, ReaperState, RingReport, RingTracker, RingVcpu, UnknownPolicy,
     VcpuRingReport,

@@ -10,6 +10,8 @@
 mod core;
 mod policy;
 mod reaper;
+#[cfg(any(test, feature = "sim"))]
+pub mod sim;
 mod stats;
 mod sync;
 mod tracker;

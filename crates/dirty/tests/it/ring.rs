@@ -226,6 +226,40 @@ fn cost_of_the_ring() {
     }
 }
 
+/// Prints what `src/ring/sim/recorded.txt` was made of: `cargo test -p vmferry-dirty record -- --ignored --nocapture`.
+#[test]
+#[ignore = "a recording; it asserts nothing"]
+fn record_a_trace() {
+    let memory = Memory::new(Kind::Small, FIRST + 2 * 32768);
+    let Some(mut guest) = guest(&memory, 65536, 2, 32768) else { return };
+    let layout = guest.layout.clone();
+    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
+    tracker.start().unwrap();
+    let mut seen = [0; 2];
+    // Working sets, in pages, of the two; nobody writes in the third.
+    for sets in [Some([32768, 1024]), Some([4096, 4096]), None, Some([256, 32768]), Some([16384, 64]), None] {
+        for (vcpu, set) in guest.vcpus.iter().zip(sets.into_iter().flatten()) {
+            let mut regs = vcpu.get_regs().unwrap();
+            regs.r8 = set - 1;
+            vcpu.set_regs(&regs).unwrap();
+        }
+        let tracker = &mut tracker;
+        let mut record = |_: &AtomicU64| {
+            for _ in 0..40 {
+                std::thread::sleep(Duration::from_millis(20));
+                tracker.harvest(&mut PageSet::empty(&layout)).unwrap();
+                let pages: Vec<u64> = tracker.report().vcpus.iter().map(|vcpu| vcpu.pages).collect();
+                println!("{} {}", pages[0] - seen[0], pages[1] - seen[1]);
+                seen.copy_from_slice(&pages);
+            }
+        };
+        match sets {
+            Some(_) => running(&mut guest, record).0,
+            None => record(&AtomicU64::new(0)),
+        }
+    }
+}
+
 /// What protecting 4 GiB at once takes, which the log can do bit by bit.
 fn start_and_stop() {
     let memory = Memory::new(Kind::Huge, 1 << 20);

@@ -61,6 +61,16 @@ const LOST: f64 = 0.9;
 /// estimates, and the harvest is the safe side.
 const CLEARLY_LESS: f64 = 0.95;
 
+/// A ring that is less full than this (a ratio) is not harvested, however busy its vCPU: more than an eighth of faults in
+/// excess is worse than a full ring, which its vCPU can empty itself. With dozens of busy vCPUs one reaper is too slow
+/// anyway.
+const EARLIEST: f64 = 0.875;
+
+/// Every so many harvests of a ring, at first and at most, it is left alone to see whether it gets full at all. One whose
+/// working set just fits fills as steadily as any other until it is complete, and never needs a harvest from then on. That
+/// saves the guest nearly all of its faults; to try in vain costs one stop, and is tried half as often the next time.
+const TRY_EVERY: (u32, u32) = (4, 256);
+
 /// Measurements over less time than this say nothing of a rate, in seconds: a handful of entries at the fastest.
 const LEAST_INTERVAL: f64 = 50e-6;
 
@@ -74,10 +84,26 @@ struct Known {
     /// The most that was ever seen.
     fastest: f64,
     used: u32,
+    full_exits: u64,
+    emptied_at: Duration,
+    /// Left alone until somebody empties it.
+    trying: bool,
+    /// Harvests since that was tried last, and how many there are to be until the next time.
+    harvests: u32,
+    try_every: u32,
 }
 
 impl Known {
     fn update(&mut self, view: &RingView, seconds: f64) {
+        let got_full = view.full_exits != std::mem::replace(&mut self.full_exits, view.full_exits);
+        let emptied = view.emptied_at != std::mem::replace(&mut self.emptied_at, view.emptied_at);
+        if self.trying && got_full {
+            (self.trying, self.harvests) = (false, 0);
+            self.try_every = (self.try_every * 2).min(TRY_EVERY.1);
+        } else if self.trying && emptied {
+            // A pass of the migration harvests every ring: nothing was learned.
+            self.trying = false;
+        }
         let passed = view.harvested + u64::from(view.used);
         if seconds >= LEAST_INTERVAL {
             let latest = passed.saturating_sub(self.passed) as f64 / seconds;
@@ -87,6 +113,13 @@ impl Known {
             self.passed = passed;
         }
         self.used = view.used;
+    }
+
+    /// Whether this harvest is to be left out, to see what happens.
+    fn tries(&mut self) -> bool {
+        self.trying = self.trying || self.harvests >= self.try_every;
+        self.harvests += u32::from(!self.trying);
+        self.trying
     }
 }
 
@@ -98,11 +131,19 @@ pub(crate) struct Predict {
     /// Seconds that harvesting a page takes, besides [`HARVEST_SECONDS`].
     page_seconds: f64,
     usable: u32,
+    /// Pages in all rings that are nearly full: they will be harvested together.
+    together: f64,
 }
 
 impl Predict {
     pub(crate) fn new(entries: u32, now: Duration) -> Self {
-        Self { looked_at: now, rings: Vec::new(), page_seconds: HARVEST_PAGE_SECONDS, usable: entries }
+        Self {
+            looked_at: now,
+            rings: Vec::new(),
+            page_seconds: HARVEST_PAGE_SECONDS,
+            usable: entries,
+            together: 0.0,
+        }
     }
 
     /// Decides at `now` what is `due` to be harvested at once, in ascending order, and how long to sleep after that.
@@ -118,14 +159,16 @@ impl Predict {
             self.looked_at = now;
         }
         self.usable = usable;
-        self.rings.resize(views.len(), Known::default());
+        self.rings.resize(views.len(), Known { try_every: TRY_EVERY.0, ..Known::default() });
+        self.rings.iter_mut().zip(views).for_each(|(known, view)| known.update(view, seconds));
+        let full = |used: &f64| *used > f64::from(usable) * EARLIEST;
+        self.together = self.rings.iter().map(|known| f64::from(known.used)).filter(full).sum();
         due.clear();
         let mut sleep = LONGEST.as_secs_f64();
         for (ring, view) in views.iter().enumerate() {
             let mut known = self.rings[ring];
-            known.update(view, seconds);
             let wait = self.wait(&known);
-            if wait.is_none() && self.worth_it(&known, view, now) {
+            if wait.is_none() && self.worth_it(&known, view, now) && !known.tries() {
                 due.push(ring);
                 known.used = 0;
             }
@@ -154,14 +197,15 @@ impl Predict {
     fn wait(&self, known: &Known) -> Option<f64> {
         let room = self.room(known, false);
         let rate = known.rate * SURGE;
-        // Harvested by the next look, which comes no sooner than this, and until then it fills.
-        let needed = rate * (SHORTEST.as_secs_f64() + self.harvest_seconds());
+        // It fills until the next look, which comes no sooner than this, and until the harvest is done.
+        let needed = 1.0 + rate * (SHORTEST.as_secs_f64() + self.harvest_seconds());
+        let needed = needed.min(f64::from(self.usable) * (1.0 - EARLIEST));
         (room > needed).then(|| (room - needed) / rate)
     }
 
-    /// What harvesting a full ring takes.
+    /// What the next harvest takes, of one full ring at least.
     fn harvest_seconds(&self) -> f64 {
-        HARVEST_SECONDS + self.page_seconds * f64::from(self.usable)
+        HARVEST_SECONDS + self.page_seconds * self.together.max(f64::from(self.usable))
     }
 
     /// Whether a harvest now loses less of the guest's time than letting the ring get full, which its vCPU empties then.
@@ -178,7 +222,7 @@ impl Predict {
         // No fault can take longer than the quickest one took: processors that log writes themselves have none.
         let fault = FAULT_SECONDS.min(LOST / known.fastest.max(1.0));
         let stall = match view.full_exits {
-            0 => self.harvest_seconds(),
+            0 => HARVEST_SECONDS + self.page_seconds * f64::from(self.usable),
             exits => view.stalled.as_secs_f64() / exits as f64,
         };
         let (used, usable) = (f64::from(known.used), f64::from(self.usable));
@@ -257,6 +301,7 @@ mod tests {
     #[test]
     fn a_ring_that_fills_steadily_is_harvested_right_before_it_is_full_and_alone() {
         let mut predict = predict();
+        untried(&mut predict, 2);
         let (mut ms, mut looks) = (10.0, 0);
         // 100 pages a millisecond: full after 40.32 ms.
         loop {
@@ -271,6 +316,11 @@ mod tests {
         }
         assert!((37.0..40.0).contains(&ms), "{ms}");
         assert!(looks < 12, "{looks}");
+    }
+
+    /// Has it not try anything for now.
+    fn untried(predict: &mut Predict, rings: usize) {
+        predict.rings.resize(rings, Known { try_every: 256, ..Known::default() });
     }
 
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small numbers of a test")]
@@ -298,6 +348,45 @@ mod tests {
     }
 
     #[test]
+    fn now_and_then_a_ring_is_left_alone_and_less_often_if_it_got_full() {
+        let mut predict = predict();
+        let mut harvests = Vec::new();
+        let (mut full_exits, mut harvested) = (0, 0);
+        // Always nearly full, at 100 pages a millisecond; when it is left alone it gets full.
+        for cycle in 1..150_u64 {
+            let ms = cycle * 40;
+            let view = RingView { full_exits, ..view(4000, harvested, ms - 40) };
+            let due = look(&mut predict, ms, &[view]).1;
+            harvested += 4000;
+            if due.is_empty() {
+                full_exits += 1;
+            } else {
+                harvests.push(cycle);
+            }
+        }
+        let left: Vec<u64> = (1..150).filter(|cycle| !harvests.contains(cycle)).collect();
+        assert_eq!(left, [5, 14, 31, 64, 129]);
+    }
+
+    #[test]
+    fn a_ring_that_turns_out_not_to_get_full_is_left_alone_for_good() {
+        let mut predict = predict();
+        for cycle in 1..=4 {
+            assert_eq!(
+                look(&mut predict, cycle * 40, &[view(4000, cycle * 4000 - 4000, cycle * 40 - 40)]).1,
+                [0]
+            );
+        }
+        assert_eq!(look(&mut predict, 200, &[view(4000, 16_000, 160)]).1, [], "tried");
+        for ms in 201..400 {
+            assert_eq!(look(&mut predict, ms, &[view(4030, 16_000, 160)]).1, []);
+        }
+        // A pass of the migration harvests it, and the next time it fills it is tried again.
+        assert_eq!(look(&mut predict, 440, &[view(4000, 20_030, 400)]).1, []);
+        assert!(predict.rings[0].trying);
+    }
+
+    #[test]
     fn harvests_that_take_longer_begin_earlier() {
         let (mut quick, mut slow) = (predict(), predict());
         slow.usable = USABLE;
@@ -306,7 +395,7 @@ mod tests {
             slow.took(4000, Duration::from_millis(10));
             slow.took(3, Duration::from_secs(1));
         }
-        let known = Known { rate: 100_000.0, fastest: 100_000.0, used: 3000, passed: 0 };
+        let known = Known { rate: 100_000.0, fastest: 100_000.0, used: 3800, ..Known::default() };
         assert!(quick.wait(&known).is_some());
         assert_eq!(slow.wait(&known), None);
     }
