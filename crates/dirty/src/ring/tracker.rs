@@ -127,7 +127,12 @@ impl Shared {
 
     /// Has KVM log no slot; all are tried, and the first error is the one to tell.
     fn log_none(&self) -> Result<(), TrackerError> {
-        self.slots.iter().fold(Ok(()), |result, slot| result.and(self.log(slot, false)))
+        let mut result = Ok(());
+        for slot in &self.slots {
+            let switched = self.log(slot, false);
+            result = result.and(switched);
+        }
+        result
     }
 
     fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {

@@ -302,32 +302,23 @@ mod tests {
     fn a_ring_that_fills_steadily_is_harvested_right_before_it_is_full_and_alone() {
         let mut predict = predict();
         untried(&mut predict, 2);
-        let (mut ms, mut looks) = (10.0, 0);
-        // 100 pages a millisecond: full after 40.32 ms.
-        loop {
-            let (sleep, due) =
-                look_at(&mut predict, ms, &[view((ms * 100.0).min(4032.0) as u32, 0, 0), view(30, 0, 0)]);
+        let (mut now, mut looks, mut due) = (GUARD, 0, Vec::new());
+        while due.is_empty() {
+            // An entry in 10 us: full after 40.32 ms.
+            let used = u32::try_from(now.as_micros() / 10).unwrap().min(USABLE);
+            now += predict.look(now, USABLE, &[view(used, 0, 0), view(30, 0, 0)], &mut due);
+            looks += 1;
             if !due.is_empty() {
                 assert_eq!(due, [0]);
-                break;
+                assert!((3700..4000).contains(&used), "{used}");
             }
-            ms += sleep;
-            looks += 1;
         }
-        assert!((37.0..40.0).contains(&ms), "{ms}");
         assert!(looks < 12, "{looks}");
     }
 
     /// Has it not try anything for now.
     fn untried(predict: &mut Predict, rings: usize) {
         predict.rings.resize(rings, Known { try_every: 256, ..Known::default() });
-    }
-
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small numbers of a test")]
-    fn look_at(predict: &mut Predict, ms: f64, views: &[RingView]) -> (f64, Vec<usize>) {
-        let mut due = Vec::new();
-        let sleep = predict.look(Duration::from_micros((ms * 1e3) as u64), USABLE, views, &mut due);
-        (sleep.as_secs_f64() * 1e3, due)
     }
 
     #[test]
