@@ -48,6 +48,21 @@ pub enum TrackerError {
     /// A region whose address or length is not whole pages, or that is empty.
     #[error("{0} is not made of whole pages")]
     NotPages(RegionId),
+    /// The pages that were harvested could not be protected again. They are kept, and the next harvest tries again.
+    #[error("the dirty rings cannot be reset: {0}")]
+    RingReset(#[source] SysError),
+    /// KVM does not give back what was harvested from a ring, and does not say why.
+    #[error("the dirty ring of vCPU {vcpu} cannot be reset: KVM keeps its entries without an error")]
+    RingStuck {
+        /// Whose ring.
+        vcpu: usize,
+    },
+    /// There is one set of rings, and another tracker uses it.
+    #[error("another tracker is using the dirty rings; stop it first")]
+    RingsInUse,
+    /// The reaper's thread could not be started.
+    #[error("starting the reaper of the dirty rings: {0}")]
+    Reaper(#[source] std::io::Error),
 }
 
 impl TrackerError {

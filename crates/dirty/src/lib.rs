@@ -3,22 +3,30 @@
 //! | tracker | finds writes by | needs | costs the guest |
 //! |---|---|---|---|
 //! | [`KvmLogTracker`] | KVM's dirty bitmap, plus marks of the VMM's own writes | a KVM VM without a dirty ring | a fault in KVM for the first write to each page after each protection |
+//! | [`RingTracker`] | KVM's dirty rings, one a vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault; and a stop when a ring is full |
 //! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and huge pages are split where they are written |
 //!
-//! Both keep the contract of [`DirtyTracker`](vmferry_engine::DirtyTracker). [`touched`] tells which pages were never
+//! All keep the contract of [`DirtyTracker`](vmferry_engine::DirtyTracker). [`touched`] tells which pages were never
 //! touched and need not be sent at all.
 //!
-//! What neither sees is memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes
+//! What none of them sees is memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes
 //! to zeros without a write. Whoever drops memory marks it in the region's marks, after it is dropped.
 
 mod error;
 mod log;
 mod region;
 mod residency;
+mod ring;
 mod wp;
 
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use region::{Backing, MappedRegion};
 pub use residency::touched;
+#[cfg(any(test, feature = "sim"))]
+pub use ring::sim;
+pub use ring::{
+    DirtyRings, Policy, ReaperReport, ReaperState, RingReport, RingTracker, RingVcpu, UnknownPolicy,
+    VcpuRingReport,
+};
 pub use wp::WpTracker;

@@ -32,11 +32,11 @@ pub struct LogSlot {
 }
 
 impl LogSlot {
-    fn region(&self) -> RegionId {
+    pub(crate) fn region(&self) -> RegionId {
         RegionId(self.spec.slot)
     }
 
-    fn pages(&self) -> u64 {
+    pub(crate) fn pages(&self) -> u64 {
         self.spec.len >> PAGE_SHIFT
     }
 }

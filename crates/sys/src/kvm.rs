@@ -31,6 +31,10 @@ impl ManualProtect {
     /// `KVM_DIRTY_LOG_INITIALLY_SET`: switching the log on sets every bit and protects nothing.
     pub const INITIALLY_SET: u64 = 2;
 
+    /// Neither: switching the log on protects every page at once. The only right way for a VM with dirty rings: of a page
+    /// that is not protected, the first write would not be seen.
+    pub const NONE: Self = Self(0);
+
     /// Whether the log is cleared by hand.
     #[must_use]
     pub fn enabled(self) -> bool {
@@ -105,10 +109,7 @@ pub fn log_words(len: u64) -> usize {
 /// # Errors
 /// If `vm` is no VM.
 pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysError> {
-    // SAFETY: KVM_CHECK_EXTENSION takes a number and changes nothing.
-    let offered = unsafe { call_value(vm, CHECK_EXTENSION, u64::from(CAP_MANUAL_PROTECT)) };
-    let offered = u64::try_from(offered)
-        .map_err(|_| SysError::last("KVM_CHECK_EXTENSION", || "the VM".to_owned(), common))?;
+    let offered = check_extension(vm, CAP_MANUAL_PROTECT)?;
     Ok(ManualProtect(offered & (ManualProtect::ENABLE | ManualProtect::INITIALLY_SET)))
 }
 
@@ -117,14 +118,29 @@ pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysEr
 /// # Errors
 /// If KVM does not offer `flags`.
 pub fn enable_manual_protect(vm: BorrowedFd<'_>, flags: ManualProtect) -> Result<(), SysError> {
-    let mut cap = EnableCap { cap: CAP_MANUAL_PROTECT, flags: 0, args: [flags.0, 0, 0, 0], pad: [0; 64] };
-    // SAFETY: the structure is the request's; this capability changes the meaning of two ioctls and touches no memory.
+    let what = (CAP_MANUAL_PROTECT, "KVM_ENABLE_CAP(MANUAL_DIRTY_LOG_PROTECT2)");
+    enable_cap(vm, what, flags.0, || "the VM".to_owned(), common)
+}
+
+/// What `vm` says of a capability; 0 if it does not have it.
+pub(crate) fn check_extension(vm: BorrowedFd<'_>, cap: u32) -> Result<u64, SysError> {
+    // SAFETY: KVM_CHECK_EXTENSION takes a number and changes nothing.
+    let answer = unsafe { call_value(vm, CHECK_EXTENSION, u64::from(cap)) };
+    u64::try_from(answer).map_err(|_| SysError::last("KVM_CHECK_EXTENSION", || "the VM".to_owned(), common))
+}
+
+/// Enables a capability, one that takes a number and touches no memory of this process.
+pub(crate) fn enable_cap(
+    vm: BorrowedFd<'_>,
+    (cap, name): (u32, &'static str),
+    argument: u64,
+    target: impl FnOnce() -> String,
+    meaning: impl FnOnce(i32) -> &'static str,
+) -> Result<(), SysError> {
+    let mut cap = EnableCap { cap, flags: 0, args: [argument, 0, 0, 0], pad: [0; 64] };
+    // SAFETY: the structure is the request's, and the capabilities of this crate change the meaning of other requests.
     if unsafe { call(vm, ENABLE_CAP, &mut cap) } < 0 {
-        return Err(SysError::last(
-            "KVM_ENABLE_CAP(MANUAL_DIRTY_LOG_PROTECT2)",
-            || "the VM".to_owned(),
-            common,
-        ));
+        return Err(SysError::last(name, target, meaning));
     }
     Ok(())
 }

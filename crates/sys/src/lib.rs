@@ -1,4 +1,4 @@
-//! The kernel interfaces that no crate wraps, one call each: KVM's dirty log, userfaultfd write protection,
+//! The kernel interfaces that no crate wraps, one call each: KVM's dirty log and rings, userfaultfd write protection,
 //! `PAGEMAP_SCAN` and the data ranges of a memfd.
 //!
 //! No policy and no state here. What is unsafe about a call is fenced in this crate: buffers are checked against what
@@ -10,9 +10,12 @@ mod ioctl;
 pub mod kvm;
 pub mod memfd;
 pub mod pagemap;
+pub mod ring;
+mod thread;
 pub mod uffd;
 
 pub use error::SysError;
+pub use thread::cpu_time;
 
 /// Bytes in the page that all of these interfaces count in.
 pub const PAGE_SIZE: u64 = 4096;

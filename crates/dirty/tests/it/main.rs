@@ -2,4 +2,6 @@
 
 mod log;
 mod memory;
+mod ring;
+mod user_guest;
 mod wp;

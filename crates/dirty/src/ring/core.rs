@@ -1,0 +1,352 @@
+//! Harvesting: which entries are taken, in which order things happen, and who waits for whom.
+//!
+//! Everything that is KVM's is behind [`Kernel`], so that the tests can put a model in its place and try out every
+//! interleaving of the very code that ships.
+
+use super::stats::Counters;
+use super::sync::{Mutex, MutexGuard, lock};
+use crate::TrackerError;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_bitmap::AtomicBitmap;
+use vmferry_memory::RegionId;
+use vmferry_sys::SysError;
+use vmferry_sys::ring::{RESERVED_ENTRIES, RingPage};
+
+/// Calls of `KVM_RESET_DIRTY_RINGS` in a row that free nothing, until a ring counts as stuck. A call is ended early by
+/// each signal, and costs about a microsecond then: nobody sends a thread ten thousand signals in a row.
+const FRUITLESS_RESETS: u32 = 10_000;
+
+/// The memory of the rings, and the call that resets them. Methods as in [`vmferry_sys::ring`].
+pub(crate) trait Kernel: Send + Sync {
+    /// Entries of each ring, a power of two.
+    fn entries(&self) -> u32;
+    fn dirty(&self, ring: usize, index: u32) -> Option<RingPage>;
+    fn mark_harvested(&self, ring: usize, index: u32);
+    fn awaits_reset(&self, ring: usize, index: u32) -> bool;
+    fn reset(&self) -> Result<u32, SysError>;
+}
+
+/// Where harvested pages go: one bitmap for each slot.
+#[derive(Debug)]
+pub(crate) struct Found {
+    maps: Vec<(u32, Arc<AtomicBitmap>)>,
+    /// Pages that no slot of ours has, and the last of their slots.
+    strangers: AtomicU64,
+    strange_slot: AtomicU32,
+}
+
+impl Found {
+    pub(crate) fn new(maps: Vec<(u32, Arc<AtomicBitmap>)>) -> Self {
+        Self { maps, strangers: AtomicU64::new(0), strange_slot: AtomicU32::new(0) }
+    }
+
+    fn publish(&self, pages: &[RingPage]) {
+        for page in pages {
+            match self.maps.iter().find(|(slot, map)| *slot == page.slot && page.offset < map.len()) {
+                // Release, after the reset: see `Core::harvest`.
+                Some((_, map)) => {
+                    map.set(page.offset);
+                }
+                None => {
+                    self.strange_slot.store(page.slot, Ordering::Relaxed);
+                    self.strangers.fetch_add(1, Ordering::Release);
+                }
+            }
+        }
+    }
+
+    /// An error if KVM ever reported a page that is in none of our slots, which would be lost.
+    pub(crate) fn check(&self) -> Result<(), TrackerError> {
+        match self.strangers.load(Ordering::Acquire) {
+            0 => Ok(()),
+            _ => Err(TrackerError::NoRegion(RegionId(self.strange_slot.load(Ordering::Relaxed)))),
+        }
+    }
+}
+
+/// The place of the next entry to take. Counts up for ever and wraps around at 2^32, a multiple of every ring's size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cursor(u32);
+
+impl Cursor {
+    fn plus(self, entries: u32) -> u32 {
+        self.0.wrapping_add(entries)
+    }
+
+    /// The entry before: the last one that was taken.
+    fn last(self) -> u32 {
+        self.0.wrapping_sub(1)
+    }
+}
+
+/// What whoever harvests a ring has to itself.
+#[derive(Debug)]
+struct Harvester {
+    next: Cursor,
+    /// Taken and marked, but not known to be protected again, hence not published. Empty, unless a reset failed: then these
+    /// pages wait for the next attempt.
+    batch: Vec<RingPage>,
+}
+
+#[derive(Debug)]
+struct Ring {
+    harvester: Mutex<Harvester>,
+    /// A copy of `harvester.next` for [`Core::used`], which takes no lock.
+    next: AtomicU32,
+    counters: Counters,
+}
+
+/// What one look at a ring shows, without taking anything from it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RingView {
+    /// Entries that wait to be harvested.
+    pub(crate) used: u32,
+    /// Pages harvested from it, by whomever, since tracking started.
+    pub(crate) harvested: u64,
+    /// How often its vCPU found it full, since tracking started.
+    pub(crate) full_exits: u64,
+    /// For how long its vCPU stood still because of that.
+    pub(crate) stalled: Duration,
+    /// When it was harvested last, since the rings were made.
+    pub(crate) emptied_at: Duration,
+}
+
+/// A way to get the order wrong, for tests that show that it matters.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    None,
+    /// Pages can be sent before they are protected again.
+    PublishFirst,
+    /// Takes "KVM has the entry back" for "KVM has protected the page".
+    ResetsAtOnce,
+}
+
+#[derive(Debug)]
+pub(crate) struct Core<K> {
+    kernel: K,
+    rings: Vec<Ring>,
+    /// Held for each call of `reset`. While another thread's call is under way that took our entries, a call of our own can
+    /// return with nothing to do, and our entries can be free, before their pages are protected or TLBs flushed.
+    resets: Mutex<()>,
+    /// The one lock of the published policies: see [`Core::harvest_all`].
+    one: Mutex<()>,
+    found: Found,
+    /// Entries that a vCPU can fill before it is stopped: learned, as it depends on the processor.
+    usable: AtomicU32,
+    made: Instant,
+    #[cfg(test)]
+    pub(crate) flaw: Flaw,
+}
+
+impl<K: Kernel> Core<K> {
+    /// Rings that KVM has not put anything in yet, one for each vCPU.
+    pub(crate) fn new(kernel: K, rings: usize, found: Found) -> Self {
+        let ring = |_| Ring {
+            harvester: Mutex::new(Harvester { next: Cursor(0), batch: Vec::new() }),
+            next: AtomicU32::new(0),
+            counters: Counters::default(),
+        };
+        let usable = kernel.entries().saturating_sub(RESERVED_ENTRIES).max(1);
+        Self {
+            kernel,
+            rings: (0..rings).map(ring).collect(),
+            resets: Mutex::new(()),
+            one: Mutex::new(()),
+            found,
+            usable: AtomicU32::new(usable),
+            made: Instant::now(),
+            #[cfg(test)]
+            flaw: Flaw::None,
+        }
+    }
+
+    pub(crate) fn kernel(&self) -> &K {
+        &self.kernel
+    }
+
+    pub(crate) fn found(&self) -> &Found {
+        &self.found
+    }
+
+    pub(crate) fn entries(&self) -> u32 {
+        self.kernel.entries()
+    }
+
+    /// How many rings there are.
+    pub(crate) fn len(&self) -> usize {
+        self.rings.len()
+    }
+
+    /// Entries of a ring that a vCPU can fill before it has to stop.
+    pub(crate) fn usable(&self) -> u32 {
+        self.usable.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn counters(&self, ring: usize) -> &Counters {
+        &self.rings[ring].counters
+    }
+
+    /// Time since the rings were made: the clock of [`RingView::emptied_at`].
+    pub(crate) fn now(&self) -> Duration {
+        self.made.elapsed()
+    }
+
+    /// Takes all that is in `rings`, which are in ascending order, has it protected again, and then publishes it. Says how
+    /// many pages that were.
+    ///
+    /// # Why no write is lost
+    /// The guest's write to a protected page puts the page in the ring; from then on writes to it leave no trace, until it
+    /// is protected again. So what the engine sends must be read after the protection: a page is published after the
+    /// reset that protected it has returned, never before. A write before that reset is in what the engine reads; a write
+    /// after it finds the page protected, and puts it in the ring anew.
+    ///
+    /// # Who waits
+    /// Whoever harvests a ring holds that ring's lock until its pages are published, so when a harvest of all rings
+    /// returns, nobody still has pages of an earlier one up its sleeve. A vCPU takes a lock only when its ring is full.
+    ///
+    /// # Errors
+    /// If the reset fails. What was taken stays with the ring, and the next harvest of it tries again.
+    pub(crate) fn harvest(&self, rings: impl Iterator<Item = usize>) -> Result<u64, TrackerError> {
+        let mut held = Vec::new();
+        for ring in rings {
+            let mut harvester = lock(&self.rings[ring].harvester);
+            self.collect(ring, &mut harvester);
+            if !harvester.batch.is_empty() {
+                held.push((ring, harvester));
+            }
+        }
+        if held.is_empty() {
+            return Ok(0);
+        }
+        #[cfg(test)]
+        if self.flaw == Flaw::PublishFirst {
+            held.iter().for_each(|(_, harvester)| self.found.publish(&harvester.batch));
+        }
+        self.protect(&held)?;
+        let mut pages = 0;
+        for (ring, harvester) in &mut held {
+            #[cfg(test)]
+            if self.flaw == Flaw::PublishFirst {
+                harvester.batch.clear();
+            }
+            self.found.publish(&harvester.batch);
+            let count = harvester.batch.len() as u64;
+            self.rings[*ring].counters.harvested(count, self.now());
+            pages += count;
+            harvester.batch.clear();
+        }
+        Ok(pages)
+    }
+
+    /// Moves the dirty entries of `ring` to the batch.
+    fn collect(&self, ring: usize, harvester: &mut Harvester) {
+        // At most one round: a vCPU that goes on writing must not keep us here.
+        for _ in 0..self.kernel.entries() {
+            let Some(page) = self.kernel.dirty(ring, harvester.next.plus(0)) else { break };
+            harvester.batch.push(page);
+            self.kernel.mark_harvested(ring, harvester.next.plus(0));
+            harvester.next = Cursor(harvester.next.plus(1));
+        }
+        self.rings[ring].next.store(harvester.next.plus(0), Ordering::Relaxed);
+    }
+
+    /// Returns when the pages of all batches are protected again.
+    fn protect(&self, held: &[(usize, MutexGuard<'_, Harvester>)]) -> Result<(), TrackerError> {
+        // Entries are reset in order, so the last one speaks for its ring. With KVM it means "free or taken anew".
+        let waiting = || held.iter().find(|(ring, h)| self.kernel.awaits_reset(*ring, h.next.last()));
+        #[cfg(test)]
+        let _unlocked = if self.flaw == Flaw::ResetsAtOnce { Some(Mutex::new(())) } else { None };
+        #[cfg(test)]
+        let _one_at_a_time = lock(_unlocked.as_ref().unwrap_or(&self.resets));
+        #[cfg(not(test))]
+        let _one_at_a_time = lock(&self.resets);
+        let mut fruitless = 0;
+        // No call is under way now. If ours wait no longer, one that has returned protected them.
+        while let Some((ring, _)) = waiting() {
+            match self.kernel.reset() {
+                Ok(0) => fruitless += 1,
+                Ok(_) => fruitless = 0,
+                Err(error) if error.errno() == Some(libc::EINTR) => fruitless += 1,
+                Err(error) => return Err(TrackerError::RingReset(error)),
+            }
+            if fruitless > FRUITLESS_RESETS {
+                return Err(TrackerError::RingStuck { vcpu: *ring });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes all that is in any ring.
+    pub(crate) fn harvest_every(&self) -> Result<u64, TrackerError> {
+        self.harvest(0..self.rings.len())
+    }
+
+    /// The same in the surroundings of the published policies: whoever comes meanwhile, full ring or not, waits.
+    pub(crate) fn harvest_all(&self) -> Result<u64, TrackerError> {
+        let _one = lock(&self.one);
+        self.harvest_every()
+    }
+
+    /// Called by the vCPU of `ring` when it was stopped because the ring is full; `all` as the published policies do it.
+    pub(crate) fn full(&self, ring: usize, all: bool) -> Result<(), TrackerError> {
+        let begin = Instant::now();
+        let counters = &self.rings[ring].counters;
+        counters.full();
+        let pages = if all { self.harvest_all() } else { self.harvest(std::iter::once(ring)) };
+        counters.stalled(begin.elapsed());
+        let pages = pages?;
+        if !all {
+            self.learn_usable(pages);
+        }
+        Ok(())
+    }
+
+    /// A processor that logs writes itself is stopped some 500 entries earlier: what was in a full ring says when. Less
+    /// than a quarter of the ring means that somebody else had harvested most of it before.
+    fn learn_usable(&self, pages: u64) {
+        if let Ok(pages) = u32::try_from(pages)
+            && pages >= self.kernel.entries() / 4
+        {
+            self.usable.fetch_min(pages, Ordering::Relaxed);
+        }
+    }
+
+    /// What is in `ring`, of which `before` entries were in use at the last look. No lock; two loads of the ring's memory if
+    /// nothing was written since, the logarithm of its size otherwise.
+    pub(crate) fn view(&self, ring: usize, before: u32) -> RingView {
+        let counters = &self.rings[ring].counters;
+        RingView { used: self.used(ring, before), ..counters.view() }
+    }
+
+    fn used(&self, ring: usize, before: u32) -> u32 {
+        let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
+        let dirty = |entries: u32| self.kernel.dirty(ring, next.plus(entries)).is_some();
+        // Dirty entries are one stretch from `next` on; a harvest that comes in between makes this look a little off.
+        let (mut low, mut high) = match before {
+            0 => (0, self.kernel.entries()),
+            before if dirty(before - 1) => (before, self.kernel.entries()),
+            before => (0, before - 1),
+        };
+        if low < high && !dirty(low) {
+            return low;
+        }
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if dirty(middle) { low = middle + 1 } else { high = middle }
+        }
+        low
+    }
+
+    /// Whether more than `entries` of `ring` are in use: one load.
+    pub(crate) fn above(&self, ring: usize, entries: u32) -> bool {
+        let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
+        self.kernel.dirty(ring, next.plus(entries)).is_some()
+    }
+}
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

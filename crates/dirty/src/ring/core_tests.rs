@@ -1,0 +1,362 @@
+//! The shipped harvesting code on a model of KVM, under every interleaving that a scheduler comes up with.
+
+use super::*;
+use proptest::prelude::*;
+use shuttle::sync::atomic::{AtomicBool as Flag, AtomicU32 as Index, AtomicU64 as Word};
+use shuttle::thread;
+use std::io;
+use vmferry_bitmap::Bitmap;
+
+/// Entries of the model's rings, all of them usable. Few, so that they wrap around all the time.
+const ENTRIES: u32 = 4;
+const PAGES: usize = 6;
+
+const DIRTY: u32 = 1;
+const HARVESTED: u32 = 2;
+
+/// One ring, as KVM keeps it.
+#[derive(Debug)]
+struct ModelRing {
+    flags: Vec<Index>,
+    pages: Vec<Word>,
+    /// Where KVM puts the next page, and up to where it has reset.
+    filled: Index,
+    reset: Index,
+}
+
+/// KVM: rings, page protection, and pages with content.
+#[derive(Debug)]
+struct Model {
+    rings: Vec<ModelRing>,
+    writable: Vec<Flag>,
+    content: Vec<Word>,
+    /// Orders writes with changes of the protection, as the processor's TLB and its flushes do.
+    tlb: Mutex<()>,
+    /// Held by KVM while it resets entries and protects their pages, but not while it flushes the TLBs after that.
+    slots: Mutex<()>,
+    /// Calls of `reset` that end early, or fail, from now on.
+    interrupted: Index,
+    broken: Flag,
+    /// Gives up on entries without an error.
+    mute: Flag,
+}
+
+fn refused(errno: i32) -> SysError {
+    let source = io::Error::from_raw_os_error(errno);
+    SysError::Refused {
+        call: "KVM_RESET_DIRTY_RINGS",
+        target: "a model".to_owned(),
+        source,
+        meaning: "a test",
+    }
+}
+
+impl Model {
+    fn new(rings: usize, start: u32) -> Self {
+        let ring = |_| ModelRing {
+            flags: (0..ENTRIES).map(|_| Index::new(0)).collect(),
+            pages: (0..ENTRIES).map(|_| Word::new(u64::MAX)).collect(),
+            filled: Index::new(start),
+            reset: Index::new(start),
+        };
+        Self {
+            rings: (0..rings).map(ring).collect(),
+            writable: (0..PAGES).map(|_| Flag::new(false)).collect(),
+            content: (0..PAGES).map(|_| Word::new(0)).collect(),
+            tlb: Mutex::new(()),
+            slots: Mutex::new(()),
+            interrupted: Index::new(0),
+            broken: Flag::new(false),
+            mute: Flag::new(false),
+        }
+    }
+
+    fn at(index: u32) -> usize {
+        (index % ENTRIES) as usize
+    }
+
+    /// The guest writes to `page` on the vCPU of `ring`. False if the ring is full, and the vCPU stops.
+    fn write(&self, ring: usize, page: usize) -> bool {
+        let ring = &self.rings[ring];
+        loop {
+            {
+                let _tlb = lock(&self.tlb);
+                if self.writable[page].load(Ordering::SeqCst) {
+                    self.content[page].fetch_add(1, Ordering::SeqCst);
+                    return true;
+                }
+            }
+            let filled = ring.filled.load(Ordering::SeqCst);
+            if filled.wrapping_sub(ring.reset.load(Ordering::SeqCst)) >= ENTRIES {
+                return false;
+            }
+            // A fault: the page becomes writable and goes into the ring, and the guest tries again.
+            self.writable[page].store(true, Ordering::SeqCst);
+            ring.pages[Self::at(filled)].store(page as u64, Ordering::SeqCst);
+            ring.filled.store(filled.wrapping_add(1), Ordering::SeqCst);
+            ring.flags[Self::at(filled)].store(DIRTY, Ordering::SeqCst);
+        }
+    }
+}
+
+impl Kernel for Model {
+    fn entries(&self) -> u32 {
+        ENTRIES
+    }
+
+    fn dirty(&self, ring: usize, index: u32) -> Option<RingPage> {
+        let (ring, at) = (&self.rings[ring], Self::at(index));
+        let dirty = ring.flags[at].load(Ordering::SeqCst) & (DIRTY | HARVESTED) == DIRTY;
+        dirty.then(|| RingPage { slot: 3, offset: ring.pages[at].load(Ordering::SeqCst) })
+    }
+
+    fn mark_harvested(&self, ring: usize, index: u32) {
+        self.rings[ring].flags[Self::at(index)].store(HARVESTED, Ordering::SeqCst);
+    }
+
+    fn awaits_reset(&self, ring: usize, index: u32) -> bool {
+        self.rings[ring].flags[Self::at(index)].load(Ordering::SeqCst) & HARVESTED != 0
+    }
+
+    /// Frees each entry first and protects its page later; and protects *for good* only at its end, when the TLBs are
+    /// flushed, outside its lock. Documented is no more than that all is done when it returns.
+    fn reset(&self) -> Result<u32, SysError> {
+        if self.broken.load(Ordering::SeqCst) {
+            return Err(refused(libc::EIO));
+        }
+        if self.mute.load(Ordering::SeqCst) {
+            return Ok(0);
+        }
+        let early = self.interrupted.load(Ordering::SeqCst);
+        if early > 0 {
+            self.interrupted.store(early - 1, Ordering::SeqCst);
+        }
+        let mut freed = Vec::new();
+        {
+            let _slots = lock(&self.slots);
+            'rings: for ring in &self.rings {
+                loop {
+                    let reset = ring.reset.load(Ordering::SeqCst);
+                    if ring.flags[Self::at(reset)].load(Ordering::SeqCst) & HARVESTED == 0 {
+                        break;
+                    }
+                    let page = ring.pages[Self::at(reset)].load(Ordering::SeqCst);
+                    ring.flags[Self::at(reset)].store(0, Ordering::SeqCst);
+                    ring.reset.store(reset.wrapping_add(1), Ordering::SeqCst);
+                    freed.push(usize::try_from(page).unwrap());
+                    if early > 0 {
+                        break 'rings;
+                    }
+                }
+            }
+        }
+        for page in &freed {
+            let _tlb = lock(&self.tlb);
+            self.writable[*page].store(false, Ordering::SeqCst);
+        }
+        if freed.is_empty() && early > 0 {
+            return Err(refused(libc::EINTR));
+        }
+        Ok(u32::try_from(freed.len()).unwrap())
+    }
+}
+
+fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
+    let map = Arc::new(AtomicBitmap::new(PAGES as u64));
+    let core = Core::new(Model::new(rings, start), rings, Found::new(vec![(3, Arc::clone(&map))]));
+    for ring in &core.rings {
+        lock(&ring.harvester).next = Cursor(start);
+        ring.next.store(start, Ordering::Relaxed);
+    }
+    (Arc::new(core), map)
+}
+
+/// Takes what was published, and copies these pages.
+fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64]) {
+    let mut dirty = Bitmap::new(PAGES as u64);
+    map.harvest(&mut dirty);
+    for page in dirty.runs().flatten() {
+        let page = usize::try_from(page).unwrap();
+        copy[page] = core.kernel().content[page].load(Ordering::SeqCst);
+    }
+}
+
+/// A vCPU's thread: writes to its own pages and to one that both share, and empties its ring when it is full.
+fn guest(core: &Core<Model>, ring: usize, all: bool) {
+    for step in 0..5 {
+        let page = if step == 2 { 0 } else { 1 + (ring * 3 + step) % (PAGES - 1) };
+        while !core.kernel().write(ring, page) {
+            core.full(ring, all).unwrap();
+        }
+    }
+}
+
+/// vCPUs, reaper and tracker at once; then the vCPUs stop, and a last harvest has to find whatever was not sent.
+fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
+    let (core, map) = core(2, start);
+    let mut core = Arc::try_unwrap(core).unwrap();
+    core.flaw = flaw;
+    core.kernel.interrupted.store(interrupted, Ordering::SeqCst);
+    let core = Arc::new(core);
+    let mut threads: Vec<_> = (0..2)
+        .map(|ring| {
+            let core = Arc::clone(&core);
+            thread::spawn(move || guest(&core, ring, all))
+        })
+        .collect();
+    threads.push({
+        let core = Arc::clone(&core);
+        thread::spawn(move || {
+            for _ in 0..2 {
+                let used: Vec<_> = (0..2).filter(|ring| core.view(*ring, 0).used > 0).collect();
+                if all { core.harvest_all() } else { core.harvest(used.into_iter()) }.unwrap();
+            }
+        })
+    });
+    let mut copy = vec![0; PAGES];
+    for _ in 0..2 {
+        core.harvest_every().unwrap();
+        send(&core, &map, &mut copy);
+    }
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    core.harvest_every().unwrap();
+    send(&core, &map, &mut copy);
+    let content: Vec<_> = core.kernel().content.iter().map(|page| page.load(Ordering::SeqCst)).collect();
+    assert_eq!(copy, content, "lost");
+    assert!((0..2).all(|ring| core.view(ring, 0).used == 0), "drained");
+    core.found().check().unwrap();
+}
+
+/// Interleavings that are tried: a few seconds of them.
+const TRIES: usize = 3000;
+
+#[test]
+fn no_write_is_lost_when_each_ring_is_harvested_alone() {
+    shuttle::check_random(|| migrate(Flaw::None, false, 0, 0), TRIES);
+    shuttle::check_pct(|| migrate(Flaw::None, false, u32::MAX - 2, 0), TRIES, 4);
+}
+
+#[test]
+fn no_write_is_lost_when_all_are_harvested_under_one_lock() {
+    shuttle::check_random(|| migrate(Flaw::None, true, 0, 0), TRIES);
+    shuttle::check_pct(|| migrate(Flaw::None, true, u32::MAX - 2, 0), TRIES, 4);
+}
+
+#[test]
+fn no_write_is_lost_when_resets_end_early() {
+    shuttle::check_random(|| migrate(Flaw::None, false, 0, 5), TRIES);
+    shuttle::check_pct(|| migrate(Flaw::None, false, 2, 5), TRIES, 4);
+}
+
+#[test]
+#[should_panic(expected = "lost")]
+fn publishing_before_the_reset_loses_writes() {
+    shuttle::check_random(|| migrate(Flaw::PublishFirst, false, 0, 0), TRIES);
+}
+
+#[test]
+#[should_panic(expected = "lost")]
+fn resets_that_do_not_wait_for_each_other_lose_writes() {
+    shuttle::check_random(|| migrate(Flaw::ResetsAtOnce, false, 0, 0), 10 * TRIES);
+}
+
+/// Without other threads; shuttle's locks work only under its scheduler.
+fn alone(test: impl Fn() + Send + Sync + 'static) {
+    shuttle::check_random(test, 1);
+}
+
+fn published(map: &AtomicBitmap) -> Vec<u64> {
+    let mut dirty = Bitmap::new(PAGES as u64);
+    map.harvest(&mut dirty);
+    dirty.runs().flatten().collect()
+}
+
+#[test]
+fn a_reset_that_fails_keeps_the_pages_for_the_next_attempt() {
+    alone(|| {
+        let (core, map) = core(1, 0);
+        assert!(core.kernel().write(0, 1) && core.kernel().write(0, 4));
+        core.kernel().broken.store(true, Ordering::SeqCst);
+        let error = core.harvest_every().unwrap_err();
+        assert!(
+            matches!(&error, TrackerError::RingReset(source) if source.errno() == Some(libc::EIO)),
+            "{error}"
+        );
+        assert_eq!(published(&map), [], "not protected, not published");
+        assert!(core.full(0, false).is_err(), "and a vCPU that needs room is told");
+        assert!(core.kernel().write(0, 5));
+        core.kernel().broken.store(false, Ordering::SeqCst);
+        assert_eq!(core.harvest_every().unwrap(), 3);
+        assert_eq!(published(&map), [1, 4, 5]);
+        assert_eq!(core.harvest_every().unwrap(), 0);
+    });
+}
+
+#[test]
+fn a_ring_that_kvm_does_not_give_back_is_an_error_and_no_hang() {
+    // Many steps, all of one thread.
+    let mut config = shuttle::Config::new();
+    config.max_steps = shuttle::MaxSteps::None;
+    let scheduler = shuttle::scheduler::RandomScheduler::new(1);
+    shuttle::Runner::new(scheduler, config).run(|| {
+        let (core, map) = core(2, 0);
+        assert!(core.kernel().write(1, 2));
+        core.kernel().mute.store(true, Ordering::SeqCst);
+        let error = core.harvest_every().unwrap_err();
+        assert!(matches!(error, TrackerError::RingStuck { vcpu: 1 }), "{error}");
+        assert_eq!(published(&map), []);
+    });
+}
+
+#[test]
+fn a_page_of_no_slot_is_an_error_from_then_on() {
+    alone(|| {
+        let map = Arc::new(AtomicBitmap::new(2));
+        let core = Core::new(Model::new(1, 0), 1, Found::new(vec![(3, Arc::clone(&map))]));
+        assert!(core.kernel().write(0, 1) && core.kernel().write(0, 5));
+        core.harvest_every().unwrap();
+        assert!(map.test(1));
+        let error = core.found().check().unwrap_err().to_string();
+        assert!(error.contains("region 3 is not tracked"), "{error}");
+    });
+}
+
+#[test]
+fn full_rings_are_counted_and_teach_how_much_is_usable() {
+    alone(|| {
+        let (core, _map) = core(2, 0);
+        for page in 0..4 {
+            assert!(core.kernel().write(1, page));
+        }
+        assert!(!core.kernel().write(1, 4));
+        core.full(1, false).unwrap();
+        assert!(core.kernel().write(1, 4));
+        let reports = [0, 1].map(|ring| core.counters(ring).report());
+        assert_eq!((reports[0].full_exits, reports[1].full_exits, reports[1].pages), (0, 1, 4));
+        assert!(reports[1].stalled > Duration::ZERO && reports[1].stalled_max == reports[1].stalled);
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn a_look_counts_what_is_there_from_wherever_it_begins(
+        start: u32,
+        filled in 0..=ENTRIES,
+        harvested in 0..=ENTRIES,
+        before in 0..=ENTRIES,
+    ) {
+        alone(move || {
+            let (core, _map) = core(1, start);
+            for page in 0..harvested {
+                assert!(core.kernel().write(0, page as usize));
+            }
+            core.harvest_every().unwrap();
+            for page in 0..filled {
+                assert!(core.kernel().write(0, page as usize));
+            }
+            assert_eq!(core.view(0, before).used, filled);
+            assert_eq!((0..ENTRIES).map(|entries| core.above(0, entries)).filter(|above| *above).count(), filled as usize);
+        });
+    }
+}

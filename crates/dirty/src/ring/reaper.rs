@@ -1,0 +1,219 @@
+//! The thread that harvests.
+
+use super::Shared;
+use super::core::RingView;
+use super::policy::{Pace, Policy, World};
+use super::stats::{ReaperReport, ReaperState};
+use crate::TrackerError;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// What the reaper's thread shares with those who watch it, wake it and stop it.
+#[derive(Debug)]
+pub(crate) struct Desk {
+    report: Mutex<ReaperReport>,
+    asked: Mutex<Asked>,
+    changed: Condvar,
+    /// For each ring: more entries than these are a reason to wake up. `u32::MAX` for none.
+    marks: Vec<AtomicU32>,
+    /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake anybody.
+    woken: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Asked {
+    stop: bool,
+    look: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Desk {
+    pub(crate) fn new(rings: usize) -> Self {
+        let report = ReaperReport {
+            policy: Policy::default(),
+            state: ReaperState::Off,
+            iterations: 0,
+            harvests: 0,
+            sleep: Duration::ZERO,
+            cpu: Duration::ZERO,
+        };
+        Self {
+            report: Mutex::new(report),
+            asked: Mutex::default(),
+            changed: Condvar::new(),
+            marks: (0..rings).map(|_| AtomicU32::new(u32::MAX)).collect(),
+            woken: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn report(&self) -> ReaperReport {
+        lock(&self.report).clone()
+    }
+
+    fn begin(&self, policy: Policy) {
+        let mut report = lock(&self.report);
+        *report = ReaperReport {
+            policy,
+            state: ReaperState::Sleeping,
+            iterations: 0,
+            harvests: 0,
+            sleep: Duration::ZERO,
+            cpu: Duration::ZERO,
+        };
+        *lock(&self.asked) = Asked::default();
+    }
+
+    /// The entries of `ring` above which the reaper wants to know; `None` if it does not, or knows already.
+    pub(crate) fn mark(&self, ring: usize) -> Option<u32> {
+        let mark = self.marks[ring].load(Ordering::Relaxed);
+        (mark != u32::MAX && !self.woken.load(Ordering::Relaxed)).then_some(mark)
+    }
+
+    /// Wakes the reaper, unless somebody just did.
+    pub(crate) fn wake(&self) {
+        if !self.woken.swap(true, Ordering::Relaxed) {
+            lock(&self.asked).look = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Sleeps for `time`, or until woken; false if it is time to stop.
+    fn sleep(&self, time: Duration) -> bool {
+        let asked = lock(&self.asked);
+        let quiet = |asked: &mut Asked| !asked.stop && !asked.look;
+        let waited = self.changed.wait_timeout_while(asked, time, quiet);
+        let (mut asked, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        asked.look = false;
+        !asked.stop
+    }
+
+    fn stop(&self) {
+        lock(&self.asked).stop = true;
+        self.changed.notify_all();
+    }
+}
+
+/// A reaper that works, from outside. Dropping it stops it.
+#[derive(Debug)]
+pub(crate) struct Reaper {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Reaper {
+    /// Starts the thread.
+    pub(crate) fn start(shared: &Arc<Shared>, policy: Policy) -> Result<Self, TrackerError> {
+        shared.desk().begin(policy);
+        let worker = Worker { shared: Arc::clone(shared) };
+        let thread = std::thread::Builder::new().name("reaper".to_owned()).spawn(move || worker.live(policy));
+        let thread = thread.map_err(|error| {
+            lock(&shared.desk().report).state = ReaperState::Off;
+            TrackerError::Reaper(error)
+        })?;
+        Ok(Self { shared: Arc::clone(shared), thread: Some(thread) })
+    }
+}
+
+impl Drop for Reaper {
+    fn drop(&mut self) {
+        let desk = self.shared.desk();
+        desk.stop();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread was printed when it happened, and its state says so.
+            let _ = thread.join();
+        }
+        desk.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
+        let mut report = lock(&desk.report);
+        report.sleep = Duration::ZERO;
+        if !matches!(report.state, ReaperState::Failed(_)) {
+            report.state = ReaperState::Off;
+        }
+    }
+}
+
+struct Worker {
+    shared: Arc<Shared>,
+}
+
+/// Says that the thread panicked, if it does.
+struct Farewell<'a>(&'a Desk);
+
+impl Drop for Farewell<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            lock(&self.0.report).state = ReaperState::Failed("it panicked".to_owned());
+        }
+    }
+}
+
+impl Worker {
+    fn live(self, policy: Policy) {
+        let desk = self.shared.desk();
+        let _farewell = Farewell(desk);
+        let mut rings = RealRings { shared: &self.shared, used: vec![0; self.shared.core().len()] };
+        let (mut pace, mut sleep) = Pace::new(policy, &rings);
+        lock(&desk.report).sleep = sleep;
+        while desk.sleep(sleep) {
+            lock(&desk.report).state = ReaperState::Working;
+            let turn = pace.turn(&mut rings);
+            let mut report = lock(&desk.report);
+            report.iterations += 1;
+            report.cpu = vmferry_sys::cpu_time();
+            match turn {
+                Ok(turn) => {
+                    report.harvests += u64::from(turn.harvested);
+                    report.state = ReaperState::Sleeping;
+                    report.sleep = turn.sleep;
+                    sleep = turn.sleep;
+                }
+                Err(error) => {
+                    report.state = ReaperState::Failed(error.to_string());
+                    return;
+                }
+            }
+            drop(report);
+            for (ring, mark) in desk.marks.iter().enumerate() {
+                mark.store(pace.watermark(ring).unwrap_or(u32::MAX), Ordering::Relaxed);
+                rings.used[ring] = pace.used(ring);
+            }
+            desk.woken.store(false, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The rings of a VM, as a policy wants them.
+struct RealRings<'a> {
+    shared: &'a Shared,
+    /// Entries of each that were in use at the last look: where to begin to look now.
+    used: Vec<u32>,
+}
+
+impl World for RealRings<'_> {
+    type Error = TrackerError;
+
+    fn now(&self) -> Duration {
+        self.shared.core().now()
+    }
+
+    fn sizes(&self) -> (u32, u32) {
+        (self.shared.core().entries(), self.shared.core().usable())
+    }
+
+    fn look(&mut self, views: &mut Vec<RingView>) {
+        views.clear();
+        views.extend(self.used.iter().enumerate().map(|(ring, used)| self.shared.core().view(ring, *used)));
+    }
+
+    fn harvest_all(&mut self) -> Result<u64, TrackerError> {
+        self.shared.core().harvest_all()
+    }
+
+    fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError> {
+        self.shared.core().harvest(rings.iter().copied())
+    }
+}

@@ -1,0 +1,255 @@
+//! The policies in simulated time: the decisions that ship, on a guest of arithmetic.
+//!
+//! [`run`] plays a [`Trace`] under a [`Policy`] and says what it cost; with `series`, also when the reaper slept how long
+//! and how full the rings were, for a chart:
+//!
+//! ```sh
+//! cargo run -p vmferry-dirty --features sim --example reapers > reapers.csv
+//! ```
+
+mod guest;
+mod trace;
+
+use super::core::RingView;
+use super::policy::{Pace, Policy, World};
+use guest::Vcpu;
+pub use guest::{Costs, Order, Phase};
+use std::convert::Infallible;
+use std::time::Duration;
+pub use trace::Trace;
+use vmferry_sys::ring::RESERVED_ENTRIES;
+
+/// One turn of the reaper.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// When, in seconds since the start.
+    pub at: f64,
+    /// How long it slept after that, in seconds.
+    pub sleep: f64,
+    /// How full the fullest ring was just before, as a share of its entries.
+    pub occupancy: f64,
+    /// Whether it harvested.
+    pub harvested: bool,
+}
+
+/// What a policy came to.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Outcome {
+    /// Writes that the guest got done.
+    pub writes: f64,
+    /// Faults that it took for them.
+    pub faults: f64,
+    /// How often a vCPU stopped because of a full ring.
+    pub full_exits: u64,
+    /// vCPU seconds that passed in these stops.
+    pub stalled: f64,
+    /// Turns of the reaper, and how many of them harvested.
+    pub turns: u64,
+    /// See `turns`.
+    pub harvests: u64,
+    /// Seconds of a processor that the reaper used.
+    pub reaper_cpu: f64,
+    /// The shortest and the longest sleep, in seconds.
+    pub sleeps: (f64, f64),
+    /// The turns, if asked for.
+    pub series: Vec<Sample>,
+}
+
+impl Outcome {
+    /// vCPU seconds lost to faults and stops for a million writes.
+    #[must_use]
+    pub fn lost_per_million(&self, costs: &Costs) -> f64 {
+        (self.stalled + self.faults * costs.fault) / self.writes * 1e6
+    }
+}
+
+/// A harvest under way: of which rings, and until when.
+#[derive(Debug)]
+struct Job {
+    end: f64,
+    rings: Vec<usize>,
+}
+
+/// The simulated host.
+struct Host<'a> {
+    costs: &'a Costs,
+    entries: u32,
+    usable: f64,
+    /// Whether a full ring has all rings harvested.
+    all: bool,
+    now: f64,
+    vcpus: Vec<Vcpu>,
+    counts: Vec<RingView>,
+    jobs: Vec<Job>,
+    reaper_cpu: f64,
+}
+
+/// Plays `trace`, round and round, for `seconds` under `policy`, with rings of `entries`.
+///
+/// # Panics
+/// If a vCPU of the trace has no phase.
+#[must_use]
+pub fn run(
+    policy: Policy,
+    trace: &Trace,
+    entries: u32,
+    costs: &Costs,
+    seconds: f64,
+    series: bool,
+) -> Outcome {
+    let vcpus: Vec<_> = trace.vcpus.iter().map(|phases| Vcpu::new(phases.clone())).collect();
+    let empty = RingView {
+        used: 0,
+        harvested: 0,
+        full_exits: 0,
+        stalled: Duration::ZERO,
+        emptied_at: Duration::ZERO,
+    };
+    let mut host = Host {
+        costs,
+        entries,
+        usable: f64::from(entries.saturating_sub(RESERVED_ENTRIES)),
+        all: policy.harvests_all(),
+        now: 0.0,
+        counts: vec![empty; vcpus.len()],
+        vcpus,
+        jobs: Vec::new(),
+        reaper_cpu: 0.0,
+    };
+    let mut outcome = Outcome { sleeps: (f64::INFINITY, 0.0), ..Outcome::default() };
+    let (mut pace, mut sleep) = Pace::new(policy, &host);
+    loop {
+        host.run_until((host.now + sleep.as_secs_f64()).min(seconds));
+        if host.now >= seconds {
+            break;
+        }
+        let occupancy = host.vcpus.iter().map(Vcpu::used).fold(0.0, f64::max) / f64::from(entries);
+        let at = host.now;
+        let Ok(turn) = pace.turn(&mut host);
+        sleep = turn.sleep;
+        host.reaper_cpu += costs.look;
+        outcome.turns += 1;
+        outcome.harvests += u64::from(turn.harvested);
+        let slept = sleep.as_secs_f64();
+        outcome.sleeps = (outcome.sleeps.0.min(slept), outcome.sleeps.1.max(slept));
+        if series {
+            outcome.series.push(Sample { at, sleep: slept, occupancy, harvested: turn.harvested });
+        }
+    }
+    outcome.writes = host.vcpus.iter().map(|vcpu| vcpu.writes).sum();
+    outcome.faults = host.vcpus.iter().map(|vcpu| vcpu.faults).sum();
+    outcome.full_exits = host.counts.iter().map(|count| count.full_exits).sum();
+    outcome.stalled = host.counts.iter().map(|count| count.stalled.as_secs_f64()).sum();
+    outcome.reaper_cpu = host.reaper_cpu;
+    outcome
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "not negative, and no more than 65536"
+)]
+fn whole(entries: f64) -> u32 {
+    (entries + 1e-6) as u32
+}
+
+impl Host<'_> {
+    fn run_until(&mut self, end: f64) {
+        while self.now < end {
+            let own = self
+                .vcpus
+                .iter()
+                .map(|vcpu| vcpu.next(self.usable, self.costs))
+                .fold(f64::INFINITY, f64::min);
+            let job = self.jobs.iter().map(|job| job.end).fold(f64::INFINITY, f64::min);
+            let next = (self.now + own).min(job).min(end);
+            let passed = next - self.now;
+            for vcpu in &mut self.vcpus {
+                vcpu.advance(passed, self.costs);
+            }
+            self.now = next;
+            self.finish_jobs();
+            for ring in 0..self.vcpus.len() {
+                if self.vcpus[ring].stopped.is_none() && self.vcpus[ring].full(self.usable) {
+                    self.stop(ring);
+                }
+            }
+        }
+    }
+
+    /// The vCPU of `ring` has to wait for a harvest: for one that is under way, or for its own.
+    fn stop(&mut self, ring: usize) {
+        self.vcpus[ring].stopped = Some(self.now);
+        self.counts[ring].full_exits += 1;
+        if !self.jobs.iter().any(|job| job.rings.contains(&ring)) {
+            let rings = if self.all { (0..self.vcpus.len()).collect() } else { vec![ring] };
+            self.begin(rings);
+        }
+    }
+
+    /// Begins a harvest of `rings`, one at a time; says when it ends.
+    fn begin(&mut self, rings: Vec<usize>) -> f64 {
+        let free = self.jobs.iter().map(|job| job.end).fold(self.now, f64::max);
+        let end = free + self.duration(&rings);
+        self.jobs.push(Job { end, rings });
+        end
+    }
+
+    fn duration(&self, rings: &[usize]) -> f64 {
+        let pages: f64 = rings.iter().map(|ring| self.vcpus[*ring].used()).sum();
+        if pages < 1.0 { 0.0 } else { self.costs.harvest + self.costs.page * pages }
+    }
+
+    fn finish_jobs(&mut self) {
+        let now = self.now;
+        let (done, open): (Vec<_>, Vec<_>) = self.jobs.drain(..).partition(|job| job.end <= now + 1e-12);
+        self.jobs = open;
+        for ring in done.into_iter().flat_map(|job| job.rings) {
+            let (vcpu, count) = (&mut self.vcpus[ring], &mut self.counts[ring]);
+            count.harvested += u64::from(whole(vcpu.used()));
+            count.emptied_at = Duration::from_secs_f64(now);
+            vcpu.emptied();
+            if let Some(since) = vcpu.stopped.take() {
+                count.stalled += Duration::from_secs_f64(now - since + self.costs.exit);
+            }
+        }
+    }
+
+    fn reap(&mut self, rings: Vec<usize>) -> u64 {
+        let before: u64 = self.counts.iter().map(|count| count.harvested).sum();
+        self.reaper_cpu += self.duration(&rings);
+        let end = self.begin(rings);
+        self.run_until(end);
+        self.finish_jobs();
+        self.counts.iter().map(|count| count.harvested).sum::<u64>() - before
+    }
+}
+
+impl World for Host<'_> {
+    type Error = Infallible;
+
+    fn now(&self) -> Duration {
+        Duration::from_secs_f64(self.now)
+    }
+
+    fn sizes(&self) -> (u32, u32) {
+        (self.entries, whole(self.usable))
+    }
+
+    fn look(&mut self, views: &mut Vec<RingView>) {
+        views.clear();
+        let seen = self.vcpus.iter().zip(&self.counts);
+        views.extend(seen.map(|(vcpu, count)| RingView { used: whole(vcpu.used()), ..*count }));
+    }
+
+    fn harvest_all(&mut self) -> Result<u64, Infallible> {
+        Ok(self.reap((0..self.vcpus.len()).collect()))
+    }
+
+    fn harvest(&mut self, rings: &[usize]) -> Result<u64, Infallible> {
+        Ok(self.reap(rings.to_vec()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

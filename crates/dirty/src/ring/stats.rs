@@ -1,0 +1,138 @@
+//! What there is to know about rings and reaper while they work.
+
+use super::core::RingView;
+use super::policy::Policy;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+/// Counts of one ring, since tracking started. Written by whoever harvests it, read by anybody.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    harvests: AtomicU64,
+    pages: AtomicU64,
+    full_exits: AtomicU64,
+    stalled_ns: AtomicU64,
+    stalled_max_ns: AtomicU64,
+    emptied_ns: AtomicU64,
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Counters {
+    pub(crate) fn harvested(&self, pages: u64, at: Duration) {
+        self.harvests.fetch_add(1, Relaxed);
+        self.pages.fetch_add(pages, Relaxed);
+        self.emptied_ns.store(nanos(at), Relaxed);
+    }
+
+    pub(crate) fn full(&self) {
+        self.full_exits.fetch_add(1, Relaxed);
+    }
+
+    pub(crate) fn stalled(&self, time: Duration) {
+        self.stalled_ns.fetch_add(nanos(time), Relaxed);
+        self.stalled_max_ns.fetch_max(nanos(time), Relaxed);
+    }
+
+    /// Forgets all at `now`.
+    pub(crate) fn restart(&self, now: Duration) {
+        let all = [&self.harvests, &self.pages, &self.full_exits, &self.stalled_ns, &self.stalled_max_ns];
+        all.into_iter().for_each(|counter| counter.store(0, Relaxed));
+        self.emptied_ns.store(nanos(now), Relaxed);
+    }
+
+    /// A view without the ring's own content.
+    pub(crate) fn view(&self) -> RingView {
+        RingView {
+            used: 0,
+            harvested: self.pages.load(Relaxed),
+            full_exits: self.full_exits.load(Relaxed),
+            stalled: Duration::from_nanos(self.stalled_ns.load(Relaxed)),
+            emptied_at: Duration::from_nanos(self.emptied_ns.load(Relaxed)),
+        }
+    }
+
+    pub(crate) fn report(&self) -> VcpuRingReport {
+        VcpuRingReport {
+            harvests: self.harvests.load(Relaxed),
+            pages: self.pages.load(Relaxed),
+            full_exits: self.full_exits.load(Relaxed),
+            stalled: Duration::from_nanos(self.stalled_ns.load(Relaxed)),
+            stalled_max: Duration::from_nanos(self.stalled_max_ns.load(Relaxed)),
+        }
+    }
+}
+
+/// One vCPU's ring, since tracking started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct VcpuRingReport {
+    /// Harvests that found something, by whomever.
+    pub harvests: u64,
+    /// Pages harvested: what the vCPU dirtied. A page counts again when it is written again after a harvest.
+    pub pages: u64,
+    /// How often the vCPU stopped because its ring was full.
+    pub full_exits: u64,
+    /// For how long, in total, outside the guest.
+    pub stalled: Duration,
+    /// The longest of these.
+    pub stalled_max: Duration,
+}
+
+/// What the reaper is doing.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum ReaperState {
+    /// There is no reaper: nothing is tracked.
+    #[default]
+    Off,
+    /// It sleeps until it looks again.
+    Sleeping,
+    /// It looks and harvests.
+    Working,
+    /// It gave up: with this error. vCPUs still empty their rings when these are full, and so does every harvest.
+    Failed(String),
+}
+
+/// The reaper, since tracking started.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReaperReport {
+    /// By what it decides.
+    pub policy: Policy,
+    /// What it is doing.
+    pub state: ReaperState,
+    /// How often it woke up.
+    pub iterations: u64,
+    /// How many of these it harvested in.
+    pub harvests: u64,
+    /// For how long it sleeps now.
+    pub sleep: Duration,
+    /// Processor time it used.
+    pub cpu: Duration,
+}
+
+/// Rings and reaper, since tracking started; after it stopped, what they were then.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RingReport {
+    /// Entries of each ring.
+    pub entries: u32,
+    /// For each vCPU.
+    pub vcpus: Vec<VcpuRingReport>,
+    /// The reaper.
+    pub reaper: ReaperReport,
+}
+
+impl RingReport {
+    /// Full exits of all vCPUs.
+    #[must_use]
+    pub fn full_exits(&self) -> u64 {
+        self.vcpus.iter().map(|vcpu| vcpu.full_exits).sum()
+    }
+
+    /// Time that vCPUs stood still because of them, in total.
+    #[must_use]
+    pub fn stalled(&self) -> Duration {
+        self.vcpus.iter().map(|vcpu| vcpu.stalled).sum()
+    }
+}

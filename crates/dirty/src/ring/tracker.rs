@@ -1,0 +1,182 @@
+//! The tracker.
+
+use super::reaper::Reaper;
+use super::{DirtyRings, Policy, RingReport, Shared};
+use crate::region::{forget, map_of};
+use crate::{LogSlot, TrackerError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use vmferry_engine::{DirtyTracker, NothingToProtect, Protect, TrackerKind, VmError};
+use vmferry_memory::PageSet;
+use vmferry_sys::kvm::{self, ManualProtect};
+
+/// Finds written pages in the dirty rings that KVM keeps for each vCPU, and in the VMM's own marks.
+///
+/// # Why no write is lost
+/// *Start* has KVM protect all pages, before it returns. *From then on* a page is protected, or it is in a ring, or it was
+/// harvested and is being protected again; and it is handed out only after that (`ring/core.rs`). So a harvest that
+/// reports a page reports one that is protected, and [`Protect::protect`] has nothing left to do.
+///
+/// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect nothing at the start, and
+/// never put a page into a ring. The tracker switches it off.
+///
+/// *Writes by the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker), and so is what the rings held:
+/// reaper, vCPUs and harvests put pages in, a harvest takes them out by atomic swap.
+///
+/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it exits; unlike the log, the
+/// ring has no call that fetches them. Before the last harvest all vCPUs are out of the guest, and their buffers are in
+/// the rings. An earlier harvest may miss some, which a later one finds.
+///
+/// # What fails, and how
+/// A ring that cannot be reset keeps what was harvested from it: the harvest fails, and the next one tries again and
+/// reports those pages. A vCPU whose ring is full cannot go on meanwhile ([`RingVcpu::on_full`](super::RingVcpu::on_full)
+/// says so). If the reaper fails, its state says why, and the guest only gets slower. A page outside all slots, which
+/// would be lost, fails every harvest from then on.
+#[derive(Debug)]
+pub struct RingTracker {
+    rings: DirtyRings,
+    policy: Policy,
+    reaper: Option<Reaper>,
+}
+
+impl RingTracker {
+    /// A tracker that uses `rings` and harvests by `policy`.
+    #[must_use]
+    pub fn new(rings: &DirtyRings, policy: Policy) -> Self {
+        Self { rings: rings.clone(), policy, reaper: None }
+    }
+
+    /// How rings and reaper are doing, since the start.
+    #[must_use]
+    pub fn report(&self) -> RingReport {
+        self.rings.report()
+    }
+
+    /// Puts back pages that were harvested and then not sent: the next harvest reports them again. The pages need not be
+    /// protected for that: whoever was given them has not read them for good, and whoever is given them will.
+    ///
+    /// # Errors
+    /// If `pages` are not of this tracker's regions.
+    pub fn put_back(&self, pages: &PageSet) -> Result<(), TrackerError> {
+        for (region, map) in pages.iter() {
+            let shared = self.shared();
+            let found = shared.slots.iter().zip(&shared.maps).find(|(slot, _)| slot.region() == region);
+            let (slot, marks) = found.ok_or(TrackerError::NoRegion(region))?;
+            if map.len() != slot.pages() {
+                return Err(TrackerError::Length { region, have: slot.pages(), bits: map.len() });
+            }
+            map.runs().for_each(|run| marks.set_range(run));
+        }
+        Ok(())
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.rings.0
+    }
+
+    fn try_start(&mut self) -> Result<(), TrackerError> {
+        self.try_stop()?;
+        let shared = Arc::clone(self.shared());
+        if shared.in_use.swap(true, Ordering::AcqRel) {
+            return Err(TrackerError::RingsInUse);
+        }
+        let reaper = shared.log_all().and_then(|()| {
+            let core = shared.core();
+            (0..core.len()).for_each(|ring| core.counters(ring).restart(core.now()));
+            shared.full_harvests_all.store(self.policy.harvests_all(), Ordering::Relaxed);
+            Reaper::start(&shared, self.policy)
+        });
+        match reaper {
+            Ok(reaper) => {
+                self.reaper = Some(reaper);
+                Ok(())
+            }
+            Err(error) => {
+                // The first error is the one to report; a log that stays on only makes the guest slower.
+                let _ = shared.log_none();
+                shared.in_use.store(false, Ordering::Release);
+                Err(error)
+            }
+        }
+    }
+
+    fn try_stop(&mut self) -> Result<(), TrackerError> {
+        let Some(reaper) = self.reaper.take() else { return Ok(()) };
+        drop(reaper);
+        let shared = self.shared();
+        shared.full_harvests_all.store(false, Ordering::Relaxed);
+        let switched = shared.log_none();
+        // What is left in the rings would fill them for ever; what it says is forgotten by the next start.
+        let emptied = shared.core().harvest_every();
+        shared.in_use.store(false, Ordering::Release);
+        switched.and(emptied.map(|_| ()))
+    }
+}
+
+impl Shared {
+    /// Has KVM log, and protect, all slots; none after an error.
+    fn log_all(&self) -> Result<(), TrackerError> {
+        let vm = self.core.kernel().vm();
+        if kvm::manual_protect_offered(vm).map_err(TrackerError::Unavailable)?.enabled() {
+            kvm::enable_manual_protect(vm, ManualProtect::NONE).map_err(TrackerError::Unavailable)?;
+        }
+        // Before anything is protected: from then on no mark may get lost.
+        self.maps.iter().for_each(|map| forget(Some(map)));
+        self.slots.iter().try_for_each(|slot| self.log(slot, true))
+    }
+
+    /// Has KVM log no slot; all are tried, and the first error is the one to tell.
+    fn log_none(&self) -> Result<(), TrackerError> {
+        let mut result = Ok(());
+        for slot in &self.slots {
+            let switched = self.log(slot, false);
+            result = result.and(switched);
+        }
+        result
+    }
+
+    fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {
+        // SAFETY: the slot exists on this VM (promise of `DirtyRings::new`'s caller).
+        unsafe { kvm::set_slot_flags(self.core.kernel().vm(), &slot.spec, on) }
+            .map_err(TrackerError::host(slot.region()))
+    }
+}
+
+impl DirtyTracker for RingTracker {
+    fn kind(&self) -> TrackerKind {
+        TrackerKind::Custom
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        Ok(self.try_start()?)
+    }
+
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        if self.reaper.is_none() {
+            return Err(TrackerError::NotStarted.into());
+        }
+        let shared = self.shared();
+        let harvested = shared.core().harvest_every();
+        for (slot, marks) in shared.slots.iter().zip(&shared.maps) {
+            marks.harvest(map_of(dirty, slot.region(), slot.pages())?);
+        }
+        harvested?;
+        Ok(shared.core().found().check()?)
+    }
+
+    fn protector(&self) -> Arc<dyn Protect> {
+        // See "Why no write is lost" above.
+        Arc::new(NothingToProtect)
+    }
+
+    fn stop(&mut self) -> Result<(), VmError> {
+        Ok(self.try_stop()?)
+    }
+}
+
+impl Drop for RingTracker {
+    fn drop(&mut self) {
+        // Nobody is left to be told; a log that stays on makes the guest slower, nothing else.
+        let _ = self.try_stop();
+    }
+}
