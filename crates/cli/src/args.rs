@@ -3,6 +3,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
+use vmferry_dirty::Policy;
 use vmferry_engine::{OnTimeout, TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 
@@ -74,6 +75,8 @@ pub(crate) enum TrackerArg {
     Auto,
     /// KVM's dirty bitmap
     Log,
+    /// KVM's dirty rings, of a guest that was started with --dirty-ring
+    Ring,
     /// Write protection by userfaultfd
     Wp,
 }
@@ -83,6 +86,7 @@ impl TrackerArg {
         match self {
             Self::Auto => None,
             Self::Log => Some(TrackerKind::Log),
+            Self::Ring => Some(TrackerKind::Ring),
             Self::Wp => Some(TrackerKind::Wp),
         }
     }
@@ -147,6 +151,18 @@ pub(crate) enum BackingArg {
     Memfd,
 }
 
+/// Entries of each vCPU's dirty ring; none for the dirty log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DirtyRing(pub(crate) Option<u32>);
+
+fn dirty_ring(text: &str) -> Result<DirtyRing, String> {
+    if text == "off" {
+        return Ok(DirtyRing(None));
+    }
+    let entries = text.parse().map_err(|_| format!("'{text}' is neither off nor a number of entries"))?;
+    Ok(DirtyRing(Some(entries)))
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// The kind of guest
@@ -173,6 +189,9 @@ pub(crate) struct RunArgs {
     /// Ask for transparent huge pages
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
     pub(crate) huge_pages: bool,
+    /// Give each vCPU a dirty ring of so many entries, a power of two; the guest then has no dirty log
+    #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
+    pub(crate) dirty_ring: DirtyRing,
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
@@ -206,6 +225,9 @@ pub(crate) struct MigrateArgs {
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
+    /// Who says when dirty rings are harvested: fixed, gears, aimd or predict
+    #[arg(long, default_value_t, value_name = "POLICY")]
+    pub(crate) reaper: Policy,
     /// Parallel channels
     #[arg(long, default_value_t = 2)]
     pub(crate) channels: u16,

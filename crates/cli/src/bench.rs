@@ -61,6 +61,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         memory: spec.memory,
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
+        dirty_ring: None,
     };
     let folder = Folder::new()?;
     let mut target = Runner::start(&setup, folder.path(), "target", true)?;
@@ -72,6 +73,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
     let request = MigrateRequest {
         uri,
         tracker: None,
+        reaper: None,
         channels: u16::try_from(channels)?,
         downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
         max_bandwidth: None,

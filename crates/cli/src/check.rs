@@ -20,6 +20,14 @@ pub(crate) fn check() -> Result<Status> {
         "without it `--guest process` still works; load kvm_intel or kvm_amd, and join the group that owns /dev/kvm",
     );
     line(
+        "dirty rings",
+        vmferry_vmm::largest_dirty_ring()
+            .map_err(|error| error.to_string())
+            .and_then(|most| most.ok_or_else(|| "KVM has none".into()))
+            .map(|most| format!("up to {most} entries a vCPU")),
+        "`--tracker log` and `wp` need none; rings need Linux 5.11",
+    );
+    line(
         "tracking by wp",
         vmferry_dirty::WpTracker::available()
             .map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into())

@@ -1,7 +1,7 @@
 //! `vmferry demo`: the whole thing on one host, with real processes and the very commands that operators use.
 
 use crate::api::{Client, MigrateRequest};
-use crate::args::{DemoArgs, GuestKind};
+use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::{Status, guest, migrate, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -20,12 +20,17 @@ const WATCH: Duration = Duration::from_millis(1200);
 /// How long the guest may take to check all its pages.
 const CHECK: Duration = Duration::from_secs(60);
 
+/// Entries of a dirty ring where nobody says how many.
+const DEFAULT_RING: u32 = 4096;
+
 /// A machine for two: what both `run`s of a demonstration or a measurement are started with.
 pub(crate) struct Setup {
     pub(crate) guest: GuestKind,
     pub(crate) memory: u64,
     pub(crate) cpus: u32,
     pub(crate) workload: String,
+    /// Entries of each vCPU's dirty ring.
+    pub(crate) dirty_ring: Option<u32>,
 }
 
 /// A `vmferry run` of our own.
@@ -43,6 +48,9 @@ impl Runner {
         command.args(["run", "--die-with-parent", "--guest", &setup.guest.to_string()]);
         command.args(["--memory", &setup.memory.to_string(), "--cpus", &setup.cpus.to_string()]);
         command.arg("--api").arg(&api);
+        if let Some(entries) = setup.dirty_ring {
+            command.args(["--dirty-ring", &entries.to_string()]);
+        }
         if incoming {
             command.args(["--incoming", "tcp:127.0.0.1:0"]);
         } else {
@@ -186,6 +194,8 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         memory: args.memory,
         cpus: args.cpus,
         workload: workload.to_string(),
+        // The tracker has to be there from the start.
+        dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
     };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",
@@ -261,6 +271,7 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
     MigrateRequest {
         uri: uri.into(),
         tracker: migrate::tracker(args.tracker),
+        reaper: None,
         channels: args.channels,
         downtime_limit_ms: 300,
         max_bandwidth: args.link,

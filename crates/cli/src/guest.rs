@@ -3,6 +3,7 @@
 use crate::args::{BackingArg, GuestKind, RunArgs};
 use anyhow::{Context, Result, bail};
 use std::sync::Arc;
+use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
@@ -38,6 +39,7 @@ impl Machine {
         };
         options.huge_pages = args.huge_pages;
         options.incoming = args.incoming.is_some();
+        options.dirty_ring = args.dirty_ring.0;
         options.serial = serial(args.serial.as_deref())?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
@@ -61,6 +63,9 @@ impl Machine {
         if args.kernel.is_some() {
             bail!("a process guest boots no kernel; use --workload, or --guest kvm");
         }
+        if args.dirty_ring.0.is_some() {
+            bail!("a process guest has no vCPUs and so no dirty rings; leave --dirty-ring off");
+        }
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;
         options.huge_pages = args.huge_pages;
@@ -70,6 +75,14 @@ impl Machine {
             ProcessGuest::new(options, wanted(args))?
         };
         Ok(Self::Process(Box::new(guest)))
+    }
+
+    /// Who says when dirty rings are harvested, in migrations from now on.
+    pub(crate) fn set_reaper(&mut self, policy: Policy) {
+        match self {
+            Self::Kvm(vm) => vm.set_reaper(policy),
+            Self::Process(_) => {}
+        }
     }
 
     pub(crate) fn start(&mut self) -> Result<()> {

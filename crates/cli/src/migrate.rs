@@ -47,6 +47,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
     MigrateRequest {
         uri: args.uri.to_string(),
         tracker: tracker(args.tracker),
+        reaper: Some(args.reaper.to_string()),
         channels: args.channels,
         downtime_limit_ms: millis(args.downtime_limit),
         max_bandwidth: args.max_bandwidth,

@@ -169,6 +169,18 @@ pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
             count(&guest["stall_max_us"])
         )?;
     }
+    if let Some(ring) = report.get("ring").filter(|ring| !ring.is_null()) {
+        writeln!(
+            out,
+            "ring         {} entries, {}: full {} times, vCPUs stood still {} us for that, {} harvests, reaper {}",
+            count(&ring["entries"]),
+            ring["policy"].as_str().unwrap_or("?"),
+            count(&ring["full_exits"]),
+            count(&ring["full_stall_us"]),
+            count(&ring["harvests"]),
+            ms(&ring["reaper_cpu_ms"])
+        )?;
+    }
     writeln!(
         out,
         "cpu          source {}, destination {} (engine threads)",

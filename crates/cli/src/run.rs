@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
+use vmferry_dirty::Policy;
 use vmferry_engine::{
     Listener, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri, migrate, receive, restore,
     save,
@@ -106,7 +107,8 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
             Order::Migrate(request) => {
                 // Answered when it has begun; how it goes on is asked for by `status`.
                 match prepare(&request, shared) {
-                    Ok((uri, tracker)) => {
+                    Ok((uri, tracker, reaper)) => {
+                        machine.set_reaper(reaper);
                         let _ = reply.send(Ok(()));
                         if move_away(machine, shared, &request, &uri, tracker) == Place::Moved {
                             moved = Some(Instant::now());
@@ -136,20 +138,22 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
     Ok(Place::Running)
 }
 
-fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<TrackerKind>)> {
+fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<TrackerKind>, Policy)> {
     if shared.place() == Place::Paused {
         bail!("the guest is paused; resume it first, so that it runs on the other side");
     }
     let tracker = match request.tracker.as_deref() {
         None | Some("auto") => None,
         Some("log") => Some(TrackerKind::Log),
+        Some("ring") => Some(TrackerKind::Ring),
         Some("wp") => Some(TrackerKind::Wp),
-        Some(other) => bail!("there is no tracker '{other}'; use auto, log or wp"),
+        Some(other) => bail!("there is no tracker '{other}'; use auto, log, ring or wp"),
     };
+    let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
     let uri = request.uri.parse()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     shared.begin_migration(Arc::new(Monitor::new()));
-    Ok((uri, tracker))
+    Ok((uri, tracker, reaper))
 }
 
 /// Moves the guest and says where it is then.

@@ -19,6 +19,12 @@ pub enum TrackerError {
     /// The host cannot track writes this way at all.
     #[error("tracking writes: {0}")]
     Unavailable(#[source] SysError),
+    /// Windows of a measurement that do not ascend, or are too long.
+    #[error("windows of a measurement must ascend, and end within {longest:?}")]
+    Windows {
+        /// The longest.
+        longest: std::time::Duration,
+    },
     /// Harvest or protect on a tracker that was not started, or was stopped.
     #[error("the tracker is not started")]
     NotStarted,

@@ -14,6 +14,7 @@
 
 mod error;
 mod log;
+mod rate;
 mod region;
 mod residency;
 mod ring;
@@ -21,6 +22,7 @@ mod wp;
 
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
+pub use rate::{RatePoint, check_windows, measure};
 pub use region::{Backing, MappedRegion};
 pub use residency::touched;
 #[cfg(any(test, feature = "sim"))]

@@ -16,7 +16,7 @@ pub use channel::{Listener, Uri, UriError};
 pub use error::MigrateError;
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
-pub use report::{Bytes, Cpu, Downtime, PassReport, Report};
+pub use report::{Bytes, Cpu, Downtime, PassReport, Report, RingFigures, VcpuRing};
 pub use snapshot::{restore, save};
 pub use source::{OnTimeout, Outcome, Settings, Verification, migrate};
 pub use target::{Arrival, ReceiveFailure, Received, receive};

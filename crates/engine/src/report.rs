@@ -35,6 +35,8 @@ pub struct Report {
     pub passes: Vec<PassReport>,
     /// Bytes on the wire over the time from the first page to the end, in Mbit/s.
     pub throughput_mbps: f64,
+    /// How the dirty rings did; `None` for a tracker without.
+    pub ring: Option<RingFigures>,
     /// CPU time of the engine's threads.
     pub cpu_ms: Cpu,
     /// Pages compared on both sides.
@@ -98,6 +100,40 @@ pub struct PassReport {
     pub harvest_ms: f64,
     /// Pages that the guest had dirtied by then.
     pub dirtied: u64,
+}
+
+/// What tracking by dirty rings cost, since it was started.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct RingFigures {
+    /// Entries of each ring.
+    pub entries: u32,
+    /// Who says when rings are harvested.
+    pub policy: String,
+    /// How often a vCPU had to stop because its ring was full.
+    pub full_exits: u64,
+    /// How long they stood still for that, all vCPUs together, in microseconds.
+    pub full_stall_us: u64,
+    /// Harvests of a ring, by whomever.
+    pub harvests: u64,
+    /// CPU time of the reaper, in ms.
+    pub reaper_cpu_ms: f64,
+    /// The same for each vCPU.
+    pub vcpus: Vec<VcpuRing>,
+}
+
+/// One vCPU's share of [`RingFigures`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct VcpuRing {
+    /// How often its ring was full.
+    pub full_exits: u64,
+    /// How long it stood still for that, in microseconds.
+    pub full_stall_us: u64,
+    /// Its longest such wait, in microseconds.
+    pub full_stall_max_us: u64,
+    /// Harvests of its ring.
+    pub harvests: u64,
+    /// Entries harvested: pages it wrote, each counted once a harvest.
+    pub pages: u64,
 }
 
 /// CPU time in ms.

@@ -10,8 +10,10 @@
 //! The engine calls [`SourceVm`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
 //! channel threads at once.
 
+use crate::report::RingFigures;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Layout, PageRun, PageSet, RegionId, Window};
 pub use vmferry_wire::{MachineConfig, Section};
@@ -73,6 +75,8 @@ pub trait GuestMemory: Send + Sync {
 pub enum TrackerKind {
     /// KVM's dirty bitmap, cleared by hand chunk by chunk.
     Log,
+    /// KVM's dirty rings, one for each vCPU.
+    Ring,
     /// Write protection by userfaultfd, read by `PAGEMAP_SCAN`.
     Wp,
     /// Something of the embedder's own.
@@ -83,6 +87,7 @@ impl fmt::Display for TrackerKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Log => "log",
+            Self::Ring => "ring",
             Self::Wp => "wp",
             Self::Custom => "custom",
         })
@@ -121,6 +126,11 @@ pub trait DirtyTracker: Send {
 
     /// The part that channel threads call before they read pages.
     fn protector(&self) -> Arc<dyn Protect>;
+
+    /// How its rings are doing since [`start`](Self::start), for reports; `None` for a tracker without rings.
+    fn ring(&self) -> Option<RingFigures> {
+        None
+    }
 
     /// Stops tracking and lets the guest run at its full speed.
     ///
@@ -169,6 +179,21 @@ pub trait SourceVm: Send {
     /// # Errors
     /// If `kind` cannot be had: which, and why, and what can.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
+
+    /// Slows the guest so that it dirties less: each vCPU stands still for its share of the time, 0 to 1, in slices of at most
+    /// 10 ms. The last share stands for all further vCPUs; a single 0 ends it.
+    ///
+    /// # Errors
+    /// If this VM cannot be slowed. The migration goes on without.
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        let _ = shares;
+        Err(VmError::new("this VM cannot be slowed"))
+    }
+
+    /// How long each vCPU has stood still because of [`throttle`](Self::throttle).
+    fn throttled(&self) -> Vec<Duration> {
+        Vec::new()
+    }
 
     /// Stops the vCPUs: when this returns, none runs guest code and none will before [`resume`](Self::resume).
     ///

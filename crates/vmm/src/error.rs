@@ -36,6 +36,14 @@ pub enum Error {
     /// Options that no VM can have.
     #[error("{0}")]
     Options(String),
+    /// The VM cannot have dirty rings like these.
+    #[error("no dirty rings of {entries} entries: {why}")]
+    DirtyRing {
+        /// Entries of each ring.
+        entries: u32,
+        /// What stands against it.
+        why: String,
+    },
     /// An ioctl failed.
     #[error("{what} failed")]
     Kvm {

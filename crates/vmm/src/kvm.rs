@@ -1,12 +1,16 @@
 //! Opening KVM and making an empty virtual machine of it.
 
 use crate::error::{Error, Result};
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, RamRegion};
 use kvm_bindings::{KVM_API_VERSION, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
+use vmferry_dirty::LogSlot;
+use vmferry_sys::SysError;
+use vmferry_sys::kvm::SlotSpec;
+use vmferry_sys::ring::{self, RingEntries};
 
 /// Three pages for KVM's own use on Intel hosts, in the hole below the firmware (Linux, virt/kvm/api.rst,
 /// `KVM_SET_TSS_ADDR`).
@@ -52,6 +56,18 @@ pub fn open_kvm() -> Result<Kvm> {
     if missing.is_empty() { Ok(kvm) } else { Err(Error::MissingCaps(missing)) }
 }
 
+/// The most entries that a vCPU's dirty ring can have on this host; `None` if there are no dirty rings.
+///
+/// # Errors
+/// If KVM cannot be used.
+pub fn largest_dirty_ring() -> Result<Option<u32>> {
+    let vm = open_kvm()?.create_vm().map_err(|e| Error::kvm("KVM_CREATE_VM", e))?;
+    // SAFETY: the descriptor is open for as long as `vm` lives.
+    let largest = ring::largest(unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) });
+    let failed = |error: SysError| Error::DirtyRing { entries: RingEntries::MIN, why: error.to_string() };
+    Ok(largest.map_err(failed)?.map(RingEntries::get))
+}
+
 /// A KVM VM and the memory that it runs in.
 ///
 /// Whoever holds the VM's descriptor holds this, so the memory is mapped for as long as KVM may use it: the descriptor is
@@ -63,10 +79,29 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Makes a VM with interrupt controllers, timer and memory, and no vCPU.
-    pub(crate) fn new(kvm: &Kvm, ram: Arc<GuestRam>) -> Result<Self> {
+    /// Makes a VM with interrupt controllers, timer and memory, and no vCPU; those that come will have a dirty ring of
+    /// `ring` entries.
+    pub(crate) fn new(kvm: &Kvm, ram: Arc<GuestRam>, ring: Option<RingEntries>) -> Result<Self> {
         let fd = create_vm(kvm, &ram)?;
+        if let Some(entries) = ring {
+            enable_rings(&fd, entries)?;
+        }
         Ok(Self { fd, ram })
+    }
+
+    /// Its memory slots, as trackers want them.
+    pub(crate) fn log_slots(&self) -> Vec<LogSlot> {
+        let slot = |ram: &RamRegion| LogSlot {
+            spec: SlotSpec {
+                slot: ram.region().id.0,
+                flags: 0,
+                gpa: ram.region().gpa.0,
+                len: ram.region().len,
+                host: ram.host_address(),
+            },
+            marks: Some(ram.marks().bitmap()),
+        };
+        self.ram.regions().iter().map(slot).collect()
     }
 
     pub(crate) fn fd(&self) -> &VmFd {
@@ -81,6 +116,23 @@ impl Machine {
 impl AsRawFd for Machine {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+}
+
+fn enable_rings(vm: &VmFd, entries: RingEntries) -> Result<()> {
+    // SAFETY: the descriptor is open for as long as `vm` is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) };
+    let failed = |source: SysError| Error::DirtyRing { entries: entries.get(), why: source.to_string() };
+    match ring::largest(fd).map_err(failed)? {
+        None => {
+            let why = "KVM on this host has none; leave --dirty-ring off".to_owned();
+            Err(Error::DirtyRing { entries: entries.get(), why })
+        }
+        Some(largest) if largest.get() < entries.get() => {
+            let why = format!("KVM on this host allows at most {}", largest.get());
+            Err(Error::DirtyRing { entries: entries.get(), why })
+        }
+        Some(_) => ring::enable(fd, entries).map_err(failed),
     }
 }
 

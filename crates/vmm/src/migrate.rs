@@ -4,11 +4,11 @@ use crate::memory::GuestRam;
 use crate::vm::Vm;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
+use std::time::Duration;
+use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker};
 use vmferry_engine::{
     DirtyTracker, GuestMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
-use vmferry_sys::kvm::SlotSpec;
 
 impl Vm {
     /// What a VM must be like to take this one's guest.
@@ -27,20 +27,26 @@ impl Vm {
     }
 
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
-        let slots = self.ram().regions().iter().map(|ram| LogSlot {
-            spec: SlotSpec {
-                slot: ram.region().id.0,
-                flags: 0,
-                gpa: ram.region().gpa.0,
-                len: ram.region().len,
-                host: ram.host_address(),
-            },
-            marks: Some(ram.marks().bitmap()),
-        });
+        if self.rings().is_some() {
+            return Err(VmError::new(
+                "this VM has dirty rings, and so KVM keeps no dirty log of it; use `ring` or `wp`, or start it without \
+                 --dirty-ring",
+            ));
+        }
         let machine: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self.machine()) as _;
         // SAFETY: the machine keeps its descriptor and its memory for as long as it lives, and these are the slots that
         // it was made with, which are never changed.
-        Ok(Box::new(unsafe { KvmLogTracker::new(machine, slots.collect()) }?))
+        Ok(Box::new(unsafe { KvmLogTracker::new(machine, self.machine().log_slots()) }?))
+    }
+
+    fn ring_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
+        let rings = self.rings().ok_or_else(|| {
+            VmError::new(
+                "this VM was started without dirty rings, and cannot get them now; use `log` or `wp`, or start it with \
+                 --dirty-ring 4096",
+            )
+        })?;
+        Ok(Box::new(RingTracker::new(rings, self.reaper())))
     }
 }
 
@@ -54,16 +60,26 @@ impl SourceVm for Vm {
     }
 
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
-        match kind.unwrap_or(TrackerKind::Log) {
+        let usual = if self.rings().is_some() { TrackerKind::Ring } else { TrackerKind::Log };
+        match kind.unwrap_or(usual) {
             TrackerKind::Log => self.log_tracker(),
+            TrackerKind::Ring => self.ring_tracker(),
             TrackerKind::Wp => {
                 let regions = self.ram().regions().iter().map(crate::memory::RamRegion::mapped).collect();
                 Ok(Box::new(WpTracker::new(regions)?))
             }
             other => Err(VmError::new(format!(
-                "a KVM guest's pages cannot be tracked by `{other}`; use `log` or `wp`"
+                "a KVM guest's pages cannot be tracked by `{other}`; use `log`, `ring` or `wp`"
             ))),
         }
+    }
+
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        self.set_throttle(shares).map_err(VmError::new)
+    }
+
+    fn throttled(&self) -> Vec<Duration> {
+        Self::throttled(self)
     }
 
     fn pause(&mut self) -> Result<(), VmError> {

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
+use vmferry_sys::ring::RingEntries;
 
 /// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
 pub const MIN_MEMORY: u64 = 4 << 20;
@@ -109,6 +110,8 @@ pub struct VmOptions {
     pub huge_pages: bool,
     /// Whether this VM waits for a guest from elsewhere instead of booting one.
     pub incoming: bool,
+    /// Entries of a dirty ring for each vCPU, a power of two. A choice for good: a VM with rings has no dirty log.
+    pub dirty_ring: Option<u32>,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
@@ -123,6 +126,7 @@ impl VmOptions {
             backing: Backing::default(),
             huge_pages: true,
             incoming: false,
+            dirty_ring: None,
             serial: SerialSink::discard(),
         }
     }
@@ -138,6 +142,18 @@ impl VmOptions {
         if !(1..=MAX_CPUS).contains(&self.cpus) {
             return Err(Error::Options(format!("{} vCPUs: a VM has 1 to {MAX_CPUS}", self.cpus)));
         }
-        Ok(())
+        self.ring_entries().map(|_| ())
+    }
+
+    pub(crate) fn ring_entries(&self) -> Result<Option<RingEntries>> {
+        let entries = |number| {
+            RingEntries::new(number).ok_or_else(|| {
+                Error::Options(format!(
+                    "a dirty ring of {number} entries: it has a power of two, at least {}",
+                    RingEntries::MIN
+                ))
+            })
+        };
+        self.dirty_ring.map(entries).transpose()
     }
 }

@@ -10,12 +10,17 @@ use crate::options::VmOptions;
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, VcpuSaved};
 use crate::stats;
-use crate::vcpu::{Board, Command, Exit, KickPage, MsrPlan, PATIENCE, Vcpu, VcpuContext, XsaveSize};
+use crate::vcpu::{
+    Board, Command, Exit, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
+};
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
+use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_engine::Section;
 use vmferry_guest_abi::{StatsError, StatsSnapshot};
+use vmferry_sys::ring::RingEntries;
 
 /// Where a VM is in its life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +72,11 @@ pub struct Vm {
     shared: Arc<Shared>,
     stage: Stage,
     incoming: bool,
+    rings: Option<DirtyRings>,
+    reaper: Policy,
+    throttle: Arc<Throttle>,
+    /// There while a vCPU is slowed.
+    nudger: Option<Nudger>,
     tsc_khz: u32,
     identity: (String, String),
     notes: Vec<String>,
@@ -102,19 +112,25 @@ impl Vm {
         }
         let ram = Arc::new(GuestRam::new(&options)?);
         let mut notes = ram.notes().to_vec();
-        let machine = Arc::new(Machine::new(&kvm, ram)?);
+        let entries = options.ring_entries()?;
+        let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
         let devices = Arc::new(Devices::new(&machine, options.serial.clone()));
         let model = CpuModel::new(&kvm, options.cpus)?;
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
         notes.extend(plan.note());
         let tsc_khz = fds[0].get_tsc_khz().map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
-        let (board, vcpus) = spawn_vcpus(&kvm, &machine, &devices, plan, fds)?;
+        let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
+        let (board, throttle, vcpus) = spawn_vcpus(&kvm, &machine, &devices, plan, fds, rings.as_ref())?;
         Ok(Self {
             vcpus,
             shared: Arc::new(Shared { board, devices, machine }),
             stage: Stage::Empty,
             incoming: options.incoming,
+            rings,
+            reaper: Policy::default(),
+            throttle,
+            nudger: None,
             tsc_khz,
             identity: model.identity(),
             notes,
@@ -286,6 +302,42 @@ impl Vm {
         &self.notes
     }
 
+    /// The dirty rings of its vCPUs, if it was made with them.
+    #[must_use]
+    pub fn rings(&self) -> Option<&DirtyRings> {
+        self.rings.as_ref()
+    }
+
+    /// Who says when the rings are harvested, for trackers that are made from now on.
+    pub fn set_reaper(&mut self, policy: Policy) {
+        self.reaper = policy;
+    }
+
+    /// Slows the vCPUs: each stands still for its share of the time, 0 to 1, in slices of at most 10 ms. The last share stands
+    /// for all further vCPUs; zeros let them run freely again.
+    ///
+    /// # Errors
+    /// If the host has no thread for it.
+    pub fn set_throttle(&mut self, shares: &[f64]) -> Result<()> {
+        if !self.throttle.set(shares) {
+            self.nudger = None;
+        } else if self.nudger.is_none() {
+            let nudger = Nudger::start(Arc::clone(&self.throttle), Arc::clone(&self.shared.board));
+            self.nudger = Some(nudger.map_err(|source| Error::Thread { cpu: 0, source })?);
+        }
+        Ok(())
+    }
+
+    /// How long each vCPU has stood still because it was slowed, since the VM was made.
+    #[must_use]
+    pub fn throttled(&self) -> Vec<Duration> {
+        self.throttle.totals()
+    }
+
+    pub(crate) fn reaper(&self) -> Policy {
+        self.reaper
+    }
+
     pub(crate) fn machine(&self) -> &Arc<Machine> {
         &self.shared.machine
     }
@@ -376,22 +428,38 @@ fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<Vc
     (0..cpus).map(create).collect()
 }
 
+fn map_rings(machine: &Arc<Machine>, entries: RingEntries, fds: &[VcpuFd]) -> Result<DirtyRings> {
+    // SAFETY: the descriptors are open for as long as `fds` is borrowed.
+    let borrow = |fd: &VcpuFd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+    let vcpus: Vec<_> = fds.iter().map(borrow).collect();
+    let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(machine) as _;
+    // SAFETY: the machine keeps its descriptor and its memory for as long as it lives, and these are the slots that it
+    // was made with, which are never changed.
+    let rings = unsafe { DirtyRings::new(vm, entries, &vcpus, machine.log_slots()) };
+    rings.map_err(|error| Error::DirtyRing { entries: entries.get(), why: error.to_string() })
+}
+
 fn spawn_vcpus(
     kvm: &Kvm,
     machine: &Machine,
     devices: &Arc<Devices>,
     plan: Arc<MsrPlan>,
     fds: Vec<VcpuFd>,
-) -> Result<(Arc<Board>, Vec<Vcpu>)> {
+    rings: Option<&DirtyRings>,
+) -> Result<(Arc<Board>, Arc<Throttle>, Vec<Vcpu>)> {
     debug_assert!(kvm.check_extension(Cap::Xsave));
     let pages: Vec<_> = fds.iter().map(|fd| KickPage::new(fd).map(Arc::new)).collect::<Result<_>>()?;
     let board = Arc::new(Board::new(pages.clone()));
     let xsave = XsaveSize::new(machine.fd().check_extension_int(Cap::Xsave2));
-    let context =
-        Arc::new(VcpuContext { board: Arc::clone(&board), devices: Arc::clone(devices), plan, xsave });
+    let throttle = Arc::new(Throttle::new(fds.len()));
+    let (own, devices) = (Arc::clone(&throttle), Arc::clone(devices));
+    let context = Arc::new(VcpuContext { board: Arc::clone(&board), devices, plan, xsave, throttle: own });
     let vcpus = (0..)
         .zip(fds.into_iter().zip(pages))
-        .map(|(cpu, (fd, page))| Vcpu::spawn(cpu, fd, page, Arc::clone(&context)))
+        .map(|(cpu, (fd, page))| {
+            let ring = rings.map(|rings| rings.vcpu(cpu as usize));
+            Vcpu::spawn(cpu, (fd, ring), page, Arc::clone(&context))
+        })
         .collect::<Result<_>>()?;
-    Ok((board, vcpus))
+    Ok((board, throttle, vcpus))
 }

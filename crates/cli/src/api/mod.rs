@@ -27,6 +27,8 @@ pub(crate) struct MigrateRequest {
     pub(crate) uri: String,
     #[serde(default)]
     pub(crate) tracker: Option<String>,
+    #[serde(default)]
+    pub(crate) reaper: Option<String>,
     pub(crate) channels: u16,
     pub(crate) downtime_limit_ms: u64,
     #[serde(default)]

@@ -4,6 +4,7 @@ use super::core::RingView;
 use super::policy::Policy;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
+use vmferry_engine::{RingFigures, VcpuRing};
 
 /// Counts of one ring, since tracking started. Written by whoever harvests it, read by anybody.
 #[derive(Debug, Default)]
@@ -124,6 +125,28 @@ pub struct RingReport {
 }
 
 impl RingReport {
+    /// The same, as a migration's report has it.
+    #[must_use]
+    pub fn figures(&self) -> RingFigures {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let vcpu = |vcpu: &VcpuRingReport| VcpuRing {
+            full_exits: vcpu.full_exits,
+            full_stall_us: micros(vcpu.stalled),
+            full_stall_max_us: micros(vcpu.stalled_max),
+            harvests: vcpu.harvests,
+            pages: vcpu.pages,
+        };
+        RingFigures {
+            entries: self.entries,
+            policy: self.reaper.policy.to_string(),
+            full_exits: self.full_exits(),
+            full_stall_us: micros(self.stalled()),
+            harvests: self.vcpus.iter().map(|vcpu| vcpu.harvests).sum(),
+            reaper_cpu_ms: self.reaper.cpu.as_secs_f64() * 1e3,
+            vcpus: self.vcpus.iter().map(vcpu).collect(),
+        }
+    }
+
     /// Full exits of all vCPUs.
     #[must_use]
     pub fn full_exits(&self) -> u64 {

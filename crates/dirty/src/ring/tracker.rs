@@ -6,7 +6,7 @@ use crate::region::{forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vmferry_engine::{DirtyTracker, NothingToProtect, Protect, TrackerKind, VmError};
+use vmferry_engine::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VmError};
 use vmferry_memory::PageSet;
 use vmferry_sys::kvm::{self, ManualProtect};
 
@@ -144,7 +144,11 @@ impl Shared {
 
 impl DirtyTracker for RingTracker {
     fn kind(&self) -> TrackerKind {
-        TrackerKind::Custom
+        TrackerKind::Ring
+    }
+
+    fn ring(&self) -> Option<RingFigures> {
+        Some(self.report().figures())
     }
 
     fn start(&mut self) -> Result<(), VmError> {

@@ -118,7 +118,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             |()| driver.drive(first),
         );
         driver.close(&outcome);
-        driver.timings.report(driver.ground, &driver.session, &outcome, driver.tracker.kind())
+        driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker)
     }
 
     fn read_control(&self) -> io::Result<()> {

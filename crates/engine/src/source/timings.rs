@@ -5,7 +5,7 @@ use super::events::Outcome;
 use super::session::Session;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, word};
-use crate::vm::TrackerKind;
+use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_wire::{ToSource, ToTarget};
@@ -125,7 +125,7 @@ impl Timings {
         ground: &Ground<'_>,
         session: &Session,
         outcome: &Outcome,
-        tracker: TrackerKind,
+        tracker: &dyn DirtyTracker,
     ) -> Report {
         let counters = &ground.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -146,7 +146,7 @@ impl Timings {
             error,
             id: ground.migration.to_string(),
             mode: "precopy".into(),
-            tracker: tracker.to_string(),
+            tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
             setup_ms: ms(between(Some(ground.began), self.first_page)),
@@ -160,6 +160,7 @@ impl Timings {
             },
             passes: self.passes.clone(),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
+            ring: tracker.ring(),
             cpu_ms: Cpu {
                 source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
                 destination: ms(session.target_cpu),

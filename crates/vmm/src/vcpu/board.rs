@@ -178,6 +178,8 @@ impl Board {
         let mut entries = self.lock();
         entries.run = false;
         kick_running(&entries);
+        // For those that are being held.
+        self.changed.notify_all();
         let running = |entries: &mut Entries| entries.vcpus.iter().any(|e| e.phase == Phase::Running);
         let waited = self.changed.wait_timeout_while(entries, patience, running);
         let (entries, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -187,6 +189,22 @@ impl Board {
                 Err(Error::Unresponsive { cpu: u32::try_from(cpu).unwrap_or(u32::MAX), what: "pause" })
             }
         }
+    }
+
+    /// Brings a running vCPU out of the guest for a moment, unless it happens to be outside.
+    pub(crate) fn nudge(&self, cpu: usize) {
+        let entries = self.lock();
+        let entry = &entries.vcpus[cpu];
+        if let Some(thread) = entry.thread.filter(|_| entry.phase == Phase::Running) {
+            kick::interrupt(thread);
+        }
+    }
+
+    /// Keeps the calling vCPU's thread waiting for `time`, or until somebody wants the vCPU to pause.
+    pub(crate) fn hold(&self, cpu: usize, time: Duration) {
+        let entries = self.lock();
+        let undisturbed = |entries: &mut Entries| !entries.vcpus[cpu].page.requested();
+        let _ = self.changed.wait_timeout_while(entries, time, undisturbed);
     }
 
     /// How the guest ended, if it did.

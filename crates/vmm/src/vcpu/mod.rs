@@ -27,6 +27,7 @@ mod board;
 mod kick;
 mod msrs;
 mod run;
+mod throttle;
 mod transfer;
 
 pub(crate) use board::Board;
@@ -34,6 +35,7 @@ pub use board::{Exit, VcpuFault};
 pub(crate) use kick::KickPage;
 pub(crate) use msrs::MsrPlan;
 pub(crate) use run::{Command, Vcpu, VcpuContext};
+pub(crate) use throttle::{Nudger, Throttle};
 pub(crate) use transfer::{XsaveSize, now_ns};
 
 /// How long a vCPU thread may take for anything it is asked. A vCPU answers within a millisecond; one that waits for

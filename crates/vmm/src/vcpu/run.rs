@@ -3,6 +3,7 @@
 use super::board::{Board, Exit, VcpuFault};
 use super::kick::{self, KickPage};
 use super::msrs::MsrPlan;
+use super::throttle::Throttle;
 use super::transfer::{self, XsaveSize};
 use crate::boot::BootState;
 use crate::devices::{Devices, Request};
@@ -12,6 +13,8 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
+use vmferry_dirty::RingVcpu;
+use vmferry_sys::ring::EXIT_RING_FULL;
 
 /// What a vCPU thread can be asked. Answers go to the sender; a thread whose vCPU runs answers when it is paused.
 #[derive(Debug)]
@@ -35,6 +38,7 @@ pub(crate) struct VcpuContext {
     pub(crate) devices: Arc<Devices>,
     pub(crate) plan: Arc<MsrPlan>,
     pub(crate) xsave: XsaveSize,
+    pub(crate) throttle: Arc<Throttle>,
 }
 
 /// A vCPU's thread, from outside. Dropping it ends the thread, once it is paused.
@@ -49,13 +53,13 @@ impl Vcpu {
     /// Starts the thread of `vcpu`, number `cpu`, paused.
     pub(crate) fn spawn(
         cpu: u32,
-        vcpu: VcpuFd,
+        (vcpu, ring): (VcpuFd, Option<RingVcpu>),
         page: Arc<KickPage>,
         context: Arc<VcpuContext>,
     ) -> Result<Self> {
         kick::install_handler();
         let (commands, inbox) = channel();
-        let worker = Worker { cpu, vcpu, page, context, inbox };
+        let worker = Worker { cpu, vcpu, ring, page, context, inbox };
         let thread = std::thread::Builder::new().name(format!("vcpu {cpu}")).spawn(move || worker.live());
         let thread = thread.map_err(|source| Error::Thread { cpu, source })?;
         Ok(Self { cpu, commands, thread: Some(thread) })
@@ -124,6 +128,7 @@ enum Step {
 struct Worker {
     cpu: u32,
     vcpu: VcpuFd,
+    ring: Option<RingVcpu>,
     page: Arc<KickPage>,
     context: Arc<VcpuContext>,
     inbox: Receiver<Command>,
@@ -183,8 +188,13 @@ impl Worker {
 
     /// Runs the guest until somebody kicks it (`None`) or it is over.
     fn run(&mut self) -> Option<Exit> {
+        let mut held = None;
         loop {
-            match self.step() {
+            let step = self.step();
+            if matches!(step, Step::Again) {
+                self.context.throttle.pass(self.cpu as usize, &mut held, &self.context.board);
+            }
+            match step {
                 Step::Again => {}
                 Step::Kicked => return None,
                 Step::End(exit) => return Some(exit),
@@ -198,6 +208,9 @@ impl Worker {
             Ok(exit) => exit,
             Err(error) => return self.interrupted(error),
         };
+        if let Some(ring) = &self.ring {
+            ring.on_exit();
+        }
         let what = match exit {
             VcpuExit::IoOut(port, data) => {
                 return match devices.write_port(port, data) {
@@ -227,6 +240,11 @@ impl Worker {
             VcpuExit::MemoryFault { gpa, .. } => {
                 format!("KVM cannot reach guest memory at {gpa:#x}; is the host out of memory?")
             }
+            VcpuExit::Unsupported(EXIT_RING_FULL) => match self.ring.as_ref().map(RingVcpu::on_full) {
+                Some(Ok(())) => return Step::Again,
+                Some(Err(error)) => format!("its dirty ring is full and cannot be emptied: {error}"),
+                None => "its dirty ring is full, and it was given none".to_owned(),
+            },
             VcpuExit::Unsupported(reason) => format!("KVM exit {reason}, which is not expected"),
             other => format!("KVM exit {other:?}, which is not expected"),
         };

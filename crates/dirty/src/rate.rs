@@ -1,0 +1,134 @@
+//! How fast a guest dirties its memory.
+
+use crate::TrackerError;
+use std::time::{Duration, Instant};
+use vmferry_bitmap::Bitmap;
+use vmferry_engine::{DirtyTracker, GuestMemory, RingFigures, VmError};
+use vmferry_memory::{PAGE_SIZE, PageRun, PageSet};
+
+/// What a guest dirtied within a time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RatePoint {
+    /// Since all pages were protected. All windows begin together.
+    pub window: Duration,
+    /// Pages that were written at least once: the working set of that window.
+    pub pages: u64,
+    /// For each vCPU, the pages that it was the first to write since they were protected; empty without rings. A page counts
+    /// again when it was harvested in between.
+    pub vcpus: Vec<u64>,
+}
+
+impl RatePoint {
+    /// Bytes a second that had to be sent again to keep up with this window. A page that is written twice within it counts
+    /// once, so a longer window gives a lower rate.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a rate for people and predictions")]
+    pub fn bytes_per_s(&self) -> f64 {
+        (self.pages * PAGE_SIZE) as f64 / self.window.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Protects all pages, and counts how many have been written at the end of each of `windows`, which ascend. Tracks for no
+/// longer than that; `stop` ends it earlier, with the windows that were over.
+///
+/// The guest runs meanwhile and pays a fault for each page that it writes, once.
+///
+/// # Errors
+/// If the tracker fails.
+pub fn measure(
+    tracker: &mut dyn DirtyTracker,
+    memory: &dyn GuestMemory,
+    windows: &[Duration],
+    stop: impl Fn() -> bool,
+) -> Result<Vec<RatePoint>, VmError> {
+    tracker.start()?;
+    let points = watch(tracker, memory, windows, stop);
+    let stopped = tracker.stop();
+    let points = points?;
+    stopped?;
+    Ok(points)
+}
+
+/// How often somebody who wants it to end is noticed.
+const TICK: Duration = Duration::from_millis(50);
+
+fn watch(
+    tracker: &mut dyn DirtyTracker,
+    memory: &dyn GuestMemory,
+    windows: &[Duration],
+    stop: impl Fn() -> bool,
+) -> Result<Vec<RatePoint>, VmError> {
+    let layout = memory.layout();
+    protect_all(tracker, memory)?;
+    // What was written, or was never protected, until here is not ours to count.
+    tracker.harvest(&mut PageSet::empty(layout))?;
+    let (began, before) = (Instant::now(), tracker.ring());
+    let (mut written, mut points) = (PageSet::empty(layout), Vec::with_capacity(windows.len()));
+    for &window in windows {
+        while let Some(left) = window.checked_sub(began.elapsed()).filter(|left| !left.is_zero()) {
+            if stop() {
+                return Ok(points);
+            }
+            std::thread::sleep(left.min(TICK));
+        }
+        // A harvest may protect what it reports; the set keeps it, so that each page counts once.
+        let window = began.elapsed();
+        tracker.harvest(&mut written)?;
+        let vcpus = tracker.ring().map(|now| each_vcpu(&now, before.as_ref())).unwrap_or_default();
+        points.push(RatePoint { window, pages: written.count(), vcpus });
+    }
+    Ok(points)
+}
+
+fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<(), VmError> {
+    let protector = tracker.protector();
+    let chunk = protector.chunk_pages().max(1);
+    for region in memory.layout().regions() {
+        let mut all = Bitmap::new(region.pages());
+        all.set_range(0..region.pages());
+        let mut first = 0;
+        while first < region.pages() {
+            let end = (first + chunk).min(region.pages());
+            protector.protect(region.id, PageRun::from(first..end), &all)?;
+            first = end;
+        }
+    }
+    Ok(())
+}
+
+fn each_vcpu(now: &RingFigures, before: Option<&RingFigures>) -> Vec<u64> {
+    let earlier = |index: usize| before.and_then(|b| b.vcpus.get(index)).map_or(0, |vcpu| vcpu.pages);
+    now.vcpus.iter().enumerate().map(|(index, vcpu)| vcpu.pages.saturating_sub(earlier(index))).collect()
+}
+
+/// Windows that are not ascending, or none.
+///
+/// # Errors
+/// Which it is.
+pub fn check_windows(windows: &[Duration], longest: Duration) -> Result<(), TrackerError> {
+    let ascending = windows.windows(2).all(|pair| pair[0] < pair[1]);
+    let fits = windows.first().is_some_and(|first| !first.is_zero()) && windows.last() <= Some(&longest);
+    if ascending && fits { Ok(()) } else { Err(TrackerError::Windows { longest }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_is_bytes_by_time() {
+        let point = RatePoint { window: Duration::from_millis(500), pages: 1000, vcpus: Vec::new() };
+        assert!((point.bytes_per_s() - 8_192_000.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn windows_ascend_and_end() {
+        let ms = Duration::from_millis;
+        let check = |windows: &[Duration]| check_windows(windows, ms(1000));
+        assert!(check(&[ms(1), ms(10), ms(1000)]).is_ok());
+        for wrong in [&[][..], &[ms(0)], &[ms(2), ms(2)], &[ms(3), ms(2)], &[ms(1001)]] {
+            let text = check(wrong).unwrap_err().to_string();
+            assert!(text.contains("1s"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! Slowing vCPUs by holding them outside the guest for a share of their time.
+
+use super::board::Board;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A vCPU is held once in each of these, for its share of it: short enough that no guest takes it for a fault.
+pub(crate) const SLICE: Duration = Duration::from_millis(10);
+
+/// What the vCPU threads share with those who slow them.
+#[derive(Debug)]
+pub(crate) struct Throttle {
+    vcpus: Vec<Held>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    /// Millionths of its time that the vCPU is to stand still.
+    share: AtomicU32,
+    /// How long it stood still so far.
+    total_us: AtomicU64,
+}
+
+impl Throttle {
+    pub(crate) fn new(vcpus: usize) -> Self {
+        Self { vcpus: (0..vcpus).map(|_| Held::default()).collect() }
+    }
+
+    /// Sets the shares, 0 to 1; the last stands for all further vCPUs. Says whether anybody is to be held.
+    pub(crate) fn set(&self, shares: &[f64]) -> bool {
+        let mut any = false;
+        for (index, vcpu) in self.vcpus.iter().enumerate() {
+            let share = shares.get(index).or(shares.last()).copied().unwrap_or(0.0).clamp(0.0, 1.0);
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to a million")]
+            let millionths = (share * 1e6) as u32;
+            any |= millionths > 0;
+            vcpu.share.store(millionths, Ordering::Relaxed);
+        }
+        any
+    }
+
+    /// How long each vCPU stood still because of this.
+    pub(crate) fn totals(&self) -> Vec<Duration> {
+        self.vcpus.iter().map(|vcpu| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed))).collect()
+    }
+
+    fn wanted(&self) -> impl Iterator<Item = usize> {
+        let held = |(index, vcpu): (usize, &Held)| (vcpu.share.load(Ordering::Relaxed) > 0).then_some(index);
+        self.vcpus.iter().enumerate().filter_map(held)
+    }
+
+    /// Called by the thread of `cpu` between two runs of its vCPU: holds it if its turn has come. `last` is when it was
+    /// held before. A pause ends it at once.
+    pub(crate) fn pass(&self, cpu: usize, last: &mut Option<Instant>, board: &Board) {
+        let vcpu = &self.vcpus[cpu];
+        let share = vcpu.share.load(Ordering::Relaxed);
+        if share == 0 {
+            *last = None;
+            return;
+        }
+        let now = Instant::now();
+        // Of the time since it was held last, so that a turn that it missed is made up for.
+        let since = last.map_or(SLICE, |last| now - last);
+        // The nudge comes once a slice; at other exits it is not its turn.
+        if since < SLICE / 2 {
+            return;
+        }
+        *last = Some(now);
+        board.hold(cpu, since.mul_f64(f64::from(share) / 1e6).min(SLICE));
+        let held = u64::try_from(now.elapsed().as_micros()).unwrap_or(u64::MAX);
+        vcpu.total_us.fetch_add(held, Ordering::Relaxed);
+    }
+}
+
+/// The thread that brings vCPUs out of the guest to be held. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Nudger {
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Nudger {
+    pub(crate) fn start(throttle: Arc<Throttle>, board: Arc<Board>) -> std::io::Result<Self> {
+        let stop = Arc::new((Mutex::new(false), Condvar::new()));
+        let own = Arc::clone(&stop);
+        let nudge = move || {
+            let (stop, changed) = &*own;
+            let mut guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
+            while !*guard {
+                drop(guard);
+                throttle.wanted().for_each(|cpu| board.nudge(cpu));
+                let again = stop.lock().unwrap_or_else(PoisonError::into_inner);
+                guard = changed
+                    .wait_timeout_while(again, SLICE, |stop| !*stop)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+            }
+        };
+        let thread = std::thread::Builder::new().name("throttle".to_owned()).spawn(nudge)?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Nudger {
+    fn drop(&mut self) {
+        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread was printed when it happened; vCPUs are held no more.
+            let _ = thread.join();
+        }
+    }
+}
