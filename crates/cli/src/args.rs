@@ -1,10 +1,11 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_dirty::Policy;
-use vmferry_engine::{OnTimeout, TrackerKind, Uri};
+use vmferry_engine::{AutoConverge, OnTimeout, TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
@@ -29,6 +30,8 @@ pub(crate) enum Command {
     Resume(ApiArgs),
     /// End the guest and its process
     Quit(ApiArgs),
+    /// How fast the guest dirties its memory
+    DirtyRate(DirtyRateArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
     /// Call a migration off; the guest stays
@@ -98,6 +101,29 @@ pub(crate) enum OnTimeoutArg {
     Cancel,
     /// Stop the guest and send the rest
     Switch,
+}
+
+/// Serves the command line and the control socket alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum AutoConvergeArg {
+    /// Let it run
+    #[default]
+    Off,
+    /// All vCPUs alike
+    All,
+    /// Only the vCPUs that write more than their share, where the tracker can tell (ring)
+    Writers,
+}
+
+impl From<AutoConvergeArg> for AutoConverge {
+    fn from(arg: AutoConvergeArg) -> Self {
+        match arg {
+            AutoConvergeArg::Off => Self::Off,
+            AutoConvergeArg::All => Self::All,
+            AutoConvergeArg::Writers => Self::Writers,
+        }
+    }
 }
 
 impl From<OnTimeoutArg> for OnTimeout {
@@ -243,6 +269,9 @@ pub(crate) struct MigrateArgs {
     /// What to do then
     #[arg(long, value_enum, default_value = "cancel")]
     pub(crate) on_timeout: OnTimeoutArg,
+    /// Slow a guest that dirties faster than the link carries
+    #[arg(long, value_enum, default_value = "off")]
+    pub(crate) auto_converge: AutoConvergeArg,
     /// Compare every page on both sides while the guest is stopped
     #[arg(long)]
     pub(crate) verify: bool,
@@ -265,6 +294,31 @@ pub(crate) struct ApiArgs {
     /// Control socket of the vmferry that is meant
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DirtyRateArgs {
+    /// Control socket of the vmferry whose guest is measured
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Count the pages written within each of these; all begin together
+    #[arg(
+        long,
+        value_name = "T,T,..",
+        value_delimiter = ',',
+        default_value = "50ms,100ms,200ms,500ms,1s,2s",
+        value_parser = time
+    )]
+    pub(crate) windows: Vec<Duration>,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Who says when dirty rings are harvested
+    #[arg(long, default_value_t, value_name = "POLICY")]
+    pub(crate) reaper: Policy,
+    /// Write the result as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -1,7 +1,7 @@
 //! `vmferry bench`: our side of the comparisons.
 
 use crate::api::MigrateRequest;
-use crate::args::{BenchArgs, GuestKind};
+use crate::args::{AutoConvergeArg, BenchArgs, GuestKind};
 use crate::demo::{Folder, Runner, Setup};
 use crate::{Status, guest, output};
 use anyhow::{Context, Result, bail};
@@ -79,6 +79,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         max_bandwidth: None,
         timeout_ms: Some(120_000),
         switch_on_timeout: false,
+        auto_converge: AutoConvergeArg::Off,
         verify: false,
         insecure: false,
         peer_timeout_ms: 10_000,

@@ -1,7 +1,7 @@
 //! `vmferry demo`: the whole thing on one host, with real processes and the very commands that operators use.
 
 use crate::api::{Client, MigrateRequest};
-use crate::args::{DemoArgs, GuestKind, TrackerArg};
+use crate::args::{AutoConvergeArg, DemoArgs, GuestKind, TrackerArg};
 use crate::{Status, guest, migrate, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -278,6 +278,7 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
         // A link that the guest outruns must not keep the demonstration from its end.
         timeout_ms: Some(20_000),
         switch_on_timeout: true,
+        auto_converge: AutoConvergeArg::Off,
         verify: true,
         insecure: false,
         peer_timeout_ms: 10_000,

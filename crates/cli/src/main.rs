@@ -5,6 +5,7 @@ mod args;
 mod bench;
 mod check;
 mod demo;
+mod dirty_rate;
 mod guest;
 mod migrate;
 mod output;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         Command::Resume(args) => api::simple(&args.api, "resume"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
+        Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),
         Command::Status(args) => api::status(&args),
         Command::Recover(args) => api::recover(&args),
         Command::Check => check::check(),

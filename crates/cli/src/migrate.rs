@@ -53,6 +53,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         max_bandwidth: args.max_bandwidth,
         timeout_ms: args.timeout.map(millis),
         switch_on_timeout: args.on_timeout == OnTimeoutArg::Switch,
+        auto_converge: args.auto_converge,
         verify: args.verify,
         insecure: args.insecure,
         peer_timeout_ms: millis(args.peer_timeout),

@@ -181,6 +181,15 @@ pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
             ms(&ring["reaper_cpu_ms"])
         )?;
     }
+    if let Some(throttle) = report.get("throttle").filter(|throttle| !throttle.is_null()) {
+        let held = throttle["held_ms"].as_array().map_or(&[][..], Vec::as_slice);
+        writeln!(
+            out,
+            "throttle     up to {:.0} % of a vCPU's time; held for {}",
+            throttle["highest_share"].as_f64().unwrap_or(0.0) * 100.0,
+            held.iter().map(ms).collect::<Vec<_>>().join(", ")
+        )?;
+    }
     writeln!(
         out,
         "cpu          source {}, destination {} (engine threads)",

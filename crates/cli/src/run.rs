@@ -5,7 +5,7 @@ use crate::api::{MigrateRequest, Server, Shared};
 use crate::args::RunArgs;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, output};
+use crate::{Status, dirty_rate, output};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -101,6 +101,11 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
         }
         let Ok((order, reply)) = errands.recv_timeout(TICK) else { continue };
         let result = match order {
+            Order::DirtyRate(request) => {
+                let measured = dirty_rate::measure(machine, shared, &request);
+                let _ = reply.send(measured.map_err(|error| format!("{error:#}")));
+                continue;
+            }
             Order::Pause => machine.source().pause().map(|()| Place::Paused).map_err(anyhow::Error::new),
             Order::Resume => machine.source().resume().map(|()| Place::Running).map_err(anyhow::Error::new),
             Order::Recover { take } => recover(machine, shared, take),
@@ -109,7 +114,7 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
                 match prepare(&request, shared) {
                     Ok((uri, tracker, reaper)) => {
                         machine.set_reaper(reaper);
-                        let _ = reply.send(Ok(()));
+                        let _ = reply.send(Ok(json!({})));
                         if move_away(machine, shared, &request, &uri, tracker) == Place::Moved {
                             moved = Some(Instant::now());
                         }
@@ -121,7 +126,10 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
                 continue;
             }
         };
-        let result = result.map(|place| shared.set_place(place));
+        let result = result.map(|place| {
+            shared.set_place(place);
+            json!({})
+        });
         let _ = reply.send(result.map_err(|error| format!("{error:#}")));
     }
 }
@@ -142,18 +150,23 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<Tra
     if shared.place() == Place::Paused {
         bail!("the guest is paused; resume it first, so that it runs on the other side");
     }
-    let tracker = match request.tracker.as_deref() {
-        None | Some("auto") => None,
-        Some("log") => Some(TrackerKind::Log),
-        Some("ring") => Some(TrackerKind::Ring),
-        Some("wp") => Some(TrackerKind::Wp),
-        Some(other) => bail!("there is no tracker '{other}'; use auto, log, ring or wp"),
-    };
+    let tracker = tracker(request.tracker.as_deref())?;
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
     let uri = request.uri.parse()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     shared.begin_migration(Arc::new(Monitor::new()));
     Ok((uri, tracker, reaper))
+}
+
+/// The tracker that a request asks for; `None` for what the guest's kind does best.
+pub(crate) fn tracker(name: Option<&str>) -> Result<Option<TrackerKind>> {
+    Ok(match name {
+        None | Some("auto") => None,
+        Some("log") => Some(TrackerKind::Log),
+        Some("ring") => Some(TrackerKind::Ring),
+        Some("wp") => Some(TrackerKind::Wp),
+        Some(other) => bail!("there is no tracker '{other}'; use auto, log, ring or wp"),
+    })
 }
 
 /// Moves the guest and says where it is then.

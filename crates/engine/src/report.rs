@@ -37,6 +37,8 @@ pub struct Report {
     pub throughput_mbps: f64,
     /// How the dirty rings did; `None` for a tracker without.
     pub ring: Option<RingFigures>,
+    /// How the guest was slowed; `None` if it never was.
+    pub throttle: Option<ThrottleFigures>,
     /// CPU time of the engine's threads.
     pub cpu_ms: Cpu,
     /// Pages compared on both sides.
@@ -134,6 +136,17 @@ pub struct VcpuRing {
     pub harvests: u64,
     /// Entries harvested: pages it wrote, each counted once a harvest.
     pub pages: u64,
+}
+
+/// How a guest was slowed so that it dirtied less.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct ThrottleFigures {
+    /// The share of its time that each vCPU was to stand still in the end; the last stands for all further ones.
+    pub shares: Vec<f64>,
+    /// The highest share that any had.
+    pub highest_share: f64,
+    /// How long each vCPU stood still for it, in ms.
+    pub held_ms: Vec<f64>,
 }
 
 /// CPU time in ms.

@@ -86,8 +86,9 @@ mod x86 {
         [power_of_x(bits + 63).cast_signed(), power_of_x(bits - 1).cast_signed()]
     }
 
-    const BY_BLOCK: [i64; 2] = factors(8 * BLOCK as u32);
-    const BY_VECTOR: [i64; 2] = factors(8 * VECTOR as u32);
+    const BY_BLOCK: [i64; 2] = factors(2048);
+    const BY_VECTOR: [i64; 2] = factors(512);
+    const _: () = assert!(8 * BLOCK == 2048 && 8 * VECTOR == 512);
     const BY_3_LANES: [i64; 2] = factors(384);
     const BY_2_LANES: [i64; 2] = factors(256);
     const BY_LANE: [i64; 2] = factors(128);

@@ -9,7 +9,7 @@ pub(crate) use client::Client;
 pub(crate) use server::{Errand, Order, Place, Server, Shared};
 
 use crate::Status;
-use crate::args::{ApiArgs, RecoverArgs};
+use crate::args::{ApiArgs, AutoConvergeArg, RecoverArgs};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -38,10 +38,24 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) switch_on_timeout: bool,
     #[serde(default)]
+    pub(crate) auto_converge: AutoConvergeArg,
+    #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
     pub(crate) insecure: bool,
     pub(crate) peer_timeout_ms: u64,
+}
+
+/// What `dirty-rate` is asked to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct DirtyRateRequest {
+    /// Ascending.
+    pub(crate) windows_ms: Vec<u64>,
+    #[serde(default)]
+    pub(crate) tracker: Option<String>,
+    #[serde(default)]
+    pub(crate) reaper: Option<String>,
 }
 
 impl MigrateRequest {
@@ -52,6 +66,7 @@ impl MigrateRequest {
             max_bandwidth: self.max_bandwidth,
             timeout: self.timeout_ms.map(Duration::from_millis),
             on_timeout: if self.switch_on_timeout { OnTimeout::Switch } else { OnTimeout::Cancel },
+            auto_converge: self.auto_converge.into(),
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,

@@ -4,7 +4,7 @@
 //! the machine has to do to the thread that owns it, which may be busy migrating; what must work during a migration
 //! (`status`, `cancel`) needs nothing of that thread.
 
-use super::{MAX_LINE, MigrateRequest};
+use super::{DirtyRateRequest, MAX_LINE, MigrateRequest};
 use crate::guest::SharedProbe;
 use crate::speed::{Sample, Speed};
 use anyhow::{Context, Result, anyhow, bail};
@@ -30,9 +30,11 @@ pub(crate) enum Order {
     Resume,
     Migrate(Box<MigrateRequest>),
     Recover { take: bool },
+    DirtyRate(DirtyRateRequest),
 }
 
-pub(crate) type Errand = (Order, SyncSender<Result<(), String>>);
+/// What it is answered with: null, unless something was asked for.
+pub(crate) type Errand = (Order, SyncSender<Result<Value, String>>);
 
 /// Where the guest of this process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -204,16 +206,21 @@ impl Shared {
                 );
             }
             "quit" => self.ask_to_quit(),
-            "pause" => self.order(Order::Pause)?,
-            "resume" => self.order(Order::Resume)?,
+            "pause" => return self.order(Order::Pause),
+            "resume" => return self.order(Order::Resume),
             "recover" => {
                 let take = arguments["take"].as_bool().context("recover needs `take`, true or false")?;
-                self.order(Order::Recover { take })?;
+                return self.order(Order::Recover { take });
             }
             "migrate" => {
                 let request =
                     serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
-                self.order(Order::Migrate(Box::new(request)))?;
+                return self.order(Order::Migrate(Box::new(request)));
+            }
+            "dirty-rate" => {
+                let request =
+                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
+                return self.order(Order::DirtyRate(request));
             }
             _ => bail!("there is no command '{command}'"),
         }
@@ -221,7 +228,7 @@ impl Shared {
     }
 
     /// Passes an order to the machine's owner and waits until it was taken.
-    fn order(&self, order: Order) -> Result<()> {
+    fn order(&self, order: Order) -> Result<Value> {
         match self.place() {
             Place::Moving => bail!("the guest is being moved; wait, or cancel that first"),
             Place::Awaited => bail!("the guest is not here yet"),

@@ -63,7 +63,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         6 => Event::TrackerStarted,
         7 => Event::Rehearsed { fixed: Duration::from_micros(rng.below(1000)) },
         8 => Event::PassSent { bytes: rng.next() },
-        9 => Event::Harvested { pages: rng.below(PAGES) },
+        9 => Event::Harvested { pages: rng.below(PAGES), writers: vec![rng.below(9), rng.below(9)] },
         10 => Event::Paused,
         11 => Event::Saved { sections: vec![section()] },
         12 => Event::Resumed,
@@ -89,7 +89,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             }
             Action::StartTracker => events.push(Event::TrackerStarted),
             Action::Rehearse => events.push(Event::Rehearsed { fixed: Duration::from_micros(50) }),
-            Action::Harvest => events.push(Event::Harvested { pages: 0 }),
+            Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
                 let received = ToSource::Received { pass: *number, suspects: 0, runs: vec![] };
@@ -106,7 +106,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Send(ToTarget::Commit) => {
                 events.push(Event::Message(ToSource::Running { start_us: 1, cpu_us: 1 }));
             }
-            Action::Send(_) | Action::Finish(_) => {}
+            Action::Throttle(_) | Action::Send(_) | Action::Finish(_) => {}
         }
     }
 }

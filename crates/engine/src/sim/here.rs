@@ -243,7 +243,10 @@ impl World {
             let page = self.rng.index(self.here.pending.len());
             self.here.pending[page] = false;
         }
-        Event::Harvested { pages: self.here.pending.iter().filter(|dirty| **dirty).count() as u64 }
+        Event::Harvested {
+            pages: self.here.pending.iter().filter(|dirty| **dirty).count() as u64,
+            writers: Vec::new(),
+        }
     }
 
     fn begin_pass(&mut self, number: u32, pass: Pass) {

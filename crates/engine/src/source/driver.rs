@@ -79,6 +79,8 @@ pub(super) struct Driver<'s, 'e> {
     ticked: Instant,
     timings: Timings,
     dirtied_since: Instant,
+    /// Pages that each vCPU has written by the last harvest.
+    written: Vec<u64>,
 }
 
 impl<'s, 'e> Driver<'s, 'e> {
@@ -91,6 +93,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         // A few are enough, and what a peer says waits in its socket, not in our memory.
         let inputs = sync_channel(8);
         let pages = ground.memory.layout().pages();
+        let held_before = vm.throttled();
         let (session, first) =
             Session::begin(ground.settings.clone(), vm.config(), pages, ground.began.elapsed());
         let pending = Pending::everything(ground.memory.layout());
@@ -108,8 +111,9 @@ impl<'s, 'e> Driver<'s, 'e> {
             held: None,
             cancel_seen: false,
             ticked: Instant::now(),
-            timings: Timings::default(),
+            timings: Timings::new(held_before),
             dirtied_since: Instant::now(),
+            written: Vec::new(),
         };
         let outcome = driver.read_control().map_or_else(
             |error| {
@@ -118,7 +122,8 @@ impl<'s, 'e> Driver<'s, 'e> {
             |()| driver.drive(first),
         );
         driver.close(&outcome);
-        driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker)
+        let held = driver.vm.throttled();
+        driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held)
     }
 
     fn read_control(&self) -> io::Result<()> {
@@ -217,6 +222,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::Rehearse => Some(self.rehearse()),
             Action::Harvest => Some(self.harvest()),
             Action::SendPass { number, pass } => self.send_pass(number, pass),
+            Action::Throttle(shares) => {
+                self.throttle(shares);
+                None
+            }
             Action::Pause => {
                 let predicted = self.session.predicted_downtime();
                 self.timings.pausing(predicted);
@@ -330,7 +339,24 @@ impl<'s, 'e> Driver<'s, 'e> {
         self.dirtied_since = Instant::now();
         self.timings.harvested(began.elapsed(), pages);
         self.ground.monitor.update(|progress| progress.dirty_pages_per_s = pages as f64 / seconds.max(1e-6));
-        Event::Harvested { pages }
+        let writers = self.writers();
+        Event::Harvested { pages, writers }
+    }
+
+    /// Pages that each vCPU wrote since this was asked last.
+    fn writers(&mut self) -> Vec<u64> {
+        let Some(ring) = self.tracker.ring() else { return Vec::new() };
+        let now: Vec<u64> = ring.vcpus.iter().map(|vcpu| vcpu.pages).collect();
+        let before = std::mem::replace(&mut self.written, now);
+        self.written.iter().zip(before.iter().chain(std::iter::repeat(&0))).map(|(now, b)| now - b).collect()
+    }
+
+    fn throttle(&mut self, shares: Vec<f64>) {
+        if let Err(error) = self.vm.throttle(&shares) {
+            tracing::warn!("the guest dirties faster than the link carries: {error}");
+        } else {
+            self.timings.throttled(shares);
+        }
     }
 
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
@@ -380,6 +406,10 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn resume(&mut self) -> Event {
         // The guest first: stopping senders and the tracker can take their time.
+        if self.timings.is_throttled() {
+            // It can only fail for want of a thread, which this needs none of.
+            let _ = self.vm.throttle(&[0.0]);
+        }
         let resumed = self.vm.resume();
         self.timings.resumed();
         self.ground.shutdown();

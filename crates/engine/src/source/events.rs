@@ -15,8 +15,11 @@ pub(crate) enum Event {
     PassSent {
         bytes: u64,
     },
+    /// So many pages are dirty; `writers` are the pages that each vCPU wrote since the harvest before, empty if they
+    /// cannot be told apart.
     Harvested {
         pages: u64,
+        writers: Vec<u64>,
     },
     Paused,
     Saved {
@@ -47,7 +50,7 @@ pub(crate) enum Pass {
 }
 
 /// What the driver has to do.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub(crate) enum Action {
     Send(ToTarget),
     OpenChannels {
@@ -60,6 +63,8 @@ pub(crate) enum Action {
         number: u32,
         pass: Pass,
     },
+    /// Have each vCPU stand still for its share of the time; the last stands for all further ones.
+    Throttle(Vec<f64>),
     Pause,
     Save,
     /// Let the guest run here again.

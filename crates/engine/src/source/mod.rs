@@ -7,10 +7,11 @@ mod policy;
 pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
+mod throttle;
 mod timings;
 
 pub use events::{Outcome, Verification};
-pub use settings::{OnTimeout, Settings};
+pub use settings::{AutoConverge, OnTimeout, Settings};
 
 use crate::channel::{Pacer, Uri, connect_control};
 use crate::monitor::{Monitor, thread_cpu_us};

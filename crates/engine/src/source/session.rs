@@ -9,6 +9,7 @@
 //! [`ToSource::Returned`], by which it renounces the guest for good, gives it back.
 
 mod ending;
+mod slow_down;
 
 use super::events::{Action, Event, Outcome, Pass, Verification};
 use super::policy::{Convergence, Decision, PassOutcome};
@@ -84,6 +85,10 @@ pub(crate) struct Session {
     harvest_began: Duration,
     last_harvest: Duration,
     switch_wanted: bool,
+    /// Pages that each vCPU wrote during the last pass.
+    writers: Vec<u64>,
+    /// How much of its time each vCPU stands still; empty if never asked for.
+    shares: Vec<f64>,
     resends: u32,
     again: Vec<RunName>,
     last_ping: (u64, Duration),
@@ -125,6 +130,8 @@ impl Session {
             harvest_began: now,
             last_harvest: Duration::ZERO,
             switch_wanted: false,
+            writers: Vec::new(),
+            shares: Vec::new(),
             resends: 0,
             again: Vec::new(),
             last_ping: (0, now),
@@ -229,7 +236,10 @@ impl Session {
                 self.pass_bytes = bytes;
                 self.passing(now, true, received)
             }
-            (State::Harvesting, Event::Harvested { pages }) => self.harvested(now, pages),
+            (State::Harvesting, Event::Harvested { pages, writers }) => {
+                self.writers = writers;
+                self.harvested(now, pages)
+            }
             (State::Rehearsing, Event::Rehearsed { fixed }) => {
                 // A busy host makes it longer, never shorter.
                 self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
@@ -242,7 +252,7 @@ impl Session {
                 vec![Action::Save]
             }
             (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
-            (State::LastHarvest, Event::Harvested { pages }) => {
+            (State::LastHarvest, Event::Harvested { pages, .. }) => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
                 self.remaining = pages;
                 self.send_last(Pass::Dirty { first: false })
@@ -391,7 +401,9 @@ impl Session {
             self.state = State::Pausing;
             return vec![Action::Pause];
         }
-        self.send_live(now, false)
+        let mut actions: Vec<_> = self.slow_down(outcome).map(Action::Throttle).into_iter().collect();
+        actions.extend(self.send_live(now, false));
+        actions
     }
 
     fn saved(&mut self, now: Duration, sections: Vec<Section>) -> Vec<Action> {

@@ -13,6 +13,19 @@ pub enum OnTimeout {
     Switch,
 }
 
+/// Whether a guest that dirties faster than the link carries is slowed until it does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum AutoConverge {
+    /// It is not.
+    #[default]
+    Off,
+    /// All vCPUs alike.
+    All,
+    /// Only those vCPUs that write more than their share, where the tracker can tell them apart (`ring`); else all.
+    Writers,
+}
+
 /// How to migrate.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -26,6 +39,8 @@ pub struct Settings {
     pub timeout: Option<Duration>,
     /// What then.
     pub on_timeout: OnTimeout,
+    /// Whether the guest may be slowed.
+    pub auto_converge: AutoConverge,
     /// Compare every page's digest while the guest is stopped.
     pub verify: bool,
     /// How long the peer may be silent before it is given up.
@@ -47,6 +62,7 @@ impl Default for Settings {
             max_bandwidth: None,
             timeout: None,
             on_timeout: OnTimeout::Cancel,
+            auto_converge: AutoConverge::Off,
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,

@@ -4,7 +4,7 @@ use super::driver::Ground;
 use super::events::Outcome;
 use super::session::Session;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, word};
+use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, ThrottleFigures, word};
 use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -27,9 +27,19 @@ pub(super) struct Timings {
     running: Option<Instant>,
     resumed: Option<Instant>,
     predicted: Option<Duration>,
+    /// The shares that were asked for last, and the highest so far.
+    shares: Vec<f64>,
+    highest: f64,
+    /// How long each vCPU had been held before this migration.
+    held_before: Vec<Duration>,
 }
 
 impl Timings {
+    /// Of a guest whose vCPUs have been held for so long before.
+    pub(super) fn new(held_before: Vec<Duration>) -> Self {
+        Self { held_before, ..Self::default() }
+    }
+
     pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, monitor: &Monitor) {
         let now = Instant::now();
         self.first_page.get_or_insert(now);
@@ -71,6 +81,25 @@ impl Timings {
 
     pub(super) fn saved(&mut self) {
         self.saved = Some(Instant::now());
+    }
+
+    pub(super) fn throttled(&mut self, shares: Vec<f64>) {
+        self.highest = shares.iter().copied().fold(self.highest, f64::max);
+        self.shares = shares;
+    }
+
+    pub(super) fn is_throttled(&self) -> bool {
+        self.shares.iter().any(|share| *share > 0.0)
+    }
+
+    fn throttle(&self, held: &[Duration]) -> Option<ThrottleFigures> {
+        let before = self.held_before.iter().copied().chain(std::iter::repeat(Duration::ZERO));
+        let held = held.iter().zip(before).map(|(now, before)| ms(now.saturating_sub(before)));
+        (!self.shares.is_empty()).then(|| ThrottleFigures {
+            shares: self.shares.clone(),
+            highest_share: self.highest,
+            held_ms: held.collect(),
+        })
     }
 
     /// The guest goes on here: what a failed attempt cost it ends now, whatever cleaning up takes.
@@ -126,6 +155,7 @@ impl Timings {
         session: &Session,
         outcome: &Outcome,
         tracker: &dyn DirtyTracker,
+        held: &[Duration],
     ) -> Report {
         let counters = &ground.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
@@ -161,6 +191,7 @@ impl Timings {
             passes: self.passes.clone(),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
             ring: tracker.ring(),
+            throttle: self.throttle(held),
             cpu_ms: Cpu {
                 source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
                 destination: ms(session.target_cpu),

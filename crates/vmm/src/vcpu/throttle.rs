@@ -12,6 +12,7 @@ pub(crate) const SLICE: Duration = Duration::from_millis(10);
 /// What the vCPU threads share with those who slow them.
 #[derive(Debug)]
 pub(crate) struct Throttle {
+    made: Instant,
     vcpus: Vec<Held>,
 }
 
@@ -19,13 +20,20 @@ pub(crate) struct Throttle {
 struct Held {
     /// Millionths of its time that the vCPU is to stand still.
     share: AtomicU32,
+    /// When it is to be brought out of the guest next, in microseconds since `made`: a nudge that comes while it is held
+    /// is lost, and it would run for a whole slice.
+    due_us: AtomicU64,
     /// How long it stood still so far.
     total_us: AtomicU64,
 }
 
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
 impl Throttle {
     pub(crate) fn new(vcpus: usize) -> Self {
-        Self { vcpus: (0..vcpus).map(|_| Held::default()).collect() }
+        Self { made: Instant::now(), vcpus: (0..vcpus).map(|_| Held::default()).collect() }
     }
 
     /// Sets the shares, 0 to 1; the last stands for all further vCPUs. Says whether anybody is to be held.
@@ -46,9 +54,24 @@ impl Throttle {
         self.vcpus.iter().map(|vcpu| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed))).collect()
     }
 
-    fn wanted(&self) -> impl Iterator<Item = usize> {
-        let held = |(index, vcpu): (usize, &Held)| (vcpu.share.load(Ordering::Relaxed) > 0).then_some(index);
-        self.vcpus.iter().enumerate().filter_map(held)
+    /// Brings out of the guest whoever is due; says for how long nobody else is.
+    fn nudge(&self, board: &Board) -> Duration {
+        let now = micros(self.made.elapsed());
+        let mut next = now + micros(SLICE);
+        for (cpu, vcpu) in self.vcpus.iter().enumerate() {
+            if vcpu.share.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let due = vcpu.due_us.load(Ordering::Relaxed);
+            if due <= now {
+                // If it misses this one, because it is outside just now, the next comes a slice later.
+                vcpu.due_us.store(now + micros(SLICE), Ordering::Relaxed);
+                board.nudge(cpu);
+            } else {
+                next = next.min(due);
+            }
+        }
+        Duration::from_micros(next - now)
     }
 
     /// Called by the thread of `cpu` between two runs of its vCPU: holds it if its turn has come. `last` is when it was
@@ -68,9 +91,12 @@ impl Throttle {
             return;
         }
         *last = Some(now);
-        board.hold(cpu, since.mul_f64(f64::from(share) / 1e6).min(SLICE));
-        let held = u64::try_from(now.elapsed().as_micros()).unwrap_or(u64::MAX);
-        vcpu.total_us.fetch_add(held, Ordering::Relaxed);
+        let share = f64::from(share) / 1e6;
+        let hold = since.mul_f64(share).min(SLICE);
+        let due = now - self.made + hold + SLICE.mul_f64(1.0 - share);
+        vcpu.due_us.store(micros(due), Ordering::Relaxed);
+        board.hold(cpu, hold);
+        vcpu.total_us.fetch_add(micros(now.elapsed()), Ordering::Relaxed);
     }
 }
 
@@ -90,10 +116,10 @@ impl Nudger {
             let mut guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
             while !*guard {
                 drop(guard);
-                throttle.wanted().for_each(|cpu| board.nudge(cpu));
+                let wait = throttle.nudge(&board);
                 let again = stop.lock().unwrap_or_else(PoisonError::into_inner);
                 guard = changed
-                    .wait_timeout_while(again, SLICE, |stop| !*stop)
+                    .wait_timeout_while(again, wait, |stop| !*stop)
                     .unwrap_or_else(PoisonError::into_inner)
                     .0;
             }

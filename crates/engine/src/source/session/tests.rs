@@ -31,7 +31,7 @@ fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, d
     let received = ToSource::Received { pass: session.pass, suspects: 0, runs: Vec::new() };
     assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
     *now += MS;
-    session.handle(*now, Event::Harvested { pages: dirty })
+    session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() })
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
         session.handle(now, Event::Paused);
         session.handle(now, Event::Saved { sections: Vec::new() });
-        session.handle(now, Event::Harvested { pages: 5 });
+        session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
         let stopped = now;
         // It answers every ping.
         let ended = loop {

@@ -1,0 +1,89 @@
+//! `vmferry dirty-rate`: how fast a guest dirties its memory, over several windows.
+
+use crate::api::{Client, DirtyRateRequest, Place, Shared};
+use crate::args::DirtyRateArgs;
+use crate::guest::Machine;
+use crate::{Status, migrate, output, run};
+use anyhow::{Result, bail};
+use comfy_table::{Table, presets};
+use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use vmferry_dirty::{RatePoint, check_windows};
+
+/// The machine's owner does nothing else meanwhile.
+const LONGEST: Duration = Duration::from_secs(15);
+
+pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
+    check_windows(&args.windows, LONGEST)?;
+    let out = args.json.as_deref().map(output::open).transpose()?;
+    let request = DirtyRateRequest {
+        windows_ms: args
+            .windows
+            .iter()
+            .map(|window| u64::try_from(window.as_millis()).unwrap_or(0))
+            .collect(),
+        tracker: migrate::tracker(args.tracker),
+        reaper: Some(args.reaper.to_string()),
+    };
+    let result = Client::connect(&args.api)?.call("dirty-rate", serde_json::to_value(request)?)?;
+    match out {
+        Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&result)?)?,
+        None => println!("{}", table(&result)),
+    }
+    Ok(Status::Done)
+}
+
+/// The machine's side: tracks for as long as the longest window.
+pub(crate) fn measure(machine: &mut Machine, shared: &Shared, request: &DirtyRateRequest) -> Result<Value> {
+    if shared.place() != Place::Running {
+        bail!("the guest does not run: it dirties nothing");
+    }
+    let windows: Vec<_> = request.windows_ms.iter().copied().map(Duration::from_millis).collect();
+    check_windows(&windows, LONGEST)?;
+    machine.set_reaper(request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default());
+    let vm = machine.source();
+    let mut tracker = vm.tracker(run::tracker(request.tracker.as_deref())?)?;
+    let stop = || shared.quit.load(Ordering::Acquire);
+    let points = vmferry_dirty::measure(&mut *tracker, &*vm.memory(), &windows, stop)?;
+    let points: Vec<_> = points.iter().map(point).collect();
+    Ok(json!({ "tracker": tracker.kind().to_string(), "windows": points, "ring": tracker.ring() }))
+}
+
+fn point(point: &RatePoint) -> Value {
+    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+    let rate = |pages: u64| pages as f64 / point.window.as_secs_f64();
+    json!({
+        "window_ms": point.window.as_secs_f64() * 1e3,
+        "pages": point.pages,
+        "pages_per_s": rate(point.pages),
+        "bytes_per_s": point.bytes_per_s(),
+        "vcpu_pages_per_s": point.vcpus.iter().map(|pages| rate(*pages)).collect::<Vec<_>>(),
+    })
+}
+
+fn table(result: &Value) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    let mut header = vec!["window".to_owned(), "working set".to_owned(), "dirty rate".to_owned()];
+    let rows = result["windows"].as_array().map_or(&[][..], Vec::as_slice);
+    let vcpus = rows.first().and_then(|row| row["vcpu_pages_per_s"].as_array()).map_or(0, Vec::len);
+    header.extend((0..vcpus).map(|vcpu| format!("vCPU {vcpu}, pages/s")));
+    table.set_header(header);
+    for row in rows {
+        let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
+        let mut cells = vec![
+            format!("{:.0} ms", number("window_ms")),
+            format!("{:.1} MiB", number("pages") / 256.0),
+            format!("{:.1} MiB/s", number("bytes_per_s") / f64::from(1 << 20)),
+        ];
+        let each = row["vcpu_pages_per_s"].as_array().into_iter().flatten();
+        cells.extend(each.map(|rate| format!("{:.0}", rate.as_f64().unwrap_or(0.0))));
+        table.add_row(cells);
+    }
+    format!(
+        "{table}\nA page that is written twice within a window counts once, so a longer window gives a lower rate. What a \
+         migration must\nkeep up with is the rate over the time that one of its passes takes. Tracked by {}.",
+        result["tracker"].as_str().unwrap_or("?")
+    )
+}
