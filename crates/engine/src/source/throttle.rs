@@ -81,7 +81,7 @@ mod tests {
             let got = shares(&rates, &vec![0.0; rates.len()], bandwidth);
             prop_assert!(got.iter().all(|share| (0.0..=MOST).contains(share)));
             let slowed: f64 = rates.iter().zip(&got).map(|(rate, share)| rate * (1.0 - share)).sum();
-            let bounded = got.iter().any(|share| *share == MOST);
+            let bounded = got.contains(&MOST);
             let fits = bandwidth * SHARE_OF_LINK * 1.001 + rates.iter().sum::<f64>() * LEAST;
             prop_assert!(bounded || slowed <= fits, "{slowed} of {bandwidth}: {got:?}");
             let needed = rates.iter().sum::<f64>() > bandwidth * SHARE_OF_LINK;
