@@ -75,7 +75,9 @@ impl Guest {
             ..GuestArgs::new(workload.parse().unwrap())
         };
         let mut qemu = Command::new("qemu-system-x86_64")
-            .args(["-accel", accelerator, "-cpu", if accelerator == "kvm" { "host" } else { "qemu64" }])
+            // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts.
+            .args(["-accel", accelerator, "-cpu"])
+            .arg(if accelerator == "kvm" { "host,-arch-capabilities" } else { "qemu64" })
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"])
             .args([
                 "-smp",
