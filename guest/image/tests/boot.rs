@@ -154,7 +154,15 @@ impl Guest {
             self.memory.read_exact_at(&mut bytes, STATS_GPA + 8 * word as u64).unwrap();
             u64::from_le_bytes(bytes)
         };
-        StatsSnapshot::read(load).unwrap()
+        // A vCPU that the host has stopped in the middle of an update is read again.
+        let start = Instant::now();
+        loop {
+            match StatsSnapshot::read(load) {
+                Ok(stats) => return stats,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Has the guest check all its memory; what it then reports.
