@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor, Protect, Report,
-    Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+    Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
+    Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
-use vmferry_vmm::{Vm, VmHandle, VmOptions, open_kvm};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
 
 const MEMORY: u64 = 64 << 20;
 /// Every page of the working set is written many times while the guest is moved.
@@ -38,8 +38,16 @@ fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
 }
 
 fn running() -> Vm {
-    let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
-    let mut args = GuestArgs::new(WORKLOAD.parse().unwrap());
+    running_with(VmOptions::new(MEMORY, 1))
+}
+
+fn running_with(options: VmOptions) -> Vm {
+    running_work(options, WORKLOAD)
+}
+
+fn running_work(options: VmOptions, workload: &str) -> Vm {
+    let mut vm = Vm::new(options).unwrap();
+    let mut args = GuestArgs::new(workload.parse().unwrap());
     (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
     vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
     vm.start().unwrap();
@@ -130,7 +138,16 @@ impl SourceVm for Withholding {
 
 /// Moves `source` into a fresh VM by the engine, over a Unix socket.
 fn moved(source: &mut dyn SourceVm, name: &str, kind: TrackerKind, verify: bool) -> (Report, Vm) {
-    let mut options = VmOptions::new(MEMORY, 1);
+    moved_with(source, name, kind, verify, VmOptions::new(MEMORY, 1))
+}
+
+fn moved_with(
+    source: &mut dyn SourceVm,
+    name: &str,
+    kind: TrackerKind,
+    verify: bool,
+    mut options: VmOptions,
+) -> (Report, Vm) {
     options.incoming = true;
     let mut target = Vm::new(options).unwrap();
     let path = std::env::temp_dir().join(format!("vmferry-vmm-{}-{name}", std::process::id()));
@@ -169,6 +186,109 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
         assert_eq!(corrupt_after_a_check(&target), 0);
         vm = target;
     }
+}
+
+/// By dirty rings so small that they are full again and again, under each policy.
+#[test]
+fn the_engine_moves_a_guest_with_dirty_rings() {
+    if !kvm() {
+        return;
+    }
+    if largest_dirty_ring().unwrap().is_none() {
+        let _ = writeln!(std::io::stdout(), "ring: not run: KVM here has no dirty rings");
+        return;
+    }
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.dirty_ring = Some(256);
+    let mut vm = running_with(options.clone());
+    for policy in ["fixed", "gears", "aimd", "predict"] {
+        vm.set_reaper(policy.parse().unwrap());
+        let (report, target) = moved_with(&mut vm, policy, TrackerKind::Ring, true, options.clone());
+        assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+        assert_eq!((report.verified_pages, report.mismatched_pages), (MEMORY >> 12, 0));
+        let ring = report.ring.expect("figures of the rings");
+        assert_eq!((ring.entries, ring.policy.as_str()), (256, policy));
+        assert!(ring.full_exits > 0 && ring.full_stall_us > 0, "a sequential guest fills them: {ring:?}");
+        assert!(ring.harvests >= ring.full_exits && ring.vcpus[0].pages > 0, "{ring:?}");
+        assert_eq!(corrupt_after_a_check(&target), 0);
+        vm = target;
+    }
+}
+
+/// A guest that dirties more than the link carries goes nowhere, unless it is slowed.
+#[test]
+fn a_guest_is_slowed_until_it_converges() {
+    if !kvm() {
+        return;
+    }
+    for (auto_converge, state) in
+        [(AutoConverge::Off, MigrationState::Cancelled), (AutoConverge::All, MigrationState::Completed)]
+    {
+        let mut source = running_work(VmOptions::new(MEMORY, 1), "sequential,ws=24M,rate=50k,fill=random");
+        let mut options = VmOptions::new(MEMORY, 1);
+        options.incoming = true;
+        let mut target = Vm::new(options).unwrap();
+        let path =
+            std::env::temp_dir().join(format!("vmferry-vmm-{}-slow-{auto_converge:?}", std::process::id()));
+        let uri = Uri::Unix(path);
+        let listener = Listener::bind(&uri, false).unwrap();
+        // All of the 24 MiB are written again within 123 ms; the link needs 400, and 150 are allowed.
+        let settings = Settings {
+            auto_converge,
+            max_bandwidth: Some(60 << 20),
+            downtime_limit: Duration::from_millis(150),
+            timeout: Some(Duration::from_secs(6)),
+            ..Settings::default()
+        };
+        let arrival = Arrival::new(Duration::from_secs(10));
+        let report = std::thread::scope(|scope| {
+            let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
+            let report = migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap();
+            assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed);
+            report
+        });
+        assert_eq!(report.state, state, "{report:?}");
+        match (auto_converge, report.throttle) {
+            (AutoConverge::Off, None) => {
+                assert_eq!(source.throttled(), [Duration::ZERO]);
+                let before = stats(&source.handle()).unwrap().writes();
+                wait("the guest going on", || stats(&source.handle()).unwrap().writes() > before + 1000);
+            }
+            (AutoConverge::All, Some(throttle)) => {
+                assert!(throttle.highest_share > 0.3 && throttle.held_ms[0] > 100.0, "{throttle:?}");
+                assert_eq!(corrupt_after_a_check(&target), 0);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_vcpu_that_is_held_still_pauses_at_once_and_runs_freely_afterwards() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = running();
+    let began = Instant::now();
+    vm.set_throttle(&[0.9]).unwrap();
+    let mut pauses = Vec::new();
+    while began.elapsed() < Duration::from_millis(600) {
+        std::thread::sleep(Duration::from_millis(23));
+        let pause = Instant::now();
+        vm.pause().unwrap();
+        pauses.push(pause.elapsed());
+        vm.resume().unwrap();
+    }
+    let held = vm.throttled()[0];
+    assert!(held > began.elapsed() / 2, "held for {held:?} of {:?}", began.elapsed());
+    pauses.sort();
+    // The median: a busy host delays some.
+    assert!(pauses[pauses.len() / 2] < Duration::from_millis(5), "a pause ends the hold: {pauses:?}");
+    vm.set_throttle(&[0.0]).unwrap();
+    let held = vm.throttled()[0];
+    let writes = stats(&vm.handle()).unwrap().writes();
+    wait("the guest's work", || stats(&vm.handle()).is_some_and(|stats| stats.writes() > writes + 10_000));
+    assert_eq!(vm.throttled()[0], held, "it is held no more");
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Slowing vCPUs by holding them outside the guest for a share of their time.
 
 use super::board::Board;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 /// A vCPU is held once in each of these, for its share of it: short enough that no guest takes it for a fault.
@@ -14,14 +14,16 @@ pub(crate) const SLICE: Duration = Duration::from_millis(10);
 pub(crate) struct Throttle {
     made: Instant,
     vcpus: Vec<Held>,
+    /// Who brings vCPUs out of the guest, while somebody does.
+    nudger: Mutex<Option<Thread>>,
 }
 
 #[derive(Debug, Default)]
 struct Held {
     /// Millionths of its time that the vCPU is to stand still.
     share: AtomicU32,
-    /// When it is to be brought out of the guest next, in microseconds since `made`: a nudge that comes while it is held
-    /// is lost, and it would run for a whole slice.
+    /// When it is to be brought out of the guest next, in microseconds since `made`; `u64::MAX` while it is held, because a
+    /// nudge that comes then is lost, and it would run for a whole slice.
     due_us: AtomicU64,
     /// How long it stood still so far.
     total_us: AtomicU64,
@@ -33,7 +35,11 @@ fn micros(time: Duration) -> u64 {
 
 impl Throttle {
     pub(crate) fn new(vcpus: usize) -> Self {
-        Self { made: Instant::now(), vcpus: (0..vcpus).map(|_| Held::default()).collect() }
+        Self {
+            made: Instant::now(),
+            vcpus: (0..vcpus).map(|_| Held::default()).collect(),
+            nudger: Mutex::new(None),
+        }
     }
 
     /// Sets the shares, 0 to 1; the last stands for all further vCPUs. Says whether anybody is to be held.
@@ -92,48 +98,51 @@ impl Throttle {
         }
         *last = Some(now);
         let share = f64::from(share) / 1e6;
-        let hold = since.mul_f64(share).min(SLICE);
-        let due = now - self.made + hold + SLICE.mul_f64(1.0 - share);
-        vcpu.due_us.store(micros(due), Ordering::Relaxed);
-        board.hold(cpu, hold);
+        vcpu.due_us.store(u64::MAX, Ordering::Relaxed);
+        board.hold(cpu, since.mul_f64(share).min(SLICE));
         vcpu.total_us.fetch_add(micros(now.elapsed()), Ordering::Relaxed);
+        // By when the hold really ended, which on a busy host is later than it should have.
+        let due = self.made.elapsed() + SLICE.mul_f64(1.0 - share);
+        vcpu.due_us.store(micros(due), Ordering::Relaxed);
+        if let Some(nudger) = &*lock(&self.nudger) {
+            nudger.unpark();
+        }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The thread that brings vCPUs out of the guest to be held. Dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Nudger {
-    stop: Arc<(Mutex<bool>, Condvar)>,
+    throttle: Arc<Throttle>,
+    stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Nudger {
     pub(crate) fn start(throttle: Arc<Throttle>, board: Arc<Board>) -> std::io::Result<Self> {
-        let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let own = Arc::clone(&stop);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (own, stopped) = (Arc::clone(&throttle), Arc::clone(&stop));
         let nudge = move || {
-            let (stop, changed) = &*own;
-            let mut guard = stop.lock().unwrap_or_else(PoisonError::into_inner);
-            while !*guard {
-                drop(guard);
-                let wait = throttle.nudge(&board);
-                let again = stop.lock().unwrap_or_else(PoisonError::into_inner);
-                guard = changed
-                    .wait_timeout_while(again, wait, |stop| !*stop)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+            while !stopped.load(Ordering::Acquire) {
+                std::thread::park_timeout(own.nudge(&board));
             }
         };
         let thread = std::thread::Builder::new().name("throttle".to_owned()).spawn(nudge)?;
-        Ok(Self { stop, thread: Some(thread) })
+        *lock(&throttle.nudger) = Some(thread.thread().clone());
+        Ok(Self { throttle, stop, thread: Some(thread) })
     }
 }
 
 impl Drop for Nudger {
     fn drop(&mut self) {
-        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.stop.1.notify_all();
+        *lock(&self.throttle.nudger) = None;
+        self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
             // A panic of the thread was printed when it happened; vCPUs are held no more.
             let _ = thread.join();
         }

@@ -1,6 +1,7 @@
 //! What a busy host or a slow peer must not do to the decision when to stop the guest.
 
 use super::*;
+use crate::source::settings::AutoConverge;
 use std::time::Duration;
 use vmferry_wire::Token;
 
@@ -103,4 +104,33 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         assert_eq!(ended, !patient, "who wants everything compared waits for it");
         assert!(patient || now - stopped <= limit + 200 * MS);
     }
+}
+
+/// What is asked for after a pass of 100 ms at 400 MiB/s in which a guest dirtied all of that again.
+fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
+    let mut session = passing(Settings { auto_converge, downtime_limit: 20 * MS, ..Settings::default() });
+    let mut now = Duration::ZERO;
+    let pages = (40 << 20) / 4096;
+    assert_eq!(pass(&mut session, &mut now, 40 << 20, 100 * MS, pages), [Action::Rehearse]);
+    session.writers = writers.to_vec();
+    let asked = session.handle(now, Event::Rehearsed { fixed: MS });
+    asked
+        .into_iter()
+        .find_map(|action| if let Action::Throttle(shares) = action { Some(shares) } else { None })
+}
+
+#[test]
+fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked() {
+    let near = |got: Option<Vec<f64>>, want: &[f64]| {
+        let got = got.expect("a throttle");
+        let same = got.len() == want.len() && got.iter().zip(want).all(|(g, w)| (g - w).abs() < 0.01);
+        assert!(same, "{got:?} and not {want:?}");
+    };
+    assert_eq!(throttled(AutoConverge::Off, &[9, 1]), None);
+    // It dirties as fast as the link carries, and may half of that.
+    near(throttled(AutoConverge::All, &[9, 1]), &[0.5]);
+    near(throttled(AutoConverge::Writers, &[]), &[0.5]);
+    near(throttled(AutoConverge::Writers, &[1, 1]), &[0.5, 0.5]);
+    // Of 10 parts 5 may be dirtied: one is the modest vCPU's, four are left for the other's nine.
+    near(throttled(AutoConverge::Writers, &[9, 1]), &[1.0 - 4.0 / 9.0, 0.0]);
 }
