@@ -1,0 +1,63 @@
+//! The kernel that needs nothing of the processor.
+
+use super::{BLOCK_WORDS, Batch, Block, HOP_BLOCKS, Kernel, Work, by_hops, edges_of};
+
+/// Words of a cache line.
+const LINE_WORDS: usize = 8;
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Portable;
+
+impl Kernel for Portable {
+    fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32 {
+        let (blocks, rest) = words.as_chunks::<BLOCK_WORDS>();
+        let mut top = by_hops(blocks, batch, hop_is_empty, |block| block_nonzero(block));
+        if !rest.is_empty() {
+            let mask = block_nonzero(rest);
+            batch.masks[blocks.len()] = mask;
+            top |= u32::from(mask != 0) << blocks.len();
+        }
+        top
+    }
+
+    fn edges(self, block: &[u64], open: bool) -> u64 {
+        let (mut zero, mut ones, mut ends_set) = (0, 0, 0);
+        for (at, &word) in block.iter().enumerate() {
+            zero |= u64::from(word == 0) << at;
+            ones |= u64::from(word == u64::MAX) << at;
+            ends_set |= (word >> 63) << at;
+        }
+        edges_of(zero, ones, ends_set, open) & block_mask(block.len())
+    }
+
+    #[inline]
+    fn work<W: Work>(self, work: W) -> W::Out {
+        work.run(self)
+    }
+}
+
+/// Bits of the words that a block of `len` (1..=64) words has.
+fn block_mask(len: usize) -> u64 {
+    u64::MAX >> (BLOCK_WORDS - len)
+}
+
+fn or(words: &[u64]) -> u64 {
+    words.iter().fold(0, |all, word| all | word)
+}
+
+fn hop_is_empty(hop: &[Block; HOP_BLOCKS]) -> bool {
+    or(hop.as_flattened()) == 0
+}
+
+/// Line by line: in a sparse block most lines are empty, and or-ing a line is what compilers vectorize anywhere.
+fn block_nonzero(block: &[u64]) -> u64 {
+    let mut mask = 0;
+    for (index, line) in block.chunks(LINE_WORDS).enumerate() {
+        if or(line) != 0 {
+            for (at, &word) in line.iter().enumerate() {
+                mask |= u64::from(word != 0) << (index * LINE_WORDS + at);
+            }
+        }
+    }
+    mask
+}

@@ -1,0 +1,348 @@
+//! Going through a bitmap at once, with a closure: what the fastest loops are made of.
+//!
+//! The words at the two ends of a range are cut and visited by hand; the kernel sees whole words only.
+
+use super::{BATCH_BLOCKS, BATCH_WORDS, BLOCK_WORDS, Batch, DENSE_WORDS, Kernel, Work, words_to_line};
+use crate::{WORD_BITS, place};
+use std::ops::Range;
+
+/// A range of bits as words: `head` and `tail` are cut, those between are whole.
+pub(crate) struct Cut {
+    /// Index and bits to keep of the first word. None: the range is empty.
+    pub(crate) head: Option<(usize, u64)>,
+    /// Index and bits to keep of the last word. If it is the first too, both masks apply to it.
+    pub(crate) tail: (usize, u64),
+}
+
+impl Cut {
+    pub(crate) fn new(range: &Range<u64>, words: &[u64]) -> Self {
+        assert!(range.end <= words.len() as u64 * WORD_BITS, "range {range:?} of {} words", words.len());
+        if range.is_empty() {
+            return Self { head: None, tail: (0, 0) };
+        }
+        let (first, (last, _)) = (place(range.start).0, place(range.end - 1));
+        let below = u64::MAX << (range.start % WORD_BITS);
+        let above = u64::MAX >> (WORD_BITS - 1 - (range.end - 1) % WORD_BITS);
+        if first == last {
+            return Self { head: Some((first, below & above)), tail: (last, below & above) };
+        }
+        Self { head: Some((first, below)), tail: (last, above) }
+    }
+}
+
+/// Page number of a word's first bit.
+#[inline(always)]
+pub(crate) fn base_of(word: usize) -> u64 {
+    word as u64 * WORD_BITS
+}
+
+/// Takes the lowest set bit out of `bits` (not 0) and gives its place.
+#[inline(always)]
+pub(crate) fn take_lowest(bits: &mut u64) -> u64 {
+    let at = bits.trailing_zeros();
+    *bits &= *bits - 1;
+    u64::from(at)
+}
+
+/// [`take_lowest`], as an index.
+#[inline(always)]
+pub(crate) fn take_index(bits: &mut u64) -> usize {
+    let at = bits.trailing_zeros();
+    *bits &= *bits - 1;
+    at as usize
+}
+
+/// Calls `look(first word, words, blocks with something in them, their masks)` for the batches of `words`, of which the
+/// first has the index `at`.
+#[inline(always)]
+fn batches<K: Kernel>(
+    kernel: K,
+    words: &[u64],
+    mut at: usize,
+    mut look: impl FnMut(usize, &[u64], u32, &[u64; BATCH_BLOCKS]),
+) {
+    let mut batch = Batch::new();
+    let (unaligned, rest) = words.split_at(words_to_line(words));
+    for part in [unaligned, rest] {
+        for words in part.chunks(BATCH_WORDS) {
+            let top = kernel.nonzero(words, &mut batch);
+            if top != 0 {
+                look(at, words, top, &batch.masks);
+            }
+            at += words.len();
+        }
+    }
+}
+
+/// See [`super::Scanner::for_each_bit`].
+pub(super) struct ForEachBit<'a, F> {
+    pub(super) words: &'a [u64],
+    pub(super) range: Range<u64>,
+    pub(super) each: F,
+}
+
+impl<F: FnMut(u64)> Work for ForEachBit<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<K: Kernel>(mut self, kernel: K) {
+        let cut = Cut::new(&self.range, self.words);
+        let Some((first, keep)) = cut.head else { return };
+        let (last, keep_last) = cut.tail;
+        bits_of(base_of(first), self.words[first] & keep, &mut self.each);
+        if first == last {
+            return;
+        }
+        let whole = &self.words[first + 1..last];
+        batches(kernel, whole, first + 1, |at, words, top, masks| {
+            let mut top = u64::from(top);
+            while top != 0 {
+                let block = take_index(&mut top);
+                let mut mask = masks[block];
+                let words = &words[block * BLOCK_WORDS..];
+                // At least once: a block without words has no bit in `top`. One word is by far the most likely number
+                // where the bitmap is sparse, and this form of the loop expects it.
+                loop {
+                    let index = take_index(&mut mask);
+                    bits_of(base_of(at + block * BLOCK_WORDS + index), words[index], &mut self.each);
+                    if mask == 0 {
+                        break;
+                    }
+                }
+            }
+        });
+        bits_of(base_of(last), self.words[last] & keep_last, &mut self.each);
+    }
+}
+
+#[inline(always)]
+fn bits_of(base: u64, mut word: u64, each: &mut impl FnMut(u64)) {
+    if word == u64::MAX {
+        (base..base + WORD_BITS).for_each(each);
+        return;
+    }
+    while word != 0 {
+        each(base + take_lowest(&mut word));
+    }
+}
+
+/// See [`super::Scanner::for_each_run`].
+pub(super) struct ForEachRun<'a, F> {
+    pub(super) words: &'a [u64],
+    pub(super) range: Range<u64>,
+    pub(super) each: F,
+}
+
+impl<F: FnMut(Range<u64>)> Work for ForEachRun<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<K: Kernel>(mut self, kernel: K) {
+        let cut = Cut::new(&self.range, self.words);
+        let Some((first, keep)) = cut.head else { return };
+        let (last, keep_last) = cut.tail;
+        let mut state = RunState::new(first);
+        state.word(first, self.words[first] & keep, &mut self.each);
+        if first != last {
+            let whole = &self.words[first + 1..last];
+            batches(kernel, whole, first + 1, |at, words, top, masks| {
+                state.batch(kernel, at, words, top, masks, &mut self.each);
+            });
+            state.word(last, self.words[last] & keep_last, &mut self.each);
+        }
+        state.finish(self.range.end, &mut self.each);
+    }
+}
+
+/// Makes runs of the words that it is shown.
+///
+/// Invariant: if `open`, the pages `start .. 64 * upto` are set and no run that has them was given out; if not, every run
+/// that ends at or below `64 * upto` was. Words at and beyond `upto` that are passed over are zero.
+pub(crate) struct RunState {
+    open: bool,
+    start: u64,
+    upto: usize,
+}
+
+impl RunState {
+    pub(crate) fn new(word: usize) -> Self {
+        Self { open: false, start: 0, upto: word }
+    }
+
+    /// Ends a run that reached to the end of the last word that was looked at, if `word` is not the next.
+    #[inline(always)]
+    fn pass_over(&mut self, word: usize, each: &mut impl FnMut(Range<u64>)) {
+        if self.open && word != self.upto {
+            self.open = false;
+            each(self.start..base_of(self.upto));
+        }
+    }
+
+    /// Looks at `word`; those that were passed over since the last one are zero.
+    #[inline(always)]
+    pub(crate) fn word(&mut self, index: usize, word: u64, each: &mut impl FnMut(Range<u64>)) {
+        self.pass_over(index, each);
+        self.edges_in(index, word, each);
+        self.upto = index + 1;
+    }
+
+    /// The runs that start or end in `word`, whose predecessor's last bit is `open`.
+    #[inline(always)]
+    fn edges_in(&mut self, index: usize, word: u64, each: &mut impl FnMut(Range<u64>)) {
+        let base = base_of(index);
+        let mut edges = word ^ (word << 1 | u64::from(self.open));
+        if self.open {
+            if edges == 0 {
+                return;
+            }
+            each(self.start..base + take_lowest(&mut edges));
+        }
+        self.open = word >> (WORD_BITS - 1) != 0;
+        // Edges now alternate between starts and ends, beginning with a start.
+        while edges != 0 {
+            let start = base + take_lowest(&mut edges);
+            if edges == 0 {
+                self.start = start;
+                return;
+            }
+            each(start..base + take_lowest(&mut edges));
+        }
+    }
+
+    /// Looks at a batch of words that begins with word `at`.
+    #[inline(always)]
+    pub(crate) fn batch<K: Kernel>(
+        &mut self,
+        kernel: K,
+        at: usize,
+        words: &[u64],
+        top: u32,
+        masks: &[u64; BATCH_BLOCKS],
+        each: &mut impl FnMut(Range<u64>),
+    ) {
+        let mut top = u64::from(top);
+        while top != 0 {
+            let block = take_index(&mut top);
+            let at = at + block * BLOCK_WORDS;
+            let words = &words[block * BLOCK_WORDS..];
+            let mut mask = masks[block];
+            if mask.count_ones() < DENSE_WORDS {
+                loop {
+                    let index = take_index(&mut mask);
+                    self.word(at + index, words[index], each);
+                    if mask == 0 {
+                        break;
+                    }
+                }
+                continue;
+            }
+            let words = &words[..words.len().min(BLOCK_WORDS)];
+            self.pass_over(at, each);
+            let mut edges = kernel.edges(words, self.open);
+            while edges != 0 {
+                let index = take_index(&mut edges);
+                self.edges_in(at + index, words[index], each);
+            }
+            self.upto = at + words.len();
+        }
+    }
+
+    /// Ends a run that is still open, at `end` at the latest.
+    #[inline(always)]
+    pub(crate) fn finish(self, end: u64, each: &mut impl FnMut(Range<u64>)) {
+        if self.open {
+            each(self.start..base_of(self.upto).min(end));
+        }
+    }
+}
+
+/// See [`super::Scanner::count`].
+pub(super) struct Count<'a> {
+    pub(super) words: &'a [u64],
+}
+
+impl Work for Count<'_> {
+    type Out = u64;
+
+    #[inline(always)]
+    fn run<K: Kernel>(self, _: K) -> u64 {
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+}
+
+/// `into |= from`, word by word.
+pub(crate) struct Or<'a> {
+    pub(crate) into: &'a mut [u64],
+    pub(crate) from: &'a [u64],
+}
+
+impl Work for Or<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<K: Kernel>(self, _: K) {
+        self.into.iter_mut().zip(self.from).for_each(|(into, from)| *into |= from);
+    }
+}
+
+/// `into &= !from`, word by word.
+pub(crate) struct AndNot<'a> {
+    pub(crate) into: &'a mut [u64],
+    pub(crate) from: &'a [u64],
+}
+
+impl Work for AndNot<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<K: Kernel>(self, _: K) {
+        self.into.iter_mut().zip(self.from).for_each(|(into, from)| *into &= !from);
+    }
+}
+
+/// `into |= log` where `log` has bits, and the runs of the bits that `into` did not have.
+pub(crate) struct Merge<'a, F> {
+    pub(crate) into: &'a mut [u64],
+    /// At most as many words as `into`.
+    pub(crate) log: &'a [u64],
+    /// The index that `into`'s first word has in what is reported.
+    pub(crate) first: usize,
+    /// Bits of the log's last word that count.
+    pub(crate) keep_last: u64,
+    /// Told of the runs of new bits.
+    pub(crate) each: F,
+}
+
+/// Words that are merged at once: with the new ones beside them they stay in the L1 cache. A whole number of hops.
+const MERGE_WORDS: usize = BATCH_WORDS / 4;
+
+impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<K: Kernel>(mut self, kernel: K) {
+        let (mut logged, mut fresh) = (Batch::new(), Batch::new());
+        let mut news = [0; MERGE_WORDS];
+        let mut state = RunState::new(self.first);
+        let mut at = self.first;
+        let Some((log_last, log)) = self.log.split_last() else { return };
+        let (into, into_last) = self.into.split_at_mut(log.len());
+        for (into, log) in into.chunks_mut(MERGE_WORDS).zip(log.chunks(MERGE_WORDS)) {
+            // Where the log is empty the set is not even read.
+            if kernel.nonzero(log, &mut logged) != 0 {
+                let news = &mut news[..log.len()];
+                for ((new, into), log) in news.iter_mut().zip(into).zip(log) {
+                    *new = log & !*into;
+                    *into |= log;
+                }
+                let top = kernel.nonzero(news, &mut fresh);
+                state.batch(kernel, at, news, top, &fresh.masks, &mut self.each);
+            }
+            at += log.len();
+        }
+        let bits = log_last & self.keep_last;
+        state.word(at, bits & !into_last[0], &mut self.each);
+        into_last[0] |= bits;
+        state.finish(u64::MAX, &mut self.each);
+    }
+}
