@@ -31,26 +31,34 @@ struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// A cursor for the words behind the first of `range`; that word's index; its bits within the range; the range's end,
-    /// which is 0 for an empty one.
-    fn new(scanner: Scanner, words: &'a [u64], range: Range<u64>) -> (Self, usize, u64, u64) {
-        let cut = Cut::new(&range, words);
-        let (last, keep_last) = cut.tail;
-        let (first, bits) = cut.head.map_or((0, 0), |(first, keep)| (first, words[first] & keep));
-        let (next_batch, end) = if cut.head.is_some() { (first + 1, last + 1) } else { (0, 0) };
-        let cursor = Self {
+    /// A cursor that has nothing to do yet.
+    fn new(scanner: Scanner, words: &'a [u64]) -> Self {
+        Self {
             words,
             scanner,
             batch: Batch::new(),
             top: 0,
-            batch_at: next_batch,
-            next_batch,
-            end,
+            batch_at: 0,
+            next_batch: 0,
+            end: 0,
             block_at: 0,
             mask: 0,
-            keep_last,
+            keep_last: 0,
+        }
+    }
+
+    /// Goes to the words behind the first of `range`. Gives that word's index, its bits within the range, and the range's
+    /// end, which is 0 for an empty one.
+    fn restart(&mut self, range: Range<u64>) -> (usize, u64, u64) {
+        let cut = Cut::new(&range, self.words);
+        (self.top, self.mask) = (0, 0);
+        let Some((first, keep)) = cut.head else {
+            (self.next_batch, self.end) = (0, 0);
+            return (0, 0, 0);
         };
-        (cursor, first, bits, if cut.head.is_some() { range.end } else { 0 })
+        self.next_batch = first + 1;
+        (self.end, self.keep_last) = (cut.tail.0 + 1, cut.tail.1);
+        (first, self.words[first] & keep, range.end)
     }
 
     /// Goes to the next block that has something. False: there is none.
@@ -112,7 +120,8 @@ pub struct Bits<'a> {
 
 impl<'a> Bits<'a> {
     pub(crate) fn new(scanner: Scanner, words: &'a [u64], range: Range<u64>) -> Self {
-        let (cursor, first, bits, end) = Cursor::new(scanner, words, range);
+        let mut cursor = Cursor::new(scanner, words);
+        let (first, bits, end) = cursor.restart(range);
         Self { cursor, base: base_of(first), bits, end }
     }
 
@@ -172,17 +181,18 @@ pub struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     pub(crate) fn new(scanner: Scanner, words: &'a [u64], range: Range<u64>) -> Self {
-        let (cursor, first, bits, end) = Cursor::new(scanner, words, range);
-        Self {
-            cursor,
-            base: base_of(first),
-            edges: bits ^ bits << 1,
-            open: false,
-            start: 0,
-            upto: first + 1,
-            exact: false,
-            end,
-        }
+        let cursor = Cursor::new(scanner, words);
+        let mut runs =
+            Self { cursor, base: 0, edges: 0, open: false, start: 0, upto: 0, exact: false, end: 0 };
+        runs.restart(range);
+        runs
+    }
+
+    /// Begins anew with another range of the same words, for less than a new iterator costs.
+    pub(crate) fn restart(&mut self, range: Range<u64>) {
+        let (first, bits, end) = self.cursor.restart(range);
+        (self.base, self.edges, self.end) = (base_of(first), bits ^ bits << 1, end);
+        (self.open, self.exact, self.upto) = (false, false, first + 1);
     }
 
     /// The run that reached to the end of the last word that was looked at, if the next is not `word`.

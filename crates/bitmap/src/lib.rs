@@ -16,13 +16,13 @@ mod atomic;
 mod iter;
 mod plain;
 mod scan;
-
+mod summary;
 
 pub use atomic::AtomicBitmap;
 pub use iter::{Bits, Runs};
 pub use plain::Bitmap;
 pub use scan::Scanner;
-
+pub use summary::{SummaryBitmap, SummaryRuns};
 
 use std::ops::Range;
 

@@ -143,8 +143,7 @@ impl Bitmap {
     /// # Panics
     /// If the lengths differ.
     pub fn union(&mut self, other: &Self) {
-        assert_eq!(self.len, other.len, "bitmaps of the same region");
-        Scanner::best().work(Or { into: &mut self.words, from: &other.words });
+        self.union_range(0..self.len, other);
     }
 
     /// Removes the pages of `other`.
@@ -152,8 +151,35 @@ impl Bitmap {
     /// # Panics
     /// If the lengths differ.
     pub fn subtract(&mut self, other: &Self) {
+        self.subtract_range(0..self.len, other);
+    }
+
+    /// Adds the pages of `range` that are set in `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ or `range` ends beyond them.
+    pub fn union_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
-        Scanner::best().work(AndNot { into: &mut self.words, from: &other.words });
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] |= other.words[word] & mask,
+            Part::Whole(words) => Scanner::best()
+                .work(Or { into: &mut self.words[words.clone()], from: &other.words[words] }),
+        });
+    }
+
+    /// Removes the pages of `range` that are set in `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ or `range` ends beyond them.
+    pub fn subtract_range(&mut self, range: Range<u64>, other: &Self) {
+        assert_eq!(self.len, other.len, "bitmaps of the same region");
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] &= !(other.words[word] & mask),
+            Part::Whole(words) => Scanner::best()
+                .work(AndNot { into: &mut self.words[words.clone()], from: &other.words[words] }),
+        });
     }
 
     /// Keeps only the pages of `range` that are set in `other`; pages outside `range` stay as they are.
@@ -169,6 +195,16 @@ impl Bitmap {
     /// Adds a log of words, as a kernel hands it out, whose first bit is page 0. Bits beyond `len` are ignored.
     pub fn union_words(&mut self, log: &[u64]) {
         Scanner::best().work(Or { into: &mut self.words, from: log });
+        self.trim();
+    }
+
+    /// Adds a log of words whose first bit is page `64 * first`. Bits beyond `len` are ignored.
+    ///
+    /// # Panics
+    /// If the log has words beyond this bitmap's.
+    pub fn union_words_at(&mut self, first: usize, log: &[u64]) {
+        let into = &mut self.words[first..first + log.len()];
+        Scanner::best().work(Or { into, from: log });
         self.trim();
     }
 
