@@ -11,4 +11,5 @@ pub mod json;
 pub mod migrate;
 pub mod qemu;
 pub mod result;
+pub mod scan;
 pub mod stats;
