@@ -44,6 +44,8 @@ pub struct Options {
     pub rounds: usize,
     /// How long a side's turn takes at least; what takes longer by itself is measured once or twice.
     pub turn: Duration,
+    /// The largest guest, in GiB.
+    pub largest_gib: f64,
     /// The largest guest, in GiB, of which dense bitmaps are measured too.
     pub dense_gib: f64,
     /// The largest guest, in GiB, with which other crates are compared.
@@ -53,12 +55,24 @@ pub struct Options {
 impl Options {
     /// Every case.
     pub fn full() -> Self {
-        Options { rounds: 7, turn: Duration::from_millis(4), dense_gib: f64::INFINITY, others_gib: 64.0 }
+        Options {
+            rounds: 7,
+            turn: Duration::from_millis(4),
+            largest_gib: f64::INFINITY,
+            dense_gib: f64::INFINITY,
+            others_gib: 64.0,
+        }
     }
 
     /// Within a minute.
     pub fn quick() -> Self {
-        Options { rounds: 5, turn: Duration::from_micros(600), dense_gib: 6.0, others_gib: 6.0 }
+        Options {
+            rounds: 5,
+            turn: Duration::from_micros(600),
+            largest_gib: f64::INFINITY,
+            dense_gib: 6.0,
+            others_gib: 6.0,
+        }
     }
 }
 
@@ -103,10 +117,6 @@ impl Shape {
         format!("{}/{}/{}", self.memory, density_name(self.density), self.pattern.name())
     }
 
-    /// What the contract calls sparse, but for the sizes.
-    fn is_sparse(self) -> bool {
-        self.density <= 1e-4 || (self.density <= 1e-3 && self.pattern == Pattern::Clustered)
-    }
 
     fn case(self, kind: &str) -> Case {
         Case::new(format!("{}/{kind}", self.name()))
@@ -156,6 +166,10 @@ fn add_spread(case: &mut Case, name: &str, spread: Option<Spread>) {
 pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
     let mut document = Document::new("scan", Host::describe());
     for &(memory, gib) in MEMORIES {
+        if gib > options.largest_gib {
+            document.cases.push(Case::skipped(memory, "larger than was asked for"));
+            continue;
+        }
         // Words, bytes, and a copy for whatever is compared.
         let needed = words_of(gib) as u64 * 8 * 4 + MEMORY_RESERVE;
         if available_memory().is_some_and(|available| available < needed) {

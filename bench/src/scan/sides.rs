@@ -29,6 +29,18 @@ impl Seen {
         self.items += 1;
         self.check ^= run.start ^ run.end << 32;
     }
+
+    #[inline(always)]
+    fn and_bit(mut self, bit: u64) -> Self {
+        self.bit(bit);
+        self
+    }
+
+    #[inline(always)]
+    fn and_run(mut self, run: Range<u64>) -> Self {
+        self.run(run);
+        self
+    }
 }
 
 /// A bitmap in the form that a side wants.
@@ -75,7 +87,7 @@ pub(super) enum Side {
     Bytes,
     /// Word by word.
     Words,
-    /// With a closure, by this scanner.
+    /// To the end at once (`fold`), by this scanner.
     Ours(Scanner),
     /// By `next`, by this scanner.
     OurIterator(Scanner),
@@ -111,7 +123,7 @@ impl Side {
         match self {
             Side::Bytes => byte_bits(&forms.bytes, each),
             Side::Words => word_bits(&forms.words, each),
-            Side::Ours(scanner) => scanner.for_each_bit(&forms.words, 0..forms.end(), each),
+            Side::Ours(scanner) => return Some(scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit)),
             Side::OurIterator(scanner) => {
                 for bit in scanner.bits(&forms.words, 0..forms.end()) {
                     seen.bit(bit);
@@ -145,7 +157,7 @@ impl Side {
                 joined.finish();
             }
             Side::Words => word_runs(&forms.words, each),
-            Side::Ours(scanner) => scanner.for_each_run(&forms.words, 0..forms.end(), each),
+            Side::Ours(scanner) => return Some(scanner.runs(&forms.words, 0..forms.end()).fold(seen, Seen::and_run)),
             Side::OurIterator(scanner) => {
                 for run in scanner.runs(&forms.words, 0..forms.end()) {
                     seen.run(run);

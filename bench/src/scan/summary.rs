@@ -1,6 +1,7 @@
 //! The summary against the flat scan.
 
 use std::hint::black_box;
+use std::ops::Range;
 
 use roaring::RoaringBitmap;
 use vmferry_bitmap::{Bitmap, SummaryBitmap};
@@ -21,27 +22,24 @@ pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     let roaring = RoaringBitmap::from_lsb0_bytes(0, &bytes);
     drop(bytes);
     let walk = |side: usize| {
-        let (mut items, mut check) = (0_u64, 0_u64);
-        let mut each = |start: u64, end: u64| {
-            items += 1;
-            check ^= start ^ end << 32;
-        };
+        let each = |(items, check): (u64, u64), run: Range<u64>| (items + 1, check ^ run.start ^ run.end << 32);
+        let mut seen = (0, 0);
         match SIDES[side] {
-            "summary" => map.for_each_run(|run| each(run.start, run.end)),
+            "summary" => seen = map.runs().fold(seen, each),
             "summary_iterator" => {
                 for run in map.runs() {
-                    each(run.start, run.end);
+                    seen = each(seen, run);
                 }
             }
-            "flat" => map.flat().for_each_run(|run| each(run.start, run.end)),
+            "flat" => seen = map.flat().runs().fold(seen, each),
             _ => {
                 let mut iter = roaring.iter();
                 while let Some(run) = iter.next_range() {
-                    each(u64::from(*run.start()), u64::from(*run.end()) + 1);
+                    seen = each(seen, u64::from(*run.start())..u64::from(*run.end()) + 1);
                 }
             }
         }
-        black_box((items, check))
+        black_box(seen)
     };
     let seen = walk(0);
     let mut times = vec![Vec::new(); SIDES.len()];

@@ -148,12 +148,8 @@ impl Iterator for Bits<'_> {
         Some(self.base + take_lowest(&mut self.bits))
     }
 
-    fn fold<B, F: FnMut(B, u64) -> B>(self, init: B, mut f: F) -> B {
-        let mut folded = Some(init);
-        self.cursor.scanner.for_each_bit(self.cursor.words, self.rest(), |bit| {
-            folded = folded.take().map(|so_far| f(so_far, bit));
-        });
-        folded.expect("put back by every call")
+    fn fold<B, F: FnMut(B, u64) -> B>(self, init: B, f: F) -> B {
+        self.cursor.scanner.fold_bits(self.cursor.words, self.rest(), init, f)
     }
 }
 
@@ -193,6 +189,11 @@ impl<'a> Runs<'a> {
         let (first, bits, end) = self.cursor.restart(range);
         (self.base, self.edges, self.end) = (base_of(first), bits ^ bits << 1, end);
         (self.open, self.exact, self.upto) = (false, false, first + 1);
+    }
+
+    /// Folds the runs of another range of the same words.
+    pub(crate) fn fold_in<B>(&self, range: Range<u64>, init: B, f: impl FnMut(B, Range<u64>) -> B) -> B {
+        self.cursor.scanner.fold_runs(self.cursor.words, range, init, f)
     }
 
     /// The run that reached to the end of the last word that was looked at, if the next is not `word`.
@@ -280,12 +281,8 @@ impl Iterator for Runs<'_> {
         }
     }
 
-    fn fold<B, F: FnMut(B, Range<u64>) -> B>(self, init: B, mut f: F) -> B {
-        let mut folded = Some(init);
-        self.cursor.scanner.for_each_run(self.cursor.words, self.rest(), |run| {
-            folded = folded.take().map(|so_far| f(so_far, run));
-        });
-        folded.expect("put back by every call")
+    fn fold<B, F: FnMut(B, Range<u64>) -> B>(self, init: B, f: F) -> B {
+        self.cursor.scanner.fold_runs(self.cursor.words, self.rest(), init, f)
     }
 }
 

@@ -254,7 +254,7 @@ impl Bitmap {
         Scanner::best().runs(&self.words, range)
     }
 
-    /// Calls `each` with what [`Self::runs`] gives, which is the fastest way through all of them.
+    /// Calls `each` with what [`Self::runs`] gives. (If `each` sums something up, `runs().fold()` is faster.)
     pub fn for_each_run(&self, each: impl FnMut(Range<u64>)) {
         Scanner::best().for_each_run(&self.words, 0..self.len, each);
     }
@@ -275,7 +275,7 @@ impl Bitmap {
         Scanner::best().bits(&self.words, range)
     }
 
-    /// Calls `each` with what [`Self::bits`] gives, which is the fastest way through all of them.
+    /// Calls `each` with what [`Self::bits`] gives. (If `each` sums something up, `bits().fold()` is faster.)
     pub fn for_each_bit(&self, each: impl FnMut(u64)) {
         Scanner::best().for_each_bit(&self.words, 0..self.len, each);
     }

@@ -1,6 +1,6 @@
 //! The kernel for processors with AVX2, which is nearly all since 2013.
 
-use super::{BLOCK_WORDS, Batch, Block, HOP_BLOCKS, Kernel, Work, by_hops, edges_of};
+use super::{BLOCK_WORDS, Batch, Block, Kernel, Work, by_hops, edges_of};
 use std::arch::x86_64::{
     __m256i, _mm256_castsi256_pd, _mm256_cmpeq_epi64, _mm256_loadu_si256, _mm256_movemask_epi8,
     _mm256_movemask_pd, _mm256_or_si256, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_permutevar8x32_epi32,
@@ -56,14 +56,9 @@ impl Kernel for Avx2 {
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
-    let (blocks, rest) = words.as_chunks::<BLOCK_WORDS>();
-    let mut top = by_hops(blocks, batch, |hop| hop_is_empty(hop), |block| block_nonzero(block));
-    if !rest.is_empty() {
-        let mask = !lanes_where(rest, |vector| is_zero(vector), |word| word == 0) & (u64::MAX >> (BLOCK_WORDS - rest.len()));
-        batch.masks[blocks.len()] = mask;
-        top |= u32::from(mask != 0) << blocks.len();
-    }
-    top
+    by_hops(words, batch, |hop| is_empty(hop), |block| nonzero_words(block), |rest| {
+        !lanes_where(rest, |vector| is_zero(vector), |word| word == 0) & (u64::MAX >> (BLOCK_WORDS - rest.len()))
+    })
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
@@ -101,9 +96,10 @@ fn lanes_where(block: &[u64], pick: impl Fn(__m256i) -> __m256i, pick_word: impl
     mask
 }
 
+/// The words of a block that are not zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn block_nonzero(block: &Block) -> u64 {
+pub(super) fn nonzero_words(block: &Block) -> u64 {
     let (halves, _) = block.as_chunks::<HALF>();
     !(u64::from(zeros(&halves[0])) | u64::from(zeros(&halves[1])) << HALF)
 }
@@ -130,18 +126,23 @@ fn zeros(half: &[u64; HALF]) -> u32 {
     _mm256_movemask_epi8(_mm256_shuffle_epi8(groups, order)).cast_unsigned()
 }
 
+/// Whether all words are zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn hop_is_empty(hop: &[Block; HOP_BLOCKS]) -> bool {
+fn is_empty(words: &[u64]) -> bool {
     let mut all = [_mm256_setzero_si256(); 4];
-    let (quads, _) = hop.as_flattened().as_chunks::<LANES>().0.as_chunks::<4>();
+    let (vectors, rest) = words.as_chunks::<LANES>();
+    let (quads, singles) = vectors.as_chunks::<4>();
     for quad in quads {
         for (all, vector) in all.iter_mut().zip(quad) {
             *all = _mm256_or_si256(*all, load(vector));
         }
     }
+    for vector in singles {
+        all[0] = _mm256_or_si256(all[0], load(vector));
+    }
     let all = _mm256_or_si256(_mm256_or_si256(all[0], all[1]), _mm256_or_si256(all[2], all[3]));
-    _mm256_testz_si256(all, all) != 0
+    _mm256_testz_si256(all, all) != 0 && rest.iter().fold(0, |all, word| all | word) == 0
 }
 
 #[inline]

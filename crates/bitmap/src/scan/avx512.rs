@@ -1,6 +1,7 @@
 //! The kernel for processors with AVX-512 as of Ice Lake and Zen 4.
 
-use super::{BLOCK_WORDS, Batch, Block, HOP_BLOCKS, Kernel, Work, by_hops, edges_of};
+use super::avx2::nonzero_words;
+use super::{BLOCK_WORDS, Batch, Block, Kernel, Work, by_hops, edges_of};
 use std::arch::x86_64::{
     __m512i, _mm512_cmpeq_epi64_mask, _mm512_loadu_si512, _mm512_maskz_loadu_epi64, _mm512_movepi64_mask,
     _mm512_or_si512, _mm512_set1_epi64, _mm512_setzero_si512, _mm512_test_epi64_mask,
@@ -22,6 +23,7 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512vpopcntdq")
+            && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("bmi1")
             && is_x86_feature_detected!("bmi2")
             && is_x86_feature_detected!("lzcnt")
@@ -45,7 +47,7 @@ impl Kernel for Avx512 {
 
     #[inline]
     fn work<W: Work>(self, work: W) -> W::Out {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt")]
         fn here<W: Work>(kernel: Avx512, work: W) -> W::Out {
             work.run(kernel)
         }
@@ -56,15 +58,9 @@ impl Kernel for Avx512 {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
-    let (blocks, rest) = words.as_chunks::<BLOCK_WORDS>();
-    let look = |block: &Block| lanes_where(block, |vector| test(vector));
-    let mut top = by_hops(blocks, batch, |hop| hop_is_empty(hop), look);
-    if !rest.is_empty() {
-        let mask = lanes_where(rest, |vector| test(vector));
-        batch.masks[blocks.len()] = mask;
-        top |= u32::from(mask != 0) << blocks.len();
-    }
-    top
+    // Eight masks of eight lanes have to go one by one from mask registers to a word; packing as AVX2 does is faster.
+    let look = |block: &Block| nonzero_words(block);
+    by_hops(words, batch, |hop| is_empty(hop), look, |rest| lanes_where(rest, |vector| test(vector)))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -98,18 +94,23 @@ fn lanes_where(block: &[u64], pick: impl Fn(__m512i) -> u8) -> u64 {
     mask
 }
 
+/// Whether all words are zero.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn hop_is_empty(hop: &[Block; HOP_BLOCKS]) -> bool {
+fn is_empty(words: &[u64]) -> bool {
     let mut all = [_mm512_setzero_si512(); 4];
-    let (quads, _) = hop.as_flattened().as_chunks::<LANES>().0.as_chunks::<4>();
+    let (vectors, rest) = words.as_chunks::<LANES>();
+    let (quads, singles) = vectors.as_chunks::<4>();
     for quad in quads {
         for (all, vector) in all.iter_mut().zip(quad) {
             *all = _mm512_or_si512(*all, load(vector));
         }
     }
+    for vector in singles {
+        all[0] = _mm512_or_si512(all[0], load(vector));
+    }
     let all = _mm512_or_si512(_mm512_or_si512(all[0], all[1]), _mm512_or_si512(all[2], all[3]));
-    test(all) == 0
+    test(all) == 0 && rest.iter().fold(0, |all, word| all | word) == 0
 }
 
 #[inline]

@@ -1,6 +1,6 @@
 //! The kernel that needs nothing of the processor.
 
-use super::{BLOCK_WORDS, Batch, Block, HOP_BLOCKS, Kernel, Work, by_hops, edges_of};
+use super::{BLOCK_WORDS, Batch, Kernel, Work, by_hops, edges_of};
 
 /// Words of a cache line.
 const LINE_WORDS: usize = 8;
@@ -10,14 +10,7 @@ pub(super) struct Portable;
 
 impl Kernel for Portable {
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32 {
-        let (blocks, rest) = words.as_chunks::<BLOCK_WORDS>();
-        let mut top = by_hops(blocks, batch, hop_is_empty, |block| block_nonzero(block));
-        if !rest.is_empty() {
-            let mask = block_nonzero(rest);
-            batch.masks[blocks.len()] = mask;
-            top |= u32::from(mask != 0) << blocks.len();
-        }
-        top
+        by_hops(words, batch, |hop| or(hop) == 0, |block| block_nonzero(block), block_nonzero)
     }
 
     fn edges(self, block: &[u64], open: bool) -> u64 {
@@ -43,10 +36,6 @@ fn block_mask(len: usize) -> u64 {
 
 fn or(words: &[u64]) -> u64 {
     words.iter().fold(0, |all, word| all | word)
-}
-
-fn hop_is_empty(hop: &[Block; HOP_BLOCKS]) -> bool {
-    or(hop.as_flattened()) == 0
 }
 
 /// Line by line: in a sparse block most lines are empty, and or-ing a line is what compilers vectorize anywhere.
