@@ -1,6 +1,6 @@
 //! The kernel for processors with AVX2, which is nearly all since 2013.
 
-use super::{BLOCK_WORDS, Batch, Block, Kernel, Work, by_hops, edges_of};
+use super::{BLOCK_WORDS, Batch, Block, Kernel, Positions, Work, by_hops, edges_of};
 use std::arch::x86_64::{
     __m256i, _mm256_castsi256_pd, _mm256_cmpeq_epi64, _mm256_loadu_si256, _mm256_movemask_epi8,
     _mm256_movemask_pd, _mm256_or_si256, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_permutevar8x32_epi32,
@@ -31,6 +31,8 @@ impl Avx2 {
 }
 
 impl Kernel for Avx2 {
+    const HAS_POSITIONS: bool = false;
+
     #[inline(always)]
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32 {
         // SAFETY: `self` proves that the processor has the features (see the type's invariant).
@@ -41,6 +43,10 @@ impl Kernel for Avx2 {
     fn edges(self, block: &[u64], open: bool) -> u64 {
         // SAFETY: `self` proves that the processor has the features (see the type's invariant).
         unsafe { edges(block, open) }
+    }
+
+    fn positions<'a>(self, _: &[u64], _: &'a mut Positions) -> &'a [u16] {
+        unreachable!("nobody asks a kernel that has none")
     }
 
     #[inline]

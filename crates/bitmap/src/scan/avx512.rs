@@ -1,16 +1,17 @@
 //! The kernel for processors with AVX-512 as of Ice Lake and Zen 4.
 
 use super::avx2::nonzero_words;
-use super::{BLOCK_WORDS, Batch, Block, Kernel, Work, by_hops, edges_of};
+use super::{Batch, Block, Kernel, POSITION_WORDS, Positions, Work, by_hops};
 use std::arch::x86_64::{
-    __m512i, _mm512_cmpeq_epi64_mask, _mm512_loadu_si512, _mm512_maskz_loadu_epi64, _mm512_movepi64_mask,
-    _mm512_or_si512, _mm512_set1_epi64, _mm512_setzero_si512, _mm512_test_epi64_mask,
+    __m512i, _mm512_add_epi16, _mm512_alignr_epi64, _mm512_loadu_si512, _mm512_maskz_compress_epi16,
+    _mm512_maskz_loadu_epi64, _mm512_or_si512, _mm512_set1_epi16, _mm512_set1_epi64, _mm512_setzero_si512,
+    _mm512_slli_epi64, _mm512_srli_epi64, _mm512_storeu_si512, _mm512_test_epi64_mask, _mm512_xor_si512,
 };
 
 /// Words of a vector.
 const LANES: usize = 8;
 
-/// Proof that the processor has F, BW, DQ, VL and VPOPCNTDQ of AVX-512, and what AVX2 machines have.
+/// Proof that the processor has F, BW, DQ, VL, VBMI2 and VPOPCNTDQ of AVX-512, and what AVX2 machines have.
 ///
 /// Invariant: only [`Avx512::detect`] makes one, and it looks for every feature that functions here are compiled with.
 #[derive(Debug, Clone, Copy)]
@@ -22,17 +23,20 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vbmi2")
             && is_x86_feature_detected!("avx512vpopcntdq")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("bmi1")
             && is_x86_feature_detected!("bmi2")
             && is_x86_feature_detected!("lzcnt")
             && is_x86_feature_detected!("popcnt");
-        if found { Ok(Self(())) } else { Err("this processor has no AVX-512 with VPOPCNTDQ") }
+        if found { Ok(Self(())) } else { Err("this processor has no AVX-512 with VBMI2 and VPOPCNTDQ") }
     }
 }
 
 impl Kernel for Avx512 {
+    const HAS_POSITIONS: bool = true;
+
     #[inline(always)]
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32 {
         // SAFETY: `self` proves that the processor has the features (see the type's invariant).
@@ -45,9 +49,16 @@ impl Kernel for Avx512 {
         unsafe { edges(block, open) }
     }
 
+    #[inline(always)]
+    fn positions<'a>(self, words: &[u64], into: &'a mut Positions) -> &'a [u16] {
+        // SAFETY: `self` proves that the processor has the features (see the type's invariant).
+        unsafe { positions(words, into) }
+    }
+
     #[inline]
     fn work<W: Work>(self, work: W) -> W::Out {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt")]
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt")]
         fn here<W: Work>(kernel: Avx512, work: W) -> W::Out {
             work.run(kernel)
         }
@@ -65,11 +76,51 @@ fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn edges(block: &[u64], open: bool) -> u64 {
-    let zero = !lanes_where(block, |vector| test(vector));
-    let ones = lanes_where(block, |vector| _mm512_cmpeq_epi64_mask(vector, _mm512_set1_epi64(-1)));
-    let ends_set = lanes_where(block, |vector| _mm512_movepi64_mask(vector));
-    edges_of(zero, ones, ends_set, open) & (u64::MAX >> (BLOCK_WORDS - block.len()))
+    // The word before the first one counts by its last bit only.
+    let mut before = _mm512_set1_epi64(i64::from(open) << 63);
+    lanes_where(block, |vector| {
+        let shifted = _mm512_or_si512(
+            _mm512_slli_epi64::<1>(vector),
+            _mm512_srli_epi64::<63>(_mm512_alignr_epi64::<7>(vector, before)),
+        );
+        before = vector;
+        test(_mm512_xor_si512(vector, shifted))
+    })
 }
+
+/// Where the bits of `words` are, by compressing the numbers of half a word's bits: no branch depends on what is set.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,popcnt")]
+fn positions<'a>(words: &[u64], into: &'a mut Positions) -> &'a [u16] {
+    const HALF_BITS: usize = 32;
+    assert!(words.len() <= POSITION_WORDS);
+    let mut numbers: __m512i = load(&NUMBERS);
+    let to: *mut u16 = into.0.as_mut_ptr().cast();
+    let mut found = 0;
+    for &word in words {
+        for half in [word, word >> HALF_BITS] {
+            #[expect(clippy::cast_possible_truncation, reason = "half a word")]
+            let half = half as u32;
+            let compressed = _mm512_maskz_compress_epi16(half, numbers);
+            // SAFETY: `found` is at most 32 for each half before this one, hence at most 64 * POSITION_WORDS - 32, and the
+            // store fills 32 numbers from there.
+            unsafe { _mm512_storeu_si512(to.add(found).cast(), compressed) };
+            found += half.count_ones() as usize;
+            numbers = _mm512_add_epi16(numbers, _mm512_set1_epi16(32));
+        }
+    }
+    // SAFETY: the first `found` numbers were written: each store filled 32 numbers from where the next one began or behind.
+    unsafe { std::slice::from_raw_parts(to, found) }
+}
+
+/// The numbers 0..32 of 16 bits, as words.
+const NUMBERS: [u64; LANES] = {
+    let (mut words, mut number) = ([0; LANES], 0);
+    while number < 32 {
+        words[number / 4] |= (number as u64) << (number % 4 * 16);
+        number += 1;
+    }
+    words
+};
 
 #[target_feature(enable = "avx512f")]
 fn test(vector: __m512i) -> u8 {
@@ -79,7 +130,7 @@ fn test(vector: __m512i) -> u8 {
 /// The words of `block` (at most 64) for which `pick` has a bit; none behind its end.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn lanes_where(block: &[u64], pick: impl Fn(__m512i) -> u8) -> u64 {
+fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
     let (vectors, rest) = block.as_chunks::<LANES>();
     let mut mask = 0;
     for (index, vector) in vectors.iter().enumerate() {

@@ -19,6 +19,7 @@ mod portable;
 pub(crate) mod walk;
 
 use crate::{Bits, Runs};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -32,7 +33,9 @@ pub(crate) const BATCH_WORDS: usize = BATCH_BLOCKS * BLOCK_WORDS;
 const HOP_BLOCKS: usize = 8;
 /// A block of which more words than this are set is asked for its edges, one of fewer is visited word by word.
 /// Edges cost about what visiting six words does.
-pub(crate) const DENSE_WORDS: u32 = 8;
+pub(crate) const DENSE_WORDS: u32 = 40;
+/// A block of which at least as many words are set is likely to have several bits in each, by an unforeseeable number.
+pub(crate) const CROWDED_WORDS: u32 = 56;
 
 /// One block.
 type Block = [u64; BLOCK_WORDS];
@@ -52,14 +55,33 @@ impl Batch {
     }
 }
 
+/// Words whose bits [`Kernel::positions`] finds at once.
+pub(crate) const POSITION_WORDS: usize = 16;
+
+/// Room for the numbers of bits: not filled beforehand, which would cost more than most walks.
+pub(crate) struct Positions([MaybeUninit<u16>; POSITION_WORDS * 64]);
+
+impl Positions {
+    #[inline(always)]
+    pub(crate) fn new() -> Self {
+        Self([MaybeUninit::uninit(); POSITION_WORDS * 64])
+    }
+}
+
 /// What differs from processor to processor.
 pub(crate) trait Kernel: Copy {
+    /// Whether there is a way to [`Self::positions`] that is better than a loop over each word.
+    const HAS_POSITIONS: bool;
+
     /// The blocks of `words` (at most [`BATCH_WORDS`]) that have a word that is not zero; their words in `batch.masks`.
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32;
 
     /// The words of `block` (at most [`BLOCK_WORDS`]) in which a run starts or ends, given whether a run is `open` at its
     /// beginning. An end stands at the first bit behind the run.
     fn edges(self, block: &[u64], open: bool) -> u64;
+
+    /// The numbers of the bits that are set in `words` (at most [`POSITION_WORDS`]), in order.
+    fn positions<'a>(self, words: &[u64], into: &'a mut Positions) -> &'a [u16];
 
     /// Does `work`, compiled for this processor.
     fn work<W: Work>(self, work: W) -> W::Out;
@@ -234,6 +256,11 @@ pub(crate) fn words_to_line(words: &[u64]) -> usize {
     const LINE_BYTES: usize = 64;
     const WORTH_WORDS: usize = 4 * BLOCK_WORDS;
     if words.len() < WORTH_WORDS { 0 } else { words.as_ptr().align_offset(LINE_BYTES).min(words.len()) }
+}
+
+/// The words before a cache line begins, and the others.
+pub(crate) fn split_at_line(words: &[u64]) -> (&[u64], &[u64]) {
+    words.split_at(words_to_line(words))
 }
 
 /// Goes through a batch hop by hop, as every kernel does: `empty` is the cheap look at a hop, `look` the branchless one at a

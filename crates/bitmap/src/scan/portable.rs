@@ -1,6 +1,6 @@
 //! The kernel that needs nothing of the processor.
 
-use super::{BLOCK_WORDS, Batch, Kernel, Work, by_hops, edges_of};
+use super::{BLOCK_WORDS, Batch, Kernel, Positions, Work, by_hops, edges_of};
 
 /// Words of a cache line.
 const LINE_WORDS: usize = 8;
@@ -9,6 +9,8 @@ const LINE_WORDS: usize = 8;
 pub(super) struct Portable;
 
 impl Kernel for Portable {
+    const HAS_POSITIONS: bool = false;
+
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32 {
         by_hops(words, batch, |hop| or(hop) == 0, |block| block_nonzero(block), block_nonzero)
     }
@@ -21,6 +23,10 @@ impl Kernel for Portable {
             ends_set |= (word >> 63) << at;
         }
         edges_of(zero, ones, ends_set, open) & block_mask(block.len())
+    }
+
+    fn positions<'a>(self, _: &[u64], _: &'a mut Positions) -> &'a [u16] {
+        unreachable!("nobody asks a kernel that has none")
     }
 
     #[inline]

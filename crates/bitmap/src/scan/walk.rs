@@ -2,7 +2,10 @@
 //!
 //! The words at the two ends of a range are cut and visited by hand; the kernel sees whole words only.
 
-use super::{BATCH_BLOCKS, BATCH_WORDS, BLOCK_WORDS, Batch, DENSE_WORDS, Kernel, Work, words_to_line};
+use super::{
+    BATCH_BLOCKS, BATCH_WORDS, BLOCK_WORDS, Batch, CROWDED_WORDS, DENSE_WORDS, Kernel, POSITION_WORDS,
+    Positions, Work, split_at_line,
+};
 use crate::{WORD_BITS, place};
 use std::ops::Range;
 
@@ -77,6 +80,14 @@ impl<B, F> Sink<B, F> {
         }
     }
 
+    /// Has somebody else go on with the fold.
+    #[inline(always)]
+    fn pass_on(&mut self, on: impl FnOnce(B, &mut F) -> B) {
+        if let Some(folded) = self.folded.take() {
+            self.folded = Some(on(folded, &mut self.fold));
+        }
+    }
+
     #[inline(always)]
     fn finish(self) -> B {
         self.folded.expect("every put puts it back")
@@ -93,15 +104,12 @@ fn batches<K: Kernel>(
     mut look: impl FnMut(usize, &[u64], u32, &[u64; BATCH_BLOCKS]),
 ) {
     let mut batch = Batch::new();
-    let (unaligned, rest) = words.split_at(words_to_line(words));
-    for part in [unaligned, rest] {
-        for words in part.chunks(BATCH_WORDS) {
-            let top = kernel.nonzero(words, &mut batch);
-            if top != 0 {
-                look(at, words, top, &batch.masks);
-            }
-            at += words.len();
+    for words in words.chunks(BATCH_WORDS) {
+        let top = kernel.nonzero(words, &mut batch);
+        if top != 0 {
+            look(at, words, top, &batch.masks);
         }
+        at += words.len();
     }
 }
 
@@ -126,13 +134,23 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
         if first == last {
             return sink.finish();
         }
-        let whole = &self.words[first + 1..last];
-        batches(kernel, whole, first + 1, |at, words, top, masks| {
+        let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
+        for (index, word) in (first + 1..).zip(unaligned) {
+            bits_of(base_of(index), *word, &mut sink);
+        }
+        batches(kernel, whole, first + 1 + unaligned.len(), |at, words, top, masks| {
             let mut top = u64::from(top);
             while top != 0 {
                 let block = take_index(&mut top);
                 let mut mask = masks[block];
                 let words = &words[block * BLOCK_WORDS..];
+                if K::HAS_POSITIONS && mask.count_ones() >= CROWDED_WORDS {
+                    let words = &words[..words.len().min(BLOCK_WORDS)];
+                    sink.pass_on(|init, fold| {
+                        kernel.work(FoldCrowded { words, at: at + block * BLOCK_WORDS, init, fold })
+                    });
+                    continue;
+                }
                 // At least once: a block without words has no bit in `top`. One word is by far the most likely number
                 // where the bitmap is sparse, and this form of the loop expects it.
                 loop {
@@ -146,6 +164,40 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
         });
         bits_of(base_of(last), self.words[last] & keep_last, &mut sink);
         sink.finish()
+    }
+}
+
+/// The bits of words of which most have several. Work of its own, so that it is compiled as a function of its own and takes no
+/// registers from the loop over words that have few.
+struct FoldCrowded<'a, B, F> {
+    words: &'a [u64],
+    /// Index of the first word.
+    at: usize,
+    init: B,
+    fold: &'a mut F,
+}
+
+impl<B, F: FnMut(B, u64) -> B> Work for FoldCrowded<'_, B, F> {
+    type Out = B;
+
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) -> B {
+        let mut positions = Positions::new();
+        let (mut folded, mut at) = (self.init, self.at);
+        for words in self.words.chunks(POSITION_WORDS) {
+            let base = base_of(at);
+            if words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
+                for word in 0..words.len() {
+                    let base = base + base_of(word);
+                    folded = (base..base + WORD_BITS).fold(folded, &mut *self.fold);
+                }
+            } else {
+                let found = kernel.positions(words, &mut positions);
+                folded = found.iter().fold(folded, |folded, at| (self.fold)(folded, base + u64::from(*at)));
+            }
+            at += words.len();
+        }
+        folded
     }
 }
 
@@ -182,8 +234,11 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
         let mut state = RunState::new(first);
         state.word(first, self.words[first] & keep, &mut sink);
         if first != last {
-            let whole = &self.words[first + 1..last];
-            batches(kernel, whole, first + 1, |at, words, top, masks| {
+            let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
+            for (index, word) in (first + 1..).zip(unaligned).filter(|(_, word)| **word != 0) {
+                state.word(index, *word, &mut sink);
+            }
+            batches(kernel, whole, first + 1 + unaligned.len(), |at, words, top, masks| {
                 state.batch(kernel, at, words, top, masks, &mut sink);
             });
             state.word(last, self.words[last] & keep_last, &mut sink);
@@ -277,6 +332,11 @@ impl RunState {
             }
             let words = &words[..words.len().min(BLOCK_WORDS)];
             self.pass_over(at, sink);
+            // Within a long run reading is enough.
+            if self.open && words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
+                self.upto = at + words.len();
+                continue;
+            }
             let mut edges = kernel.edges(words, self.open);
             while edges != 0 {
                 let index = take_index(&mut edges);
