@@ -55,65 +55,10 @@ pub(crate) fn take_index(bits: &mut u64) -> usize {
     at as usize
 }
 
-/// What a walk puts its answers into: a fold over them, whose value is passed on, not referred to. A function that is compiled
-/// for other instructions is never inlined into its caller, and what a closure captured stays in memory there; a value
-/// that goes from call to call stays in registers. That makes twice the speed where much is set.
-pub(crate) struct Sink<B, F> {
-    /// None only within [`Self::put`].
-    folded: Option<B>,
-    fold: F,
-}
-
-impl<B, F> Sink<B, F> {
-    #[inline(always)]
-    pub(crate) fn new(init: B, fold: F) -> Self {
-        Self { folded: Some(init), fold }
-    }
-
-    #[inline(always)]
-    fn put<T>(&mut self, item: T)
-    where
-        F: FnMut(B, T) -> B,
-    {
-        if let Some(folded) = self.folded.take() {
-            self.folded = Some((self.fold)(folded, item));
-        }
-    }
-
-    /// Has somebody else go on with the fold.
-    #[inline(always)]
-    fn pass_on(&mut self, on: impl FnOnce(B, &mut F) -> B) {
-        if let Some(folded) = self.folded.take() {
-            self.folded = Some(on(folded, &mut self.fold));
-        }
-    }
-
-    #[inline(always)]
-    fn finish(self) -> B {
-        self.folded.expect("every put puts it back")
-    }
-}
-
-/// Calls `look(first word, words, blocks with something in them, their masks)` for the batches of `words`, of which the
-/// first has the index `at`.
-#[inline(always)]
-fn batches<K: Kernel>(
-    kernel: K,
-    words: &[u64],
-    mut at: usize,
-    mut look: impl FnMut(usize, &[u64], u32, &[u64; BATCH_BLOCKS]),
-) {
-    let mut batch = Batch::new();
-    for words in words.chunks(BATCH_WORDS) {
-        let top = kernel.nonzero(words, &mut batch);
-        if top != 0 {
-            look(at, words, top, &batch.masks);
-        }
-        at += words.len();
-    }
-}
-
 /// See [`super::Scanner::fold_bits`].
+///
+/// The folded value goes from hand to hand by value in all of these. A function that is compiled for other instructions is
+/// never inlined into its caller, so what a closure captured stays in memory there; what is passed on stays in registers.
 pub(super) struct FoldBits<'a, B, F> {
     pub(super) words: &'a [u64],
     pub(super) range: Range<u64>,
@@ -126,45 +71,67 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> B {
-        let mut sink = Sink::new(self.init, self.fold);
+        let (mut folded, mut fold) = (self.init, self.fold);
         let cut = Cut::new(&self.range, self.words);
-        let Some((first, keep)) = cut.head else { return sink.finish() };
+        let Some((first, keep)) = cut.head else { return folded };
         let (last, keep_last) = cut.tail;
-        bits_of(base_of(first), self.words[first] & keep, &mut sink);
+        folded = bits_of(base_of(first), self.words[first] & keep, folded, &mut fold);
         if first == last {
-            return sink.finish();
+            return folded;
         }
         let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
-        for (index, word) in (first + 1..).zip(unaligned) {
-            bits_of(base_of(index), *word, &mut sink);
+        let mut at = first + 1;
+        for word in unaligned {
+            folded = bits_of(base_of(at), *word, folded, &mut fold);
+            at += 1;
         }
-        batches(kernel, whole, first + 1 + unaligned.len(), |at, words, top, masks| {
-            let mut top = u64::from(top);
+        let mut batch = Batch::new();
+        for words in whole.chunks(BATCH_WORDS) {
+            let mut top = u64::from(kernel.nonzero(words, &mut batch));
             while top != 0 {
                 let block = take_index(&mut top);
-                let mut mask = masks[block];
-                let words = &words[block * BLOCK_WORDS..];
-                if K::HAS_POSITIONS && mask.count_ones() >= CROWDED_WORDS {
-                    let words = &words[..words.len().min(BLOCK_WORDS)];
-                    sink.pass_on(|init, fold| {
-                        kernel.work(FoldCrowded { words, at: at + block * BLOCK_WORDS, init, fold })
-                    });
-                    continue;
-                }
-                // At least once: a block without words has no bit in `top`. One word is by far the most likely number
-                // where the bitmap is sparse, and this form of the loop expects it.
-                loop {
-                    let index = take_index(&mut mask);
-                    bits_of(base_of(at + block * BLOCK_WORDS + index), words[index], &mut sink);
-                    if mask == 0 {
-                        break;
-                    }
-                }
+                let (from, mask) = (block * BLOCK_WORDS, batch.masks[block]);
+                folded = block_bits(kernel, at + from, &words[from..], mask, folded, &mut fold);
             }
-        });
-        bits_of(base_of(last), self.words[last] & keep_last, &mut sink);
-        sink.finish()
+            at += words.len();
+        }
+        bits_of(base_of(last), self.words[last] & keep_last, folded, &mut fold)
     }
+}
+
+/// The bits of a block, which begins `words`, and whose words in `mask` (not 0) are not zero.
+#[inline(always)]
+fn block_bits<K: Kernel, B, F: FnMut(B, u64) -> B>(
+    kernel: K,
+    at: usize,
+    words: &[u64],
+    mut mask: u64,
+    mut folded: B,
+    fold: &mut F,
+) -> B {
+    if K::HAS_POSITIONS && mask.count_ones() >= CROWDED_WORDS {
+        let words = &words[..words.len().min(BLOCK_WORDS)];
+        return kernel.work(FoldCrowded { words, at, init: folded, fold });
+    }
+    // At least once: one word is by far the most likely number where the bitmap is sparse, and this form expects it.
+    loop {
+        let index = take_index(&mut mask);
+        folded = bits_of(base_of(at + index), words[index], folded, fold);
+        if mask == 0 {
+            return folded;
+        }
+    }
+}
+
+#[inline(always)]
+fn bits_of<B, F: FnMut(B, u64) -> B>(base: u64, mut word: u64, mut folded: B, fold: &mut F) -> B {
+    if word == u64::MAX {
+        return (base..base + WORD_BITS).fold(folded, fold);
+    }
+    while word != 0 {
+        folded = fold(folded, base + take_lowest(&mut word));
+    }
+    folded
 }
 
 /// The bits of words of which most have several. Work of its own, so that it is compiled as a function of its own and takes no
@@ -201,19 +168,6 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldCrowded<'_, B, F> {
     }
 }
 
-#[inline(always)]
-fn bits_of<B, F: FnMut(B, u64) -> B>(base: u64, mut word: u64, sink: &mut Sink<B, F>) {
-    if word == u64::MAX {
-        for bit in base..base + WORD_BITS {
-            sink.put(bit);
-        }
-        return;
-    }
-    while word != 0 {
-        sink.put(base + take_lowest(&mut word));
-    }
-}
-
 /// See [`super::Scanner::fold_runs`].
 pub(super) struct FoldRuns<'a, B, F> {
     pub(super) words: &'a [u64],
@@ -227,24 +181,30 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> B {
-        let mut sink = Sink::new(self.init, self.fold);
+        let (mut folded, mut fold) = (self.init, self.fold);
         let cut = Cut::new(&self.range, self.words);
-        let Some((first, keep)) = cut.head else { return sink.finish() };
+        let Some((first, keep)) = cut.head else { return folded };
         let (last, keep_last) = cut.tail;
         let mut state = RunState::new(first);
-        state.word(first, self.words[first] & keep, &mut sink);
+        folded = state.word(first, self.words[first] & keep, folded, &mut fold);
         if first != last {
             let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
-            for (index, word) in (first + 1..).zip(unaligned).filter(|(_, word)| **word != 0) {
-                state.word(index, *word, &mut sink);
+            let mut at = first + 1;
+            for word in unaligned {
+                if *word != 0 {
+                    folded = state.word(at, *word, folded, &mut fold);
+                }
+                at += 1;
             }
-            batches(kernel, whole, first + 1 + unaligned.len(), |at, words, top, masks| {
-                state.batch(kernel, at, words, top, masks, &mut sink);
-            });
-            state.word(last, self.words[last] & keep_last, &mut sink);
+            let mut batch = Batch::new();
+            for words in whole.chunks(BATCH_WORDS) {
+                let top = kernel.nonzero(words, &mut batch);
+                folded = state.batch(kernel, at, words, top, &batch.masks, folded, &mut fold);
+                at += words.len();
+            }
+            folded = state.word(last, self.words[last] & keep_last, folded, &mut fold);
         }
-        state.finish(self.range.end, &mut sink);
-        sink.finish()
+        state.finish(self.range.end, folded, &mut fold)
     }
 }
 
@@ -265,31 +225,44 @@ impl RunState {
 
     /// Ends a run that reached to the end of the last word that was looked at, if `word` is not the next.
     #[inline(always)]
-    fn pass_over<B, F: FnMut(B, Range<u64>) -> B>(&mut self, word: usize, sink: &mut Sink<B, F>) {
+    fn pass_over<B, F: FnMut(B, Range<u64>) -> B>(&mut self, word: usize, folded: B, fold: &mut F) -> B {
         if self.open && word != self.upto {
             self.open = false;
-            sink.put(self.start..base_of(self.upto));
+            return fold(folded, self.start..base_of(self.upto));
         }
+        folded
     }
 
     /// Looks at `word`; those that were passed over since the last one are zero.
     #[inline(always)]
-    pub(crate) fn word<B, F: FnMut(B, Range<u64>) -> B>(&mut self, index: usize, word: u64, sink: &mut Sink<B, F>) {
-        self.pass_over(index, sink);
-        self.edges_in(index, word, sink);
+    fn word<B, F: FnMut(B, Range<u64>) -> B>(
+        &mut self,
+        index: usize,
+        word: u64,
+        mut folded: B,
+        fold: &mut F,
+    ) -> B {
+        folded = self.pass_over(index, folded, fold);
         self.upto = index + 1;
+        self.edges_in(index, word, folded, fold)
     }
 
-    /// The runs that start or end in `word`, whose predecessor's last bit is `open`.
+    /// The runs that start or end in `word`, before which a run is `open` or not.
     #[inline(always)]
-    fn edges_in<B, F: FnMut(B, Range<u64>) -> B>(&mut self, index: usize, word: u64, sink: &mut Sink<B, F>) {
+    fn edges_in<B, F: FnMut(B, Range<u64>) -> B>(
+        &mut self,
+        index: usize,
+        word: u64,
+        mut folded: B,
+        fold: &mut F,
+    ) -> B {
         let base = base_of(index);
         let mut edges = word ^ (word << 1 | u64::from(self.open));
         if self.open {
             if edges == 0 {
-                return;
+                return folded;
             }
-            sink.put(self.start..base + take_lowest(&mut edges));
+            folded = fold(folded, self.start..base + take_lowest(&mut edges));
         }
         self.open = word >> (WORD_BITS - 1) != 0;
         // Edges now alternate between starts and ends, beginning with a start.
@@ -297,61 +270,76 @@ impl RunState {
             let start = base + take_lowest(&mut edges);
             if edges == 0 {
                 self.start = start;
-                return;
+                return folded;
             }
-            sink.put(start..base + take_lowest(&mut edges));
+            folded = fold(folded, start..base + take_lowest(&mut edges));
         }
+        folded
     }
 
-    /// Looks at a batch of words that begins with word `at`.
+    /// Looks at a batch of words that begins with word `at`, of which a kernel found `top` and `masks`.
     #[inline(always)]
-    pub(crate) fn batch<K: Kernel, B, F: FnMut(B, Range<u64>) -> B>(
+    #[expect(clippy::too_many_arguments, reason = "two of them are the fold, which is to stay in registers")]
+    fn batch<K: Kernel, B, F: FnMut(B, Range<u64>) -> B>(
         &mut self,
         kernel: K,
         at: usize,
         words: &[u64],
         top: u32,
         masks: &[u64; BATCH_BLOCKS],
-        sink: &mut Sink<B, F>,
-    ) {
+        mut folded: B,
+        fold: &mut F,
+    ) -> B {
         let mut top = u64::from(top);
         while top != 0 {
             let block = take_index(&mut top);
             let at = at + block * BLOCK_WORDS;
             let words = &words[block * BLOCK_WORDS..];
             let mut mask = masks[block];
-            if mask.count_ones() < DENSE_WORDS {
-                loop {
-                    let index = take_index(&mut mask);
-                    self.word(at + index, words[index], sink);
-                    if mask == 0 {
-                        break;
-                    }
+            if mask.count_ones() >= DENSE_WORDS {
+                let words = &words[..words.len().min(BLOCK_WORDS)];
+                folded = self.dense_block(kernel, at, words, folded, fold);
+                continue;
+            }
+            loop {
+                let index = take_index(&mut mask);
+                folded = self.word(at + index, words[index], folded, fold);
+                if mask == 0 {
+                    break;
                 }
-                continue;
             }
-            let words = &words[..words.len().min(BLOCK_WORDS)];
-            self.pass_over(at, sink);
-            // Within a long run reading is enough.
-            if self.open && words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
-                self.upto = at + words.len();
-                continue;
-            }
-            let mut edges = kernel.edges(words, self.open);
-            while edges != 0 {
-                let index = take_index(&mut edges);
-                self.edges_in(at + index, words[index], sink);
-            }
-            self.upto = at + words.len();
         }
+        folded
+    }
+
+    /// Looks at a block of which most words are set, by its edges.
+    #[inline(always)]
+    fn dense_block<K: Kernel, B, F: FnMut(B, Range<u64>) -> B>(
+        &mut self,
+        kernel: K,
+        at: usize,
+        words: &[u64],
+        mut folded: B,
+        fold: &mut F,
+    ) -> B {
+        folded = self.pass_over(at, folded, fold);
+        self.upto = at + words.len();
+        // Within a long run reading is enough.
+        if self.open && words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
+            return folded;
+        }
+        let mut edges = kernel.edges(words, self.open);
+        while edges != 0 {
+            let index = take_index(&mut edges);
+            folded = self.edges_in(at + index, words[index], folded, fold);
+        }
+        folded
     }
 
     /// Ends a run that is still open, at `end` at the latest.
     #[inline(always)]
-    pub(crate) fn finish<B, F: FnMut(B, Range<u64>) -> B>(self, end: u64, sink: &mut Sink<B, F>) {
-        if self.open {
-            sink.put(self.start..base_of(self.upto).min(end));
-        }
+    fn finish<B, F: FnMut(B, Range<u64>) -> B>(self, end: u64, folded: B, fold: &mut F) -> B {
+        if self.open { fold(folded, self.start..base_of(self.upto).min(end)) } else { folded }
     }
 }
 
@@ -420,14 +408,14 @@ impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
 
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) {
-        let (mut logged, mut fresh) = (Batch::new(), Batch::new());
-        let mut news = [0; MERGE_WORDS];
+        let Some((log_last, log)) = self.log.split_last() else { return };
         let mut each = self.each;
-        let mut sink = Sink::new((), |(), run| each(run));
+        let mut fold = |(), run| each(run);
         let mut state = RunState::new(self.first);
         let mut at = self.first;
-        let Some((log_last, log)) = self.log.split_last() else { return };
         let (into, into_last) = self.into.split_at_mut(log.len());
+        let (mut logged, mut fresh) = (Batch::new(), Batch::new());
+        let mut news = [0; MERGE_WORDS];
         for (into, log) in into.chunks_mut(MERGE_WORDS).zip(log.chunks(MERGE_WORDS)) {
             // Where the log is empty the set is not even read.
             if kernel.nonzero(log, &mut logged) != 0 {
@@ -437,13 +425,13 @@ impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
                     *into |= log;
                 }
                 let top = kernel.nonzero(news, &mut fresh);
-                state.batch(kernel, at, news, top, &fresh.masks, &mut sink);
+                state.batch(kernel, at, news, top, &fresh.masks, (), &mut fold);
             }
             at += log.len();
         }
         let bits = log_last & self.keep_last;
-        state.word(at, bits & !into_last[0], &mut sink);
+        state.word(at, bits & !into_last[0], (), &mut fold);
         into_last[0] |= bits;
-        state.finish(u64::MAX, &mut sink);
+        state.finish(u64::MAX, (), &mut fold);
     }
 }
