@@ -52,6 +52,11 @@ impl Random {
 /// `words` words of which about `density` (0 to 1) of the bits are set. Every word is written, so that none is the
 /// kernel's shared page of zeros, which would be read from the cache.
 pub(super) fn build(words: usize, density: f64, pattern: Pattern) -> Vec<u64> {
+    build_seeded(words, density, pattern, 0)
+}
+
+/// [`build`], another one for each seed.
+pub(super) fn build_seeded(words: usize, density: f64, pattern: Pattern, seed: u64) -> Vec<u64> {
     // The pages of memory are touched with something else first.
     let mut map = vec![u64::MAX; words];
     std::hint::black_box(&mut map);
@@ -63,7 +68,7 @@ pub(super) fn build(words: usize, density: f64, pattern: Pattern) -> Vec<u64> {
         return map;
     }
     let tile = words.min(TILE_WORDS);
-    fill(&mut map[..tile], density, pattern);
+    fill(&mut map[..tile], density, pattern, seed);
     let (tile, rest) = map.split_at_mut(tile);
     for part in rest.chunks_mut(tile.len()) {
         part.copy_from_slice(&tile[..part.len()]);
@@ -71,8 +76,8 @@ pub(super) fn build(words: usize, density: f64, pattern: Pattern) -> Vec<u64> {
     map
 }
 
-fn fill(words: &mut [u64], density: f64, pattern: Pattern) {
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+fn fill(words: &mut [u64], density: f64, pattern: Pattern, seed: u64) {
+    let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ seed << 20);
     let bits = words.len() as u64 * 64;
     let mut at = 0;
     loop {

@@ -123,7 +123,9 @@ impl Side {
         match self {
             Side::Bytes => byte_bits(&forms.bytes, each),
             Side::Words => word_bits(&forms.words, each),
-            Side::Ours(scanner) => return Some(scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit)),
+            Side::Ours(scanner) => {
+                return Some(scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit));
+            }
             Side::OurIterator(scanner) => {
                 for bit in scanner.bits(&forms.words, 0..forms.end()) {
                     seen.bit(bit);
@@ -157,7 +159,9 @@ impl Side {
                 joined.finish();
             }
             Side::Words => word_runs(&forms.words, each),
-            Side::Ours(scanner) => return Some(scanner.runs(&forms.words, 0..forms.end()).fold(seen, Seen::and_run)),
+            Side::Ours(scanner) => {
+                return Some(scanner.runs(&forms.words, 0..forms.end()).fold(seen, Seen::and_run));
+            }
             Side::OurIterator(scanner) => {
                 for run in scanner.runs(&forms.words, 0..forms.end()) {
                     seen.run(run);

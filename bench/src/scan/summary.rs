@@ -22,7 +22,8 @@ pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     let roaring = RoaringBitmap::from_lsb0_bytes(0, &bytes);
     drop(bytes);
     let walk = |side: usize| {
-        let each = |(items, check): (u64, u64), run: Range<u64>| (items + 1, check ^ run.start ^ run.end << 32);
+        let each =
+            |(items, check): (u64, u64), run: Range<u64>| (items + 1, check ^ run.start ^ run.end << 32);
         let mut seen = (0, 0);
         match SIDES[side] {
             "summary" => seen = map.runs().fold(seen, each),

@@ -28,7 +28,8 @@ fn compare(options: &Options, name: &str, per: f64, mut ways: Vec<Way<'_>>) -> C
             times[side].push(Some(timing::time_us(options.turn, || black_box(way())) / per));
         }
     }
-    let mut case = Case::new(format!("upkeep/{name}")).param("kind", "upkeep").param("rounds", options.rounds);
+    let mut case =
+        Case::new(format!("upkeep/{name}")).param("kind", "upkeep").param("rounds", options.rounds);
     for ((name, _), times) in ways.iter().zip(&times) {
         add_spread(&mut case, name, Spread::of(times.iter().flatten().copied()));
     }

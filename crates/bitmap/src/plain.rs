@@ -163,8 +163,9 @@ impl Bitmap {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_part(range, |part| match part {
             Part::Cut(word, mask) => self.words[word] |= other.words[word] & mask,
-            Part::Whole(words) => Scanner::best()
-                .work(Or { into: &mut self.words[words.clone()], from: &other.words[words] }),
+            Part::Whole(words) => {
+                Scanner::best().work(Or { into: &mut self.words[words.clone()], from: &other.words[words] })
+            }
         });
     }
 

@@ -66,8 +66,20 @@ fn stretch() -> impl Strategy<Value = Vec<u64>> {
             1 => u64::MAX,
             2 => u64::from(next() % 50 == 0) << (next() % 64),
             3 => next(),
-            4 => if next() % 2 == 0 { u64::MAX << (next() % 64) } else { u64::MAX >> (next() % 64) },
-            _ => if next() % 9 == 0 { next() } else { 0 },
+            4 => {
+                if next() % 2 == 0 {
+                    u64::MAX << (next() % 64)
+                } else {
+                    u64::MAX >> (next() % 64)
+                }
+            }
+            _ => {
+                if next() % 9 == 0 {
+                    next()
+                } else {
+                    0
+                }
+            }
         };
         (0..length).map(&mut word).collect()
     })
@@ -85,7 +97,12 @@ fn pattern() -> impl Strategy<Value = (Vec<u64>, usize)> {
 
 /// Ends of a range, as shares of what there is; sometimes at the ends of words.
 fn cut(bits: u64, (from, to, whole): (f64, f64, bool)) -> Range<u64> {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a share of a count")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a share of a count"
+    )]
     let at = |share: f64| (bits as f64 * share) as u64;
     let (from, to) = (at(from.min(to)), at(from.max(to)));
     if whole { from / 64 * 64..to.div_ceil(64) * 64 } else { from..to }
@@ -103,7 +120,8 @@ fn check(scanner: Scanner, words: &[u64], range: Range<u64>) -> Result<(), TestC
     scanner.for_each_run(words, range.clone(), |run| seen.push(run));
     prop_assert_eq!(&seen, &runs, "{} for_each_run", name);
     // By `next`, not by `fold`, which `collect` may use.
-    let (mut bits_iter, mut runs_iter) = (scanner.bits(words, range.clone()), scanner.runs(words, range.clone()));
+    let (mut bits_iter, mut runs_iter) =
+        (scanner.bits(words, range.clone()), scanner.runs(words, range.clone()));
     prop_assert!(bits.iter().all(|bit| bits_iter.next() == Some(*bit)), "{} bits", name);
     prop_assert_eq!((bits_iter.next(), bits_iter.next()), (None, None), "{} bits", name);
     prop_assert!(runs.iter().all(|run| runs_iter.next() == Some(run.clone())), "{} runs", name);

@@ -69,7 +69,9 @@ fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), Test
     let len = model.len();
     match op {
         Op::Set(page) if page < len => prop_assert_eq!(map.set(page), model.set(page)),
-        Op::Clear(page) if page < len => prop_assert_eq!(map.test_and_clear(page), model.test_and_clear(page)),
+        Op::Clear(page) if page < len => {
+            prop_assert_eq!(map.test_and_clear(page), model.test_and_clear(page))
+        }
         Op::Set(_) | Op::Clear(_) => {}
         Op::SetRange(at, count) => {
             map.set_range(cut(len, at, count));

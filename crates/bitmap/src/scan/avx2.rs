@@ -62,9 +62,16 @@ impl Kernel for Avx2 {
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
-    by_hops(words, batch, |hop| is_empty(hop), |block| nonzero_words(block), |rest| {
-        !lanes_where(rest, |vector| is_zero(vector), |word| word == 0) & (u64::MAX >> (BLOCK_WORDS - rest.len()))
-    })
+    by_hops(
+        words,
+        batch,
+        |hop| is_empty(hop),
+        |block| nonzero_words(block),
+        |rest| {
+            !lanes_where(rest, |vector| is_zero(vector), |word| word == 0)
+                & (u64::MAX >> (BLOCK_WORDS - rest.len()))
+        },
+    )
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
@@ -115,9 +122,8 @@ pub(super) fn nonzero_words(block: &Block) -> u64 {
 #[target_feature(enable = "avx2")]
 fn zeros(half: &[u64; HALF]) -> u32 {
     let (vectors, _) = half.as_chunks::<LANES>();
-    let pair = |at: usize| {
-        _mm256_packs_epi32(is_zero(load(&vectors[2 * at])), is_zero(load(&vectors[2 * at + 1])))
-    };
+    let pair =
+        |at: usize| _mm256_packs_epi32(is_zero(load(&vectors[2 * at])), is_zero(load(&vectors[2 * at + 1])));
     let quad = |at: usize| _mm256_packs_epi16(pair(2 * at), pair(2 * at + 1));
     // Now each word is two bytes; once more, and it is one.
     let bytes = _mm256_packs_epi16(quad(0), quad(1));

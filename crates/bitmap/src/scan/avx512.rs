@@ -58,7 +58,9 @@ impl Kernel for Avx512 {
     #[inline]
     fn work<W: Work>(self, work: W) -> W::Out {
         #[inline(never)]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt")]
+        #[target_feature(
+            enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt"
+        )]
         fn here<W: Work>(kernel: Avx512, work: W) -> W::Out {
             work.run(kernel)
         }

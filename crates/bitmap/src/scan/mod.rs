@@ -31,9 +31,11 @@ pub(crate) const BATCH_BLOCKS: usize = 32;
 pub(crate) const BATCH_WORDS: usize = BATCH_BLOCKS * BLOCK_WORDS;
 /// Blocks of a hop. On an empty bitmap the check at the end of each costs less than a tenth of reading 4 KiB.
 const HOP_BLOCKS: usize = 8;
-/// A block of which more words than this are set is asked for its edges, one of fewer is visited word by word.
-/// Edges cost about what visiting six words does.
-pub(crate) const DENSE_WORDS: u32 = 40;
+/// Words of a hop.
+const HOP_WORDS: usize = HOP_BLOCKS * BLOCK_WORDS;
+/// A block of which at least as many words are set is asked for its edges, one of fewer is visited word by word. Edges cost
+/// about what visiting eight words does, and spare the visits within runs only.
+pub(crate) const DENSE_WORDS: u32 = 16;
 /// A block of which at least as many words are set is likely to have several bits in each, by an unforeseeable number.
 pub(crate) const CROWDED_WORDS: u32 = 56;
 
@@ -155,13 +157,7 @@ impl Scanner {
     ///
     /// # Panics
     /// If `range` ends beyond the words.
-    pub fn fold_bits<B>(
-        self,
-        words: &[u64],
-        range: Range<u64>,
-        init: B,
-        fold: impl FnMut(B, u64) -> B,
-    ) -> B {
+    pub fn fold_bits<B>(self, words: &[u64], range: Range<u64>, init: B, fold: impl FnMut(B, u64) -> B) -> B {
         self.work(walk::FoldBits { words, range, init, fold })
     }
 
@@ -273,33 +269,31 @@ fn by_hops(
     look: impl Fn(&Block) -> u64,
     look_rest: impl Fn(&[u64]) -> u64,
 ) -> u32 {
+    let (hops, rest) = words.as_chunks::<HOP_WORDS>();
+    let (masks, rest_masks) = batch.masks.split_at_mut(hops.len() * HOP_BLOCKS);
     let mut top = 0;
-    for (index, (hop, masks)) in
-        words.chunks(HOP_BLOCKS * BLOCK_WORDS).zip(batch.masks.as_chunks_mut::<HOP_BLOCKS>().0).enumerate()
-    {
+    // Hops are of a length that the compiler knows, and the rest is not.
+    for (index, (hop, masks)) in hops.iter().zip(masks.as_chunks_mut::<HOP_BLOCKS>().0).enumerate() {
         if batch.quiet && empty(hop) {
             continue;
         }
-        let (blocks, rest) = hop.as_chunks::<BLOCK_WORDS>();
         let mut found = 0;
-        if let Ok(blocks) = <&[Block; HOP_BLOCKS]>::try_from(blocks) {
-            for (at, (block, mask)) in blocks.iter().zip(masks).enumerate() {
-                *mask = look(block);
-                found |= u32::from(*mask != 0) << at;
-            }
-        } else {
-            for (at, (block, mask)) in blocks.iter().zip(masks.iter_mut()).enumerate() {
-                *mask = look(block);
-                found |= u32::from(*mask != 0) << at;
-            }
-            if !rest.is_empty() {
-                let mask = look_rest(rest);
-                masks[blocks.len()] = mask;
-                found |= u32::from(mask != 0) << blocks.len();
-            }
+        for (at, (block, mask)) in hop.as_chunks::<BLOCK_WORDS>().0.iter().zip(masks).enumerate() {
+            *mask = look(block);
+            found |= u32::from(*mask != 0) << at;
         }
         batch.quiet = found == 0;
         top |= found << (index * HOP_BLOCKS);
+    }
+    if rest.is_empty() || batch.quiet && empty(rest) {
+        return top;
+    }
+    for (at, (block, mask)) in rest.chunks(BLOCK_WORDS).zip(rest_masks).enumerate() {
+        *mask = match block.try_into() {
+            Ok(block) => look(block),
+            Err(_) => look_rest(block),
+        };
+        top |= u32::from(*mask != 0) << (hops.len() * HOP_BLOCKS + at);
     }
     top
 }
