@@ -46,6 +46,8 @@ pub struct Options {
     pub turn: Duration,
     /// The largest guest, in GiB.
     pub largest_gib: f64,
+    /// The guest, in GiB, whose bitmaps are kept up to date.
+    pub upkeep_gib: f64,
     /// The largest guest, in GiB, of which dense bitmaps are measured too.
     pub dense_gib: f64,
     /// The largest guest, in GiB, with which other crates are compared.
@@ -59,6 +61,7 @@ impl Options {
             rounds: 7,
             turn: Duration::from_millis(4),
             largest_gib: f64::INFINITY,
+            upkeep_gib: 512.0,
             dense_gib: f64::INFINITY,
             others_gib: 64.0,
         }
@@ -70,6 +73,7 @@ impl Options {
             rounds: 5,
             turn: Duration::from_micros(600),
             largest_gib: f64::INFINITY,
+            upkeep_gib: 512.0,
             dense_gib: 6.0,
             others_gib: 6.0,
         }
@@ -300,4 +304,40 @@ fn empty_scan(options: &Options, memory: &'static str, gib: f64) -> Case {
         case.metric("read_gbytes_per_s", bytes / read / 1e3);
     }
     case
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_gives_the_promised_document() {
+        let options = Options {
+            rounds: 1,
+            turn: Duration::from_micros(1),
+            largest_gib: 0.5,
+            dense_gib: 0.5,
+            others_gib: 0.5,
+            upkeep_gib: 0.5,
+        };
+        let document = run(&options, &mut |_| {});
+        assert_eq!(document.bench, "scan");
+        let case = document.cases.iter().find(|case| case.name == "512M/0.1/clustered/runs").unwrap();
+        for metric in
+            ["ours_us", "bytes_us", "words_us", "ratio_to_bytes", "ratio_to_words", "ratio_to_roaring"]
+        {
+            assert!(case.metrics[metric] > 0.0, "{metric}");
+        }
+        // Two outputs of every density and pattern: 5 densities have two patterns, 2 have one.
+        let walks = document.cases.iter().filter(|case| case.metrics.contains_key("ratio_to_words"));
+        assert_eq!(walks.count(), 24);
+        for name in ["min_ratio_to_words", "empty_scan_of_read_bandwidth", "summary_set_random_ns"] {
+            assert!(document.summary[name].as_f64().unwrap() > 0.0, "{name}");
+        }
+        // What was not measured is said, and judged by no target.
+        let skipped: Vec<_> = document.cases.iter().filter(|case| case.skipped.is_some()).collect();
+        assert_eq!(skipped.len(), 4);
+        assert!(!document.summary.contains_key("runs_512g_ms"));
+        assert!(table(&document).contains("512M/1/uniform/bits"));
+    }
 }

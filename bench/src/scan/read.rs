@@ -77,7 +77,7 @@ mod tests {
     fn every_reader_reads_all() {
         let words: Vec<u64> = (0..1000).map(|word| word * word).collect();
         for reader in Reader::all() {
-            assert_eq!(reader.sum(&words[3..]), words[3..].iter().sum(), "{reader:?}");
+            assert_eq!(reader.sum(&words[3..]), words[3..].iter().sum::<u64>(), "{reader:?}");
         }
     }
 }

@@ -13,9 +13,6 @@ use crate::stats::{Spread, turns};
 /// Pages that are set in one go.
 const PAGES: usize = 1 << 14;
 
-/// The guest whose bitmaps are kept, in GiB.
-const GIB: f64 = 512.0;
-
 /// One way to do the work of a comparison, by the name of its figure.
 type Way<'a> = (&'static str, Box<dyn FnMut() -> u64 + 'a>);
 
@@ -50,7 +47,7 @@ fn pages(len: u64, random: bool) -> Vec<u64> {
 
 /// Adds the cases.
 pub(super) fn measure(options: &Options, document: &mut Document) {
-    let len = words_of(GIB) as u64 * 64;
+    let len = words_of(options.upkeep_gib) as u64 * 64;
     #[expect(clippy::cast_precision_loss, reason = "2^14")]
     // Microseconds for all of them to nanoseconds for each.
     let per_page = PAGES as f64 / 1e3;
@@ -69,7 +66,7 @@ pub(super) fn measure(options: &Options, document: &mut Document) {
             ],
         ));
         let marks = AtomicBitmap::new(len);
-        let plain: Vec<AtomicU64> = (0..words_of(GIB)).map(|_| AtomicU64::new(0)).collect();
+        let plain: Vec<AtomicU64> = (0..words_of(options.upkeep_gib)).map(|_| AtomicU64::new(0)).collect();
         let set_plain = |page: u64| {
             let word = usize::try_from(page / 64).expect("within the words");
             plain[word].fetch_or(1 << (page % 64), Ordering::Release)
@@ -94,8 +91,8 @@ pub(super) fn measure(options: &Options, document: &mut Document) {
 fn harvest(options: &Options, len: u64, document: &mut Document) {
     let pages = pages(len, true);
     let marks = AtomicBitmap::new(len);
-    let plain: Vec<AtomicU64> = (0..words_of(GIB)).map(|_| AtomicU64::new(0)).collect();
-    let (mut into, mut into_plain) = (Bitmap::full(len), vec![u64::MAX; words_of(GIB)]);
+    let plain: Vec<AtomicU64> = (0..words_of(options.upkeep_gib)).map(|_| AtomicU64::new(0)).collect();
+    let (mut into, mut into_plain) = (Bitmap::full(len), vec![u64::MAX; words_of(options.upkeep_gib)]);
     into.clear_all();
     into_plain.fill(0);
     let few = &pages[..64];
@@ -138,7 +135,7 @@ fn harvest(options: &Options, len: u64, document: &mut Document) {
 /// Merging a kernel's log into an empty set and making runs of what is new: in one pass, in two, and with a summary. All
 /// pay for emptying the set again.
 fn log(options: &Options, density: f64, name: &str, document: &mut Document) {
-    let log = build(words_of(GIB), density, Pattern::Uniform);
+    let log = build(words_of(options.upkeep_gib), density, Pattern::Uniform);
     let len = log.len() as u64 * 64;
     let empty = || {
         let mut map = Bitmap::full(len);
