@@ -248,6 +248,7 @@ impl Scanner {
 
 /// How many of `words` a walk takes before the rest begins at a cache line, so that no load of the rest spans two lines.
 /// Few words are not worth it.
+#[inline(always)]
 pub(crate) fn words_to_line(words: &[u64]) -> usize {
     const LINE_BYTES: usize = 64;
     const WORTH_WORDS: usize = 4 * BLOCK_WORDS;
@@ -255,6 +256,7 @@ pub(crate) fn words_to_line(words: &[u64]) -> usize {
 }
 
 /// The words before a cache line begins, and the others.
+#[inline(always)]
 pub(crate) fn split_at_line(words: &[u64]) -> (&[u64], &[u64]) {
     words.split_at(words_to_line(words))
 }

@@ -18,6 +18,7 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
+    #[inline(always)]
     pub(crate) fn new(range: &Range<u64>, words: &[u64]) -> Self {
         assert!(range.end <= words.len() as u64 * WORD_BITS, "range {range:?} of {} words", words.len());
         if range.is_empty() {
@@ -30,6 +31,29 @@ impl Cut {
             return Self { head: Some((first, below & above)), tail: (last, below & above) };
         }
         Self { head: Some((first, below)), tail: (last, above) }
+    }
+}
+
+/// The words of a range in the order of a walk: at most one that is cut, those that are whole, at most one that is cut.
+struct Parts {
+    head: Option<(usize, u64)>,
+    whole: Range<usize>,
+    tail: Option<(usize, u64)>,
+}
+
+impl Parts {
+    #[inline(always)]
+    fn new(range: &Range<u64>, words: &[u64]) -> Self {
+        let cut = Cut::new(range, words);
+        let Some((first, keep)) = cut.head else { return Self { head: None, whole: 0..0, tail: None } };
+        let (last, keep_last) = cut.tail;
+        let head = keep != u64::MAX;
+        let tail = keep_last != u64::MAX && first != last;
+        Self {
+            head: head.then_some((first, keep)),
+            whole: first + usize::from(head)..last + 1 - usize::from(tail),
+            tail: tail.then_some((last, keep_last)),
+        }
     }
 }
 
@@ -72,15 +96,12 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> B {
         let (mut folded, mut fold) = (self.init, self.fold);
-        let cut = Cut::new(&self.range, self.words);
-        let Some((first, keep)) = cut.head else { return folded };
-        let (last, keep_last) = cut.tail;
-        folded = bits_of(base_of(first), self.words[first] & keep, folded, &mut fold);
-        if first == last {
-            return folded;
+        let parts = Parts::new(&self.range, self.words);
+        if let Some((word, keep)) = parts.head {
+            folded = bits_of(base_of(word), self.words[word] & keep, folded, &mut fold);
         }
-        let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
-        let mut at = first + 1;
+        let mut at = parts.whole.start;
+        let (unaligned, whole) = split_at_line(&self.words[parts.whole]);
         for word in unaligned {
             folded = bits_of(base_of(at), *word, folded, &mut fold);
             at += 1;
@@ -95,7 +116,10 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
             }
             at += words.len();
         }
-        bits_of(base_of(last), self.words[last] & keep_last, folded, &mut fold)
+        match parts.tail {
+            Some((word, keep)) => bits_of(base_of(word), self.words[word] & keep, folded, &mut fold),
+            None => folded,
+        }
     }
 }
 
@@ -182,27 +206,27 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> B {
         let (mut folded, mut fold) = (self.init, self.fold);
-        let cut = Cut::new(&self.range, self.words);
-        let Some((first, keep)) = cut.head else { return folded };
-        let (last, keep_last) = cut.tail;
-        let mut state = RunState::new(first);
-        folded = state.word(first, self.words[first] & keep, folded, &mut fold);
-        if first != last {
-            let (unaligned, whole) = split_at_line(&self.words[first + 1..last]);
-            let mut at = first + 1;
-            for word in unaligned {
-                if *word != 0 {
-                    folded = state.word(at, *word, folded, &mut fold);
-                }
-                at += 1;
+        let parts = Parts::new(&self.range, self.words);
+        let mut at = parts.whole.start;
+        let mut state = RunState::new(at);
+        if let Some((word, keep)) = parts.head {
+            folded = state.word(word, self.words[word] & keep, folded, &mut fold);
+        }
+        let (unaligned, whole) = split_at_line(&self.words[parts.whole]);
+        for word in unaligned {
+            if *word != 0 {
+                folded = state.word(at, *word, folded, &mut fold);
             }
-            let mut batch = Batch::new();
-            for words in whole.chunks(BATCH_WORDS) {
-                let top = kernel.nonzero(words, &mut batch);
-                folded = state.batch(kernel, at, words, top, &batch.masks, folded, &mut fold);
-                at += words.len();
-            }
-            folded = state.word(last, self.words[last] & keep_last, folded, &mut fold);
+            at += 1;
+        }
+        let mut batch = Batch::new();
+        for words in whole.chunks(BATCH_WORDS) {
+            let top = kernel.nonzero(words, &mut batch);
+            folded = state.batch(kernel, at, words, top, &batch.masks, folded, &mut fold);
+            at += words.len();
+        }
+        if let Some((word, keep)) = parts.tail {
+            folded = state.word(word, self.words[word] & keep, folded, &mut fold);
         }
         state.finish(self.range.end, folded, &mut fold)
     }
