@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 /// does not count.
 const SAMPLES: usize = 5;
 
+/// How many turns' time something takes that is measured once.
+const LONG_TURNS: u32 = 20;
+
 /// Microseconds that `work` takes, once warm.
 pub(super) fn time_us<T>(at_least: Duration, mut work: impl FnMut() -> T) -> f64 {
     let mut once = || {
@@ -15,7 +18,10 @@ pub(super) fn time_us<T>(at_least: Duration, mut work: impl FnMut() -> T) -> f64
         start.elapsed()
     };
     let first = once();
-    // What takes longer than a whole round should is measured as few times as can be.
+    // What takes far longer than a turn should is measured once: the first time warms no cache that could hold it.
+    if first > at_least * LONG_TURNS {
+        return first.as_secs_f64() * 1e6;
+    }
     if first > at_least {
         return first.min(once()).as_secs_f64() * 1e6;
     }
