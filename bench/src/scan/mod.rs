@@ -244,6 +244,7 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
     let more: Vec<Forms> = more.map(|words| Forms::new(words, others)).collect();
     let forms: Vec<Forms> = std::iter::once(Forms::new(words, others)).chain(more).collect();
     let sides = sides(options, shape);
+    let set: u64 = forms.iter().map(|forms| Scanner::best().count(&forms.words)).sum();
     for output in [Output::Bits, Output::Runs] {
         let seen: Vec<_> = forms.iter().map(|forms| output.walk(sides[0].1, forms)).collect();
         let mut times = vec![Vec::new(); sides.len()];
@@ -261,6 +262,9 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
             }
         }
         let mut case = shape.case(output.name()).param("rounds", rounds).param("bitmaps", forms.len());
+        // Few clusters make no fine density in a small bitmap.
+        #[expect(clippy::cast_precision_loss, reason = "counts below 2^53")]
+        case.metric("density_found", set as f64 / (forms.len() * shape.words() * 64) as f64);
         for ((name, _), theirs) in sides.iter().zip(&times) {
             add_spread(&mut case, &format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
             if name != "ours" {

@@ -154,7 +154,8 @@ mod tests {
 
     #[test]
     fn no_write_is_lost_between_marking_and_harvesting() {
-        const PAGES: u64 = 300;
+        // Three blocks of the summary.
+        const PAGES: u64 = 9000;
         const ROUNDS: u64 = 20_000;
         let map = AtomicBitmap::new(PAGES);
         let content: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();

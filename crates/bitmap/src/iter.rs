@@ -36,7 +36,7 @@ impl<'a> Cursor<'a> {
         Self {
             words,
             scanner,
-            batch: Batch::new(),
+            batch: Batch::new(words),
             top: 0,
             batch_at: 0,
             next_batch: 0,

@@ -10,7 +10,7 @@
 //! [`SummaryBitmap`] has a second level, a bit for each 4096 pages, and costs what its dirty part costs.
 //! [`Scanner`] is what finds the set bits: portable, with AVX2, or with AVX-512, whichever the processor has.
 // Unsafe code is in scan/avx2.rs and scan/avx512.rs, and nowhere else.
-#![deny(unsafe_op_in_unsafe_fn)]
+#![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod atomic;
 mod iter;

@@ -204,7 +204,7 @@ impl SummaryBitmap {
     /// # Panics
     /// If the log has words beyond this bitmap's.
     pub fn union_words(&mut self, first: usize, log: &[u64]) {
-        let (scanner, mut batch) = (Scanner::best(), Batch::new());
+        let (scanner, mut batch) = (Scanner::best(), Batch::new(log));
         // The log's blocks are to be those of the summary.
         let (head, rest) = log.split_at(log.len().min((BLOCK_WORDS - first % BLOCK_WORDS) % BLOCK_WORDS));
         let mut at = first;

@@ -193,6 +193,42 @@ proptest! {
     }
 }
 
+/// Longer than what is in a cache (2^20 words): the way that is for memory alone, and runs over many batches.
+#[test]
+fn a_bitmap_that_fills_no_cache_is_found_whole() {
+    let words: u64 = (1 << 20) + 5000;
+    let len = words * 64 - 7;
+    // A run at each end, long ones, and single pages far apart, of which some begin or end a batch (131072 pages).
+    let mut runs: Vec<Range<u64>> = [0..3, 600_000..1_500_000, 2_097_152..2_228_224, len - 5..len].to_vec();
+    runs.extend((3_000_000..len - 100).step_by(131_072 * 5 + 4097).map(|page| page..page + 1));
+    runs.extend((20..30).map(|batch| 20 * 131_072 + batch * 1000..20 * 131_072 + batch * 1000 + batch));
+    runs.extend([40 * 131_072 - 1..40 * 131_072 + 1, 131_072 * 60..131_072 * 61]);
+    let mut map = Bitmap::new(len);
+    runs.into_iter().for_each(|run| map.set_range(run));
+    let want = {
+        let mut bits = Vec::new();
+        for (index, word) in map.words().iter().enumerate().filter(|(_, word)| **word != 0) {
+            bits.extend((0..64u64).filter(|bit| word >> bit & 1 != 0).map(|bit| index as u64 * 64 + bit));
+        }
+        bits
+    };
+    let want_runs = naive_runs(&want);
+    for scanner in scanners() {
+        let name = scanner.name();
+        let mut bits = Vec::new();
+        scanner.for_each_bit(map.words(), 0..len, |bit| bits.push(bit));
+        assert!(bits == want, "{name} for_each_bit");
+        let mut runs = Vec::new();
+        scanner.for_each_run(map.words(), 0..len, |run| runs.push(run));
+        assert_eq!(runs, want_runs, "{name} for_each_run");
+        let mut iter = scanner.runs(map.words(), 0..len);
+        assert!(
+            want_runs.iter().all(|run| iter.next() == Some(run.clone())) && iter.next().is_none(),
+            "{name}"
+        );
+    }
+}
+
 #[test]
 #[should_panic(expected = "range 0..65 of 1 words")]
 fn a_range_beyond_the_words_is_refused() {

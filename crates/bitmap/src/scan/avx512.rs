@@ -1,11 +1,12 @@
 //! The kernel for processors with AVX-512 as of Ice Lake and Zen 4.
 
 use super::avx2::nonzero_words;
-use super::{Batch, Block, Kernel, POSITION_WORDS, Positions, Work, by_hops};
+use super::{BATCH_WORDS, Batch, Block, HOP_WORDS, Kernel, POSITION_WORDS, Positions, Work, by_hops};
 use std::arch::x86_64::{
-    __m512i, _mm512_add_epi16, _mm512_alignr_epi64, _mm512_loadu_si512, _mm512_maskz_compress_epi16,
-    _mm512_maskz_loadu_epi64, _mm512_or_si512, _mm512_set1_epi16, _mm512_set1_epi64, _mm512_setzero_si512,
-    _mm512_slli_epi64, _mm512_srli_epi64, _mm512_storeu_si512, _mm512_test_epi64_mask, _mm512_xor_si512,
+    __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_add_epi16, _mm512_alignr_epi64, _mm512_loadu_si512,
+    _mm512_maskz_compress_epi16, _mm512_maskz_loadu_epi64, _mm512_or_si512, _mm512_set1_epi16,
+    _mm512_set1_epi64, _mm512_setzero_si512, _mm512_slli_epi64, _mm512_srli_epi64, _mm512_storeu_si512,
+    _mm512_test_epi64_mask, _mm512_xor_si512,
 };
 
 /// Words of a vector.
@@ -71,6 +72,13 @@ impl Kernel for Avx512 {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
+    if batch.far
+        && batch.quiet
+        && let Ok(words) = words.try_into()
+        && is_empty_far(words)
+    {
+        return 0;
+    }
     // Eight masks of eight lanes have to go one by one from mask registers to a word; packing as AVX2 does is faster.
     let look = |block: &Block| nonzero_words(block);
     by_hops(words, batch, |hop| is_empty(hop), look, |rest| lanes_where(rest, |vector| test(vector)))
@@ -145,6 +153,27 @@ fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
         mask |= u64::from(pick(vector) & lanes) << (vectors.len() * LANES);
     }
     mask
+}
+
+/// Whether all words of a batch are zero, when they come from memory: its pages are read side by side, and the next batch is
+/// fetched meanwhile. The prefetchers of a processor work within a page, and one load after the other keeps too few of
+/// them busy: 15 to 20 percent were measured. Where the words are in a cache this would be the slower way.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn is_empty_far(words: &[u64; BATCH_WORDS]) -> bool {
+    const STREAMS: usize = BATCH_WORDS / HOP_WORDS;
+    let mut all = [_mm512_setzero_si512(); STREAMS];
+    let (hops, _) = words.as_chunks::<HOP_WORDS>();
+    for line in (0..HOP_WORDS).step_by(LANES) {
+        for (all, hop) in all.iter_mut().zip(hops) {
+            let at = hop.as_ptr().wrapping_add(line);
+            // A prefetch reads nothing that could be seen, wherever it points.
+            _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(BATCH_WORDS).cast());
+            // SAFETY: `line` is a multiple of LANES below HOP_WORDS, so the 64 bytes are within `hop`.
+            *all = _mm512_or_si512(*all, unsafe { _mm512_loadu_si512(at.cast()) });
+        }
+    }
+    let [a, b, c, d] = all;
+    test(_mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d))) == 0
 }
 
 /// Whether all words are zero.

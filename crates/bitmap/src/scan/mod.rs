@@ -12,8 +12,10 @@
 //! instructions, so whoever holds one may use it.
 
 #[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "vector loads, and calls of what needs the processor's features")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "vector loads and stores, and calls of what needs the processor's features")]
 mod avx512;
 mod portable;
 pub(crate) mod walk;
@@ -39,6 +41,9 @@ pub(crate) const DENSE_WORDS: u32 = 16;
 /// A block of which at least as many words are set is likely to have several bits in each, by an unforeseeable number.
 pub(crate) const CROWDED_WORDS: u32 = 56;
 
+/// Words of a bitmap that is hardly in a cache: 8 MiB, of 256 GiB of pages.
+const FAR_WORDS: usize = 1 << 20;
+
 /// One block.
 type Block = [u64; BLOCK_WORDS];
 
@@ -49,11 +54,15 @@ pub(crate) struct Batch {
     pub(crate) masks: [u64; BATCH_BLOCKS],
     /// Whether the last hop was empty, so that the next is worth the cheap look first.
     quiet: bool,
+    /// Whether the words are too many for a cache, and come from memory.
+    far: bool,
 }
 
 impl Batch {
-    pub(crate) fn new() -> Self {
-        Self { masks: [0; BATCH_BLOCKS], quiet: true }
+    /// For a walk over these words.
+    #[inline(always)]
+    pub(crate) fn new(words: &[u64]) -> Self {
+        Self { masks: [0; BATCH_BLOCKS], quiet: true, far: words.len() >= FAR_WORDS }
     }
 }
 
@@ -211,7 +220,7 @@ impl Scanner {
     /// Whether a bit of `words` is set. Stops at the first.
     #[must_use]
     pub fn any(self, words: &[u64]) -> bool {
-        let mut batch = Batch::new();
+        let mut batch = Batch::new(words);
         words.chunks(BATCH_WORDS).any(|chunk| self.nonzero(chunk, &mut batch) != 0)
     }
 

@@ -79,6 +79,12 @@ pub(crate) fn take_index(bits: &mut u64) -> usize {
     at as usize
 }
 
+/// Whether every bit is set. Looks at a block at a time.
+#[inline(always)]
+fn all_set(words: &[u64]) -> bool {
+    words.chunks(BLOCK_WORDS).all(|block| block.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX)
+}
+
 /// See [`super::Scanner::fold_bits`].
 ///
 /// The folded value goes from hand to hand by value in all of these. A function that is compiled for other instructions is
@@ -106,7 +112,7 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
             folded = bits_of(base_of(at), *word, folded, &mut fold);
             at += 1;
         }
-        let mut batch = Batch::new();
+        let mut batch = Batch::new(whole);
         for words in whole.chunks(BATCH_WORDS) {
             let mut top = u64::from(kernel.nonzero(words, &mut batch));
             while top != 0 {
@@ -177,7 +183,7 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldCrowded<'_, B, F> {
         let (mut folded, mut at) = (self.init, self.at);
         for words in self.words.chunks(POSITION_WORDS) {
             let base = base_of(at);
-            if words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
+            if all_set(words) {
                 for word in 0..words.len() {
                     let base = base + base_of(word);
                     folded = (base..base + WORD_BITS).fold(folded, &mut *self.fold);
@@ -219,10 +225,17 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
             }
             at += 1;
         }
-        let mut batch = Batch::new();
+        let mut batch = Batch::new(whole);
+        // Whether the last batch lay within a run: then the next is looked at for that first, which is reading it once.
+        let mut full = false;
         for words in whole.chunks(BATCH_WORDS) {
-            let top = kernel.nonzero(words, &mut batch);
-            folded = state.batch(kernel, at, words, top, &batch.masks, folded, &mut fold);
+            if full && all_set(words) {
+                state.upto = at + words.len();
+            } else {
+                let top = kernel.nonzero(words, &mut batch);
+                folded = state.batch(kernel, at, words, top, &batch.masks, folded, &mut fold);
+                full = state.open && state.start <= base_of(at);
+            }
             at += words.len();
         }
         if let Some((word, keep)) = parts.tail {
@@ -349,7 +362,7 @@ impl RunState {
         folded = self.pass_over(at, folded, fold);
         self.upto = at + words.len();
         // Within a long run reading is enough.
-        if self.open && words.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX {
+        if self.open && all_set(words) {
             return folded;
         }
         let mut edges = kernel.edges(words, self.open);
@@ -438,7 +451,7 @@ impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
         let mut state = RunState::new(self.first);
         let mut at = self.first;
         let (into, into_last) = self.into.split_at_mut(log.len());
-        let (mut logged, mut fresh) = (Batch::new(), Batch::new());
+        let (mut logged, mut fresh) = (Batch::new(log), Batch::new(&[]));
         let mut news = [0; MERGE_WORDS];
         for (into, log) in into.chunks_mut(MERGE_WORDS).zip(log.chunks(MERGE_WORDS)) {
             // Where the log is empty the set is not even read.
