@@ -11,5 +11,6 @@ pub mod json;
 pub mod migrate;
 pub mod qemu;
 pub mod result;
+pub mod scan;
 pub mod stats;
 pub mod warm;

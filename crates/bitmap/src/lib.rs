@@ -2,17 +2,29 @@
 //!
 //! [`Bitmap`] belongs to one owner; [`AtomicBitmap`] is marked by many writers at once and harvested by swapping its
 //! words. Both give their pages as runs (`Range<u64>` of page indexes), never as single bits, because whoever consumes
-//! them (a clear ioctl, a `writev`) works on runs. Nothing here allocates after construction.
+//! them (a clear ioctl, a `writev`) works on runs; single pages can be had too. Nothing here allocates after construction.
 //!
 //! Bit `i` stands in word `i / 64` at position `i % 64`, the layout of `KVM_GET_DIRTY_LOG`, so a kernel log is merged
 //! word by word.
-#![forbid(unsafe_code)]
+//!
+//! [`SummaryBitmap`] has a second level, a bit for each 4096 pages, and costs what its dirty part costs.
+//! [`Scanner`] is what finds the set bits: portable, with AVX2, or with AVX-512, whichever the processor has.
+// Unsafe code is in scan/avx2.rs and scan/avx512.rs, and nowhere else.
+#![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod atomic;
+mod iter;
 mod plain;
+mod scan;
+mod summary;
 
 pub use atomic::AtomicBitmap;
-pub use plain::{Bitmap, Runs};
+pub use iter::{Bits, Runs};
+pub use plain::Bitmap;
+pub use scan::Scanner;
+pub use summary::{SummaryBitmap, SummaryRuns};
+
+use std::ops::Range;
 
 /// Bits in a word.
 pub const WORD_BITS: u64 = 64;
@@ -35,7 +47,7 @@ fn mask(from: u64, to: u64) -> u64 {
 }
 
 /// Calls `each(word index, mask)` for every word that `first..end` touches.
-fn for_each_word(range: std::ops::Range<u64>, mut each: impl FnMut(usize, u64)) {
+fn for_each_word(range: Range<u64>, mut each: impl FnMut(usize, u64)) {
     let mut bit = range.start;
     while bit < range.end {
         let base = bit - bit % WORD_BITS;
@@ -43,4 +55,35 @@ fn for_each_word(range: std::ops::Range<u64>, mut each: impl FnMut(usize, u64)) 
         each(place(bit).0, mask(bit - base, to));
         bit = base + WORD_BITS;
     }
+}
+
+/// The bits of the last word that a bitmap of `len` bits has.
+fn tail_mask(len: u64) -> u64 {
+    match len % WORD_BITS {
+        0 => u64::MAX,
+        tail => mask(0, tail),
+    }
+}
+
+/// A part of a range of bits.
+enum Part {
+    /// Some bits (the mask) of one word (the index).
+    Cut(usize, u64),
+    /// Whole words.
+    Whole(Range<usize>),
+}
+
+/// Calls `each` for the at most three parts of `range`.
+fn for_each_part(range: Range<u64>, mut each: impl FnMut(Part)) {
+    if range.is_empty() {
+        return;
+    }
+    let (first, last) = (place(range.start).0, place(range.end - 1).0);
+    let (from, to) = (range.start % WORD_BITS, (range.end - 1) % WORD_BITS + 1);
+    if first == last {
+        return each(Part::Cut(first, mask(from, to)));
+    }
+    each(Part::Cut(first, mask(from, WORD_BITS)));
+    each(Part::Whole(first + 1..last));
+    each(Part::Cut(last, mask(0, to)));
 }

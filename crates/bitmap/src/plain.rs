@@ -1,6 +1,8 @@
 //! The bitmap of one owner.
 
-use crate::{WORD_BITS, for_each_word, place, words_for};
+use crate::scan::Scanner;
+use crate::scan::walk::{AndNot, Merge, Or};
+use crate::{Bits, Part, Runs, for_each_part, for_each_word, place, tail_mask, words_for};
 use std::ops::Range;
 
 /// A bitmap of a fixed number of pages.
@@ -42,7 +44,7 @@ impl Bitmap {
     /// Whether no page is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.words.iter().all(|&w| w == 0)
+        !Scanner::best().any(&self.words)
     }
 
     /// The words, lowest pages first; bits at and beyond `len` are zero.
@@ -92,7 +94,10 @@ impl Bitmap {
     /// If `range` ends beyond `len`.
     pub fn set_range(&mut self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
-        for_each_word(range, |word, mask| self.words[word] |= mask);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] |= mask,
+            Part::Whole(words) => self.words[words].fill(u64::MAX),
+        });
     }
 
     /// Clears every page of `range`.
@@ -101,7 +106,10 @@ impl Bitmap {
     /// If `range` ends beyond `len`.
     pub fn clear_range(&mut self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
-        for_each_word(range, |word, mask| self.words[word] &= !mask);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] &= !mask,
+            Part::Whole(words) => self.words[words].fill(0),
+        });
     }
 
     /// Clears every page.
@@ -112,7 +120,7 @@ impl Bitmap {
     /// How many pages are set.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.words.iter().map(|w| u64::from(w.count_ones())).sum()
+        Scanner::best().count(&self.words)
     }
 
     /// How many pages of `range` are set.
@@ -123,7 +131,10 @@ impl Bitmap {
     pub fn count_range(&self, range: Range<u64>) -> u64 {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         let mut count = 0;
-        for_each_word(range, |word, mask| count += u64::from((self.words[word] & mask).count_ones()));
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => count += u64::from((self.words[word] & mask).count_ones()),
+            Part::Whole(words) => count += Scanner::best().count(&self.words[words]),
+        });
         count
     }
 
@@ -132,8 +143,7 @@ impl Bitmap {
     /// # Panics
     /// If the lengths differ.
     pub fn union(&mut self, other: &Self) {
-        assert_eq!(self.len, other.len, "bitmaps of the same region");
-        self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a |= b);
+        self.union_range(0..self.len, other);
     }
 
     /// Removes the pages of `other`.
@@ -141,8 +151,36 @@ impl Bitmap {
     /// # Panics
     /// If the lengths differ.
     pub fn subtract(&mut self, other: &Self) {
+        self.subtract_range(0..self.len, other);
+    }
+
+    /// Adds the pages of `range` that are set in `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ or `range` ends beyond them.
+    pub fn union_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
-        self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a &= !b);
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] |= other.words[word] & mask,
+            Part::Whole(words) => {
+                Scanner::best().work(Or { into: &mut self.words[words.clone()], from: &other.words[words] })
+            }
+        });
+    }
+
+    /// Removes the pages of `range` that are set in `other`.
+    ///
+    /// # Panics
+    /// If the lengths differ or `range` ends beyond them.
+    pub fn subtract_range(&mut self, range: Range<u64>, other: &Self) {
+        assert_eq!(self.len, other.len, "bitmaps of the same region");
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        for_each_part(range, |part| match part {
+            Part::Cut(word, mask) => self.words[word] &= !(other.words[word] & mask),
+            Part::Whole(words) => Scanner::best()
+                .work(AndNot { into: &mut self.words[words.clone()], from: &other.words[words] }),
+        });
     }
 
     /// Keeps only the pages of `range` that are set in `other`; pages outside `range` stay as they are.
@@ -157,7 +195,17 @@ impl Bitmap {
 
     /// Adds a log of words, as a kernel hands it out, whose first bit is page 0. Bits beyond `len` are ignored.
     pub fn union_words(&mut self, log: &[u64]) {
-        self.words.iter_mut().zip(log).for_each(|(a, b)| *a |= b);
+        Scanner::best().work(Or { into: &mut self.words, from: log });
+        self.trim();
+    }
+
+    /// Adds a log of words whose first bit is page `64 * first`. Bits beyond `len` are ignored.
+    ///
+    /// # Panics
+    /// If the log has words beyond this bitmap's.
+    pub fn union_words_at(&mut self, first: usize, log: &[u64]) {
+        let into = &mut self.words[first..first + log.len()];
+        Scanner::best().work(Or { into, from: log });
         self.trim();
     }
 
@@ -173,10 +221,22 @@ impl Bitmap {
     }
 
     fn trim(&mut self) {
-        let tail = self.len % WORD_BITS;
-        if let (Some(last), 1..) = (self.words.last_mut(), tail) {
-            *last &= (1 << tail) - 1;
+        if let Some(last) = self.words.last_mut() {
+            *last &= tail_mask(self.len);
         }
+    }
+
+    /// Adds a log of words, as a kernel hands it out, whose first bit is page `64 * first`, and calls `each` with the
+    /// maximal runs of the pages that were not set before, in order: merging and finding what is new in one pass, which does
+    /// not touch the set where the log is empty. Bits beyond `len` are ignored.
+    ///
+    /// # Panics
+    /// If the log has words beyond this bitmap's.
+    pub fn merge_words(&mut self, first: usize, log: &[u64], each: impl FnMut(Range<u64>)) {
+        let into = &mut self.words[first..first + log.len()];
+        let ends = first + log.len() == words_for(self.len);
+        let keep_last = if ends { tail_mask(self.len) } else { u64::MAX };
+        Scanner::best().work(Merge { into, log, first, keep_last, each });
     }
 
     /// The set pages as maximal runs, in order.
@@ -192,49 +252,33 @@ impl Bitmap {
     #[must_use]
     pub fn runs_in(&self, range: Range<u64>) -> Runs<'_> {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
-        Runs { words: &self.words, at: range.start, end: range.end }
+        Scanner::best().runs(&self.words, range)
     }
-}
 
-/// The runs of a [`Bitmap`]; see [`Bitmap::runs`].
-#[derive(Debug, Clone)]
-pub struct Runs<'a> {
-    words: &'a [u64],
-    at: u64,
-    end: u64,
-}
-
-impl Runs<'_> {
-    /// The first page at or after `from` whose bit, flipped by `flip`, is set; `end` if there is none.
-    fn seek(&self, from: u64, flip: u64) -> u64 {
-        if from >= self.end {
-            return self.end;
-        }
-        let (mut word, _) = place(from);
-        let mut bits = (self.words[word] ^ flip) & (u64::MAX << (from % WORD_BITS));
-        let last = place(self.end - 1).0;
-        while bits == 0 {
-            if word == last {
-                return self.end;
-            }
-            word += 1;
-            bits = self.words[word] ^ flip;
-        }
-        (word as u64 * WORD_BITS + u64::from(bits.trailing_zeros())).min(self.end)
+    /// Calls `each` with what [`Self::runs`] gives. (If `each` sums something up, `runs().fold()` is faster.)
+    pub fn for_each_run(&self, each: impl FnMut(Range<u64>)) {
+        Scanner::best().for_each_run(&self.words, 0..self.len, each);
     }
-}
 
-impl Iterator for Runs<'_> {
-    type Item = Range<u64>;
+    /// The set pages, in order.
+    #[must_use]
+    pub fn bits(&self) -> Bits<'_> {
+        self.bits_in(0..self.len)
+    }
 
-    fn next(&mut self) -> Option<Range<u64>> {
-        let start = self.seek(self.at, 0);
-        if start >= self.end {
-            self.at = self.end;
-            return None;
-        }
-        self.at = self.seek(start, u64::MAX);
-        Some(start..self.at)
+    /// The set pages of `range`, in order.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    #[must_use]
+    pub fn bits_in(&self, range: Range<u64>) -> Bits<'_> {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        Scanner::best().bits(&self.words, range)
+    }
+
+    /// Calls `each` with what [`Self::bits`] gives. (If `each` sums something up, `bits().fold()` is faster.)
+    pub fn for_each_bit(&self, each: impl FnMut(u64)) {
+        Scanner::best().for_each_bit(&self.words, 0..self.len, each);
     }
 }
 

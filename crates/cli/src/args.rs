@@ -345,6 +345,8 @@ pub(crate) struct Decision {
 pub(crate) enum BenchName {
     /// Whole migrations: ours, QEMU and the floor
     Migrate,
+    /// Ways through a dirty bitmap: the published ones, ours, and other crates'
+    Scan,
     /// Everything there is
     All,
 }

@@ -1,7 +1,7 @@
 //! `vmferry bench`: our side of the comparisons.
 
 use crate::api::MigrateRequest;
-use crate::args::{AutoConvergeArg, BenchArgs, GuestKind};
+use crate::args::{AutoConvergeArg, BenchArgs, BenchName, GuestKind};
 use crate::demo::{Folder, Runner, Setup};
 use crate::{Status, guest, output};
 use anyhow::{Context, Result, bail};
@@ -10,8 +10,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use vmferry_bench::cpu::CpuMeter;
 use vmferry_bench::floor::ReceiverCommand;
-use vmferry_bench::migrate::{CaseSpec, Options, OurError, OurRunner};
+use vmferry_bench::json::Document;
+use vmferry_bench::migrate::{CaseSpec, Options, OurError, OurRunner, Outcome};
 use vmferry_bench::result::MigrationResult;
+use vmferry_bench::scan;
 use vmferry_bench::warm::Warm;
 
 /// How long the guest is watched on the target.
@@ -19,22 +21,46 @@ const AFTER: Duration = Duration::from_millis(1000);
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
     let mut out = args.json.as_deref().map(output::open).transpose()?;
-    let mut options = if args.quick { Options::quick() } else { Options::full() };
-    options.repeats = args.rounds.map_or(options.repeats, usize::from);
-    options.only = args.only.clone();
-    let receiver = ReceiverCommand::this_executable()?;
-    let mut progress = |what: &str| eprintln!("bench migrate: {what}");
-    let outcome = vmferry_bench::migrate::run(&options, &mut Ours, &receiver, &mut progress);
-    if let Some(out) = &mut out {
-        outcome.document.write(out)?;
+    let (mut documents, mut failures) = (Vec::new(), Vec::new());
+    if matches!(args.name, BenchName::Scan | BenchName::All) {
+        documents.push(scan(args.quick));
     }
-    if args.json.as_deref() != Some(std::path::Path::new("-")) {
-        println!("{}", vmferry_bench::migrate::table(&outcome.document));
+    if matches!(args.name, BenchName::Migrate | BenchName::All) {
+        let outcome = migrate(args)?;
+        documents.push(outcome.document);
+        failures = outcome.failures;
     }
-    for failure in &outcome.failures {
+    for document in &documents {
+        if let Some(out) = &mut out {
+            document.write(out)?;
+        }
+        if args.json.as_deref() != Some(std::path::Path::new("-")) {
+            let table = if document.bench == "scan" {
+                vmferry_bench::scan::table(document)
+            } else {
+                vmferry_bench::migrate::table(document)
+            };
+            println!("{table}");
+        }
+    }
+    for failure in &failures {
         eprintln!("vmferry: {failure}");
     }
-    Ok(if outcome.failures.is_empty() { Status::Done } else { Status::Failed })
+    Ok(if failures.is_empty() { Status::Done } else { Status::Failed })
+}
+
+fn scan(quick: bool) -> Document {
+    let options = if quick { scan::Options::quick() } else { scan::Options::full() };
+    scan::run(&options, &mut |what| eprintln!("bench scan: {what}"))
+}
+
+fn migrate(args: &BenchArgs) -> Result<Outcome> {
+    let mut options = if args.quick { Options::quick() } else { Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let receiver = ReceiverCommand::this_executable()?;
+    let mut progress = |what: &str| eprintln!("bench migrate: {what}");
+    Ok(vmferry_bench::migrate::run(&options, &mut Ours, &receiver, &mut progress))
 }
 
 /// The floor's receiving process.

@@ -1,0 +1,196 @@
+//! From cases to the summary and a table.
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::{Value, json};
+use vmferry_bitmap::Scanner;
+
+use super::Options;
+use crate::json::{Case, Document};
+use crate::stats::Spread;
+
+/// Which cases a figure of the summary is taken over.
+type Which = fn(&Case) -> bool;
+
+fn text<'a>(case: &'a Case, param: &str) -> &'a str {
+    case.params.get(param).and_then(Value::as_str).unwrap_or_default()
+}
+
+fn is_walk(case: &Case) -> bool {
+    matches!(text(case, "kind"), "bits" | "runs")
+}
+
+/// The contract's: 6G and 64G at density <= 1e-4 uniform or 1e-3 clustered.
+fn is_sparse(case: &Case) -> bool {
+    is_walk(case) && matches!(text(case, "memory"), "6G" | "64G") && is_sparse_anywhere(case)
+}
+
+fn is_sparse_anywhere(case: &Case) -> bool {
+    let density = case.params.get("density").and_then(Value::as_f64).unwrap_or(1.0);
+    density <= 1e-4 || (density <= 1e-3 && text(case, "pattern") == "clustered")
+}
+
+/// The smallest of a metric's medians over cases: name in the summary, metric, cases.
+const WORST: &[(&str, &str, Which)] = &[
+    ("min_ratio_to_words", "ratio_to_words", is_walk),
+    ("ratio_to_bytes_sparse", "ratio_to_bytes", is_sparse),
+    ("ratio_to_words_sparse", "ratio_to_words", is_sparse),
+    ("min_ratio_to_bytes", "ratio_to_bytes", is_walk),
+    ("min_ratio_to_fixedbitset", "ratio_to_fixedbitset", is_walk),
+    ("min_ratio_to_bitvec", "ratio_to_bitvec", is_walk),
+    ("min_ratio_to_roaring_from_words", "ratio_to_roaring_from_words", is_walk),
+    ("min_ratio_to_roaring_compressed", "ratio_to_roaring", is_walk),
+    ("empty_scan_of_read_bandwidth", "bits_of_read", |case| text(case, "kind") == "empty"),
+    ("empty_runs_of_read_bandwidth", "runs_of_read", |case| text(case, "kind") == "empty"),
+];
+
+/// What the project promises: figure of the summary, whether it is a least (or a most), and how much.
+const TARGETS: &[(&str, bool, f64)] = &[
+    ("ratio_to_bytes_sparse", true, 20.0),
+    ("min_ratio_to_words", true, 0.95),
+    ("ratio_to_words_sparse", true, 2.0),
+    ("empty_scan_of_read_bandwidth", true, 0.8),
+    ("empty_runs_of_read_bandwidth", true, 0.8),
+    ("runs_512g_ms", false, 2.0),
+    ("min_ratio_to_fixedbitset", true, 1.0),
+    ("min_ratio_to_bitvec", true, 1.0),
+    ("min_ratio_to_roaring_from_words", true, 1.0),
+];
+
+/// The case with the smallest (`sign` 1) or largest (-1) of `metric`.
+fn extreme<'a>(document: &'a Document, metric: &str, which: Which, sign: f64) -> Option<(f64, &'a str)> {
+    let values = document.cases.iter().filter(|case| which(case));
+    let values = values.filter_map(|case| Some((*case.metrics.get(metric)?, case.name.as_str())));
+    values.min_by(|a, b| (a.0 * sign).total_cmp(&(b.0 * sign)))
+}
+
+/// Adds the summary.
+pub(super) fn finish(document: &mut Document, options: &Options) {
+    let mut found: Vec<(String, Value)> = Vec::new();
+    for (name, metric, which) in WORST {
+        if let Some((value, case)) = extreme(document, metric, *which, 1.0) {
+            found.push(((*name).into(), value.into()));
+            found.push((format!("{name}_case"), case.into()));
+        }
+        let medians = document.cases.iter().filter(|case| which(case));
+        if let Some(spread) = Spread::of(medians.filter_map(|case| case.metrics.get(*metric).copied())) {
+            found.push((format!("{name}_median_case"), spread.median.into()));
+        }
+    }
+    let at_512g: Which =
+        |case| text(case, "kind") == "summary" && text(case, "memory") == "512G" && is_sparse_anywhere(case);
+    for (name, metric) in [("runs_512g_ms", "summary_us"), ("runs_512g_flat_ms", "flat_us")] {
+        if let Some((us, _)) = extreme(document, metric, at_512g, -1.0) {
+            found.push((name.into(), (us / 1e3).into()));
+        }
+    }
+    for (name, case, metric) in [
+        ("summary_set_random_ns", "upkeep/set/random", "summary_ns"),
+        ("flat_set_random_ns", "upkeep/set/random", "flat_ns"),
+        ("summary_set_sequential_ns", "upkeep/set/sequential", "summary_ns"),
+        ("flat_set_sequential_ns", "upkeep/set/sequential", "flat_ns"),
+        ("summary_mark_random_ratio", "upkeep/mark/random", "ratio"),
+        ("summary_mark_sequential_ratio", "upkeep/mark/sequential", "ratio"),
+        ("summary_harvest_ratio", "upkeep/harvest/64-pages", "ratio"),
+    ] {
+        let value = document.cases.iter().find(|known| known.name == case);
+        if let Some(value) = value.and_then(|case| case.metrics.get(metric)) {
+            found.push((name.into(), (*value).into()));
+        }
+    }
+    document.summary.extend(found);
+    let targets: Vec<Value> = TARGETS
+        .iter()
+        .filter_map(|(name, least, bound)| {
+            let got = document.summary.get(*name)?.as_f64()?;
+            let met = if *least { got >= *bound } else { got <= *bound };
+            let want = format!("{} {bound}", if *least { ">=" } else { "<=" });
+            Some(json!({"name": name, "want": want, "got": got, "met": met}))
+        })
+        .collect();
+    document.summary.insert("targets".into(), targets.into());
+    document.summary.insert("scanner".into(), Scanner::best().name().into());
+    document.summary.insert("rounds".into(), options.rounds.into());
+}
+
+fn table_of(document: &Document, kinds: &[&str], columns: &[(&str, &str)]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["case"].into_iter().chain(columns.iter().map(|(title, _)| *title)));
+    for case in document.cases.iter().filter(|case| kinds.contains(&text(case, "kind"))) {
+        let mut row = vec![Cell::new(&case.name)];
+        for (_, metric) in columns {
+            let value = case.metrics.get(*metric);
+            let value = value.map_or("-".into(), |value| {
+                let digits = if *value < 10.0 { 2 } else { usize::from(*value < 100.0) };
+                format!("{value:.digits$}")
+            });
+            row.push(Cell::new(value).set_alignment(CellAlignment::Right));
+        }
+        table.add_row(row);
+    }
+    table
+}
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let host = &document.host;
+    let scanner = document.summary.get("scanner").and_then(Value::as_str).unwrap_or("unknown");
+    let mut out = format!("{}, {} cores, Linux {}, scanner {scanner}\n", host.cpu, host.cores, host.kernel);
+    let walks = [
+        ("ours us", "ours_us"),
+        ("/bytes", "ratio_to_bytes"),
+        ("/words", "ratio_to_words"),
+        ("/iterator", "ratio_to_iterator"),
+        ("/avx2", "ratio_to_avx2"),
+        ("/portable", "ratio_to_portable"),
+        ("/fixedbitset", "ratio_to_fixedbitset"),
+        ("/bitvec", "ratio_to_bitvec"),
+        ("/roaring", "ratio_to_roaring_from_words"),
+        ("/compressed", "ratio_to_roaring"),
+    ];
+    out.push_str(&table_of(document, &["bits", "runs"], &walks).to_string());
+    out.push_str(
+        "\nTimes of others over ours, medians of rounds. roaring: from a log of words; compressed: out of its own form.\n",
+    );
+    let empty = [
+        ("read us", "read_us"),
+        ("GB/s", "read_gbytes_per_s"),
+        ("bits: of it", "bits_of_read"),
+        ("runs: of it", "runs_of_read"),
+    ];
+    out.push_str(&table_of(document, &["empty"], &empty).to_string());
+    let summary = [
+        ("summary us", "summary_us"),
+        ("/flat", "ratio_to_flat"),
+        ("/compressed", "ratio_to_roaring"),
+        ("/iterator", "ratio_to_summary_iterator"),
+    ];
+    out.push_str(&format!("\n{}", table_of(document, &["summary"], &summary)));
+    let upkeep = [
+        ("summary ns", "summary_ns"),
+        ("flat ns", "flat_ns"),
+        ("one pass us", "one_pass_us"),
+        ("two us", "two_passes_us"),
+        ("summary us", "summary_us"),
+        ("flat us", "flat_us"),
+        ("first / second", "ratio"),
+    ];
+    out.push_str(&format!("\n{}\n", table_of(document, &["upkeep"], &upkeep)));
+    for case in document.cases.iter().filter(|case| case.skipped.is_some()) {
+        out.push_str(&format!("skipped {}: {}\n", case.name, case.skipped.as_deref().unwrap_or_default()));
+    }
+    for target in document.summary.get("targets").and_then(Value::as_array).into_iter().flatten() {
+        let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-");
+        let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
+        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
+        let case = document.summary.get(&format!("{}_case", text("name"))).and_then(Value::as_str);
+        let verdict = if met { "met" } else { "missed" };
+        out.push_str(&format!(
+            "{verdict:7} {} {}: {got:.2} {}\n",
+            text("name"),
+            text("want"),
+            case.map_or(String::new(), |case| format!("({case})"))
+        ));
+    }
+    out
+}

@@ -1,0 +1,309 @@
+//! The ways through a bitmap that are compared: the two published ones, written here anew, ours, and other crates'.
+//!
+//! Each is told what to do with a bit or a run by the same closure, of which the compiler may make what it can in each.
+
+use std::ops::Range;
+
+use bitvec::order::Lsb0;
+use bitvec::slice::BitSlice;
+use fixedbitset::FixedBitSet;
+use roaring::RoaringBitmap;
+use vmferry_bitmap::Scanner;
+
+/// What a walk saw: every side must come to the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Seen {
+    items: u64,
+    check: u64,
+}
+
+impl Seen {
+    #[inline(always)]
+    fn bit(&mut self, bit: u64) {
+        self.items += 1;
+        self.check ^= bit;
+    }
+
+    #[inline(always)]
+    fn run(&mut self, run: Range<u64>) {
+        self.items += 1;
+        self.check ^= run.start ^ run.end << 32;
+    }
+
+    #[inline(always)]
+    fn and_bit(mut self, bit: u64) -> Self {
+        self.bit(bit);
+        self
+    }
+
+    #[inline(always)]
+    fn and_run(mut self, run: Range<u64>) -> Self {
+        self.run(run);
+        self
+    }
+}
+
+/// A bitmap in the form that a side wants.
+#[derive(Debug)]
+pub(super) struct Forms {
+    /// For the word loop, ours, and bitvec.
+    pub(super) words: Vec<u64>,
+    /// For the byte loop.
+    pub(super) bytes: Vec<u8>,
+    /// None: not compared in this case.
+    pub(super) others: Option<Others>,
+}
+
+/// The bitmap in other crates' types.
+#[derive(Debug)]
+pub(super) struct Others {
+    fixed: FixedBitSet,
+    roaring: RoaringBitmap,
+}
+
+impl Forms {
+    /// Of these words.
+    pub(super) fn new(words: Vec<u64>, others: bool) -> Self {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let others = others.then(|| Others {
+            fixed: FixedBitSet::with_capacity_and_blocks(
+                words.len() * 64,
+                words.iter().map(|word| usize::try_from(*word).expect("64-bit machines only")),
+            ),
+            roaring: RoaringBitmap::from_lsb0_bytes(0, &bytes),
+        });
+        Forms { words, bytes, others }
+    }
+
+    fn end(&self) -> u64 {
+        self.words.len() as u64 * 64
+    }
+}
+
+/// Who goes through the bitmap.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Side {
+    /// Byte by byte with find-first-set, as published.
+    Bytes,
+    /// Word by word.
+    Words,
+    /// To the end at once (`fold`), by this scanner.
+    Ours(Scanner),
+    /// By `next`, by this scanner.
+    OurIterator(Scanner),
+    /// The crate fixedbitset.
+    FixedBitSet,
+    /// The crate bitvec.
+    BitVec,
+    /// The crate roaring, from its own compressed form.
+    Roaring,
+    /// The crate roaring, from words, as a kernel gives them: it has to build its form first.
+    RoaringFromWords,
+}
+
+impl Side {
+    /// Its name in metrics.
+    pub(super) fn name(self) -> String {
+        match self {
+            Side::Bytes => "bytes".into(),
+            Side::Words => "words".into(),
+            Side::Ours(scanner) => scanner.name().into(),
+            Side::OurIterator(_) => "iterator".into(),
+            Side::FixedBitSet => "fixedbitset".into(),
+            Side::BitVec => "bitvec".into(),
+            Side::Roaring => "roaring".into(),
+            Side::RoaringFromWords => "roaring_from_words".into(),
+        }
+    }
+
+    /// Goes through all set bits. None: the form for it was not made.
+    pub(super) fn bits(self, forms: &Forms) -> Option<Seen> {
+        let mut seen = Seen::default();
+        let each = |bit| seen.bit(bit);
+        match self {
+            Side::Bytes => byte_bits(&forms.bytes, each),
+            Side::Words => word_bits(&forms.words, each),
+            Side::Ours(scanner) => {
+                return Some(scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit));
+            }
+            Side::OurIterator(scanner) => {
+                for bit in scanner.bits(&forms.words, 0..forms.end()) {
+                    seen.bit(bit);
+                }
+            }
+            Side::FixedBitSet => forms.others.as_ref()?.fixed.ones().map(|bit| bit as u64).for_each(each),
+            Side::BitVec => {
+                forms.others.as_ref()?;
+                BitSlice::<u64, Lsb0>::from_slice(&forms.words)
+                    .iter_ones()
+                    .map(|bit| bit as u64)
+                    .for_each(each);
+            }
+            Side::Roaring => forms.others.as_ref()?.roaring.iter().map(u64::from).for_each(each),
+            Side::RoaringFromWords => {
+                forms.others.as_ref()?;
+                RoaringBitmap::from_lsb0_bytes(0, &forms.bytes).iter().map(u64::from).for_each(each);
+            }
+        }
+        Some(seen)
+    }
+
+    /// Goes through all maximal runs. None: the form for it was not made.
+    pub(super) fn runs(self, forms: &Forms) -> Option<Seen> {
+        let mut seen = Seen::default();
+        let each = |run| seen.run(run);
+        match self {
+            Side::Bytes => {
+                let mut joined = Joined { run: 0..0, each };
+                byte_bits(&forms.bytes, |bit| joined.bit(bit));
+                joined.finish();
+            }
+            Side::Words => word_runs(&forms.words, each),
+            Side::Ours(scanner) => {
+                return Some(scanner.runs(&forms.words, 0..forms.end()).fold(seen, Seen::and_run));
+            }
+            Side::OurIterator(scanner) => {
+                for run in scanner.runs(&forms.words, 0..forms.end()) {
+                    seen.run(run);
+                }
+            }
+            Side::FixedBitSet => {
+                let mut joined = Joined { run: 0..0, each };
+                forms.others.as_ref()?.fixed.ones().for_each(|bit| joined.bit(bit as u64));
+                joined.finish();
+            }
+            Side::BitVec => {
+                forms.others.as_ref()?;
+                let mut joined = Joined { run: 0..0, each };
+                let bits = BitSlice::<u64, Lsb0>::from_slice(&forms.words);
+                bits.iter_ones().for_each(|bit| joined.bit(bit as u64));
+                joined.finish();
+            }
+            Side::Roaring => roaring_runs(&forms.others.as_ref()?.roaring, each),
+            Side::RoaringFromWords => {
+                forms.others.as_ref()?;
+                roaring_runs(&RoaringBitmap::from_lsb0_bytes(0, &forms.bytes), each);
+            }
+        }
+        Some(seen)
+    }
+}
+
+/// Bits that are joined to runs, for those who have bits only.
+struct Joined<F> {
+    run: Range<u64>,
+    each: F,
+}
+
+impl<F: FnMut(Range<u64>)> Joined<F> {
+    #[inline(always)]
+    fn bit(&mut self, bit: u64) {
+        if bit != self.run.end {
+            self.finish();
+            self.run.start = bit;
+        }
+        self.run.end = bit + 1;
+    }
+
+    #[inline(always)]
+    fn finish(&mut self) {
+        if !self.run.is_empty() {
+            (self.each)(self.run.clone());
+        }
+    }
+}
+
+fn byte_bits(bytes: &[u8], mut each: impl FnMut(u64)) {
+    for (index, &byte) in bytes.iter().enumerate() {
+        let mut rest = byte;
+        while rest != 0 {
+            each(index as u64 * 8 + u64::from(rest.trailing_zeros()));
+            rest &= rest - 1;
+        }
+    }
+}
+
+fn word_bits(words: &[u64], mut each: impl FnMut(u64)) {
+    for (index, &word) in words.iter().enumerate() {
+        let mut rest = word;
+        while rest != 0 {
+            each(index as u64 * 64 + u64::from(rest.trailing_zeros()));
+            rest &= rest - 1;
+        }
+    }
+}
+
+/// The best word loop that we know: it goes from run to run, not from bit to bit, and past words that are all alike.
+fn word_runs(words: &[u64], mut each: impl FnMut(Range<u64>)) {
+    let mut open = None;
+    for (index, &word) in words.iter().enumerate() {
+        let base = index as u64 * 64;
+        let mut rest = word;
+        if let Some(start) = open {
+            let ones = word.trailing_ones();
+            if ones == 64 {
+                continue;
+            }
+            each(start..base + u64::from(ones));
+            open = None;
+            rest &= u64::MAX << ones;
+        }
+        while rest != 0 {
+            let from = rest.trailing_zeros();
+            let ones = (rest >> from).trailing_ones();
+            if from + ones == 64 {
+                open = Some(base + u64::from(from));
+                break;
+            }
+            each(base + u64::from(from)..base + u64::from(from + ones));
+            rest &= u64::MAX << (from + ones);
+        }
+    }
+    if let Some(start) = open {
+        each(start..words.len() as u64 * 64);
+    }
+}
+
+fn roaring_runs(map: &RoaringBitmap, mut each: impl FnMut(Range<u64>)) {
+    let mut iter = map.iter();
+    while let Some(run) = iter.next_range() {
+        each(u64::from(*run.start())..u64::from(*run.end()) + 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scan::pattern::{Pattern, build};
+
+    #[test]
+    fn all_sides_see_the_same() {
+        for (density, pattern) in [
+            (0.0, Pattern::Uniform),
+            (1e-3, Pattern::Uniform),
+            (0.5, Pattern::Uniform),
+            (0.3, Pattern::Clustered),
+            (1.0, Pattern::Uniform),
+        ] {
+            let forms = Forms::new(build(5000, density, pattern), true);
+            let best = Scanner::best();
+            let (bits, runs) = (Side::Bytes.bits(&forms).unwrap(), Side::Bytes.runs(&forms).unwrap());
+            assert_eq!(bits.items, forms.words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>());
+            assert_eq!(runs.items == 0, density == 0.0);
+            for side in [
+                Side::Words,
+                Side::Ours(best),
+                Side::OurIterator(best),
+                Side::FixedBitSet,
+                Side::BitVec,
+                Side::Roaring,
+                Side::RoaringFromWords,
+            ] {
+                assert_eq!(side.bits(&forms), Some(bits), "{} at {density}", side.name());
+                assert_eq!(side.runs(&forms), Some(runs), "{} at {density}", side.name());
+            }
+        }
+        let forms = Forms::new(vec![1], false);
+        assert_eq!(Side::Roaring.bits(&forms), None);
+    }
+}

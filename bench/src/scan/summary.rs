@@ -1,0 +1,62 @@
+//! The summary against the flat scan.
+
+use std::hint::black_box;
+use std::ops::Range;
+
+use roaring::RoaringBitmap;
+use vmferry_bitmap::{Bitmap, SummaryBitmap};
+
+use super::{Options, Shape, add_spread, timing};
+use crate::json::Case;
+use crate::stats::{Spread, turns};
+
+/// What is compared, by the names of its figures.
+const SIDES: [&str; 4] = ["summary", "summary_iterator", "flat", "roaring"];
+
+/// Runs of a bitmap by its summary, by a flat scan, and out of roaring's compressed form.
+pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
+    let mut flat = Bitmap::new(words.len() as u64 * 64);
+    flat.union_words(words);
+    let map = SummaryBitmap::from(flat);
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let roaring = RoaringBitmap::from_lsb0_bytes(0, &bytes);
+    drop(bytes);
+    let walk = |side: usize| {
+        let each =
+            |(items, check): (u64, u64), run: Range<u64>| (items + 1, check ^ run.start ^ run.end << 32);
+        let mut seen = (0, 0);
+        match SIDES[side] {
+            "summary" => seen = map.runs().fold(seen, each),
+            "summary_iterator" => {
+                for run in map.runs() {
+                    seen = each(seen, run);
+                }
+            }
+            "flat" => seen = map.flat().runs().fold(seen, each),
+            _ => {
+                let mut iter = roaring.iter();
+                while let Some(run) = iter.next_range() {
+                    seen = each(seen, u64::from(*run.start())..u64::from(*run.end()) + 1);
+                }
+            }
+        }
+        black_box(seen)
+    };
+    let seen = walk(0);
+    let mut times = vec![Vec::new(); SIDES.len()];
+    for round in 0..options.rounds {
+        for side in turns(SIDES.len(), round) {
+            let mut last = (0, 0);
+            times[side].push(Some(timing::time_us(options.turn, || last = walk(side))));
+            assert_eq!(last, seen, "{} sees something else in {}", SIDES[side], shape.name());
+        }
+    }
+    let mut case = shape.case("summary").param("rounds", options.rounds).param("runs", seen.0);
+    for (name, theirs) in SIDES.iter().zip(&times) {
+        add_spread(&mut case, &format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
+        if *name != "summary" {
+            add_spread(&mut case, &format!("ratio_to_{name}"), Spread::of_ratios(theirs, &times[0]));
+        }
+    }
+    case
+}
