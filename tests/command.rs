@@ -474,3 +474,74 @@ fn a_guest_is_paused_resumed_and_asked_about() {
     let output = source.migrate("tcp:127.0.0.1:1", &["--json", "/nonexistent/report"]);
     assert!(errors(&output).contains("cannot write /nonexistent/report"), "{output:?}");
 }
+
+#[test]
+fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let output =
+            vmferry(&["dirty-rate", "--api", &source.api, "--windows", "50ms,200ms,1s", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        let result = document(&output);
+        let windows = result["windows"].as_array().unwrap();
+        assert_eq!(windows.len(), 3, "{result}");
+        for (shorter, longer) in windows.iter().zip(&windows[1..]) {
+            assert!(shorter["pages"].as_u64() <= longer["pages"].as_u64(), "{result}");
+            // Half as much again for a host that was busy in the shorter one.
+            let (shorter, longer) = (shorter["bytes_per_s"].as_f64(), longer["bytes_per_s"].as_f64());
+            assert!(longer < shorter.map(|rate| rate * 1.5), "{result}");
+        }
+        // Within a second 20,000 writes reach nearly all of the 4096 pages, and reads and counters some more.
+        let pages = windows[2]["pages"].as_u64().unwrap();
+        assert!((2048..=48 << 8).contains(&pages), "{result}");
+        source.goes_on();
+        assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
+        let output = vmferry(&["dirty-rate", "--api", &source.api]);
+        assert_eq!(code(&output), 1);
+        assert!(errors(&output).contains("does not run"), "{output:?}");
+        let output = vmferry(&["dirty-rate", "--api", &source.api, "--windows", "2s,1s"]);
+        assert!(errors(&output).contains("must ascend"), "{output:?}");
+        assert_eq!(code(&vmferry(&["resume", "--api", &source.api])), 0);
+        source.goes_on();
+    }
+}
+
+#[test]
+fn a_guest_with_dirty_rings_moves_by_them_and_is_measured_by_vcpu() {
+    let rings = String::from_utf8_lossy(&vmferry(&["check"]).stdout).into_owned();
+    if !rings.lines().any(|line| line.starts_with("yes") && line.contains("dirty rings")) {
+        return say(&format!("rings: not run: {rings}"));
+    }
+    say("KVM: ran");
+    let folder = Folder::new();
+    let with = ["--dirty-ring", "1024", "--cpus", "2"];
+    let source = Run::start("kvm", &folder, "source", &[&with[..], &["--workload", WORKLOAD]].concat());
+    source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let output = vmferry(&["dirty-rate", "--api", &source.api, "--windows", "100ms,500ms", "--json", "-"]);
+    let result = document(&output);
+    assert_eq!(result["tracker"], "ring", "{result}");
+    let each = result["windows"][1]["vcpu_pages_per_s"].as_array().unwrap();
+    assert!(each.len() == 2 && each.iter().all(|rate| rate.as_f64() > Some(0.0)), "{result}");
+    let target =
+        Run::start("kvm", &folder, "target", &[&with[..], &["--incoming", "tcp:127.0.0.1:0"]].concat());
+    let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    let uri = status["vm"]["incoming"].as_str().unwrap();
+    let refused = source.migrate(uri, &["--tracker", "log"]);
+    assert_eq!(code(&refused), 1);
+    assert!(errors(&refused).contains("no dirty log"), "{refused:?}");
+    let more = ["--reaper", "predict", "--verify", "--max-bandwidth", "100M/s", "--json", "-"];
+    let output = source.migrate(uri, &more);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let report = document(&output);
+    assert_eq!((&report["tracker"], &report["ring"]["policy"]), (&"ring".into(), &"predict".into()));
+    for field in ["full_exits", "full_stall_us", "harvests", "reaper_cpu_ms"] {
+        assert!(report["ring"][field].is_number(), "{field} of {report}");
+    }
+    assert_eq!(report["mismatched_pages"], 0);
+    target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    target.whole();
+}
