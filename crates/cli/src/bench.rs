@@ -1,7 +1,9 @@
 //! `vmferry bench`: our side of the comparisons.
 
+mod reaper;
+
 use crate::api::MigrateRequest;
-use crate::args::{BenchArgs, GuestKind};
+use crate::args::{BenchArgs, BenchName, GuestKind};
 use crate::demo::{Folder, Runner, Setup};
 use crate::{Status, guest, output};
 use anyhow::{Context, Result, bail};
@@ -18,6 +20,12 @@ use vmferry_bench::warm::Warm;
 const AFTER: Duration = Duration::from_millis(1000);
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
+    if args.name == BenchName::Reaper {
+        return reaper::bench(args);
+    }
+    if args.html.is_some() {
+        bail!("only bench reaper draws a page; leave --html out");
+    }
     let mut out = args.json.as_deref().map(output::open).transpose()?;
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
@@ -31,10 +39,15 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
     if args.json.as_deref() != Some(std::path::Path::new("-")) {
         println!("{}", vmferry_bench::migrate::table(&outcome.document));
     }
-    for failure in &outcome.failures {
+    Ok(ending(&outcome.failures))
+}
+
+/// Tells what failed; how the command ends.
+fn ending(failures: &[String]) -> Status {
+    for failure in failures {
         eprintln!("vmferry: {failure}");
     }
-    Ok(if outcome.failures.is_empty() { Status::Done } else { Status::Failed })
+    if failures.is_empty() { Status::Done } else { Status::Failed }
 }
 
 /// The floor's receiving process.
