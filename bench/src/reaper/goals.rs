@@ -16,14 +16,25 @@ const FULL_OF_FIXED: f64 = 0.1;
 /// What the reaper of an idle guest may use, in percent of a processor.
 const IDLE_CPU_PCT: f64 = 0.1;
 
-/// Published seconds of drop: stress in GiB, bitmap, ring 4096 fixed and adaptive, ring 65536 fixed and adaptive. The first is of
-/// a guest with 2 vCPUs, the others with 8.
-const PUBLISHED: &[(u64, f64, [(f64, f64); 2])] = &[
-    (3, 18.0, [(23.0, 5.5), (22.2, 6.0)]),
-    (6, 61.5, [(68.0, 16.0), (63.0, 15.0)]),
-    (10, 110.0, [(91.0, 12.1), (88.0, 11.5)]),
-    (20, 161.6, [(152.8, 20.0), (157.3, 21.0)]),
-    (30, 221.5, [(187.0, 29.5), (171.0, 29.0)]),
+/// Published seconds of drop.
+struct Published {
+    stress_gib: u64,
+    bitmap: f64,
+    /// For each of [`ENTRIES`]: every second, and with gears.
+    rings: [(f64, f64); 2],
+}
+
+const fn row(stress_gib: u64, bitmap: f64, rings: [(f64, f64); 2]) -> Published {
+    Published { stress_gib, bitmap, rings }
+}
+
+/// The first is of a guest with 2 vCPUs, the others with 8.
+const PUBLISHED: [Published; 5] = [
+    row(3, 18.0, [(23.0, 5.5), (22.2, 6.0)]),
+    row(6, 61.5, [(68.0, 16.0), (63.0, 15.0)]),
+    row(10, 110.0, [(91.0, 12.1), (88.0, 11.5)]),
+    row(20, 161.6, [(152.8, 20.0), (157.3, 21.0)]),
+    row(30, 221.5, [(187.0, 29.5), (171.0, 29.0)]),
 ];
 
 /// A figure of a side, over the rounds.
@@ -144,17 +155,14 @@ pub(super) fn published(document: &Document) -> Vec<Value> {
     let mut rows = Vec::new();
     for sides in compared(document) {
         let stress = sides.cases.iter().find_map(|case| case.params.get("published_stress_bytes")?.as_u64());
-        let Some((gib, bitmap, rings)) =
-            stress.and_then(|bytes| PUBLISHED.iter().find(|row| row.0 << 30 == bytes))
-        else {
-            continue;
-        };
-        for (entries, (fixed, adaptive)) in ENTRIES.into_iter().zip(rings) {
+        let row = stress.and_then(|bytes| PUBLISHED.iter().find(|row| row.stress_gib << 30 == bytes));
+        let Some(Published { stress_gib, bitmap, rings }) = row else { continue };
+        for (entries, (fixed, adaptive)) in ENTRIES.into_iter().zip(*rings) {
             let drop = |side| sides.of(side, "drop_s").map(|figure| figure.median);
             let Some(ours) = drop(Side::Ring { entries, policy: Policy::Predict }) else { continue };
             let to = |side| drop(side).filter(|other| *other > 0.0).map(|other| ours / other);
             rows.push(json!({
-                "name": format!("{}/{entries}, published with {gib} GB", sides.name),
+                "name": format!("{}/{entries}, published with {stress_gib} GB", sides.name),
                 "published_to_bitmap": adaptive / bitmap,
                 "published_to_fixed": adaptive / fixed,
                 "to_log": to(Side::Log),

@@ -102,6 +102,7 @@ fn chart(name: &str, entries: u32, cases: &[&Case]) -> Chart {
         x_label: "seconds since the command to migrate".into(),
         y_label: "guest writes per second".into(),
         log_y: deepest < highest * DEEP,
+        ranges: [None; 2],
         start: Some((0.0, "migration starts".into())),
         end_name: "migration ends".into(),
         lines,

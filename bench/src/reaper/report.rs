@@ -212,7 +212,7 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
     lines.push(format!(
         "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
          its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
-         link carries are the timeout's doing.",
+         link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
         number("scale")
     ));
     lines.push(

@@ -38,6 +38,15 @@ impl Timeline {
         }
     }
 
+    /// No vCPU wrote anything since its last point until `at`.
+    fn hold_until(&mut self, at: f64) {
+        for points in &mut self.vcpus {
+            if let Some(last) = points.last().copied().filter(|last| last.at < at) {
+                points.push(Point { at, ..last });
+            }
+        }
+    }
+
     /// How many vCPUs have points.
     pub fn vcpus(&self) -> usize {
         self.vcpus.len()
@@ -111,10 +120,14 @@ impl Recorder {
         self.moved = true;
     }
 
-    /// The points, in seconds since `start` on the reader's clock.
-    pub fn finish(self, start: f64) -> Timeline {
+    /// The points, in seconds since `start` on the reader's clock. `resumed` is when the guest ran on the target, in the same
+    /// seconds: what it wrote from there until its first answer was not written while it stood still.
+    pub fn finish(self, start: f64, resumed: f64) -> Timeline {
         let mut timeline = Timeline::default();
-        for phase in &self.phases {
+        for (index, phase) in self.phases.iter().enumerate() {
+            if index == 1 {
+                timeline.hold_until(resumed);
+            }
             let late =
                 phase.iter().flat_map(|heard| heard.vcpus.iter().map(|(t_us, _)| heard.at - seconds(*t_us)));
             let Some(offset) = late.reduce(f64::min) else { continue };
@@ -210,10 +223,11 @@ mod tests {
         // The target's is another.
         recorder.add(103.0, vec![(1_000_000, 2000)]);
         recorder.add(104.0, vec![(2_000_000, 3000)]);
-        let timeline = recorder.finish(101.0);
-        let at: Vec<f64> = timeline.vcpus[0].iter().map(|point| point.at.round()).collect();
-        assert_eq!(at, [-1.0, 0.0, 1.0, 2.0, 3.0]);
+        let timeline = recorder.finish(101.0, 1.9);
+        let at: Vec<f64> = timeline.vcpus[0].iter().map(|point| (point.at * 10.0).round() / 10.0).collect();
+        assert_eq!(at, [-1.0, 0.0, 1.0, 1.9, 2.0, 3.0]);
         assert!((timeline.speed(-1.0, 1.0) - 1000.0).abs() < 1e-6);
+        assert!(timeline.speed(1.1, 1.8).abs() < 1e-9, "it stood still");
     }
 
     #[test]

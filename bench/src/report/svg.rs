@@ -60,6 +60,8 @@ pub struct Chart {
     pub y_label: String,
     /// Whether the y axis is logarithmic. Values below its smallest decade lie on its lower edge.
     pub log_y: bool,
+    /// From where to where the axes go: x, y. None: as far as the lines do.
+    pub ranges: [Option<(f64, f64)>; 2],
     /// Where on the x axis something begins for all lines, and what.
     pub start: Option<(f64, String)>,
     /// What a line's end is.
@@ -117,13 +119,17 @@ impl Scale {
         let highest = range(&mut points().map(|(_, y)| y)).1.max(f64::MIN_POSITIVE);
         let y = if chart.log_y {
             let high = highest.max(10.0).log10();
-            let lowest = range(&mut points().map(|(_, y)| y).filter(|y| *y > 0.0)).0.max(1.0).log10().floor();
-            (lowest.max(high.ceil() - DECADES), high + 0.1)
+            let lowest = range(&mut points().map(|(_, y)| y).filter(|y| *y > 0.0)).0;
+            let lowest = if lowest.is_finite() { lowest.log10().floor() } else { 0.0 };
+            (lowest.clamp(high.ceil() - DECADES, high.floor()), high + 0.1)
         } else {
             let highest = if highest > 1e-12 { highest } else { 1.0 };
             (0.0, highest * 1.06)
         };
-        Scale { x, y, log: chart.log_y }
+        let given = chart.ranges[1].map(|(low, high)| {
+            if chart.log_y { (low.max(f64::MIN_POSITIVE).log10(), high.log10()) } else { (low, high) }
+        });
+        Scale { x: chart.ranges[0].unwrap_or(x), y: given.unwrap_or(y), log: chart.log_y }
     }
 
     fn x(&self, value: f64) -> f64 {
@@ -296,6 +302,7 @@ mod tests {
             x_label: "s".into(),
             y_label: "writes/s".into(),
             log_y,
+            ranges: [None; 2],
             start: Some((0.0, "start".into())),
             end_name: "end".into(),
             lines: vec![

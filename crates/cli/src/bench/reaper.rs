@@ -117,7 +117,8 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
     let uri = target.incoming(&stop)?;
     let mut source = Runner::start(&setup, folder.path(), "source", false)?;
     source.running(&stop)?;
-    let warm = Warm::hold(spec.memory / 2);
+    // The working set and little more is what will be touched there.
+    let warm = Warm::hold(spec.memory / 4);
     let mut watch = Watch { zero: Instant::now(), recorder: Recorder::default() };
     watch.look_for(&mut source, before);
     drop(warm);
@@ -164,7 +165,7 @@ fn run(report: &Value, recorder: Recorder, start: f64, end: f64) -> Result<Run> 
         Some(list.as_array()?.iter().filter_map(|item| item[name].as_u64()).sum())
     };
     Ok(Run {
-        timeline: recorder.finish(start),
+        timeline: recorder.finish(start, end),
         end,
         total: time(&report["total_ms"]).context("no total time")?,
         downtime: time(&report["downtime_ms"]).context("no downtime")?,
