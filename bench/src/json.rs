@@ -56,9 +56,27 @@ pub struct Case {
     /// What came out. Always finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
+    /// What was measured over time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub series: Option<Series>,
     /// Why it did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
+}
+
+/// A quantity over time: one value for each step.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Series {
+    /// What the values are, with their unit.
+    pub what: String,
+    /// When the first step begins, in seconds; 0 is when the thing that is measured begins.
+    pub from_s: f64,
+    /// Length of a step in seconds.
+    pub step_s: f64,
+    /// When the thing that is measured ended, in seconds.
+    pub end_s: f64,
+    /// One for each step, rounded to what can be told apart.
+    pub values: Vec<u64>,
 }
 
 impl Case {

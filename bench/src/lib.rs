@@ -10,6 +10,8 @@ pub mod host;
 pub mod json;
 pub mod migrate;
 pub mod qemu;
+pub mod reaper;
+pub mod report;
 pub mod result;
 pub mod scan;
 pub mod stats;

@@ -143,6 +143,7 @@ fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
         dirty_ring: None,
         downtime_limit: spec.downtime_limit,
         settle: spec.settle,
+        ..QemuSpec::default()
     }
 }
 
@@ -161,7 +162,7 @@ fn enough_memory(spec: &CaseSpec, side: Side, available: Option<u64>) -> Result<
 }
 
 /// An error with what caused it, in one line.
-fn with_sources(error: &dyn Error) -> String {
+pub(crate) fn with_sources(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

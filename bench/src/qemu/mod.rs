@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::host::kvm_usable;
+use crate::reaper;
 use crate::result::MigrationResult;
 use crate::warm::Warm;
 use machine::{Machine, Setup};
@@ -32,11 +33,11 @@ const MIGRATION_LIMIT: Duration = Duration::from_secs(120);
 /// How long the guest may take to report from the destination.
 const AFTER_LIMIT: Duration = Duration::from_secs(10);
 
-/// How much of the time after the migration is looked at.
-const AFTER: Duration = Duration::from_millis(400);
-
 /// Between two looks at a migration: often enough not to matter, seldom enough to cost nothing.
 const POLL: Duration = Duration::from_millis(10);
+
+/// The longest downtime that QEMU accepts (qapi/migration.json: 2000 s): any will do.
+const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
 /// More than any link: QEMU's own default would be 128 MiB/s.
 const UNLIMITED_BYTES_PER_S: u64 = 1 << 40;
@@ -56,8 +57,14 @@ pub struct QemuSpec {
     pub dirty_ring: Option<u32>,
     /// `downtime-limit`.
     pub downtime_limit: Duration,
+    /// `max-bandwidth` in bytes a second. None: more than any link.
+    pub max_bandwidth: Option<u64>,
+    /// After so long, any downtime will do. None: never.
+    pub switch_after: Option<Duration>,
     /// How long the guest runs before it is migrated; its speed before is taken from this time.
     pub settle: Duration,
+    /// How much of the time after the migration is looked at.
+    pub after: Duration,
 }
 
 impl Default for QemuSpec {
@@ -70,7 +77,10 @@ impl Default for QemuSpec {
             multifd: None,
             dirty_ring: None,
             downtime_limit: Duration::from_millis(300),
+            max_bandwidth: None,
+            switch_after: None,
             settle: Duration::from_secs(1),
+            after: Duration::from_millis(400),
         }
     }
 }
@@ -81,6 +91,14 @@ impl Default for QemuSpec {
 /// [`QemuError::Unavailable`] when QEMU or KVM cannot be used here: skip the case. Everything else is a
 /// failure, a guest that lost a page among them.
 pub fn migrate(spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
+    watch(spec).map(|(result, _)| result)
+}
+
+/// The same, with what the guest wrote when; 0 is the command to migrate.
+///
+/// # Errors
+/// As [`migrate`].
+pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
     available()?;
     let folder = tempfile::Builder::new()
         .prefix("vmferry-bench-")
@@ -170,30 +188,31 @@ impl Pair {
         QemuError::Timeout { side, what, limit, detail }
     }
 
-    fn migrate(&mut self, spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
+    fn migrate(&mut self, spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
         self.configure(spec)?;
         let uri = self.listen()?;
         let settled = Instant::now();
         let (source_cpu, destination_cpu) = (self.source.cpu_meter()?, self.destination.cpu_meter()?);
         let start = Instant::now();
         self.source.execute("migrate", json!({ "uri": uri }))?;
-        let info = self.wait_until_complete(start)?;
+        let info = self.wait_until_complete(start, spec.switch_after)?;
         let end = Instant::now();
         let used = |meter: crate::cpu::CpuMeter| meter.used().map_err(QemuError::io("read its CPU time"));
         let (cpu_source, cpu_destination) = (used(source_cpu)?, used(destination_cpu)?);
-        self.see_that_it_goes_on(end)?;
+        self.see_that_it_goes_on(end, spec.after)?;
 
         let timeline = self.serial.timeline();
         let after = Instant::now();
-        Ok(MigrationResult {
+        let result = MigrationResult {
             cpu_source,
             cpu_destination,
             writes_before: timeline.writes_per_s(settled - spec.settle, settled),
             writes_during: timeline.writes_per_s(start, end),
-            writes_after: timeline.writes_per_s(end, end + AFTER),
+            writes_after: timeline.writes_per_s(end, end + spec.after),
             stall_max: timeline.stall_max(start, after),
             ..from_info(&info)?
-        })
+        };
+        Ok((result, timeline.since(start)))
     }
 
     fn configure(&mut self, spec: &QemuSpec) -> Result<(), QemuError> {
@@ -201,7 +220,7 @@ impl Pair {
             "capabilities": [{ "capability": "multifd", "state": spec.multifd.is_some() }]
         });
         let mut parameters = json!({
-            "max-bandwidth": UNLIMITED_BYTES_PER_S,
+            "max-bandwidth": spec.max_bandwidth.unwrap_or(UNLIMITED_BYTES_PER_S),
             "downtime-limit": u64::try_from(spec.downtime_limit.as_millis()).unwrap_or(u64::MAX),
         });
         if let Some(channels) = spec.multifd {
@@ -224,7 +243,11 @@ impl Pair {
     }
 
     /// Waits for the end and gives QEMU's account of it.
-    fn wait_until_complete(&mut self, start: Instant) -> Result<Value, QemuError> {
+    fn wait_until_complete(
+        &mut self,
+        start: Instant,
+        mut switch_after: Option<Duration>,
+    ) -> Result<Value, QemuError> {
         loop {
             let (status, info) = self.source.ask("query-migrate", "status", |answer| {
                 Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
@@ -245,15 +268,19 @@ impl Pair {
                 }
                 _ => {}
             }
+            if switch_after.take_if(|limit| start.elapsed() > *limit).is_some() {
+                let any = json!({ "downtime-limit": ANY_DOWNTIME_MS });
+                self.source.execute("migrate-set-parameters", any)?;
+            }
             self.look()?;
             std::thread::sleep(POLL);
         }
     }
 
     /// The guest must run on the destination, report from there, and have found no damage.
-    fn see_that_it_goes_on(&mut self, end: Instant) -> Result<(), QemuError> {
+    fn see_that_it_goes_on(&mut self, end: Instant, after: Duration) -> Result<(), QemuError> {
         let deadline = end + AFTER_LIMIT;
-        while !self.look()?.timeline().reaches(end + AFTER) {
+        while !self.look()?.timeline().reaches(end + after) {
             if Instant::now() > deadline {
                 return Err(self.late("destination", "a report of the guest", AFTER_LIMIT));
             }

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use crate::reaper;
+
 /// One vCPU's report: what it did since the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Report {
@@ -47,6 +49,22 @@ impl Timeline {
         (writes > 0.0).then(|| writes / to.saturating_duration_since(from).as_secs_f64())
     }
 
+    /// What each vCPU had written when, in seconds since `start`.
+    #[expect(clippy::cast_precision_loss, reason = "a count of writes below 2^53")]
+    pub(crate) fn since(&self, start: Instant) -> reaper::Timeline {
+        let mut timeline = reaper::Timeline::default();
+        for (vcpu, reports) in self.by_cpu.values().enumerate() {
+            let mut writes = 0;
+            for report in reports {
+                writes += report.writes;
+                let after = report.arrived.saturating_duration_since(start).as_secs_f64();
+                let at = after - start.saturating_duration_since(report.arrived).as_secs_f64();
+                timeline.add(vcpu, reaper::Point { at, writes: writes as f64 });
+            }
+        }
+        timeline
+    }
+
     /// The longest stall in reports that arrived between `from` and `to`.
     pub(crate) fn stall_max(&self, from: Instant, to: Instant) -> Option<Duration> {
         let reports = self.by_cpu.values().flatten();
@@ -74,6 +92,8 @@ mod tests {
         assert_eq!(speed(200, 300), Some(5_000.0));
         assert!((speed(150, 250).unwrap() - 7_500.0).abs() < 1e-6);
         assert_eq!(speed(500, 600), None);
+        let seen = timeline.since(zero + ms(100)).speed(-0.1, 0.1);
+        assert!((seen - 10_000.0).abs() < 1e-6, "{seen}");
         assert_eq!(timeline.stall_max(zero + ms(100), zero + ms(300)), Some(ms(3)));
         assert_eq!(timeline.stall_max(zero + ms(401), zero + ms(500)), None);
     }

@@ -347,6 +347,8 @@ pub(crate) enum BenchName {
     Migrate,
     /// Ways through a dirty bitmap: the published ones, ours, and other crates'
     Scan,
+    /// What tracking dirty pages costs the guest: the log, and rings by each policy
+    Reaper,
     /// Everything there is
     All,
 }
@@ -368,6 +370,9 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    /// Write the results as a page with charts to this file (bench reaper)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
 }
 
 fn size(text: &str) -> Result<u64, String> {

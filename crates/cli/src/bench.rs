@@ -1,5 +1,7 @@
 //! `vmferry bench`: our side of the comparisons.
 
+mod reaper;
+
 use crate::api::MigrateRequest;
 use crate::args::{AutoConvergeArg, BenchArgs, BenchName, GuestKind};
 use crate::demo::{Folder, Runner, Setup};
@@ -19,48 +21,63 @@ use vmferry_bench::warm::Warm;
 /// How long the guest is watched on the target.
 const AFTER: Duration = Duration::from_millis(1000);
 
+/// What a bench came to.
+struct Finished {
+    document: Document,
+    table: String,
+    /// A page with charts, from benches that draw one.
+    page: Option<String>,
+    failures: Vec<String>,
+}
+
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
+    if args.html.is_some() && !matches!(args.name, BenchName::Reaper | BenchName::All) {
+        bail!("only bench reaper draws a page; leave --html out");
+    }
+    // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
-    let (mut documents, mut failures) = (Vec::new(), Vec::new());
-    if matches!(args.name, BenchName::Scan | BenchName::All) {
-        documents.push(scan(args.quick));
-    }
-    if matches!(args.name, BenchName::Migrate | BenchName::All) {
-        let outcome = migrate(args)?;
-        documents.push(outcome.document);
-        failures = outcome.failures;
-    }
-    for document in &documents {
+    let mut html = args.html.as_deref().map(output::open).transpose()?;
+    let wanted: &[fn(&BenchArgs) -> Result<Finished>] = match args.name {
+        BenchName::Scan => &[scan],
+        BenchName::Migrate => &[migrate],
+        BenchName::Reaper => &[reaper::bench],
+        BenchName::All => &[scan, migrate, reaper::bench],
+    };
+    let mut status = Status::Done;
+    for bench in wanted {
+        let finished = bench(args)?;
         if let Some(out) = &mut out {
-            document.write(out)?;
+            finished.document.write(out)?;
+        }
+        if let (Some(html), Some(page)) = (&mut html, &finished.page) {
+            html.write_all(page.as_bytes())?;
         }
         if args.json.as_deref() != Some(std::path::Path::new("-")) {
-            let table = if document.bench == "scan" {
-                vmferry_bench::scan::table(document)
-            } else {
-                vmferry_bench::migrate::table(document)
-            };
-            println!("{table}");
+            println!("{}", finished.table);
+        }
+        for failure in &finished.failures {
+            eprintln!("vmferry: {failure}");
+            status = Status::Failed;
         }
     }
-    for failure in &failures {
-        eprintln!("vmferry: {failure}");
-    }
-    Ok(if failures.is_empty() { Status::Done } else { Status::Failed })
+    Ok(status)
 }
 
-fn scan(quick: bool) -> Document {
-    let options = if quick { scan::Options::quick() } else { scan::Options::full() };
-    scan::run(&options, &mut |what| eprintln!("bench scan: {what}"))
+fn scan(args: &BenchArgs) -> Result<Finished> {
+    let options = if args.quick { scan::Options::quick() } else { scan::Options::full() };
+    let document = scan::run(&options, &mut |what| eprintln!("bench scan: {what}"));
+    Ok(Finished { table: scan::table(&document), document, page: None, failures: Vec::new() })
 }
 
-fn migrate(args: &BenchArgs) -> Result<Outcome> {
+fn migrate(args: &BenchArgs) -> Result<Finished> {
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
     options.only.clone_from(&args.only);
     let receiver = ReceiverCommand::this_executable()?;
     let mut progress = |what: &str| eprintln!("bench migrate: {what}");
-    Ok(vmferry_bench::migrate::run(&options, &mut Ours, &receiver, &mut progress))
+    let Outcome { document, failures } =
+        vmferry_bench::migrate::run(&options, &mut Ours, &receiver, &mut progress);
+    Ok(Finished { table: vmferry_bench::migrate::table(&document), document, page: None, failures })
 }
 
 /// The floor's receiving process.

@@ -129,7 +129,7 @@ impl Worker {
             fill: workload.fill,
             filled: 0,
             idle: workload.pattern == Pattern::Idle,
-            pacer: (workload.rate != 0).then(|| Pacer::new(workload.rate, WRITE_DEBT_NS)),
+            pacer: (workload.rate != 0).then(|| Pacer::new(workload.rate_of(cpu), WRITE_DEBT_NS)),
             sweep_pacer: Pacer::new(workload.sweep.unwrap_or(SWEEP_MIN), SWEEP_DEBT_NS),
             sweep_with_writes: workload.sweep.is_none(),
             sweep_at: 0,

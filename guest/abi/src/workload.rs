@@ -45,6 +45,7 @@ pub enum Pattern {
 /// | `ws=256M` | working set: the memory that is written to | `data`, or all usable memory |
 /// | `data=1G` | memory that is filled with content at start, at least `ws` | `ws` |
 /// | `rate=100k` | writes per second and vCPU, 0 = as fast as it can | 0 |
+/// | `skew=4` | vCPU i writes at `rate / skew^i`, at least once a second; needs a rate | 1 |
 /// | `fill=random` | content at start: see [`Fill`] | `random` |
 /// | `sweep=4k` | pages per second and vCPU that are checked in sequence, besides one for each write; 0 = no sweep | 4k and one for each write |
 ///
@@ -59,6 +60,8 @@ pub struct Workload {
     pub data: Option<u64>,
     /// Writes per second and vCPU; 0: as fast as it can.
     pub rate: u64,
+    /// How many times slower each vCPU writes than the one before it: `1..=1000`, 1 = all alike. More than 1 needs a rate.
+    pub skew: u64,
     /// Content at start.
     pub fill: Fill,
     /// Pages per second and vCPU that are checked in sequence. `None`: the default, one for each write and at least 4000 a
@@ -70,14 +73,25 @@ impl Workload {
     /// A workload with every key at its default.
     #[must_use]
     pub fn new(pattern: Pattern) -> Self {
-        Self { pattern, ws: None, data: None, rate: 0, fill: Fill::Random, sweep: None }
+        Self { pattern, ws: None, data: None, rate: 0, skew: 1, fill: Fill::Random, sweep: None }
+    }
+
+    /// Writes per second of vCPU `cpu`; 0: as fast as it can.
+    #[must_use]
+    pub fn rate_of(&self, cpu: u64) -> u64 {
+        if self.rate == 0 {
+            return 0;
+        }
+        let slower = u32::try_from(cpu).ok().and_then(|cpu| self.skew.max(1).checked_pow(cpu));
+        slower.map_or(1, |slower| (self.rate / slower).max(1))
     }
 }
 
 const PATTERNS: &str = "idle, uniform, sequential or zipf:THETA";
-const KEYS: &str = "ws, data, rate, fill, sweep";
+const KEYS: &str = "ws, data, rate, skew, fill, sweep";
 const SIZE: &str = "a size of at least 4K, such as 256M or 4G";
 const RATE: &str = "a number per second, such as 0, 2500 or 100k";
+const SKEW: &str = "a whole number from 1 to 1000, such as 4";
 const FILL: &str = "random, zero, text or mix:PERCENT with PERCENT from 0 to 100";
 
 /// Why a workload specification was refused.
@@ -113,6 +127,8 @@ pub enum WorkloadError {
         /// What would have been accepted.
         accepted: &'static str,
     },
+    /// `skew` without a rate that it could divide.
+    SkewWithoutRate,
     /// `data` is smaller than `ws`.
     DataBelowWs {
         /// Bytes of `data`.
@@ -143,6 +159,9 @@ impl fmt::Display for WorkloadError {
             Self::Twice { key } => write!(f, "workload: {key}= is given twice; give it once"),
             Self::Value { key, found, accepted } => {
                 write!(f, "workload: {key}={found} cannot be used; use {accepted}")
+            }
+            Self::SkewWithoutRate => {
+                f.write_str("workload: skew= divides a rate; give rate= too, or leave skew out")
             }
             Self::DataBelowWs { data, ws } => {
                 write!(
@@ -194,6 +213,7 @@ struct Keys {
     ws: Option<u64>,
     data: Option<u64>,
     rate: Option<u64>,
+    skew: Option<u64>,
     fill: Option<Fill>,
     sweep: Option<u64>,
 }
@@ -207,6 +227,10 @@ impl Keys {
             "data" => set(&mut self.data, "data", value, size(value), SIZE),
             "rate" => set(&mut self.rate, "rate", value, parse_rate(value), RATE),
             "sweep" => set(&mut self.sweep, "sweep", value, parse_rate(value), RATE),
+            "skew" => {
+                let skew = value.parse().ok().filter(|skew| (1..=1000).contains(skew));
+                set(&mut self.skew, "skew", value, skew, SKEW)
+            }
             "fill" => set(&mut self.fill, "fill", value, Fill::parse(value), FILL),
             "alloc" => Err(WorkloadError::NotSupported { key: "alloc" }),
             _ => Err(WorkloadError::Key { found: Text::new(part) }),
@@ -243,11 +267,16 @@ impl FromStr for Workload {
         {
             return Err(WorkloadError::DataBelowWs { data, ws });
         }
+        let (rate, skew) = (keys.rate.unwrap_or(0), keys.skew.unwrap_or(1));
+        if skew > 1 && rate == 0 {
+            return Err(WorkloadError::SkewWithoutRate);
+        }
         Ok(Self {
             pattern,
             ws: keys.ws,
             data: keys.data,
-            rate: keys.rate.unwrap_or(0),
+            rate,
+            skew,
             fill: keys.fill.unwrap_or(Fill::Random),
             sweep: keys.sweep,
         })
@@ -268,6 +297,9 @@ impl fmt::Display for Workload {
         if self.rate != 0 {
             f.write_str(",rate=")?;
             write_rate(f, self.rate)?;
+        }
+        if self.skew != 1 {
+            write!(f, ",skew={}", self.skew)?;
         }
         if self.fill != Fill::Random {
             write!(f, ",fill={}", self.fill)?;
@@ -308,6 +340,17 @@ mod tests {
     }
 
     #[test]
+    fn each_vcpu_is_slower_than_the_one_before_by_the_skew() {
+        let rates = |text: &str| {
+            let workload: Workload = text.parse().unwrap();
+            [0, 1, 2, 63].map(|cpu| workload.rate_of(cpu))
+        };
+        assert_eq!(rates("uniform,rate=100k,skew=4"), [100_000, 25_000, 6_250, 1]);
+        assert_eq!(rates("uniform,rate=100k"), [100_000; 4]);
+        assert_eq!(rates("uniform"), [0; 4]);
+    }
+
+    #[test]
     fn refuses_with_the_reason() {
         let cases = [
             ("", "is no pattern; use idle"),
@@ -319,6 +362,8 @@ mod tests {
             ("uniform,ws=1", "ws=1 cannot be used; use a size of at least 4K"),
             ("uniform,ws=256M,ws=1G", "ws= is given twice"),
             ("uniform,rate=fast", "rate=fast cannot be used"),
+            ("uniform,rate=10k,skew=0", "skew=0 cannot be used; use a whole number from 1 to 1000"),
+            ("uniform,skew=4", "skew= divides a rate"),
             ("uniform,fill=mix:101", "fill=mix:101 cannot be used"),
             ("uniform,speed=1", "'speed=1' is not KEY=VALUE"),
             ("uniform,", "'' is not KEY=VALUE"),
@@ -350,9 +395,11 @@ mod tests {
                 Just(Fill::Random), Just(Fill::Zero), Just(Fill::Text), (0u8..=100).prop_map(Fill::Mix),
             ],
             sweep in proptest::option::of(0u64..1 << 30),
+            skew in 1u64..=1000,
         ) {
             let data = more.map(|more| ws.unwrap_or(4096) + more);
-            let workload = Workload { pattern, ws, data, rate, fill, sweep };
+            let skew = if rate == 0 { 1 } else { skew };
+            let workload = Workload { pattern, ws, data, rate, skew, fill, sweep };
             prop_assert_eq!(workload.to_string().parse::<Workload>().unwrap(), workload);
         }
     }

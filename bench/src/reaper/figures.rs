@@ -1,0 +1,135 @@
+//! From a run to its figures.
+
+use std::collections::BTreeMap;
+
+use super::series::{drop_s, to_f64, worst_ms_per_gb};
+use super::{CaseSpec, Run, WINDOW};
+use crate::stats::Spread;
+
+/// By their names in the results.
+pub(super) type Figures = BTreeMap<String, f64>;
+
+/// The speed before, in writes a second: the median of the windows since `before` seconds before the command.
+pub(super) fn speed_before(run: &Run, before: f64) -> f64 {
+    Spread::of(run.timeline.windows(-before, 0.0)).map_or(0.0, |spread| spread.median)
+}
+
+/// The figures of a run.
+pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
+    let mut figures = Figures::new();
+    let mut put = |name: &str, value: f64| {
+        if value.is_finite() {
+            figures.insert(name.into(), value);
+        }
+    };
+    let (total_ms, downtime) = (run.total.as_secs_f64() * 1e3, run.downtime.as_secs_f64());
+    put("total_ms", total_ms);
+    put("downtime_ms", downtime * 1e3);
+    put("passes", to_f64(run.passes));
+    put("wire_gbytes", to_f64(run.wire_bytes) / 1e9);
+    let vcpu_ms = run.end * 1e3 * f64::from(spec.vcpus);
+    let speed = speed_before(run, before);
+    if speed > 0.0 {
+        let watched = run.timeline.end().unwrap_or(run.end);
+        let during = run.timeline.speed(0.0, run.end);
+        put("writes_before_per_s", speed);
+        put("writes_during_per_s", during);
+        put("writes_after_per_s", run.timeline.speed(run.end, watched));
+        put("guest_speed_kept", during / speed);
+        put("drop_s", drop_s(speed, &run.timeline.windows(0.0, watched)));
+        // Where the guest runs nowhere it writes nothing: that is the downtime, which has a figure of its own.
+        let paused = (run.end - downtime - WINDOW, run.end + WINDOW);
+        let mut running = run.timeline.windows(0.0, paused.0.max(WINDOW.min(run.end)));
+        running.extend(run.timeline.windows(paused.1, watched));
+        worst_ms_per_gb(&running).into_iter().for_each(|ms| put("worst_ms_per_gb", ms));
+        put("lost_ms", (1.0 - during / speed) * vcpu_ms);
+        put("lost_pct", (1.0 - during / speed) * 100.0);
+        for vcpu in 0..run.timeline.vcpus().min(8) {
+            let of = |from, to| run.timeline.speed_of(vcpu, from, to);
+            put(&format!("vcpu{vcpu}_kept"), of(0.0, run.end) / of(-before, 0.0));
+        }
+    }
+    put("downtime_pct", downtime * 1e3 * f64::from(spec.vcpus) / vcpu_ms * 100.0);
+    if let Some(dirtied) = run.dirtied {
+        put("faults", to_f64(dirtied));
+    }
+    if let Some(ring) = run.ring {
+        let stall_ms = ring.full_stall.as_secs_f64() * 1e3;
+        let cpu_ms = ring.reaper_cpu.as_secs_f64() * 1e3;
+        put("full_exits", to_f64(ring.full_exits));
+        put("full_stall_ms", stall_ms);
+        put("full_stall_pct", stall_ms / vcpu_ms * 100.0);
+        put("harvests", to_f64(ring.harvests));
+        put("reaper_cpu_ms", cpu_ms);
+        put("reaper_cpu_pct", cpu_ms / total_ms * 100.0);
+    }
+    figures
+}
+
+/// What a write fault cost in this run, in microseconds: the time that the guest lost and that neither the downtime nor
+/// full rings explain, by the faults it had. An upper bound: what it lost to busy processors and cold caches is in it.
+pub(super) fn fault_us(figures: &Figures) -> Option<f64> {
+    let of = |name: &str| figures.get(name).copied();
+    let unexplained = of("lost_ms")? - of("downtime_ms")? - of("full_stall_ms").unwrap_or(0.0);
+    of("faults").filter(|faults| *faults > 0.0).map(|faults| unexplained * 1e3 / faults)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Options, Point, RingRun, Timeline};
+    use super::*;
+    use std::time::Duration;
+
+    /// A second at 1000 writes/s, two at 500 with a stop of 100 ms before their end, and a second at 1000.
+    fn run() -> Run {
+        let mut timeline = Timeline::default();
+        for (at, writes) in
+            [(-1.0, 0.0), (0.0, 1000.0), (1.9, 1950.0), (2.0, 1950.0), (3.0, 2950.0), (3.01, 2960.0)]
+        {
+            timeline.add(0, Point { at, writes });
+        }
+        Run {
+            timeline,
+            end: 2.0,
+            total: Duration::from_secs(2),
+            downtime: Duration::from_millis(100),
+            dirtied: Some(80_000),
+            ring: Some(RingRun {
+                full_exits: 3,
+                full_stall: Duration::from_millis(10),
+                harvests: 20,
+                reaper_cpu: Duration::from_millis(4),
+            }),
+            ..Run::default()
+        }
+    }
+
+    #[test]
+    fn the_figures_of_a_run() {
+        let spec = Options::quick().cases.remove(2);
+        let figures = figures(&spec, &run(), 1.0);
+        let close = |name: &str, want: f64| {
+            let got = figures[name];
+            assert!((got - want).abs() < want.abs() * 1e-6 + 1e-9, "{name}: {got}, want {want}");
+        };
+        close("writes_before_per_s", 1000.0);
+        close("guest_speed_kept", 0.475);
+        close("drop_s", 2.0);
+        // 500 writes/s, not the standstill of the downtime.
+        close("worst_ms_per_gb", 524_288.0);
+        close("lost_ms", 1050.0);
+        close("full_stall_pct", 0.5);
+        close("reaper_cpu_pct", 0.2);
+        close("vcpu0_kept", 0.475);
+        // (1050 - 100 - 10) ms by 80 000 faults.
+        assert!((fault_us(&figures).unwrap() - 11.75).abs() < 1e-6);
+    }
+
+    #[test]
+    fn an_idle_guest_has_no_speed() {
+        let spec = Options::quick().cases.remove(1);
+        let figures = figures(&spec, &Run { timeline: Timeline::default(), ..run() }, 1.0);
+        assert!(!figures.contains_key("drop_s") && figures.contains_key("reaper_cpu_pct"), "{figures:?}");
+        assert_eq!(fault_us(&figures), None);
+    }
+}

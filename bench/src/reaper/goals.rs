@@ -1,0 +1,174 @@
+//! What is promised of `predict`, and what was published.
+
+use serde_json::{Value, json};
+
+use super::report::of_purpose;
+use super::spec::ENTRIES;
+use super::{Policy, Purpose, Side};
+use crate::json::{Case, Document};
+
+/// The guest is to be at least this fast, compared with the log.
+const OF_LOG: f64 = 0.9;
+/// vCPU time in front of full rings at most, in percent.
+const STALL_PCT: f64 = 0.5;
+/// Full exits at most, compared with `fixed`.
+const FULL_OF_FIXED: f64 = 0.1;
+/// What the reaper of an idle guest may use, in percent of a processor.
+const IDLE_CPU_PCT: f64 = 0.1;
+
+/// Published seconds of drop.
+struct Published {
+    stress_gib: u64,
+    bitmap: f64,
+    /// For each of [`ENTRIES`]: every second, and with gears.
+    rings: [(f64, f64); 2],
+}
+
+const fn row(stress_gib: u64, bitmap: f64, rings: [(f64, f64); 2]) -> Published {
+    Published { stress_gib, bitmap, rings }
+}
+
+/// The first is of a guest with 2 vCPUs, the others with 8.
+const PUBLISHED: [Published; 5] = [
+    row(3, 18.0, [(23.0, 5.5), (22.2, 6.0)]),
+    row(6, 61.5, [(68.0, 16.0), (63.0, 15.0)]),
+    row(10, 110.0, [(91.0, 12.1), (88.0, 11.5)]),
+    row(20, 161.6, [(152.8, 20.0), (157.3, 21.0)]),
+    row(30, 221.5, [(187.0, 29.5), (171.0, 29.0)]),
+];
+
+/// A figure of a side, over the rounds.
+#[derive(Debug, Clone, Copy)]
+struct Figure {
+    median: f64,
+    min: f64,
+    max: f64,
+}
+
+/// The sides of one case.
+struct Sides<'a> {
+    name: &'a str,
+    cases: Vec<&'a Case>,
+}
+
+impl Sides<'_> {
+    fn of(&self, side: Side, metric: &str) -> Option<Figure> {
+        let name = format!("{}/{side}", self.name);
+        let metrics = &self.cases.iter().find(|case| case.name == name)?.metrics;
+        let of = |suffix: &str| metrics.get(&format!("{metric}{suffix}")).copied();
+        Some(Figure { median: of("")?, min: of("_min")?, max: of("_max")? })
+    }
+
+    /// `predict`'s figure, and the best of the other policies'.
+    fn against(&self, entries: u32, metric: &str, more_is_better: bool) -> Option<(Figure, Figure)> {
+        let of = |policy| self.of(Side::Ring { entries, policy }, metric);
+        let others = Policy::ALL.into_iter().filter(|policy| *policy != Policy::Predict).filter_map(of);
+        let best = others.reduce(|a, b| if (a.median > b.median) == more_is_better { a } else { b })?;
+        Some((of(Policy::Predict)?, best))
+    }
+}
+
+/// The sides of each case that compares them, in order.
+fn compared(document: &Document) -> Vec<Sides<'_>> {
+    let mut all: Vec<Sides> = Vec::new();
+    for case in of_purpose(document, Purpose::Compare) {
+        let Some(name) = case.params.get("case").and_then(Value::as_str) else { continue };
+        match all.iter_mut().find(|sides| sides.name == name) {
+            Some(sides) => sides.cases.push(case),
+            None => all.push(Sides { name, cases: vec![case] }),
+        }
+    }
+    all
+}
+
+fn goal(name: String, want: String, got: f64, met: bool) -> Option<Value> {
+    got.is_finite().then(|| json!({ "name": name, "want": want, "got": got, "met": met }))
+}
+
+/// A ratio that may be of nothing to nothing, which is 1.
+fn ratio(ours: f64, theirs: f64) -> f64 {
+    if ours == 0.0 && theirs == 0.0 { 1.0 } else { ours / theirs }
+}
+
+/// The goals that could be looked at, each with what it came to.
+pub(super) fn goals(document: &Document) -> Vec<Value> {
+    let mut goals = Vec::new();
+    for sides in compared(document) {
+        for entries in ENTRIES {
+            goals.extend(of_rings(&sides, entries).into_iter().flatten());
+        }
+    }
+    for case in of_purpose(document, Purpose::Idle) {
+        if case.params.get("policy").is_some_and(|policy| policy == Policy::Predict.name())
+            && let Some(&got) = case.metrics.get("reaper_cpu_pct")
+        {
+            let want = format!("< {IDLE_CPU_PCT}");
+            goals.extend(goal(format!("{} reaper CPU %", case.name), want, got, got < IDLE_CPU_PCT));
+        }
+    }
+    goals
+}
+
+fn of_rings(sides: &Sides<'_>, entries: u32) -> [Option<Value>; 6] {
+    let name = |what: &str| format!("{}/{entries} {what}", sides.name);
+    let of = |policy, metric| sides.of(Side::Ring { entries, policy }, metric);
+    // Better, or not to be told apart: the rounds' ranges overlap.
+    let best = |metric, more_is_better: bool, what: &str| {
+        let (ours, best) = sides.against(entries, metric, more_is_better)?;
+        let sign = if more_is_better { ">=" } else { "<=" };
+        let (better, overlap) = if more_is_better {
+            (ours.median >= best.median, ours.max >= best.min)
+        } else {
+            (ours.median <= best.median, ours.min <= best.max)
+        };
+        let want = format!("{sign} 1, or within the spread");
+        goal(name(what), want, ratio(ours.median, best.median), better || overlap)
+    };
+    let to_log = || {
+        let log = sides.of(Side::Log, "writes_during_per_s")?;
+        let got = of(Policy::Predict, "writes_during_per_s")?.median / log.median;
+        goal(name("writes/s, predict to log"), format!(">= {OF_LOG}"), got, got >= OF_LOG)
+    };
+    let stall = || {
+        let got = of(Policy::Predict, "full_stall_pct")?.median;
+        goal(name("ring stall, % of vCPU time"), format!("<= {STALL_PCT}"), got, got <= STALL_PCT)
+    };
+    let exits = || {
+        let (ours, fixed) =
+            (of(Policy::Predict, "full_exits")?.median, of(Policy::Fixed, "full_exits")?.median);
+        let got = if ours == 0.0 { 0.0 } else { ours / fixed };
+        let met = got <= FULL_OF_FIXED;
+        goal(name("full exits, predict to fixed"), format!("<= {FULL_OF_FIXED}"), got, met)
+    };
+    [
+        best("writes_during_per_s", true, "writes/s, predict to the best other"),
+        to_log(),
+        stall(),
+        exits(),
+        best("drop_s", false, "drop, predict to the best other"),
+        best("worst_ms_per_gb", false, "worst ms/GB, predict to the best other"),
+    ]
+}
+
+/// Drops beside those that were published for the stress that each case stands for, as ratios.
+pub(super) fn published(document: &Document) -> Vec<Value> {
+    let mut rows = Vec::new();
+    for sides in compared(document) {
+        let stress = sides.cases.iter().find_map(|case| case.params.get("published_stress_bytes")?.as_u64());
+        let row = stress.and_then(|bytes| PUBLISHED.iter().find(|row| row.stress_gib << 30 == bytes));
+        let Some(Published { stress_gib, bitmap, rings }) = row else { continue };
+        for (entries, (fixed, adaptive)) in ENTRIES.into_iter().zip(*rings) {
+            let drop = |side| sides.of(side, "drop_s").map(|figure| figure.median);
+            let Some(ours) = drop(Side::Ring { entries, policy: Policy::Predict }) else { continue };
+            let to = |side| drop(side).filter(|other| *other > 0.0).map(|other| ours / other);
+            rows.push(json!({
+                "name": format!("{}/{entries}, published with {stress_gib} GB", sides.name),
+                "published_to_bitmap": adaptive / bitmap,
+                "published_to_fixed": adaptive / fixed,
+                "to_log": to(Side::Log),
+                "to_fixed": to(Side::Ring { entries, policy: Policy::Fixed }),
+            }));
+        }
+    }
+    rows
+}

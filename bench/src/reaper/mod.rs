@@ -1,0 +1,177 @@
+//! `bench reaper`: what finding dirty pages costs the guest, by tracker, policy and size of the rings.
+//!
+//! A guest under stress is migrated over a link so slow that it takes several passes, by each side in turn, and its speed
+//! is watched before, during and after in windows of 100 ms. The question is guestperf's: for how long, and how deep, does
+//! the guest's memory performance drop?
+
+mod figures;
+mod goals;
+mod html;
+mod report;
+mod series;
+mod spec;
+
+use std::time::Duration;
+
+use crate::host::{Host, available_memory};
+use crate::json::Document;
+use crate::migrate::{OurError, with_sources};
+use crate::qemu::{self, QemuError, QemuSpec};
+use crate::stats::turns;
+
+pub use html::page;
+pub use report::table;
+pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};
+pub use spec::{CaseSpec, ENTRIES, Options, Policy, Purpose, SCALE, Side};
+
+/// Memory that must stay free beside the guests, in bytes.
+const MEMORY_RESERVE: u64 = 512 << 20;
+
+/// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
+pub trait OurRunner {
+    /// Boots the guest of `spec` with the rings of `side`, watches it for `before`, migrates it once over loopback with
+    /// one channel to another process, watches it for `after`, and ends both.
+    ///
+    /// # Errors
+    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    fn run(
+        &mut self,
+        spec: &CaseSpec,
+        side: Side,
+        before: Duration,
+        after: Duration,
+    ) -> Result<Run, OurError>;
+}
+
+/// One migration, watched.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Run {
+    /// What the guest wrote when; 0 is the command to migrate.
+    pub timeline: Timeline,
+    /// Seconds from the command until the source knew that it was done.
+    pub end: f64,
+    /// What the migrating program says that it took.
+    pub total: Duration,
+    /// How long the guest ran nowhere, as the migrating program reports it.
+    pub downtime: Duration,
+    /// Times that memory was gone over.
+    pub passes: u64,
+    /// Everything that went over the network, in bytes.
+    pub wire_bytes: u64,
+    /// Pages that the tracker found written, each once a harvest: as many faults had the guest. None: not known.
+    pub dirtied: Option<u64>,
+    /// What the rings did. None: there are none, or they are another program's.
+    pub ring: Option<RingRun>,
+}
+
+/// What the rings did in a migration, all vCPUs together.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct RingRun {
+    /// How often a vCPU stopped for a full ring.
+    pub full_exits: u64,
+    /// How long they stood still for that.
+    pub full_stall: Duration,
+    /// Harvests of a ring.
+    pub harvests: u64,
+    /// Processor time of the reaper.
+    pub reaper_cpu: Duration,
+}
+
+/// Everything that one side did in one case.
+#[derive(Debug)]
+struct SideRuns {
+    side: Side,
+    /// A round in which the side failed has None.
+    rounds: Vec<Option<Run>>,
+    skipped: Option<String>,
+}
+
+/// What a bench came to.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The document of contracts, failures included.
+    pub document: Document,
+    /// Runs that failed, as opposed to sides that were skipped. A command that gets any exits with 1.
+    pub failures: Vec<String>,
+}
+
+/// Runs the bench. `progress` is told what begins.
+pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
+    let mut document = Document::new("reaper", Host::describe());
+    let mut failures = Vec::new();
+    for spec in &options.cases {
+        let wanted = spec.sides.iter().filter(|side| options.wants(spec, **side));
+        let mut sides: Vec<SideRuns> =
+            wanted.map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
+        for round in 0..options.repeats {
+            for turn in turns(sides.len(), round) {
+                let runs = &mut sides[turn];
+                if runs.skipped.is_some() {
+                    continue;
+                }
+                progress(&format!("{}/{}, round {} of {}", spec.name, runs.side, round + 1, options.repeats));
+                match run_side(options, spec, runs.side, ours) {
+                    Ok(run) => runs.rounds.push(Some(run)),
+                    Err(Stop::Skip(why)) => runs.skipped = Some(why),
+                    Err(Stop::Fail(why)) => {
+                        runs.rounds.push(None);
+                        failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
+                    }
+                }
+            }
+        }
+        report::add_case(&mut document, options, spec, &sides);
+    }
+    report::finish(&mut document, options, &failures);
+    Outcome { document, failures }
+}
+
+/// Why a side gave no result.
+#[derive(Debug, PartialEq, Eq)]
+enum Stop {
+    Skip(String),
+    Fail(String),
+}
+
+fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
+    let needed = spec.memory.saturating_mul(2).saturating_add(MEMORY_RESERVE);
+    if let Some(available) = available_memory().filter(|available| *available < needed) {
+        let (needed, available) = (needed >> 20, available >> 20);
+        return Err(Stop::Skip(format!("needs {needed} MiB of memory, {available} MiB are available")));
+    }
+    let Side::Qemu { ring } = side else {
+        return ours.run(spec, side, options.before, options.after).map_err(|e| match e {
+            OurError::Unavailable(why) => Stop::Skip(why),
+            OurError::Failed(_) => Stop::Fail(with_sources(&e)),
+        });
+    };
+    let qemu = QemuSpec {
+        memory: spec.memory,
+        vcpus: spec.vcpus,
+        workload: spec.workload.clone(),
+        multifd: None,
+        dirty_ring: ring,
+        downtime_limit: spec.downtime_limit,
+        max_bandwidth: Some(spec.max_bandwidth),
+        switch_after: Some(spec.timeout),
+        settle: options.before,
+        after: options.after,
+    };
+    let (result, timeline) = qemu::watch(&qemu).map_err(|e| match e {
+        QemuError::Unavailable(why) => Stop::Skip(why),
+        e => Stop::Fail(with_sources(&e)),
+    })?;
+    Ok(Run {
+        timeline,
+        end: result.total.as_secs_f64(),
+        total: result.total,
+        downtime: result.downtime,
+        passes: result.passes.unwrap_or(0),
+        wire_bytes: result.wire_bytes.unwrap_or(0),
+        dirtied: None,
+        ring: None,
+    })
+}
+
+#[cfg(test)]
+mod tests;

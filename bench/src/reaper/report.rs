@@ -1,0 +1,349 @@
+//! From runs to the document, and from the document to tables for a terminal.
+
+use std::collections::BTreeMap;
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::{Value, json};
+
+use super::figures::{Figures, fault_us, figures, speed_before};
+use super::goals::{goals, published};
+use super::spec::{ENTRIES, SCALE};
+use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
+use crate::json::{Case, Document, Series};
+use crate::stats::Spread;
+
+/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
+const BUSY_LOAD: f64 = 0.5;
+
+/// Columns of the table: title, metric, digits, whether the spread is shown.
+pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
+    ("drop s", "drop_s", 1, true),
+    ("worst ms/GB", "worst_ms_per_gb", 0, true),
+    ("writes/s during", "writes_during_per_s", 0, true),
+    ("guest kept", "guest_speed_kept", 3, false),
+    ("full exits", "full_exits", 0, false),
+    ("stall ms", "full_stall_ms", 1, false),
+    ("stall %", "full_stall_pct", 2, false),
+    ("reaper CPU %", "reaper_cpu_pct", 2, false),
+    ("passes", "passes", 0, false),
+    ("GB sent", "wire_gbytes", 2, false),
+    ("total ms", "total_ms", 0, true),
+    ("downtime ms", "downtime_ms", 0, false),
+];
+
+/// Columns of the table that says where the guest's time went.
+pub(super) const PARTS: &[(&str, &str, usize, bool)] = &[
+    ("faults", "faults", 0, false),
+    ("lost %", "lost_pct", 1, true),
+    ("by faults", "fault_pct", 1, false),
+    ("by full rings", "full_stall_pct", 2, false),
+    ("by downtime", "downtime_pct", 1, false),
+    ("by the rest", "rest_pct", 1, false),
+    ("reaper, of a CPU", "reaper_cpu_pct", 2, false),
+];
+
+/// Adds a case's sides to the document.
+pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSpec, sides: &[SideRuns]) {
+    let before = options.before.as_secs_f64();
+    let by_side: Vec<Vec<Option<Figures>>> = sides
+        .iter()
+        .map(|runs| {
+            runs.rounds.iter().map(|run| run.as_ref().map(|run| figures(spec, run, before))).collect()
+        })
+        .collect();
+    for (runs, rounds) in sides.iter().zip(&by_side) {
+        document.cases.push(case_of(options, spec, runs, rounds));
+    }
+    match spec.purpose {
+        Purpose::FaultCost => {
+            let costs = by_side.iter().flatten().flatten().filter_map(fault_us);
+            if let Some(cost) = Spread::of(costs) {
+                let Spread { median, min, max, .. } = cost;
+                document
+                    .summary
+                    .insert("fault_us".into(), json!({ "median": median, "min": min, "max": max }));
+            }
+        }
+        Purpose::Compare => {
+            let paid = paid(sides, &by_side);
+            if !paid.is_empty() {
+                let all = document.summary.entry("predict_to_fixed".into()).or_insert_with(|| json!({}));
+                all[&spec.name] = json!(paid);
+            }
+        }
+        Purpose::Idle => {}
+    }
+}
+
+fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option<Figures>]) -> Case {
+    let name = format!("{}/{}", spec.name, runs.side);
+    let mut case = match &runs.skipped {
+        Some(why) if rounds.is_empty() => Case::skipped(name, why),
+        _ => Case::new(name),
+    }
+    .param("case", spec.name.as_str())
+    .param("side", runs.side.to_string())
+    .param("line", runs.side.short())
+    .param("purpose", format!("{:?}", spec.purpose).to_lowercase())
+    .param("workload", spec.workload.as_str())
+    .param("memory_bytes", spec.memory)
+    .param("vcpus", spec.vcpus)
+    .param("ring_entries", runs.side.entries())
+    .param("published_stress_bytes", spec.published)
+    .param("max_bandwidth_bytes_per_s", spec.max_bandwidth)
+    .param("timeout_ms", u64::try_from(spec.timeout.as_millis()).unwrap_or(u64::MAX))
+    .param("rounds", rounds.iter().flatten().count());
+    if let Side::Ring { policy, .. } = runs.side {
+        case = case.param("policy", policy.name());
+    }
+    let names: std::collections::BTreeSet<&String> =
+        rounds.iter().flatten().flat_map(BTreeMap::keys).collect();
+    for name in names {
+        let values = rounds.iter().flatten().filter_map(|figures| figures.get(name).copied());
+        if let Some(spread) = Spread::of(values) {
+            case.metric(name, spread.median);
+            case.metric(format!("{name}_min"), spread.min);
+            case.metric(format!("{name}_max"), spread.max);
+        }
+    }
+    case.series = typical(runs, rounds, options.before.as_secs_f64());
+    case
+}
+
+/// The series of the round that kept the median speed.
+fn typical(runs: &SideRuns, rounds: &[Option<Figures>], before: f64) -> Option<Series> {
+    let kept = |figures: &Option<Figures>| figures.as_ref()?.get("writes_during_per_s").copied();
+    let mut known: Vec<(f64, &Run)> = rounds
+        .iter()
+        .zip(&runs.rounds)
+        .filter_map(|(figures, run)| Some((kept(figures)?, run.as_ref()?)))
+        .collect();
+    known.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (_, run) = known.get(known.len() / 2)?;
+    let from_s = -(before / WINDOW).floor() * WINDOW;
+    let windows = run.timeline.windows(from_s, run.timeline.end()?);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative, below 2^53")]
+    let values = windows.into_iter().map(|speed| speed.max(0.0).round() as u64).collect();
+    (speed_before(run, before) > 0.0).then(|| Series {
+        what: "guest writes, 1/s".into(),
+        from_s,
+        step_s: WINDOW,
+        end_s: run.end,
+        values,
+    })
+}
+
+/// What the better policy costs: ratios of `predict` to `fixed` within rounds, by the size of the rings.
+fn paid(sides: &[SideRuns], figures: &[Vec<Option<Figures>>]) -> BTreeMap<String, Value> {
+    let rounds_of = |entries, policy, name: &str| -> Option<Vec<Option<f64>>> {
+        let index = sides.iter().position(|runs| runs.side == Side::Ring { entries, policy })?;
+        Some(figures[index].iter().map(|figures| figures.as_ref()?.get(name).copied()).collect())
+    };
+    let mut paid = BTreeMap::new();
+    for entries in ENTRIES {
+        let mut ratios = serde_json::Map::new();
+        for name in ["writes_during_per_s", "faults", "total_ms", "downtime_ms", "passes", "wire_gbytes"] {
+            let both = rounds_of(entries, Policy::Predict, name).zip(rounds_of(entries, Policy::Fixed, name));
+            if let Some(ratio) = both.and_then(|(ours, theirs)| Spread::of_ratios(&ours, &theirs)) {
+                let spread = json!({ "median": ratio.median, "min": ratio.min, "max": ratio.max });
+                ratios.insert(name.into(), spread);
+            }
+        }
+        if !ratios.is_empty() {
+            paid.insert(entries.to_string(), ratios.into());
+        }
+    }
+    paid
+}
+
+/// Adds what concerns the whole run.
+pub(super) fn finish(document: &mut Document, options: &Options, failures: &[String]) {
+    let fault_us = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64());
+    for case in &mut document.cases {
+        explain(case, fault_us);
+    }
+    let summary = [
+        ("rounds", options.repeats.into()),
+        ("window_s", WINDOW.into()),
+        ("scale", SCALE.into()),
+        ("published", published(document).into()),
+        ("goals", goals(document).into()),
+        ("failures", failures.into()),
+    ];
+    document.summary.extend(summary.map(|(name, value): (&str, Value)| (name.to_owned(), value)));
+}
+
+/// Adds where the time went that the guest lost.
+fn explain(case: &mut Case, fault_us: Option<f64>) {
+    let of = |name: &str| case.metrics.get(name).copied();
+    let (Some(lost_pct), Some(lost_ms), Some(faults), Some(fault_us)) =
+        (of("lost_pct"), of("lost_ms"), of("faults"), fault_us)
+    else {
+        return;
+    };
+    // A guest that kept its speed lost nothing that could be divided.
+    let vcpu_ms = if lost_pct.abs() > 1e-9 { lost_ms / lost_pct * 100.0 } else { return };
+    let fault_pct = faults * fault_us / 1e3 / vcpu_ms * 100.0;
+    let others = of("full_stall_pct").unwrap_or(0.0) + of("downtime_pct").unwrap_or(0.0);
+    case.metric("fault_ms", faults * fault_us / 1e3);
+    case.metric("fault_pct", fault_pct);
+    case.metric("rest_pct", lost_pct - fault_pct - others);
+}
+
+/// What was run where, and under which conditions.
+pub(super) fn conditions(document: &Document) -> Vec<String> {
+    let host = &document.host;
+    let number = |name: &str| document.summary.get(name).and_then(Value::as_f64).unwrap_or(0.0);
+    let mut lines = vec![format!(
+        "{} cores, {} GiB, Linux {}, {}, QEMU {}. Medians of {} rounds; ± is how far the farthest round lies from it.",
+        host.cores,
+        host.memory_bytes >> 30,
+        host.kernel,
+        host.kvm,
+        host.qemu.as_deref().unwrap_or("not installed"),
+        number("rounds"),
+    )];
+    if host.load_1m > BUSY_LOAD {
+        lines.push(format!(
+            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.",
+            host.load_1m
+        ));
+    }
+    lines.push(format!(
+        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
+         its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
+         link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
+        number("scale")
+    ));
+    lines.push(
+        "Drop: seconds below 80 % of the median before, in windows of 100 ms, downtime included. Worst: time for 1 GiB of \
+         pages at the speed of the slowest window, downtime excluded. Stall: vCPU time in front of full rings."
+            .into(),
+    );
+    if let Some(cost) = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64()) {
+        lines.push(format!(
+            "A write fault cost the guest {cost:.1} us here (an upper bound: what busy processors cost it is in there)."
+        ));
+    }
+    lines
+}
+
+/// The cases to compare, or those of an idle guest.
+pub(super) fn of_purpose(document: &Document, purpose: Purpose) -> impl Iterator<Item = &Case> {
+    let wanted = format!("{purpose:?}").to_lowercase();
+    document.cases.iter().filter(move |case| case.params.get("purpose").is_some_and(|own| *own == wanted))
+}
+
+/// Text for each column of a case.
+pub(super) fn cells(case: &Case, columns: &[(&str, &str, usize, bool)]) -> Vec<String> {
+    let mut row = vec![case.name.clone()];
+    if case.skipped.is_some() {
+        row.push("skipped".into());
+    } else {
+        row.extend(columns.iter().map(|(_, name, digits, spread)| spread_text(case, name, *digits, *spread)));
+    }
+    row
+}
+
+/// The median, and how far the farthest round lies from it.
+fn spread_text(case: &Case, name: &str, digits: usize, spread: bool) -> String {
+    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
+    match (of(""), of("_min"), of("_max")) {
+        (Some(median), Some(min), Some(max)) if spread && min < max && median > 0.0 => {
+            let percent = (max - median).max(median - min) / median * 100.0;
+            format!("{median:.digits$} ±{percent:.0}%")
+        }
+        (Some(median), ..) => format!("{median:.digits$}"),
+        _ => "-".into(),
+    }
+}
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let mut text = conditions(document).join("\n");
+    text.push('\n');
+    for (purpose, columns) in
+        [(Purpose::Compare, COLUMNS), (Purpose::Compare, PARTS), (Purpose::Idle, COLUMNS)]
+    {
+        let rows: Vec<_> = of_purpose(document, purpose).map(|case| cells(case, columns)).collect();
+        if !rows.is_empty() {
+            let head: Vec<&str> = ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect();
+            text.push_str(&format!("{}\n", grid(&head, &rows)));
+        }
+    }
+    for (head, rows) in extra_tables(document) {
+        if !rows.is_empty() {
+            text.push_str(&format!("{}\n", grid(head, &rows)));
+        }
+    }
+    for case in &document.cases {
+        if let Some(why) = &case.skipped {
+            text.push_str(&format!("skipped {}: {why}\n", case.name));
+        }
+    }
+    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
+        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
+    }
+    text
+}
+
+/// What `predict` pays for the guest's speed; drops beside the published ones; goals.
+pub(super) fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
+    let list = |name: &str| document.summary.get(name).and_then(Value::as_array).into_iter().flatten();
+    let number = |value: &Value| value.as_f64().map_or("-".into(), |value| format!("{value:.2}"));
+    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
+    let mut paid = Vec::new();
+    let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
+    for (case, sizes) in cases.into_iter().flatten() {
+        for (entries, ratios) in sizes.as_object().into_iter().flatten() {
+            let ratio = |name: &str| number(&ratios[name]["median"]);
+            paid.push(vec![
+                format!("{case}/{entries}"),
+                ratio("writes_during_per_s"),
+                ratio("faults"),
+                ratio("passes"),
+                ratio("wire_gbytes"),
+                ratio("total_ms"),
+                ratio("downtime_ms"),
+            ]);
+        }
+    }
+    let drops = list("published").map(|row| {
+        let mut cells = vec![text(&row["name"])];
+        let columns = ["published_to_bitmap", "to_log", "published_to_fixed", "to_fixed"];
+        cells.extend(columns.map(|name| number(&row[name])));
+        cells
+    });
+    let goals = list("goals").map(|goal| {
+        let got = goal["got"].as_f64().unwrap_or(f64::NAN);
+        let verdict = if goal["met"] == true { "met" } else { "missed" };
+        vec![text(&goal["name"]), text(&goal["want"]), format!("{got:.3}"), verdict.into()]
+    });
+    [
+        (&["predict to fixed", "writes/s", "faults", "passes", "GB sent", "total", "downtime"], paid),
+        (
+            &[
+                "drop, ratio",
+                "published to bitmap",
+                "predict to log",
+                "published to fixed",
+                "predict to fixed",
+            ],
+            drops.collect(),
+        ),
+        (&["goal", "want", "got", ""], goals.collect()),
+    ]
+}
+
+fn grid(head: &[&str], rows: &[Vec<String>]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(head);
+    for row in rows {
+        table.add_row(row.iter().enumerate().map(|(column, text)| {
+            let side = if column == 0 { CellAlignment::Left } else { CellAlignment::Right };
+            Cell::new(text).set_alignment(side)
+        }));
+    }
+    table
+}

@@ -1,0 +1,133 @@
+//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+
+use super::*;
+use vmferry_guest_abi::Workload;
+
+/// A runner whose guests keep a share of their speed that depends on the side.
+struct Scripted;
+
+fn kept(side: Side) -> f64 {
+    match side {
+        Side::Log => 0.5,
+        Side::Ring { policy: Policy::Predict, .. } => 0.6,
+        Side::Ring { policy: Policy::Fixed, .. } => 0.2,
+        _ => 0.4,
+    }
+}
+
+fn scripted(side: Side) -> Run {
+    let (kept, exits) = (kept(side), if side.short() == "predict" { 1 } else { 100 });
+    let mut timeline = Timeline::default();
+    for (at, writes) in
+        [(-1.0, 0.0), (0.0, 1000.0), (2.0, 1000.0 + 2000.0 * kept), (3.0, 2000.0 + 2000.0 * kept)]
+    {
+        timeline.add(0, Point { at, writes });
+    }
+    Run {
+        timeline,
+        end: 2.0,
+        total: Duration::from_secs(2),
+        dirtied: Some(1000),
+        ring: side.entries().map(|_| RingRun {
+            full_exits: exits,
+            full_stall: Duration::from_micros(exits * 100),
+            ..RingRun::default()
+        }),
+        ..Run::default()
+    }
+}
+
+impl OurRunner for Scripted {
+    fn run(&mut self, _: &CaseSpec, side: Side, _: Duration, _: Duration) -> Result<Run, OurError> {
+        match side {
+            Side::Ring { policy: Policy::Gears, .. } => Err(OurError::Failed("the link broke".into())),
+            Side::Ring { policy: Policy::Aimd, .. } => Err(OurError::Unavailable("no ring".into())),
+            _ => Ok(scripted(side)),
+        }
+    }
+}
+
+fn options() -> Options {
+    let mut options = Options { repeats: 2, before: Duration::from_secs(1), ..Options::quick() };
+    for case in &mut options.cases {
+        case.memory = 1 << 20;
+        case.sides.retain(|side| !matches!(side, Side::Qemu { .. }) && side.entries() != Some(65536));
+    }
+    options.cases.retain(|case| case.purpose == Purpose::Compare);
+    options
+}
+
+#[test]
+fn figures_goals_failures_and_skips_are_told_apart() {
+    let outcome = run(&options(), &mut Scripted, &mut |_| {});
+    let document = &outcome.document;
+    let case = |name: &str| document.cases.iter().find(|case| case.name == name).unwrap();
+    let predict = case("stress-192M-1cpu/ring-4096-predict");
+    assert!((predict.metrics["guest_speed_kept"] - 0.6).abs() < 1e-9);
+    assert!((predict.metrics["drop_s"] - 2.0).abs() < 1e-9);
+    assert_eq!(predict.params["published_stress_bytes"], 3u64 << 30);
+    let series = predict.series.as_ref().unwrap();
+    assert_eq!((series.values[0], series.values.len()), (1000, 40));
+    assert_eq!(case("stress-192M-1cpu/ring-4096-aimd").skipped.as_deref(), Some("no ring"));
+    assert!(outcome.failures.iter().any(|f| f == "paced-192M-1cpu/ring-4096-gears, round 2: the link broke"));
+
+    let goals = document.summary["goals"].as_array().unwrap();
+    let met = |name: &str| goals.iter().find(|goal| goal["name"] == name).unwrap()["met"].as_bool().unwrap();
+    assert!(met("stress-192M-1cpu/4096 writes/s, predict to the best other"));
+    assert!(met("stress-192M-1cpu/4096 writes/s, predict to log"));
+    assert!(met("stress-192M-1cpu/4096 full exits, predict to fixed"));
+    let paid = &document.summary["predict_to_fixed"]["paced-192M-1cpu"]["4096"];
+    assert!((paid["writes_during_per_s"]["median"].as_f64().unwrap() - 3.0).abs() < 1e-9);
+    let drop = &document.summary["published"][0];
+    assert!((drop["to_fixed"].as_f64().unwrap() - 1.0).abs() < 1e-9, "{drop}");
+
+    let text = table(document);
+    for part in [
+        "skipped stress-192M-1cpu/ring-4096-aimd: no ring",
+        "FAILED paced",
+        "predict to log",
+        "divided by 16",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    let html = page(document);
+    assert_eq!(html.matches("<svg").count(), 4);
+    assert!(html.contains("stress-192M-1cpu, rings of 4096 entries") && !html.contains("<script"));
+}
+
+#[test]
+fn a_policy_that_is_worse_misses_its_goals() {
+    struct Worse;
+    impl OurRunner for Worse {
+        fn run(&mut self, _: &CaseSpec, side: Side, _: Duration, _: Duration) -> Result<Run, OurError> {
+            let Side::Ring { entries, policy } = side else { return Ok(scripted(side)) };
+            let swapped = if policy == Policy::Predict { Policy::Fixed } else { Policy::Predict };
+            Ok(scripted(Side::Ring { entries, policy: swapped }))
+        }
+    }
+    let document = run(&options(), &mut Worse, &mut |_| {}).document;
+    let goals = document.summary["goals"].as_array().unwrap();
+    let missed = goals.iter().filter(|goal| goal["met"] == false).count();
+    // In each of the four cases: the best policy, the log, full exits, the worst window.
+    assert_eq!(missed, 16, "{goals:#?}");
+}
+
+#[test]
+fn what_is_run_can_be_run() {
+    for options in [Options::quick(), Options::full()] {
+        assert!(options.repeats >= 3);
+        for case in &options.cases {
+            let workload: Workload = case.workload.parse().unwrap();
+            let data = workload.data.or(workload.ws).unwrap();
+            // Room for the guest itself and its counters.
+            assert!(data + (256 << 20) <= case.memory, "{}", case.name);
+            assert!(!case.sides.is_empty());
+        }
+        let mut names: Vec<_> = options.cases.iter().map(|case| &case.name).collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), options.cases.len());
+    }
+    let full = Options::full();
+    assert!(full.cases.iter().any(|case| case.vcpus > 1 && case.workload.contains("skew=")));
+}

@@ -1,0 +1,360 @@
+//! Line charts as SVG: legible alone, in a page, in a light and in a dark one.
+
+use super::escape;
+use std::fmt::Write;
+
+/// Colours that are told apart by most eyes on a light and on a dark ground.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tone {
+    /// For what the others are compared with.
+    Grey,
+    /// Red-orange.
+    Vermilion,
+    /// Yellow-orange.
+    Amber,
+    /// Green.
+    Green,
+    /// For what matters most: blue, and wider than the others.
+    Blue,
+    /// Dashed.
+    Purple,
+    /// Dashed.
+    Brown,
+}
+
+impl Tone {
+    fn class(self) -> &'static str {
+        match self {
+            Tone::Grey => "grey",
+            Tone::Vermilion => "vermilion",
+            Tone::Amber => "amber",
+            Tone::Green => "green",
+            Tone::Blue => "blue",
+            Tone::Purple => "purple",
+            Tone::Brown => "brown",
+        }
+    }
+}
+
+/// One line of a chart.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// What the legend calls it.
+    pub name: String,
+    /// Its colour.
+    pub tone: Tone,
+    /// Where it goes: x ascends.
+    pub points: Vec<(f64, f64)>,
+    /// Where on the x axis something of it ends: a mark at the upper edge.
+    pub end: Option<f64>,
+}
+
+/// A chart with a title, two axes, a legend and lines.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Chart {
+    /// Above it.
+    pub title: String,
+    /// Below the x axis, with its unit.
+    pub x_label: String,
+    /// Beside the y axis, with its unit.
+    pub y_label: String,
+    /// Whether the y axis is logarithmic. Values below its smallest decade lie on its lower edge.
+    pub log_y: bool,
+    /// From where to where the axes go: x, y. None: as far as the lines do.
+    pub ranges: [Option<(f64, f64)>; 2],
+    /// Where on the x axis something begins for all lines, and what.
+    pub start: Option<(f64, String)>,
+    /// What a line's end is.
+    pub end_name: String,
+    /// The lines, the later above the earlier.
+    pub lines: Vec<Line>,
+}
+
+const WIDTH: f64 = 960.0;
+const HEIGHT: f64 = 380.0;
+const LEFT: f64 = 78.0;
+const RIGHT: f64 = 24.0;
+const TOP: f64 = 52.0;
+const BOTTOM: f64 = 78.0;
+/// Decades that a logarithmic axis shows at most.
+const DECADES: f64 = 5.0;
+/// Width of a letter of the legend, about.
+const LETTER: f64 = 7.6;
+
+/// Inside the SVG, so that the file alone looks right too. The names are our own: a page may hold many charts.
+const STYLE: &str = "\
+.vf{--text:#1f2328;--soft:#59636e;--rule:#d1d9e0;--ground:#fff;--grey:#6b7280;--vermilion:#d1495b;--amber:#c77f00;\
+--green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c}\
+@media(prefers-color-scheme:dark){.vf{--text:#e6edf3;--soft:#9198a1;--rule:#30363d;--ground:#0d1117;--grey:#a0a7b0;\
+--vermilion:#ff7b86;--amber:#f2b544;--green:#3fd19a;--blue:#62a8ff;--purple:#d49be6;--brown:#cfa081}}\
+.vf text{font:13px system-ui,-apple-system,'Segoe UI',sans-serif;fill:var(--soft)}\
+.vf .title{font-size:15px;font-weight:600;fill:var(--text)}\
+.vf .rule{stroke:var(--rule);stroke-width:1}.vf .ground{fill:var(--ground)}\
+.vf .start{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}\
+.vf polyline,.vf .key{fill:none;stroke-width:1.5;stroke-linejoin:round}\
+.vf .grey{stroke:var(--grey);stroke-dasharray:6 3}.vf .vermilion{stroke:var(--vermilion)}.vf .amber{stroke:var(--amber)}\
+.vf .green{stroke:var(--green)}.vf .blue{stroke:var(--blue);stroke-width:2.2!important}\
+.vf .purple{stroke:var(--purple);stroke-dasharray:2 2}.vf .brown{stroke:var(--brown);stroke-dasharray:7 2 2 2}\
+.vf path{stroke:none!important}.vf path.grey{fill:var(--grey)}.vf path.vermilion{fill:var(--vermilion)}\
+.vf path.amber{fill:var(--amber)}.vf path.green{fill:var(--green)}.vf path.blue{fill:var(--blue)}\
+.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}";
+
+/// From values to places.
+struct Scale {
+    x: (f64, f64),
+    y: (f64, f64),
+    log: bool,
+}
+
+impl Scale {
+    fn of(chart: &Chart) -> Self {
+        let points = || chart.lines.iter().flat_map(|line| line.points.iter().copied());
+        let range = |values: &mut dyn Iterator<Item = f64>| {
+            values
+                .filter(|value| value.is_finite())
+                .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)))
+        };
+        let x = range(&mut points().map(|(x, _)| x));
+        let x = if x.0 < x.1 { x } else { (0.0, 1.0) };
+        let highest = range(&mut points().map(|(_, y)| y)).1.max(f64::MIN_POSITIVE);
+        let y = if chart.log_y {
+            let high = highest.max(10.0).log10();
+            let lowest = range(&mut points().map(|(_, y)| y).filter(|y| *y > 0.0)).0;
+            let lowest = if lowest.is_finite() { lowest.log10().floor() } else { 0.0 };
+            (lowest.clamp(high.ceil() - DECADES, high.floor()), high + 0.1)
+        } else {
+            let highest = if highest > 1e-12 { highest } else { 1.0 };
+            (0.0, highest * 1.06)
+        };
+        let given = chart.ranges[1].map(|(low, high)| {
+            if chart.log_y { (low.max(f64::MIN_POSITIVE).log10(), high.log10()) } else { (low, high) }
+        });
+        Scale { x: chart.ranges[0].unwrap_or(x), y: given.unwrap_or(y), log: chart.log_y }
+    }
+
+    fn x(&self, value: f64) -> f64 {
+        LEFT + (value - self.x.0) / (self.x.1 - self.x.0) * (WIDTH - LEFT - RIGHT)
+    }
+
+    fn y(&self, value: f64) -> f64 {
+        let value = if self.log { value.max(f64::MIN_POSITIVE).log10() } else { value };
+        let share = ((value - self.y.0) / (self.y.1 - self.y.0)).clamp(0.0, 1.0);
+        HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+    }
+
+    /// Values that the y axis names.
+    fn y_ticks(&self) -> Vec<f64> {
+        if !self.log {
+            return ticks(self.y.0, self.y.1, 5.0);
+        }
+        let mut ticks = Vec::new();
+        let mut decade = self.y.0.ceil();
+        while decade <= self.y.1 {
+            ticks.push(10f64.powf(decade));
+            decade += 1.0;
+        }
+        ticks
+    }
+}
+
+/// About `count` round values from `low` to `high`.
+fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
+    let rough = (high - low) / count;
+    let decade = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * decade).into_iter().find(|step| *step >= rough);
+    let Some(step) = step.filter(|step| *step > 0.0) else { return Vec::new() };
+    let mut ticks = Vec::new();
+    let mut tick = (low / step - 1e-9).ceil() * step;
+    while tick <= high + step * 1e-9 {
+        // Not 0.30000000000000004, and not -0.
+        ticks.push((tick / step).round() * step + 0.0);
+        tick += step;
+    }
+    ticks
+}
+
+/// A value in few letters: 250k, 1.5M, 0.2.
+pub fn short(value: f64) -> String {
+    let (scaled, unit) = match value.abs() {
+        size if size >= 1e9 => (value / 1e9, "G"),
+        size if size >= 1e6 => (value / 1e6, "M"),
+        size if size >= 1e4 => (value / 1e3, "k"),
+        _ => (value, ""),
+    };
+    let text = format!("{scaled:.2}");
+    format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
+}
+
+impl Chart {
+    /// The SVG element.
+    pub fn render(&self) -> String {
+        let scale = Scale::of(self);
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+             aria-label=\"{0}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\
+             <text class=\"title\" x=\"{LEFT}\" y=\"22\">{0}</text>",
+            escape(&self.title)
+        );
+        self.axes(&mut svg, &scale);
+        for line in &self.lines {
+            svg.push_str(&format!("<polyline class=\"{}\" points=\"", line.tone.class()));
+            for (x, y) in line.points.iter().filter(|(x, y)| x.is_finite() && y.is_finite()) {
+                let _ = write!(svg, "{:.1},{:.1} ", scale.x(*x), scale.y(*y));
+            }
+            svg.push_str("\"/>");
+            if let Some(end) = line.end {
+                let (x, y) = (scale.x(end), TOP - 1.0);
+                let _ = write!(svg, "<path class=\"{}\" d=\"M{x:.1} {y}l-5 -9h10z\"/>", line.tone.class());
+            }
+        }
+        self.legend(&mut svg);
+        svg.push_str("</svg>");
+        svg
+    }
+
+    fn axes(&self, svg: &mut String, scale: &Scale) {
+        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        for tick in scale.y_ticks() {
+            let y = scale.y(tick);
+            let _ = write!(
+                svg,
+                "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                LEFT - 8.0,
+                y + 4.0,
+                short(tick)
+            );
+        }
+        let _ = write!(
+            svg,
+            "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{right}\" y2=\"{bottom}\"/>"
+        );
+        for tick in ticks(scale.x.0, scale.x.1, 10.0) {
+            let x = scale.x(tick);
+            let _ = write!(
+                svg,
+                "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                bottom + 5.0,
+                bottom + 19.0,
+                short(tick)
+            );
+        }
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
+             <text transform=\"translate(16 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+            f64::midpoint(LEFT, right),
+            bottom + 38.0,
+            escape(&self.x_label),
+            f64::midpoint(TOP, bottom),
+            escape(&self.y_label)
+        );
+        if let Some((at, what)) = &self.start {
+            let x = scale.x(*at);
+            let _ = write!(
+                svg,
+                "<line class=\"start\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                TOP - 5.0,
+                escape(what)
+            );
+        }
+    }
+
+    fn legend(&self, svg: &mut String) {
+        let y = HEIGHT - 14.0;
+        let mut x = LEFT;
+        for line in &self.lines {
+            let _ = write!(
+                svg,
+                "<line class=\"key {}\" x1=\"{x:.1}\" y1=\"{y}\" x2=\"{:.1}\" y2=\"{y}\"/>\
+                 <text x=\"{:.1}\" y=\"{}\">{}</text>",
+                line.tone.class(),
+                x + 22.0,
+                x + 28.0,
+                y + 4.0,
+                escape(&line.name)
+            );
+            #[expect(clippy::cast_precision_loss, reason = "the length of a name")]
+            let letters = line.name.chars().count() as f64;
+            x += 46.0 + letters * LETTER;
+        }
+        if !self.end_name.is_empty() && self.lines.iter().any(|line| line.end.is_some()) {
+            let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{}\">▼ {}</text>", y + 4.0, escape(&self.end_name));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chart(log_y: bool) -> Chart {
+        let line = |name: &str, tone, points: &[(f64, f64)]| Line {
+            name: name.into(),
+            tone,
+            points: points.to_vec(),
+            end: Some(2.0),
+        };
+        Chart {
+            title: "a < b".into(),
+            x_label: "s".into(),
+            y_label: "writes/s".into(),
+            log_y,
+            ranges: [None; 2],
+            start: Some((0.0, "start".into())),
+            end_name: "end".into(),
+            lines: vec![
+                line("one & two", Tone::Grey, &[(-1.0, 1000.0), (0.0, 0.0), (3.0, 500.0)]),
+                line("nan", Tone::Blue, &[(-1.0, f64::NAN), (3.0, 1e6)]),
+            ],
+        }
+    }
+
+    #[test]
+    fn names_are_escaped_and_what_is_no_number_left_out() {
+        let svg = chart(false).render();
+        assert!(svg.contains("a &lt; b") && svg.contains("one &amp; two"), "{svg}");
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+        assert_eq!(svg.matches("<polyline").count(), 2);
+    }
+
+    #[test]
+    fn every_point_lies_within_the_axes() {
+        for log_y in [false, true] {
+            let chart = chart(log_y);
+            let scale = Scale::of(&chart);
+            for (x, y) in chart.lines.iter().flat_map(|line| &line.points).filter(|(_, y)| y.is_finite()) {
+                let place = (scale.x(*x), scale.y(*y));
+                assert!((LEFT..=WIDTH - RIGHT).contains(&place.0), "{place:?}");
+                assert!((TOP..=HEIGHT - BOTTOM).contains(&place.1), "{place:?}");
+            }
+            // More is higher, and nothing lies on the lower edge.
+            assert!(scale.y(1e6) < scale.y(1e5));
+            assert!((scale.y(0.0) - (HEIGHT - BOTTOM)).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn a_chart_without_lines_is_a_chart() {
+        let svg = Chart::default().render();
+        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && !svg.contains("NaN"), "{svg}");
+    }
+
+    #[test]
+    fn ticks_are_round_and_inside() {
+        assert_eq!(ticks(-1.2, 4.0, 5.0), [0.0, 2.0, 4.0]);
+        assert_eq!(ticks(0.0, 0.5, 5.0).len(), 6);
+        let scale = Scale { x: (0.0, 1.0), y: (2.0, 4.3), log: true };
+        assert_eq!(scale.y_ticks(), [100.0, 1000.0, 10_000.0]);
+    }
+
+    #[test]
+    fn values_are_short() {
+        assert_eq!(
+            [0.0, 0.2, 950.0, 1500.0, 250_000.0, 1_500_000.0, 2e9].map(short),
+            ["0", "0.2", "950", "1500", "250k", "1.5M", "2G"]
+        );
+    }
+}
