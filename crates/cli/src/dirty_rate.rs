@@ -12,10 +12,13 @@ use std::time::Duration;
 use vmferry_dirty::{RatePoint, check_windows};
 
 /// The machine's owner does nothing else meanwhile.
-const LONGEST: Duration = Duration::from_secs(15);
+pub(crate) const LONGEST: Duration = Duration::from_secs(15);
 
 pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
     check_windows(&args.windows, LONGEST)?;
+    if args.windows.iter().any(|window| window.subsec_nanos() % 1_000_000 != 0) {
+        bail!("windows are whole milliseconds");
+    }
     let out = args.json.as_deref().map(output::open).transpose()?;
     let request = DirtyRateRequest {
         windows_ms: args

@@ -99,7 +99,10 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
             shared.set_place(Place::Ended);
             return if clean { Ok(Status::Done) } else { Err(anyhow!("the guest ended: {how}")) };
         }
-        let Ok((order, reply)) = errands.recv_timeout(TICK) else { continue };
+        let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(TICK) else { continue };
+        if abandoned.load(Ordering::Acquire) {
+            continue;
+        }
         let result = match order {
             Order::DirtyRate(request) => {
                 let measured = dirty_rate::measure(machine, shared, &request);

@@ -20,7 +20,7 @@ pub enum TrackerError {
     #[error("tracking writes: {0}")]
     Unavailable(#[source] SysError),
     /// Windows of a measurement that do not ascend, or are too long.
-    #[error("windows of a measurement must ascend, and end within {longest:?}")]
+    #[error("windows of a measurement must ascend, be at most 64, and end within {longest:?}")]
     Windows {
         /// The longest.
         longest: std::time::Duration,

@@ -101,14 +101,21 @@ fn each_vcpu(now: &RingFigures, before: Option<&RingFigures>) -> Vec<u64> {
     now.vcpus.iter().enumerate().map(|(index, vcpu)| vcpu.pages.saturating_sub(earlier(index))).collect()
 }
 
-/// Windows that are not ascending, or none.
+/// Most windows of one measurement.
+const MOST_WINDOWS: usize = 64;
+
+/// Windows that are not ascending, none, or too many.
 ///
 /// # Errors
 /// Which it is.
 pub fn check_windows(windows: &[Duration], longest: Duration) -> Result<(), TrackerError> {
     let ascending = windows.windows(2).all(|pair| pair[0] < pair[1]);
     let fits = windows.first().is_some_and(|first| !first.is_zero()) && windows.last() <= Some(&longest);
-    if ascending && fits { Ok(()) } else { Err(TrackerError::Windows { longest }) }
+    if ascending && fits && windows.len() <= MOST_WINDOWS {
+        Ok(())
+    } else {
+        Err(TrackerError::Windows { longest })
+    }
 }
 
 #[cfg(test)]

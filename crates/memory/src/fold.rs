@@ -47,7 +47,9 @@ const fn reciprocal() -> u64 {
 #[inline]
 pub(crate) fn available() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("vpclmulqdq");
+    return is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("vpclmulqdq")
+        && is_x86_feature_detected!("pclmulqdq");
     #[cfg(not(target_arch = "x86_64"))]
     false
 }
@@ -111,7 +113,8 @@ mod x86 {
         _mm512_ternarylogic_epi64::<0x96>(low, high, onto)
     }
 
-    /// The page at `from`, times x^64, modulo the generator; each byte is read once. The page at `next` is asked for
+    /// The page at `from`, times x^64, modulo the generator. Nothing hangs on each byte being read only once: a page that
+    /// is written meanwhile has no right digest. The page at `next` is asked for
     /// meanwhile: the hardware stops reading ahead at the end of a page.
     ///
     /// # Safety

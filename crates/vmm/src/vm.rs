@@ -323,7 +323,14 @@ impl Vm {
             self.nudger = None;
         } else if self.nudger.is_none() {
             let nudger = Nudger::start(Arc::clone(&self.throttle), Arc::clone(&self.shared.board));
-            self.nudger = Some(nudger.map_err(|source| Error::Thread { cpu: 0, source })?);
+            match nudger {
+                Ok(nudger) => self.nudger = Some(nudger),
+                Err(source) => {
+                    // Nobody is held by halves.
+                    self.throttle.set(&[0.0]);
+                    return Err(Error::Thread { cpu: 0, source });
+                }
+            }
         }
         Ok(())
     }

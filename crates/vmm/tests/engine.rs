@@ -203,6 +203,8 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
     let mut vm = running_with(options.clone());
     for policy in ["fixed", "gears", "aimd", "predict"] {
         vm.set_reaper(policy.parse().unwrap());
+        // Signals come all the time while vCPUs empty their rings.
+        vm.set_throttle(&[0.3]).unwrap();
         let (report, target) = moved_with(&mut vm, policy, TrackerKind::Ring, true, options.clone());
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         assert_eq!((report.verified_pages, report.mismatched_pages), (MEMORY >> 12, 0));

@@ -8,8 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long an answer may take. Nothing that is asked for blocks for longer than a pause.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long an answer may take: longer than the other side waits for its machine, and that longer than a measurement.
+const PATIENCE: Duration = Duration::from_secs(45);
 
 /// A connection to a running vmferry.
 pub(crate) struct Client {

@@ -58,6 +58,13 @@ pub(crate) struct DirtyRateRequest {
     pub(crate) reaper: Option<String>,
 }
 
+impl DirtyRateRequest {
+    /// How long the measurement takes.
+    pub(crate) fn longest(&self) -> Duration {
+        Duration::from_millis(self.windows_ms.last().copied().unwrap_or(0)).min(crate::dirty_rate::LONGEST)
+    }
+}
+
 impl MigrateRequest {
     pub(crate) fn settings(&self) -> Settings {
         Settings {

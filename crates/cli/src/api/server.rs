@@ -34,7 +34,12 @@ pub(crate) enum Order {
 }
 
 /// What it is answered with: null, unless something was asked for.
-pub(crate) type Errand = (Order, SyncSender<Result<Value, String>>);
+pub(crate) struct Errand {
+    pub(crate) order: Order,
+    pub(crate) reply: SyncSender<Result<Value, String>>,
+    /// Whoever asked has been told that nothing came of it: it must not be done any more.
+    pub(crate) abandoned: Arc<AtomicBool>,
+}
 
 /// Where the guest of this process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -249,13 +254,19 @@ impl Shared {
             Place::Running | Place::Paused | Place::Unknown => {}
         }
         let (reply, answer) = sync_channel(1);
-        self.orders.try_send((order, reply)).map_err(|error| match error {
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let patience = match &order {
+            Order::DirtyRate(request) => PATIENCE + request.longest(),
+            _ => PATIENCE,
+        };
+        let errand = Errand { order, reply, abandoned: Arc::clone(&abandoned) };
+        self.orders.try_send(errand).map_err(|error| match error {
             TrySendError::Full(_) => anyhow!("it is busy with other commands; try again"),
             TrySendError::Disconnected(_) => anyhow!("it is ending"),
         })?;
+        let answer = answer.recv_timeout(patience).inspect_err(|_| abandoned.store(true, Ordering::Release));
         answer
-            .recv_timeout(PATIENCE)
-            .context("no answer came from the machine's thread")?
+            .context("the machine's thread was busy for too long; nothing was done")?
             .map_err(|why| anyhow!(why))
     }
 }

@@ -136,6 +136,8 @@ pub(crate) struct Core<K> {
     found: Found,
     /// Entries that a vCPU can fill before it is stopped: learned, as it depends on the processor.
     usable: AtomicU32,
+    /// The most that a full ring was seen to hold; 0 while none was.
+    learned: AtomicU32,
     made: Instant,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
@@ -157,6 +159,7 @@ impl<K: Kernel> Core<K> {
             one: Mutex::new(()),
             found,
             usable: AtomicU32::new(usable),
+            learned: AtomicU32::new(0),
             made: Instant::now(),
             #[cfg(test)]
             flaw: Flaw::None,
@@ -182,7 +185,15 @@ impl<K: Kernel> Core<K> {
 
     /// Entries of a ring that a vCPU can fill before it has to stop.
     pub(crate) fn usable(&self) -> u32 {
-        self.usable.load(Ordering::Relaxed)
+        match self.learned.load(Ordering::Relaxed) {
+            0 => self.usable.load(Ordering::Relaxed),
+            learned => learned,
+        }
+    }
+
+    /// Forgets what was learned of how much of a ring is usable.
+    pub(crate) fn unlearn(&self) {
+        self.learned.store(0, Ordering::Relaxed);
     }
 
     pub(crate) fn counters(&self, ring: usize) -> &Counters {
@@ -310,7 +321,7 @@ impl<K: Kernel> Core<K> {
         if let Ok(pages) = u32::try_from(pages)
             && pages >= self.kernel.entries() / 4
         {
-            self.usable.fetch_min(pages, Ordering::Relaxed);
+            self.learned.fetch_max(pages, Ordering::Relaxed);
         }
     }
 

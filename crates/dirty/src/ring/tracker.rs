@@ -82,6 +82,7 @@ impl RingTracker {
         }
         let reaper = shared.log_all().and_then(|()| {
             let core = shared.core();
+            core.unlearn();
             (0..core.len()).for_each(|ring| core.counters(ring).restart(core.now()));
             shared.full_harvests_all.store(self.policy.harvests_all(), Ordering::Relaxed);
             Reaper::start(&shared, self.policy)

@@ -153,7 +153,7 @@ impl Stream {
 
     /// Sends `bytes`, and gives up when that took longer than `within`, however steadily the peer drips.
     pub(crate) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
-        let deadline = Instant::now() + within;
+        let deadline = after(within);
         let (mut bufs, mut nothing_left) = ([IoBuf::from_bytes(bytes)], true);
         while let Some(rest) = skip_empty(&mut bufs) {
             match self.call(rest, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT, sendmsg) {
@@ -209,7 +209,7 @@ impl Stream {
     /// Fills `bytes`, and gives up when that took longer than `within`, however steadily the peer drips. Leaves another
     /// receive timeout behind.
     pub(crate) fn receive_bytes_within(&self, bytes: &mut [u8], within: Duration) -> io::Result<()> {
-        let deadline = Instant::now() + within;
+        let deadline = after(within);
         let mut bufs = [IoBuf::from_bytes_mut(bytes)];
         while let Some(rest) = skip_empty(&mut bufs) {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -271,6 +271,12 @@ fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
             return;
         }
     }
+}
+
+/// The moment `within` from now; a year for what no clock can name.
+fn after(within: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(within).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
 }
 
 /// A signal is no failure: the call is made again.

@@ -79,6 +79,10 @@ pub(super) struct Driver<'s, 'e> {
     ticked: Instant,
     timings: Timings,
     dirtied_since: Instant,
+    /// By when the device state has to be sent.
+    state_deadline: Option<Instant>,
+    /// The VM was asked to slow the guest.
+    throttled: bool,
     /// Pages that each vCPU has written by the last harvest.
     written: Vec<u64>,
 }
@@ -113,7 +117,9 @@ impl<'s, 'e> Driver<'s, 'e> {
             ticked: Instant::now(),
             timings: Timings::new(held_before),
             dirtied_since: Instant::now(),
+            throttled: false,
             written: Vec::new(),
+            state_deadline: None,
         };
         let outcome = driver.read_control().map_or_else(
             |error| {
@@ -157,7 +163,13 @@ impl<'s, 'e> Driver<'s, 'e> {
                     return outcome;
                 }
                 if let Some(event) = self.perform(action) {
-                    actions.extend(self.session.handle(self.now(), event));
+                    let before = self.session.phase();
+                    let more = self.session.handle(self.now(), event);
+                    if before != Phase::Ended && self.session.phase() == Phase::Ended {
+                        // What was still to be done is moot, and must not keep the guest from going on.
+                        actions.clear();
+                    }
+                    actions.extend(more);
                 }
             }
             self.show();
@@ -236,6 +248,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::Save => {
                 let saved = self.vm.save();
                 self.timings.saved();
+                self.state_deadline = Instant::now().checked_add(self.ground.settings.peer_timeout);
                 Some(saved.map_or_else(
                     |error| local("saving the device state", &error),
                     |sections| Event::Saved { sections },
@@ -246,9 +259,21 @@ impl<'s, 'e> Driver<'s, 'e> {
         }
     }
 
+    /// How long sending `message` may take: the device state, sent while the guest stands still, all together no longer than
+    /// any other message.
+    fn send_time(&self, message: &ToTarget) -> Duration {
+        let longest = self.ground.settings.peer_timeout;
+        match (message, self.state_deadline) {
+            (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
+                deadline.saturating_duration_since(Instant::now())
+            }
+            _ => longest,
+        }
+    }
+
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.timings.sending(message);
-        let failed = send_message(&self.ground.control, message, self.ground.settings.peer_timeout).err()?;
+        let failed = send_message(&self.ground.control, message, self.send_time(message)).err()?;
         if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
             let what = match message {
                 ToTarget::Section(section) => format!("the device state '{}'", section.name),
@@ -348,10 +373,23 @@ impl<'s, 'e> Driver<'s, 'e> {
         let Some(ring) = self.tracker.ring() else { return Vec::new() };
         let now: Vec<u64> = ring.vcpus.iter().map(|vcpu| vcpu.pages).collect();
         let before = std::mem::replace(&mut self.written, now);
-        self.written.iter().zip(before.iter().chain(std::iter::repeat(&0))).map(|(now, b)| now - b).collect()
+        self.written
+            .iter()
+            .zip(before.iter().chain(std::iter::repeat(&0)))
+            .map(|(now, b)| now.saturating_sub(*b))
+            .collect()
+    }
+
+    /// However this migration ends, the guest is not slowed afterwards, wherever it then runs.
+    fn unthrottle(&mut self) {
+        if std::mem::take(&mut self.throttled) {
+            // It can only fail for want of a thread, which this needs none of.
+            let _ = self.vm.throttle(&[0.0]);
+        }
     }
 
     fn throttle(&mut self, shares: Vec<f64>) {
+        self.throttled = true;
         if let Err(error) = self.vm.throttle(&shares) {
             tracing::warn!("the guest dirties faster than the link carries: {error}");
         } else {
@@ -406,10 +444,7 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn resume(&mut self) -> Event {
         // The guest first: stopping senders and the tracker can take their time.
-        if self.timings.is_throttled() {
-            // It can only fail for want of a thread, which this needs none of.
-            let _ = self.vm.throttle(&[0.0]);
-        }
+        self.unthrottle();
         let resumed = self.vm.resume();
         self.timings.resumed();
         self.ground.shutdown();
@@ -433,6 +468,7 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
     fn close(&mut self, outcome: &Outcome) {
+        self.unthrottle();
         self.ground.shutdown();
         self.jobs.clear();
         self.ground.control.finish();

@@ -20,7 +20,7 @@ use vmferry_wire::{MachineConfig, Mode, Refusal, RefusalCode, RunName, Section, 
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;
-/// How long after a rehearsal that found the pause too long for the limit it is tried again.
+/// How long after a rehearsal that found the pause too long for the limit it is tried again; then twice as long, and so on.
 const REHEARSE_AGAIN: Duration = Duration::from_millis(250);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,8 +80,9 @@ pub(crate) struct Session {
     /// Pages harvested and not yet handed to a pass.
     remaining: u64,
     fixed: Option<Duration>,
-    /// When that was measured.
+    /// When that was measured, and how long after that it may be again.
     rehearsed: Duration,
+    rehearse_after: Duration,
     harvest_began: Duration,
     last_harvest: Duration,
     switch_wanted: bool,
@@ -127,6 +128,7 @@ impl Session {
             remaining: 0,
             fixed: None,
             rehearsed: now,
+            rehearse_after: REHEARSE_AGAIN / 2,
             harvest_began: now,
             last_harvest: Duration::ZERO,
             switch_wanted: false,
@@ -244,6 +246,8 @@ impl Session {
                 // A busy host makes it longer, never shorter.
                 self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
                 self.rehearsed = now;
+                // Each stops the guest: a VM that really takes longer than the limit is not stopped again and again.
+                self.rehearse_after = self.rehearse_after.saturating_mul(2);
                 self.decide(now)
             }
             (State::Pausing, Event::Paused) => {
@@ -380,8 +384,8 @@ impl Session {
         self.round_trip = self.round_trip.min(self.harvest_began.saturating_sub(self.pass_began));
         // What stopping costs is measured, by stopping for an instant, not guessed. Once; but a host that was busy at that
         // instant must not keep the guest from ever fitting its limit.
-        let again = self.fixed_costs() > self.settings.downtime_limit
-            && now.saturating_sub(self.rehearsed) > REHEARSE_AGAIN;
+        let again = self.fixed.is_some_and(|fixed| fixed > self.settings.downtime_limit)
+            && now.saturating_sub(self.rehearsed) > self.rehearse_after;
         if self.fixed.is_none() || again {
             self.state = State::Rehearsing;
             return vec![Action::Rehearse];

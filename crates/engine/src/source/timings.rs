@@ -88,10 +88,6 @@ impl Timings {
         self.shares = shares;
     }
 
-    pub(super) fn is_throttled(&self) -> bool {
-        self.shares.iter().any(|share| *share > 0.0)
-    }
-
     fn throttle(&self, held: &[Duration]) -> Option<ThrottleFigures> {
         let before = self.held_before.iter().copied().chain(std::iter::repeat(Duration::ZERO));
         let held = held.iter().zip(before).map(|(now, before)| ms(now.saturating_sub(before)));

@@ -25,9 +25,9 @@ impl Session {
             }
         }
         if let Some(what) = self.awaited()
-            && now.saturating_sub(self.last_step) > self.settings.peer_timeout * PATIENCE
+            && now.saturating_sub(self.last_step) > self.settings.peer_timeout.saturating_mul(PATIENCE)
         {
-            let waited = self.settings.peer_timeout * PATIENCE;
+            let waited = self.settings.peer_timeout.saturating_mul(PATIENCE);
             let detail = format!("the target is there, but has not {what} for {waited:?}");
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
         }
@@ -65,13 +65,14 @@ impl Session {
         matches!(self.state, State::LastPass { sent: false, .. } | State::Verifying { sent: false, .. })
     }
 
-    /// How long the guest may stand still while this side sends. Somebody who asked for the switch whatever it takes, or
-    /// for every page to be compared, waits for that.
+    /// How long the guest may stand still while this side sends. Somebody who asked for the switch whatever it takes waits
+    /// for the last pages, and somebody who wants every page compared for that.
     fn longest_stop(&self) -> Duration {
-        if self.switch_wanted || self.settings.verify {
+        let comparing = matches!(self.state, State::Verifying { .. });
+        if self.switch_wanted || comparing {
             return Duration::MAX;
         }
-        self.settings.downtime_limit + self.settings.peer_timeout * PATIENCE
+        self.settings.downtime_limit.saturating_add(self.settings.peer_timeout.saturating_mul(PATIENCE))
     }
 
     pub(super) fn peer_lost(&mut self, why: String) -> Vec<Action> {
@@ -97,7 +98,9 @@ impl Session {
                 }
             };
         }
-        let mut actions = Vec::new();
+        // The guest first: telling a target that does not read can take long. It is asked for even where the pause was only
+        // begun; it does nothing to a guest that runs.
+        let mut actions = vec![Action::Resume];
         if tell {
             let why = match &outcome {
                 Outcome::Failed(why) => why.clone(),
@@ -106,8 +109,6 @@ impl Session {
             };
             actions.push(Action::Send(ToTarget::Cancel(why)));
         }
-        // Resume is asked for even where the pause was only begun: it does nothing to a guest that runs.
-        actions.push(Action::Resume);
         self.state = State::Resuming;
         self.ended = Some(outcome);
         actions

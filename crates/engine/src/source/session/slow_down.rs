@@ -25,7 +25,7 @@ impl Session {
         let part = |pages: &u64| bytes / seconds * (*pages as f64 / written as f64);
         let dirty: Vec<f64> =
             if apart { self.writers.iter().map(part).collect() } else { vec![bytes / seconds] };
-        self.shares.resize(dirty.len(), 0.0);
+        self.shares.resize(dirty.len(), self.shares.last().copied().unwrap_or(0.0));
         let shares = throttle::shares(&dirty, &self.shares, bandwidth);
         let changed = shares != self.shares;
         self.shares.clone_from(&shares);
