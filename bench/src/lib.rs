@@ -11,6 +11,7 @@ pub mod json;
 pub mod migrate;
 pub mod qemu;
 pub mod result;
+pub mod rtt;
 pub mod scan;
 pub mod stats;
 pub mod warm;

@@ -13,8 +13,8 @@ use vmferry_bench::floor::ReceiverCommand;
 use vmferry_bench::json::Document;
 use vmferry_bench::migrate::{CaseSpec, Options, OurError, OurRunner, Outcome};
 use vmferry_bench::result::MigrationResult;
-use vmferry_bench::scan;
 use vmferry_bench::warm::Warm;
+use vmferry_bench::{rtt, scan};
 
 /// How long the guest is watched on the target.
 const AFTER: Duration = Duration::from_millis(1000);
@@ -25,20 +25,25 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
     if matches!(args.name, BenchName::Scan | BenchName::All) {
         documents.push(scan(args.quick));
     }
+    if matches!(args.name, BenchName::Rtt | BenchName::All) {
+        let outcome = rtt(args)?;
+        documents.push(outcome.document);
+        failures.extend(outcome.failures);
+    }
     if matches!(args.name, BenchName::Migrate | BenchName::All) {
         let outcome = migrate(args)?;
         documents.push(outcome.document);
-        failures = outcome.failures;
+        failures.extend(outcome.failures);
     }
     for document in &documents {
         if let Some(out) = &mut out {
             document.write(out)?;
         }
         if args.json.as_deref() != Some(std::path::Path::new("-")) {
-            let table = if document.bench == "scan" {
-                vmferry_bench::scan::table(document)
-            } else {
-                vmferry_bench::migrate::table(document)
+            let table = match document.bench.as_str() {
+                "scan" => vmferry_bench::scan::table(document),
+                "rtt" => vmferry_bench::rtt::table(document),
+                _ => vmferry_bench::migrate::table(document),
             };
             println!("{table}");
         }
@@ -54,6 +59,14 @@ fn scan(quick: bool) -> Document {
     scan::run(&options, &mut |what| eprintln!("bench scan: {what}"))
 }
 
+fn rtt(args: &BenchArgs) -> Result<Outcome> {
+    let mut options = if args.quick { rtt::Options::quick() } else { rtt::Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let source = rtt::SourceCommand::this_executable()?;
+    Ok(rtt::run(&options, &source, &mut |what| eprintln!("bench rtt: {what}")))
+}
+
 fn migrate(args: &BenchArgs) -> Result<Outcome> {
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
@@ -66,6 +79,12 @@ fn migrate(args: &BenchArgs) -> Result<Outcome> {
 /// The floor's receiving process.
 pub(crate) fn floor_receiver(arguments: &[String]) -> Result<Status> {
     vmferry_bench::floor::receiver_main(arguments)?;
+    Ok(Status::Done)
+}
+
+/// The process that sends pages in `bench rtt`.
+pub(crate) fn rtt_source(arguments: &[String]) -> Result<Status> {
+    rtt::source_main(arguments)?;
     Ok(Status::Done)
 }
 
