@@ -17,13 +17,18 @@ fn paces_are_shares_of_the_link() {
     assert!(matches!(error, RttError::Unavailable(_)), "{error}");
     let plan = plan(&Options::quick(), None, Beside::Paced(90), Some(16.0)).unwrap();
     assert_eq!((plan.bulk, plan.gap), (Bulk::Paced(1_800_000_000), GAP));
+    // What is compared differs by the bulk stream alone.
+    assert_eq!((Beside::Idle.gap(), Beside::IdleBackToBack.gap()), (GAP, Duration::ZERO));
 }
 
 #[test]
 fn unpaced_comes_before_what_is_paced_by_it() {
     let mut sides = sides(&Options { only: vec!["loopback".into()], ..Options::quick() });
     let names: Vec<String> = sides.iter().map(SideRuns::name).collect();
-    assert_eq!(names, ["loopback/idle", "loopback/idle-spaced", "loopback/unpaced", "loopback/paced-90"]);
+    assert_eq!(
+        names,
+        ["loopback/idle", "loopback/idle-back-to-back", "loopback/unpaced", "loopback/paced-90"]
+    );
     assert_eq!(latest_bulk(&sides, "loopback"), None);
     sides[2].rounds = vec![Some(measured(50.0, Some(10.0))), Some(measured(50.0, Some(12.0))), None];
     assert_eq!(latest_bulk(&sides, "loopback"), Some(12.0));
@@ -48,11 +53,11 @@ fn without_privileges_links_are_skipped_and_say_why() {
 
 #[test]
 fn a_side_that_fails_is_a_failure_and_not_a_skip() {
-    let options = Options { only: vec!["loopback/idle-spaced".into()], repeats: 1, ..Options::quick() };
+    let options = Options { only: vec!["loopback/idle-back-to-back".into()], repeats: 1, ..Options::quick() };
     let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
     let outcome = run_with(&options, &nobody, &Tools::here(), &mut none);
     assert_eq!(outcome.failures.len(), 1, "{:?}", outcome.failures);
-    assert!(outcome.failures[0].contains("loopback/idle-spaced, round 1"), "{:?}", outcome.failures);
+    assert!(outcome.failures[0].contains("loopback/idle-back-to-back, round 1"), "{:?}", outcome.failures);
     assert_eq!(outcome.document.cases[0].skipped, None);
 }
 
@@ -76,9 +81,9 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
     let metrics = |name: &str| &document.cases.iter().find(|case| case.name == name).unwrap().metrics;
     assert_eq!(metrics("loopback/idle")["rtt_us"], 30.0);
     assert_eq!(metrics("loopback/idle")["requests"], 20.0);
-    assert_eq!(metrics("loopback/unpaced")["ratio_to_idle"], 10.0);
-    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle"], 1.5);
-    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle_max"], 1.5);
+    assert_eq!(metrics("loopback/unpaced")["ratio_to_idle"], 20.0);
+    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle"], 3.0);
+    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle_max"], 3.0);
     assert_eq!(metrics("loopback/paced-90")["bulk_share"], 0.9);
     assert!(!metrics("loopback/idle").contains_key("ratio_to_idle"));
     assert_eq!(metrics("fault/blocking")["local_fault_us"], 12.0);
@@ -88,5 +93,6 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
     assert_eq!(summary["local_fault_us"], 12.0);
     assert_eq!(summary["floor_us"], 42.0);
     assert_eq!(summary["links"]["loopback"]["floor_us"], 42.0);
+    assert_eq!(summary["links"]["loopback"]["rtt_back_to_back_us"], 60.0);
     assert_eq!(summary["links"]["loopback"]["floor_spinning_us"], 37.5);
 }
