@@ -164,7 +164,7 @@ fn gbps(bytes: u64, time: Duration) -> f64 {
 }
 
 /// The source's process: standard input is its end of the connection for requests, standard output that for bulk.
-/// `args` are what [`measure`] appended to the subcommand. Ends when the destination is gone.
+/// `args` are what [`run`](super::run) appended to the subcommand. Ends when the destination is gone.
 ///
 /// # Errors
 /// If it was started by hand, or a socket fails before the destination is done.
