@@ -13,6 +13,7 @@ pub mod qemu;
 pub mod reaper;
 pub mod report;
 pub mod result;
+pub mod rtt;
 pub mod scan;
 pub mod stats;
 pub mod warm;

@@ -47,6 +47,8 @@ pub(crate) enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    #[command(name = vmferry_bench::rtt::SOURCE_SUBCOMMAND, hide = true)]
+    RttSource { arguments: Vec<String> },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -349,6 +351,8 @@ pub(crate) enum BenchName {
     Scan,
     /// What tracking dirty pages costs the guest: the log, and rings by each policy
     Reaper,
+    /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
+    Rtt,
     /// Everything there is
     All,
 }

@@ -15,8 +15,8 @@ use vmferry_bench::floor::ReceiverCommand;
 use vmferry_bench::json::Document;
 use vmferry_bench::migrate::{CaseSpec, Options, OurError, OurRunner, Outcome};
 use vmferry_bench::result::MigrationResult;
-use vmferry_bench::scan;
 use vmferry_bench::warm::Warm;
+use vmferry_bench::{rtt, scan};
 
 /// How long the guest is watched on the target.
 const AFTER: Duration = Duration::from_millis(1000);
@@ -41,7 +41,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Scan => &[scan],
         BenchName::Migrate => &[migrate],
         BenchName::Reaper => &[reaper::bench],
-        BenchName::All => &[scan, migrate, reaper::bench],
+        BenchName::Rtt => &[rtt],
+        BenchName::All => &[scan, rtt, migrate, reaper::bench],
     };
     let mut status = Status::Done;
     for bench in wanted {
@@ -69,6 +70,16 @@ fn scan(args: &BenchArgs) -> Result<Finished> {
     Ok(Finished { table: scan::table(&document), document, page: None, failures: Vec::new() })
 }
 
+fn rtt(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { rtt::Options::quick() } else { rtt::Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let source = rtt::SourceCommand::this_executable()?;
+    let Outcome { document, failures } =
+        rtt::run(&options, &source, &mut |what| eprintln!("bench rtt: {what}"));
+    Ok(Finished { table: rtt::table(&document), document, page: None, failures })
+}
+
 fn migrate(args: &BenchArgs) -> Result<Finished> {
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
@@ -83,6 +94,12 @@ fn migrate(args: &BenchArgs) -> Result<Finished> {
 /// The floor's receiving process.
 pub(crate) fn floor_receiver(arguments: &[String]) -> Result<Status> {
     vmferry_bench::floor::receiver_main(arguments)?;
+    Ok(Status::Done)
+}
+
+/// The process that sends pages in `bench rtt`.
+pub(crate) fn rtt_source(arguments: &[String]) -> Result<Status> {
+    rtt::source_main(arguments)?;
     Ok(Status::Done)
 }
 

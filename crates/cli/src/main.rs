@@ -49,6 +49,7 @@ fn main() -> ExitCode {
         Command::Check => check::check(),
         Command::Bench(args) => bench::bench(&args),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
+        Command::RttSource { arguments } => bench::rtt_source(&arguments),
     };
     match result {
         Ok(status) => ExitCode::from(status as u8),

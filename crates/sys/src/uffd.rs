@@ -1,7 +1,9 @@
-//! userfaultfd for write protection (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `ioctl_userfaultfd(2)`).
+//! userfaultfd (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`, `ioctl_userfaultfd(2)`).
 //!
-//! Only the asynchronous kind: the kernel itself lifts the protection of a page at its first write, nobody handles
-//! faults, and [`pagemap`](crate::pagemap) tells which pages lost their protection.
+//! Write protection, only of the asynchronous kind: the kernel itself lifts the protection of a page at its first write,
+//! nobody handles faults, and [`pagemap`](crate::pagemap) tells which pages lost their protection.
+//!
+//! Missing pages: whoever touches one sleeps until somebody who reads the faults here places the page.
 
 use crate::error::common;
 use crate::ioctl::{call, call_value, io, ior, iowr};
@@ -14,12 +16,19 @@ const NEW: u64 = io(GROUP, 0x00);
 const API: u64 = iowr::<Api>(GROUP, 0x3f);
 const REGISTER: u64 = iowr::<Register>(GROUP, 0x00);
 const UNREGISTER: u64 = ior::<Span>(GROUP, 0x01);
+const COPY: u64 = iowr::<CopyPages>(GROUP, 0x03);
 const WRITEPROTECT: u64 = iowr::<WriteProtect>(GROUP, 0x06);
 
 const API_VERSION: u64 = 0xaa;
+const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const USER_MODE_ONLY: i32 = 1;
+
+/// Bytes of a message (`struct uffd_msg`).
+const MESSAGE: usize = 32;
+const EVENT_PAGEFAULT: u8 = 0x12;
+const FAULT_WRITE: u64 = 1 << 0;
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`: write protection of private anonymous memory.
 pub const FEATURE_WP: u64 = 1 << 0;
@@ -56,6 +65,16 @@ struct WriteProtect {
     mode: u64,
 }
 
+#[repr(C)]
+struct CopyPages {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+const _: () = assert!(size_of::<CopyPages>() == 40);
 const _: () = assert!(size_of::<Api>() == 24 && size_of::<Span>() == 16);
 const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
 
@@ -68,6 +87,21 @@ pub enum Access {
     /// an error instead of an event. Asynchronous write protection raises no events, so it tracks those writes all the
     /// same (a test shows it for system calls).
     UserModeOnly,
+}
+
+/// What the kernel says to whoever handles faults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// Somebody touched a missing page, and sleeps.
+    Fault {
+        /// The touched address, rounded down to its page.
+        address: u64,
+        /// It was a write.
+        write: bool,
+    },
+    /// A message (`UFFD_EVENT_*`) of a feature that this type knows nothing of.
+    Other(u8),
 }
 
 /// An open userfaultfd after its handshake.
@@ -171,14 +205,112 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Gives `span` back; its protection is lifted.
+    /// Registers the mapped bytes `span` for faults on missing pages: from now on whoever touches a page of them that
+    /// is not there sleeps until it was placed ([`copy`](Self::copy)) or this userfaultfd is gone.
+    ///
+    /// # Errors
+    /// If they are not all mapped, belong to another userfaultfd, or are of a kind whose faults cannot be handled.
+    pub fn register_missing(&self, span: Range<u64>) -> Result<(), SysError> {
+        const CALL: &str = "UFFDIO_REGISTER(MISSING)";
+        let mut argument = Register { range: whole(CALL, &span)?, mode: REGISTER_MODE_MISSING, ioctls: 0 };
+        // SAFETY: the structure is the request's. Registering delays accesses, it changes no content: what a page
+        // comes to hold is decided by `copy`, or, when this descriptor is closed, by the kernel, as if it never was.
+        if unsafe { call(self.fd.as_fd(), REGISTER, &mut argument) } < 0 {
+            return Err(SysError::last(
+                CALL,
+                || show(&span),
+                |errno| match errno {
+                    libc::EBUSY => "another userfaultfd has this memory",
+                    libc::EINVAL => "not all of it is mapped, or it is memory whose faults cannot be handled",
+                    libc::EPERM => "the mapping is not writable",
+                    other => common(other),
+                },
+            ));
+        }
+        Ok(())
+    }
+
+    /// Places a copy of `from`, whole pages, at the address `to`, all at once for whoever looks, and wakes who waits
+    /// there. Returns the bytes placed: fewer than asked for if the mapping was changed in the middle.
+    ///
+    /// # Errors
+    /// If nothing was placed. `EEXIST`: the page is there already (nobody was woken), `EAGAIN`: the mapping is just
+    /// being changed, `ENOENT`: it is not registered, `ESRCH`: the process is gone.
+    ///
+    /// # Safety
+    /// The caller upholds that no Rust reference covers `to .. to + from.len()`: missing pages read as something else
+    /// after this call than a reference may have promised. Pages that are there are never changed.
+    pub unsafe fn copy(&self, to: u64, from: &[u8]) -> Result<u64, SysError> {
+        const CALL: &str = "UFFDIO_COPY";
+        let len = from.len() as u64;
+        let target = to..to.saturating_add(len);
+        let span = whole(CALL, &target)?;
+        let mut argument = CopyPages {
+            to: span.start,
+            from: from.as_ptr().addr() as u64,
+            len: span.len,
+            mode: 0,
+            copied: 0,
+        };
+        // SAFETY: the structure is the request's, and `from` is borrowed for the `len` bytes that the kernel reads. It
+        // writes to pages of registered memory that were missing, and our caller upholds that no reference covers them.
+        if unsafe { call(self.fd.as_fd(), COPY, &mut argument) } >= 0 {
+            return Ok(len);
+        }
+        let error = std::io::Error::last_os_error();
+        match u64::try_from(argument.copied) {
+            Ok(copied) if copied > 0 => Ok(copied),
+            _ => Err(SysError::from_io(CALL, show(&target), error, |errno| match errno {
+                libc::EEXIST => "the page is there already",
+                libc::EAGAIN => "the mapping is being changed at the same time",
+                libc::ENOENT => "not all of it is registered for missing pages",
+                libc::ESRCH => "the process that owns the memory is gone",
+                other => common(other),
+            })),
+        }
+    }
+
+    /// Whether [`next_event`](Self::next_event) sleeps until there is one. A new one does not sleep, and only one that
+    /// does not sleep can be polled.
+    ///
+    /// # Errors
+    /// None that a valid descriptor gives.
+    pub fn set_blocking(&self, blocking: bool) -> Result<(), SysError> {
+        let set = || {
+            let mut flags = rustix::fs::fcntl_getfl(&self.fd)?;
+            flags.set(rustix::fs::OFlags::NONBLOCK, !blocking);
+            rustix::fs::fcntl_setfl(&self.fd, flags)
+        };
+        set().map_err(|error| {
+            SysError::from_io("fcntl(F_SETFL)", "a userfaultfd".to_owned(), error.into(), common)
+        })
+    }
+
+    /// Takes the next message. None: there is none, and this userfaultfd does not block.
+    ///
+    /// # Errors
+    /// If a signal interrupted it (`EINTR`), or the kernel sends something that is no message.
+    pub fn next_event(&self) -> Result<Option<Event>, SysError> {
+        const CALL: &str = "read";
+        let failed = |error| SysError::from_io(CALL, "a userfaultfd".to_owned(), error, common);
+        let mut message = [0; MESSAGE];
+        match rustix::io::read(&self.fd, &mut message) {
+            Ok(MESSAGE) => Ok(Some(parse(&message))),
+            Ok(_) => Err(failed(std::io::ErrorKind::UnexpectedEof.into())),
+            Err(rustix::io::Errno::AGAIN) => Ok(None),
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// Gives `span` back; its protection is lifted, and who waits for a missing page of it gets an empty one.
     ///
     /// # Errors
     /// If they are not mapped any more.
     pub fn unregister(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_UNREGISTER";
         let mut argument = whole(CALL, &span)?;
-        // SAFETY: the structure is the request's; pages become writable again without any fault.
+        // SAFETY: the structure is the request's; pages become writable again without any fault, and missing ones are
+        // again what the kernel makes of them by itself.
         if unsafe { call(self.fd.as_fd(), UNREGISTER, &mut argument) } < 0 {
             return Err(SysError::last(CALL, || show(&span), common));
         }
@@ -214,6 +346,21 @@ impl Userfaultfd {
 impl AsFd for Userfaultfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+/// Linux `struct uffd_msg`: the event at 0; of a fault, its flags at 8 and its address at 16.
+fn parse(message: &[u8; MESSAGE]) -> Event {
+    let word = |at: usize| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&message[at..at + 8]);
+        u64::from_ne_bytes(bytes)
+    };
+    match message[0] {
+        EVENT_PAGEFAULT => {
+            Event::Fault { address: word(16) & !(PAGE_SIZE - 1), write: word(8) & FAULT_WRITE != 0 }
+        }
+        other => Event::Other(other),
     }
 }
 
@@ -265,6 +412,37 @@ mod tests {
         assert_eq!(REGISTER, 0xc020_aa00);
         assert_eq!(UNREGISTER, 0x8010_aa01);
         assert_eq!(WRITEPROTECT, 0xc018_aa06);
+        assert_eq!(COPY, 0xc028_aa03);
+    }
+
+    #[test]
+    fn messages_are_read_as_documented() {
+        let mut message = [0; MESSAGE];
+        message[0] = EVENT_PAGEFAULT;
+        message[8] = 1;
+        message[16..24].copy_from_slice(&0x7000_1234_u64.to_ne_bytes());
+        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: true });
+        message[8] = 0;
+        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: false });
+        message[0] = 0x15;
+        assert_eq!(parse(&message), Event::Other(0x15));
+    }
+
+    #[test]
+    fn nothing_is_there_to_read_or_to_place_at_first() {
+        use std::io::{Write as _, stdout};
+        let uffd = match Userfaultfd::open(0) {
+            Ok(uffd) => uffd,
+            Err(error) => return writeln!(stdout(), "not run: {error}").unwrap(),
+        };
+        assert_eq!(uffd.next_event().unwrap(), None);
+        let page = [1; 4096];
+        // SAFETY: the first page of the address space is mapped nowhere, so nothing is changed and nothing refers to it.
+        let error = unsafe { uffd.copy(PAGE_SIZE, &page) }.unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
+        // SAFETY: half a page is refused before any call is made.
+        let error = unsafe { uffd.copy(PAGE_SIZE, &page[..2048]) }.unwrap_err();
+        assert!(matches!(error, SysError::NotPages { .. }), "{error}");
     }
 
     #[test]

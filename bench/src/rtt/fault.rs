@@ -1,0 +1,214 @@
+//! A fault on a missing page that is resolved on the same host: the part of a remote fault that no network adds.
+
+use std::io;
+use std::ops::Range;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use vmferry_sys::uffd::{Event, Userfaultfd};
+
+use super::RttError;
+use super::samples::Samples;
+
+const PAGE: usize = 4096;
+
+/// How the handler waits for faults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Handler {
+    /// Asleep in `read`.
+    Blocking,
+    /// Awake, in `poll` with no timeout: it costs a processor.
+    Spinning,
+}
+
+impl Handler {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Handler::Blocking => "blocking",
+            Handler::Spinning => "spinning",
+        }
+    }
+}
+
+/// Private anonymous memory that is only ever accessed through raw pointers.
+///
+/// Invariant: `start .. start + len` is one mapping of ours alone, and no Rust reference covers any of it.
+#[derive(Debug)]
+struct Missing {
+    start: *mut u8,
+    len: usize,
+}
+
+impl Missing {
+    fn new(pages: usize) -> io::Result<Self> {
+        let len = pages.checked_mul(PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice disturbs nothing.
+        let start = unsafe {
+            mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)?
+        };
+        let memory = Missing { start: start.cast(), len };
+        // A fault is to be one page's.
+        // SAFETY: the range is the mapping made above, and the advice changes no content.
+        unsafe { madvise(start, len, Advice::LinuxNoHugepage)? };
+        Ok(memory)
+    }
+
+    fn span(&self) -> Range<u64> {
+        let start = self.start.addr() as u64;
+        start..start + self.len as u64
+    }
+
+    /// Reads the first word of page `index`; sleeps until it is there.
+    fn touch(&self, index: usize) -> u64 {
+        assert!(index < self.len / PAGE, "page {index} is outside");
+        // SAFETY: the word lies in the mapping (just checked), is aligned, and nothing but the kernel writes to it:
+        // once, before this read returns.
+        unsafe { self.start.wrapping_add(index * PAGE).cast::<u64>().read_volatile() }
+    }
+}
+
+impl Drop for Missing {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours alone and nothing refers to it. A failure leaves it until the process ends.
+        let _ = unsafe { munmap(self.start.cast(), self.len) };
+    }
+}
+
+/// Touches `pages` missing pages one after the other, each resolved by another thread, and times each touch.
+///
+/// # Errors
+/// [`RttError::Unavailable`] if this host or this user has no userfaultfd.
+pub(super) fn measure(handler: Handler, pages: usize) -> Result<Samples, RttError> {
+    let uffd = Userfaultfd::open(0).map_err(|error| RttError::Unavailable(error.to_string()))?;
+    let memory = Missing::new(pages).map_err(RttError::io("map memory"))?;
+    uffd.set_blocking(handler == Handler::Blocking).map_err(RttError::Fault)?;
+    uffd.register_missing(memory.span()).map_err(RttError::Fault)?;
+    let span = memory.span();
+    let touched = AtomicBool::new(false);
+    let (samples, handled) = std::thread::scope(|scope| {
+        let worker = std::thread::Builder::new()
+            .name("fault-handler".into())
+            .spawn_scoped(scope, || {
+                let handled = handle(&uffd, handler, &span, pages, &touched);
+                if handled.is_err() {
+                    // Nobody would ever answer the next touch: let it find an empty page instead, which it reports.
+                    let _ = uffd.unregister(span.clone());
+                }
+                handled
+            })
+            .map_err(RttError::io("start a thread"))?;
+        let samples = touch_all(&memory, pages);
+        touched.store(true, Ordering::Release);
+        let handled = worker.join().unwrap_or_else(|_| Err(RttError::Usage("the handler panicked".into())));
+        Ok((samples, handled))
+    })?;
+    // An error of the handler is the cause of the other.
+    handled?;
+    samples
+}
+
+fn touch_all(memory: &Missing, pages: usize) -> Result<Samples, RttError> {
+    let mut samples = Samples::default();
+    let mut wrong = None;
+    for index in 0..pages {
+        let start = Instant::now();
+        let word = memory.touch(index);
+        samples.push(start.elapsed());
+        // Goes on: the handler waits for a fault of every page.
+        if word != stamp(index) {
+            wrong = wrong.or(Some(index));
+        }
+    }
+    match wrong {
+        None => Ok(samples),
+        Some(index) => Err(RttError::Usage(format!("page {index} does not hold what was placed in it"))),
+    }
+}
+
+/// What page `index` starts with: never zero, which an unhandled page would be.
+fn stamp(index: usize) -> u64 {
+    index as u64 + 1
+}
+
+/// Resolves a fault for each of the pages.
+fn handle(
+    uffd: &Userfaultfd,
+    handler: Handler,
+    span: &Range<u64>,
+    pages: usize,
+    touched: &AtomicBool,
+) -> Result<(), RttError> {
+    let mut page = [0xa5; PAGE];
+    let mut resolved = 0;
+    while resolved < pages && !touched.load(Ordering::Acquire) {
+        if handler == Handler::Spinning && !ready(uffd)? {
+            continue;
+        }
+        let address = match uffd.next_event() {
+            Ok(Some(Event::Fault { address, .. })) => address,
+            Ok(_) => continue,
+            Err(error) if error.errno() == Some(libc::EINTR) => continue,
+            Err(error) => return Err(RttError::Fault(error)),
+        };
+        let index = usize::try_from((address - span.start) / PAGE as u64).unwrap_or(usize::MAX);
+        page[..8].copy_from_slice(&stamp(index).to_ne_bytes());
+        resolved += place(uffd, address, &page)?;
+    }
+    Ok(())
+}
+
+/// Places a page, and says how many came to be there by that: none if it was there.
+fn place(uffd: &Userfaultfd, address: u64, page: &[u8; PAGE]) -> Result<usize, RttError> {
+    loop {
+        // SAFETY: faults come only from the memory that is registered, which is a `Missing`: no reference covers it.
+        match unsafe { uffd.copy(address, page) } {
+            Ok(_) => return Ok(1),
+            Err(error) if error.errno() == Some(libc::EEXIST) => return Ok(0),
+            Err(error) if error.errno() == Some(libc::EAGAIN) => {}
+            Err(error) => return Err(RttError::Fault(error)),
+        }
+    }
+}
+
+/// Whether there is a fault to read.
+fn ready(uffd: &Userfaultfd) -> Result<bool, RttError> {
+    let mut polled = [PollFd::new(uffd, PollFlags::IN)];
+    match poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(RttError::io("poll a userfaultfd")(error.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Write, stdout};
+
+    #[test]
+    fn real_faults_are_resolved_and_timed() {
+        for handler in [Handler::Blocking, Handler::Spinning] {
+            let samples = match measure(handler, 64) {
+                Ok(samples) => samples,
+                Err(RttError::Unavailable(why)) => return writeln!(stdout(), "not run: {why}").unwrap(),
+                Err(error) => panic!("{handler:?}: {error}"),
+            };
+            let figures = samples.figures().unwrap();
+            assert_eq!(figures.count, 64);
+            // A touch of a page that is there takes nanoseconds; two switches of threads cannot.
+            assert!(figures.p50_us > 0.5, "{handler:?}: {figures:?}");
+            assert!(figures.p50_us <= figures.p99_us && figures.p99_us <= figures.max_us);
+        }
+    }
+
+    #[test]
+    fn a_page_that_is_not_what_was_placed_is_found() {
+        // Not registered: the kernel gives empty pages.
+        let memory = Missing::new(2).unwrap();
+        let error = touch_all(&memory, 2).unwrap_err();
+        assert!(error.to_string().contains("page 0"), "{error}");
+    }
+}

@@ -1,0 +1,232 @@
+//! From runs to figures, from figures to floors and a table.
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::{Map, Value, json};
+
+use super::exchange::{ANSWER, REQUEST};
+use super::fault::Handler;
+use super::samples::count;
+use super::{Beside, LINKS, Measured, Options, SHAPED_BITS_PER_S, SideRuns, What};
+use crate::json::{Case, Document};
+use crate::stats::Spread;
+
+/// A figure of one round. None: it has no meaning for the side.
+type Figure = fn(&Measured) -> Option<f64>;
+
+/// What is reported of each side: the median of the rounds under the name, the extremes under `_min` and `_max`. The
+/// first is the mean of a round's times, and called after what is timed.
+const FIGURES: &[(&str, Figure)] = &[
+    ("p50_us", |round| Some(round.times.p50_us)),
+    ("p99_us", |round| Some(round.times.p99_us)),
+    ("max_us", |round| Some(round.times.max_us)),
+    ("bulk_gbps", |round| round.bulk_gbps),
+    ("pace_gbps", |round| round.pace_gbps),
+];
+
+/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
+const BUSY_LOAD: f64 = 0.5;
+
+fn mean(round: &Measured) -> Option<f64> {
+    Some(round.times.mean_us)
+}
+
+fn by_round(side: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
+    side.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
+}
+
+/// The side of `link` whose requests run beside `beside`.
+fn find<'a>(sides: &'a [SideRuns], link: &str, beside: Beside) -> Option<&'a SideRuns> {
+    sides.iter().find(
+        |side| matches!(side.what, What::Requests { beside: b, .. } if side.link == link && b == beside),
+    )
+}
+
+/// Adds the cases and the summary.
+pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns], failures: &[String]) {
+    document.cases.extend(sides.iter().map(|side| case_of(options, sides, side)));
+    let median = |case: &str, name: &str| {
+        document.cases.iter().find(|c| c.name == case).and_then(|c| c.metrics.get(name)).copied()
+    };
+    let fault = |handler: Handler| median(&format!("fault/{}", handler.name()), "local_fault_us");
+    let (blocking, spinning) = (fault(Handler::Blocking), fault(Handler::Spinning));
+    let mut links = Map::new();
+    for (link, ..) in LINKS {
+        let Some(rtt) = median(&format!("{link}/idle"), "rtt_us") else { continue };
+        let mut floor = floor(rtt, blocking, spinning);
+        if let Some(rtt) = median(&format!("{link}/idle-back-to-back"), "rtt_us") {
+            floor.insert("rtt_back_to_back_us".into(), json!(rtt));
+        }
+        links.insert((*link).to_owned(), Value::Object(floor));
+    }
+    // The contract's fields are loopback's.
+    if let Some(Value::Object(loopback)) = links.get("loopback") {
+        document.summary.extend(loopback.clone());
+    }
+    document.summary.insert("links".into(), Value::Object(links));
+    document.summary.insert("rounds".into(), options.repeats.into());
+    document.summary.insert("failures".into(), failures.into());
+}
+
+/// What a remote fault is made of: a round trip on the idle link, and a fault handled on the spot. Both are medians of
+/// rounds, so single faults, and rounds that the scheduler favours, can be faster.
+fn floor(rtt: f64, blocking: Option<f64>, spinning: Option<f64>) -> Map<String, Value> {
+    let mut fields = Map::new();
+    fields.insert("rtt_us".into(), json!(rtt));
+    let faults = [
+        ("local_fault_us", "floor_us", blocking),
+        ("local_fault_spinning_us", "floor_spinning_us", spinning),
+    ];
+    for (fault_name, floor_name, fault) in faults {
+        if let Some(fault) = fault {
+            fields.insert(fault_name.into(), json!(fault));
+            fields.insert(floor_name.into(), json!(rtt + fault));
+        }
+    }
+    fields
+}
+
+fn case_of(options: &Options, sides: &[SideRuns], side: &SideRuns) -> Case {
+    let mut case = match &side.skipped {
+        Some(why) if side.rounds.is_empty() => Case::skipped(side.name(), why),
+        _ => Case::new(side.name()),
+    }
+    .param("link", side.link)
+    .param("rounds", side.rounds.iter().flatten().count());
+    let (mean_name, count_name) = match side.what {
+        What::Requests { .. } => ("rtt_us", "requests"),
+        What::Faults(_) => ("local_fault_us", "faults"),
+    };
+    add_spread(&mut case, mean_name, Spread::of(by_round(side, mean).into_iter().flatten()));
+    for (name, figure) in FIGURES {
+        add_spread(&mut case, name, Spread::of(by_round(side, *figure).into_iter().flatten()));
+    }
+    if side.rounds.iter().any(Option::is_some) {
+        let all = side.rounds.iter().flatten().map(|round| round.times.count).sum();
+        case.metric(count_name, count(all));
+    }
+    match side.what {
+        What::Faults(handler) => case.param("handler", handler.name()).param("pages", options.faults),
+        What::Requests { congestion, beside } => {
+            add_ratios(&mut case, sides, side, beside);
+            describe(case, side.link, congestion, beside)
+        }
+    }
+}
+
+/// What the bulk stream costs the requests, and what it gets of the link.
+fn add_ratios(case: &mut Case, sides: &[SideRuns], side: &SideRuns, beside: Beside) {
+    if matches!(beside, Beside::Idle | Beside::IdleBackToBack) {
+        return;
+    }
+    if let Some(idle) = find(sides, side.link, Beside::Idle) {
+        add_spread(case, "ratio_to_idle", Spread::of_ratios(&by_round(side, mean), &by_round(idle, mean)));
+    }
+    let bulk = by_round(side, |round| round.bulk_gbps);
+    let capacity = match find(sides, side.link, Beside::Unpaced) {
+        Some(unpaced) if side.link == "loopback" => by_round(unpaced, |round| round.bulk_gbps),
+        _ if side.link == "loopback" => Vec::new(),
+        _ => vec![Some(SHAPED_BITS_PER_S / 1e9); bulk.len()],
+    };
+    add_spread(case, "bulk_share", Spread::of_ratios(&bulk, &capacity));
+}
+
+fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) -> Case {
+    let mut case = case
+        .param("request_bytes", REQUEST)
+        .param("answer_bytes", ANSWER)
+        .param("gap_us", u64::try_from(beside.gap().as_micros()).unwrap_or(u64::MAX))
+        .param("congestion", congestion.unwrap_or("default"))
+        .param("beside", beside.name());
+    if link != "loopback" {
+        case = case.param("link_gbps", SHAPED_BITS_PER_S / 1e9);
+    }
+    if let Beside::Paced(percent) = beside {
+        case = case.param("pace_percent", percent);
+    }
+    case
+}
+
+fn add_spread(case: &mut Case, name: &str, spread: Option<Spread>) {
+    if let Some(spread) = spread {
+        case.metric(name, spread.median);
+        case.metric(format!("{name}_min"), spread.min);
+        case.metric(format!("{name}_max"), spread.max);
+    }
+}
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let host = &document.host;
+    let mut text = format!(
+        "{} cores, Linux {}, TCP {} unless said otherwise\n",
+        host.cores, host.kernel, host.congestion_control
+    );
+    if host.load_1m > BUSY_LOAD {
+        text.push_str(&format!(
+            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
+            host.load_1m
+        ));
+    }
+    text.push_str(&cases_table(document).to_string());
+    text.push_str(
+        "\nMedians of rounds, and how far the farthest round lies from them. 1 ms between requests, but back to back. / idle: the\n\
+         means compared. Share: of the shaped link, or of what loopback carries unpaced.\n",
+    );
+    for case in &document.cases {
+        if let Some(why) = &case.skipped {
+            text.push_str(&format!("skipped {}: {why}\n", case.name));
+        }
+    }
+    let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
+    for (link, floor) in links {
+        let of = |name: &str| {
+            floor.get(name).and_then(Value::as_f64).map_or("-".to_owned(), |us| format!("{us:.1}"))
+        };
+        text.push_str(&format!(
+            "floor {link}: {} us = {} us round trip + {} us local fault (spinning handler: {} us)\n",
+            of("floor_us"),
+            of("rtt_us"),
+            of("local_fault_us"),
+            of("floor_spinning_us")
+        ));
+    }
+    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
+        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
+    }
+    text
+}
+
+fn cases_table(document: &Document) -> Table {
+    let columns = [
+        ("p50", "p50_us", 1),
+        ("p99", "p99_us", 1),
+        ("max", "max_us", 0),
+        ("/ idle", "ratio_to_idle", 2),
+        ("bulk Gb/s", "bulk_gbps", 2),
+        ("share", "bulk_share", 2),
+    ];
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["case", "mean us"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
+    let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
+    for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
+        let mean = if case.metrics.contains_key("rtt_us") { "rtt_us" } else { "local_fault_us" };
+        let mut row = vec![Cell::new(&case.name), right(spread_text(case, mean, 1))];
+        row.extend(columns.iter().map(|(_, name, digits)| right(spread_text(case, name, *digits))));
+        table.add_row(row);
+    }
+    table
+}
+
+/// The median, and how far the farthest round lies from it.
+fn spread_text(case: &Case, name: &str, digits: usize) -> String {
+    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
+    match (of(""), of("_min"), of("_max")) {
+        (Some(median), Some(min), Some(max)) if min < max && median > 0.0 => {
+            let percent = (max - median).max(median - min) / median * 100.0;
+            format!("{median:.digits$} ±{percent:.0}%")
+        }
+        (Some(median), ..) => format!("{median:.digits$}"),
+        _ => "-".into(),
+    }
+}

@@ -1,0 +1,98 @@
+use super::*;
+
+fn none(_: &str) {}
+
+fn measured(mean_us: f64, bulk_gbps: Option<f64>) -> Measured {
+    let times = Figures { mean_us, p50_us: mean_us, p99_us: 2.0 * mean_us, max_us: 3.0 * mean_us, count: 10 };
+    Measured { times, bulk_gbps, pace_gbps: None }
+}
+
+#[test]
+fn paces_are_shares_of_the_link() {
+    assert_eq!(pace(2.0, 90), 225_000_000);
+    assert_eq!(pace(2.0, 95), 237_500_000);
+    assert_eq!(capacity("shaped-bbr", None), Some(2.0));
+    assert_eq!(capacity("loopback", Some(20.0)), Some(20.0));
+    let error = plan(&Options::quick(), None, Beside::Paced(90), None).unwrap_err();
+    assert!(matches!(error, RttError::Unavailable(_)), "{error}");
+    let plan = plan(&Options::quick(), None, Beside::Paced(90), Some(16.0)).unwrap();
+    assert_eq!((plan.bulk, plan.gap), (Bulk::Paced(1_800_000_000), GAP));
+    // What is compared differs by the bulk stream alone.
+    assert_eq!((Beside::Idle.gap(), Beside::IdleBackToBack.gap()), (GAP, Duration::ZERO));
+}
+
+#[test]
+fn unpaced_comes_before_what_is_paced_by_it() {
+    let mut sides = sides(&Options { only: vec!["loopback".into()], ..Options::quick() });
+    let names: Vec<String> = sides.iter().map(SideRuns::name).collect();
+    assert_eq!(
+        names,
+        ["loopback/idle", "loopback/idle-back-to-back", "loopback/unpaced", "loopback/paced-90"]
+    );
+    assert_eq!(latest_bulk(&sides, "loopback"), None);
+    sides[2].rounds = vec![Some(measured(50.0, Some(10.0))), Some(measured(50.0, Some(12.0))), None];
+    assert_eq!(latest_bulk(&sides, "loopback"), Some(12.0));
+    assert_eq!(latest_bulk(&sides, "shaped-bbr"), None);
+}
+
+#[test]
+fn without_privileges_links_are_skipped_and_say_why() {
+    let tools = Tools { root: false, ..Tools::here() };
+    let options = Options { only: vec!["shaped".into()], ..Options::quick() };
+    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let outcome = run_with(&options, &nobody, &tools, &mut none);
+    assert_eq!(outcome.failures, Vec::<String>::new());
+    assert_eq!(outcome.document.cases.len(), 10);
+    for case in &outcome.document.cases {
+        let why = case.skipped.as_deref().unwrap_or_default();
+        assert!(why.contains("need root"), "{}: {why:?}", case.name);
+        assert!(case.metrics.is_empty());
+    }
+    assert!(table(&outcome.document).contains("skipped shaped-cubic/paced-95: network namespaces need root"));
+}
+
+#[test]
+fn a_side_that_fails_is_a_failure_and_not_a_skip() {
+    let options = Options { only: vec!["loopback/idle-back-to-back".into()], repeats: 1, ..Options::quick() };
+    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let outcome = run_with(&options, &nobody, &Tools::here(), &mut none);
+    assert_eq!(outcome.failures.len(), 1, "{:?}", outcome.failures);
+    assert!(outcome.failures[0].contains("loopback/idle-back-to-back, round 1"), "{:?}", outcome.failures);
+    assert_eq!(outcome.document.cases[0].skipped, None);
+}
+
+#[test]
+fn floors_are_sums_and_ratios_are_taken_within_rounds() {
+    let options = Options { only: vec!["loopback".into(), "fault".into()], ..Options::quick() };
+    let mut sides = sides(&options);
+    for (side, (rtt, bulk)) in sides.iter_mut().zip([
+        (20.0, None),
+        (40.0, None),
+        (400.0, Some(10.0)),
+        (60.0, Some(9.0)),
+        (8.0, None),
+        (5.0, None),
+    ]) {
+        // The second round is on a host that got twice as slow.
+        side.rounds = vec![Some(measured(rtt, bulk)), Some(measured(2.0 * rtt, bulk)), None];
+    }
+    let mut document = Document::new("rtt", Host::default());
+    report::add(&mut document, &options, &sides, &[]);
+    let metrics = |name: &str| &document.cases.iter().find(|case| case.name == name).unwrap().metrics;
+    assert_eq!(metrics("loopback/idle")["rtt_us"], 30.0);
+    assert_eq!(metrics("loopback/idle")["requests"], 20.0);
+    assert_eq!(metrics("loopback/unpaced")["ratio_to_idle"], 20.0);
+    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle"], 3.0);
+    assert_eq!(metrics("loopback/paced-90")["ratio_to_idle_max"], 3.0);
+    assert_eq!(metrics("loopback/paced-90")["bulk_share"], 0.9);
+    assert!(!metrics("loopback/idle").contains_key("ratio_to_idle"));
+    assert_eq!(metrics("fault/blocking")["local_fault_us"], 12.0);
+    assert_eq!(metrics("fault/blocking")["faults"], 20.0);
+    let summary = &document.summary;
+    assert_eq!(summary["rtt_us"], 30.0);
+    assert_eq!(summary["local_fault_us"], 12.0);
+    assert_eq!(summary["floor_us"], 42.0);
+    assert_eq!(summary["links"]["loopback"]["floor_us"], 42.0);
+    assert_eq!(summary["links"]["loopback"]["rtt_back_to_back_us"], 60.0);
+    assert_eq!(summary["links"]["loopback"]["floor_spinning_us"], 37.5);
+}
