@@ -251,13 +251,20 @@ fn no_write_is_lost_when_resets_end_early() {
 #[test]
 #[should_panic(expected = "lost")]
 fn publishing_before_the_reset_loses_writes() {
-    shuttle::check_random(|| migrate(Flaw::PublishFirst, false, 0, 0), TRIES);
+    search(|| migrate(Flaw::PublishFirst, false, 0, 0));
 }
 
 #[test]
 #[should_panic(expected = "lost")]
 fn resets_that_do_not_wait_for_each_other_lose_writes() {
-    shuttle::check_random(|| migrate(Flaw::ResetsAtOnce, false, 0, 0), 10 * TRIES);
+    search(|| migrate(Flaw::ResetsAtOnce, false, 0, 0));
+}
+
+/// Looks for an interleaving that shows a planted flaw; always the same ones, so that a rare one is not found only on some
+/// days. A change of the code may need another seed.
+fn search(test: impl Fn() + Send + Sync + 'static) {
+    let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
+    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
 }
 
 /// Without other threads; shuttle's locks work only under its scheduler.

@@ -3,6 +3,8 @@
 //! Threads and what they own: the caller's thread runs the session, the VM and the tracker; one thread reads the control
 //! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
 
+mod ending;
+
 use super::events::{Action, Event, Outcome, Pass};
 use super::pending::Pending;
 use super::sender::{Sender, SenderError, Shared};
@@ -380,23 +382,6 @@ impl<'s, 'e> Driver<'s, 'e> {
             .collect()
     }
 
-    /// However this migration ends, the guest is not slowed afterwards, wherever it then runs.
-    fn unthrottle(&mut self) {
-        if std::mem::take(&mut self.throttled) {
-            // It can only fail for want of a thread, which this needs none of.
-            let _ = self.vm.throttle(&[0.0]);
-        }
-    }
-
-    fn throttle(&mut self, shares: Vec<f64>) {
-        self.throttled = true;
-        if let Err(error) = self.vm.throttle(&shares) {
-            tracing::warn!("the guest dirties faster than the link carries: {error}");
-        } else {
-            self.timings.throttled(shares);
-        }
-    }
-
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let job = match pass {
             Pass::Dirty { first } => {
@@ -442,15 +427,6 @@ impl<'s, 'e> Driver<'s, 'e> {
         Ok(set)
     }
 
-    fn resume(&mut self) -> Event {
-        // The guest first: stopping senders and the tracker can take their time.
-        self.unthrottle();
-        let resumed = self.vm.resume();
-        self.timings.resumed();
-        self.ground.shutdown();
-        resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
-    }
-
     fn show(&self) {
         let (session, elapsed) = (&self.session, self.now());
         self.ground.monitor.update(|progress| {
@@ -463,35 +439,6 @@ impl<'s, 'e> Driver<'s, 'e> {
             progress.elapsed = elapsed;
             progress.bandwidth = session.bandwidth();
             progress.predicted_downtime = session.predicted_downtime();
-        });
-    }
-
-    /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
-    fn close(&mut self, outcome: &Outcome) {
-        self.unthrottle();
-        self.ground.shutdown();
-        self.jobs.clear();
-        self.ground.control.finish();
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-            match self.inputs.1.recv_timeout(left) {
-                Ok(Input::ControlLost(_)) | Err(_) => break,
-                Ok(_) => {}
-            }
-        }
-        self.ground.control.shutdown();
-        if self.tracking
-            && let Err(error) = self.tracker.stop()
-        {
-            tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
-        }
-        self.ground.monitor.update(|progress| {
-            progress.state = match outcome {
-                Outcome::Completed => MigrationState::Completed,
-                Outcome::Cancelled(_) => MigrationState::Cancelled,
-                Outcome::Failed(_) => MigrationState::Failed,
-                Outcome::Unknown(_) => MigrationState::Unknown,
-            };
         });
     }
 }

@@ -1,0 +1,63 @@
+//! What is undone at a migration's end, and the throttle, which never outlives it.
+
+use super::{Driver, Input, local};
+use crate::monitor::MigrationState;
+use crate::source::events::{Event, Outcome};
+use std::time::{Duration, Instant};
+
+impl Driver<'_, '_> {
+    /// However this migration ends, the guest is not slowed afterwards, wherever it then runs.
+    pub(super) fn unthrottle(&mut self) {
+        if std::mem::take(&mut self.throttled) {
+            // It can only fail for want of a thread, which this needs none of.
+            let _ = self.vm.throttle(&[0.0]);
+        }
+    }
+
+    pub(super) fn throttle(&mut self, shares: Vec<f64>) {
+        self.throttled = true;
+        if let Err(error) = self.vm.throttle(&shares) {
+            tracing::warn!("the guest dirties faster than the link carries: {error}");
+        } else {
+            self.timings.throttled(shares);
+        }
+    }
+
+    pub(super) fn resume(&mut self) -> Event {
+        // The guest first: stopping senders and the tracker can take their time.
+        self.unthrottle();
+        let resumed = self.vm.resume();
+        self.timings.resumed();
+        self.ground.shutdown();
+        resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
+    }
+
+    /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
+    pub(super) fn close(&mut self, outcome: &Outcome) {
+        self.unthrottle();
+        self.ground.shutdown();
+        self.jobs.clear();
+        self.ground.control.finish();
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            match self.inputs.1.recv_timeout(left) {
+                Ok(Input::ControlLost(_)) | Err(_) => break,
+                Ok(_) => {}
+            }
+        }
+        self.ground.control.shutdown();
+        if self.tracking
+            && let Err(error) = self.tracker.stop()
+        {
+            tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
+        }
+        self.ground.monitor.update(|progress| {
+            progress.state = match outcome {
+                Outcome::Completed => MigrationState::Completed,
+                Outcome::Cancelled(_) => MigrationState::Cancelled,
+                Outcome::Failed(_) => MigrationState::Failed,
+                Outcome::Unknown(_) => MigrationState::Unknown,
+            };
+        });
+    }
+}
