@@ -98,6 +98,10 @@ fn phase(status: &Value) -> &'static str {
 /// What remains, what the guest dirties, what the link carries, and how long it will take.
 fn describe(progress: &Value) -> String {
     let remaining = progress["remaining_pages"].as_u64().unwrap_or(0) << 12;
+    if progress["state"] == "switchover" {
+        // It dirties nothing any more, and what it did since the last pass says nothing about the link.
+        return format!("{} left, the guest stands still", bytes(remaining));
+    }
     let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * 4096.0;
     let elapsed = seconds(&progress["elapsed"]);
     let wire = progress["wire_bytes"].as_f64().unwrap_or(0.0);
