@@ -44,6 +44,12 @@ impl Document {
         serde_json::to_writer_pretty(&mut to, self)?;
         writeln!(to)
     }
+
+    /// A line for each run that failed, as the summary has them.
+    pub fn failures_text(&self) -> String {
+        let failures = self.summary.get("failures").and_then(Value::as_array).into_iter().flatten();
+        failures.map(|failure| format!("FAILED {}\n", failure.as_str().unwrap_or_default())).collect()
+    }
 }
 
 /// One thing that was measured, or was not and why.
@@ -101,6 +107,23 @@ impl Case {
     pub fn metric(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.metrics.insert(name.into(), value);
+        }
+    }
+
+    /// The median of metric `name` with so many digits, for people; `-` if there is none.
+    pub fn text(&self, name: &str, digits: usize) -> String {
+        self.metrics.get(name).map_or("-".into(), |median| format!("{median:.digits$}"))
+    }
+
+    /// The same, and how far the farthest round lies from it.
+    pub fn spread_text(&self, name: &str, digits: usize) -> String {
+        let of = |suffix: &str| self.metrics.get(&format!("{name}{suffix}")).copied();
+        let median = self.text(name, digits);
+        match (of(""), of("_min"), of("_max")) {
+            (Some(middle), Some(min), Some(max)) if min < max && middle > 0.0 => {
+                format!("{median} ±{:.0}%", (max - middle).max(middle - min) / middle * 100.0)
+            }
+            _ => median,
         }
     }
 }

@@ -194,9 +194,7 @@ pub fn table(document: &Document) -> String {
         text.push_str(&targets.to_string());
         text.push('\n');
     }
-    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
-        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
-    }
+    text.push_str(&document.failures_text());
     text
 }
 
@@ -220,24 +218,11 @@ fn sides_table(document: &Document) -> Table {
         }
         let mut row = vec![Cell::new(&case.name)];
         for (_, name, digits) in columns {
-            row.push(Cell::new(spread_text(case, name, digits)).set_alignment(CellAlignment::Right));
+            row.push(Cell::new(case.spread_text(name, digits)).set_alignment(CellAlignment::Right));
         }
         table.add_row(row);
     }
     table
-}
-
-/// The median, and how far the farthest round lies from it.
-fn spread_text(case: &Case, name: &str, digits: usize) -> String {
-    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
-    match (of(""), of("_min"), of("_max")) {
-        (Some(median), Some(min), Some(max)) if min < max && median > 0.0 => {
-            let percent = (max - median).max(median - min) / median * 100.0;
-            format!("{median:.digits$} ±{percent:.0}%")
-        }
-        (Some(median), ..) => format!("{median:.digits$}"),
-        _ => "-".into(),
-    }
 }
 
 /// None when no target could be looked at.

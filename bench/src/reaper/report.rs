@@ -240,22 +240,11 @@ pub(super) fn cells(case: &Case, columns: &[(&str, &str, usize, bool)]) -> Vec<S
     if case.skipped.is_some() {
         row.push("skipped".into());
     } else {
-        row.extend(columns.iter().map(|(_, name, digits, spread)| spread_text(case, name, *digits, *spread)));
+        row.extend(columns.iter().map(|(_, name, digits, spread)| {
+            if *spread { case.spread_text(name, *digits) } else { case.text(name, *digits) }
+        }));
     }
     row
-}
-
-/// The median, and how far the farthest round lies from it.
-fn spread_text(case: &Case, name: &str, digits: usize, spread: bool) -> String {
-    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
-    match (of(""), of("_min"), of("_max")) {
-        (Some(median), Some(min), Some(max)) if spread && min < max && median > 0.0 => {
-            let percent = (max - median).max(median - min) / median * 100.0;
-            format!("{median:.digits$} ±{percent:.0}%")
-        }
-        (Some(median), ..) => format!("{median:.digits$}"),
-        _ => "-".into(),
-    }
 }
 
 /// The document as tables for a terminal.
@@ -281,9 +270,7 @@ pub fn table(document: &Document) -> String {
             text.push_str(&format!("skipped {}: {why}\n", case.name));
         }
     }
-    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
-        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
-    }
+    text.push_str(&document.failures_text());
     text
 }
 

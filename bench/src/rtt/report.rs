@@ -190,9 +190,7 @@ pub fn table(document: &Document) -> String {
             of("floor_spinning_us")
         ));
     }
-    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
-        text.push_str(&format!("FAILED {}\n", failure.as_str().unwrap_or_default()));
-    }
+    text.push_str(&document.failures_text());
     text
 }
 
@@ -211,22 +209,9 @@ fn cases_table(document: &Document) -> Table {
     let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
     for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
         let mean = if case.metrics.contains_key("rtt_us") { "rtt_us" } else { "local_fault_us" };
-        let mut row = vec![Cell::new(&case.name), right(spread_text(case, mean, 1))];
-        row.extend(columns.iter().map(|(_, name, digits)| right(spread_text(case, name, *digits))));
+        let mut row = vec![Cell::new(&case.name), right(case.spread_text(mean, 1))];
+        row.extend(columns.iter().map(|(_, name, digits)| right(case.spread_text(name, *digits))));
         table.add_row(row);
     }
     table
-}
-
-/// The median, and how far the farthest round lies from it.
-fn spread_text(case: &Case, name: &str, digits: usize) -> String {
-    let of = |suffix: &str| case.metrics.get(&format!("{name}{suffix}")).copied();
-    match (of(""), of("_min"), of("_max")) {
-        (Some(median), Some(min), Some(max)) if min < max && median > 0.0 => {
-            let percent = (max - median).max(median - min) / median * 100.0;
-            format!("{median:.digits$} ±{percent:.0}%")
-        }
-        (Some(median), ..) => format!("{median:.digits$}"),
-        _ => "-".into(),
-    }
 }

@@ -33,7 +33,7 @@ pub(crate) enum Order {
     DirtyRate(DirtyRateRequest),
 }
 
-/// What it is answered with: null, unless something was asked for.
+/// An order, and where its answer goes: an empty object, unless something was asked for.
 pub(crate) struct Errand {
     pub(crate) order: Order,
     pub(crate) reply: SyncSender<Result<Value, String>>,
@@ -266,7 +266,9 @@ impl Shared {
         })?;
         let answer = answer.recv_timeout(patience).inspect_err(|_| abandoned.store(true, Ordering::Release));
         answer
-            .context("the machine's thread was busy for too long; nothing was done")?
+            .context(
+                "the machine's thread was busy for too long; what it has not begun by now it will not do",
+            )?
             .map_err(|why| anyhow!(why))
     }
 }

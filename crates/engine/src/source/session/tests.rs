@@ -79,13 +79,14 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
 
 #[test]
 fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
-    for (verify, patient) in [(false, false), (true, false)] {
+    for (verify, switch, patient) in [(false, false, false), (true, false, false), (false, true, true)] {
         let settings = Settings { verify, ..Settings::default() };
         let limit = settings.downtime_limit + settings.peer_timeout * 3;
         let mut session = passing(settings);
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
         assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        session.switch_wanted = switch;
         session.handle(now, Event::Paused);
         session.handle(now, Event::Saved { sections: Vec::new() });
         session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
@@ -101,7 +102,7 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
                 break false;
             }
         };
-        assert_eq!(ended, !patient, "who wants everything compared waits for it");
+        assert_eq!(ended, !patient, "who wants the switch whatever it takes waits for it");
         assert!(patient || now - stopped <= limit + 200 * MS);
     }
 }
