@@ -2,6 +2,7 @@
 
 mod channel;
 mod error;
+mod lazy;
 mod mapped;
 mod monitor;
 mod report;
@@ -14,6 +15,7 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError};
 pub use error::MigrateError;
+pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{Bytes, Cpu, Downtime, PassReport, Report, RingFigures, ThrottleFigures, VcpuRing};

@@ -6,10 +6,12 @@
 //! | [`DirtyTracker`], [`Protect`] | the source | which pages the guest wrote since they were read |
 //! | [`SourceVm`] | the source | pause, save, resume |
 //! | [`TargetVm`] | the target | load, start |
+//! | [`LazyMemory`] | the target, many threads | pages that come while the guest runs |
 //!
 //! The engine calls [`SourceVm`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
 //! channel threads at once.
 
+use crate::lazy::LazyMemory;
 use crate::report::RingFigures;
 use std::fmt;
 use std::sync::Arc;
@@ -225,7 +227,17 @@ pub trait TargetVm: Send {
     /// The memory that the guest is received into.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
-    /// Loads the state that [`SourceVm::save`] gave, vCPUs stay stopped. All memory has arrived.
+    /// The same memory, for pages that are placed while the guest runs: postcopy and lazy restores need it. Asked for
+    /// before anything is received, so that a host that cannot do it says so while the guest still runs at its source.
+    ///
+    /// # Errors
+    /// If this VM or this host cannot do that: what is missing, and how to permit it.
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
+    }
+
+    /// Loads the state that [`SourceVm::save`] gave, vCPUs stay stopped. All memory has arrived; or, after
+    /// [`LazyMemory::begin`], comes when it is touched.
     ///
     /// # Errors
     /// If a section is missing, unknown, of another version or not valid. The source then resumes.
