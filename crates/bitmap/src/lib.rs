@@ -13,12 +13,14 @@
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod atomic;
+mod claims;
 mod iter;
 mod plain;
 mod scan;
 mod summary;
 
 pub use atomic::AtomicBitmap;
+pub use claims::ClaimBitmap;
 pub use iter::{Bits, Runs};
 pub use plain::Bitmap;
 pub use scan::Scanner;

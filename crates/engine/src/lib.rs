@@ -2,6 +2,7 @@
 
 mod channel;
 mod error;
+mod lacking;
 mod lazy;
 mod mapped;
 mod monitor;
@@ -18,10 +19,15 @@ pub use error::MigrateError;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
-pub use report::{Bytes, Cpu, Downtime, PassReport, Report, RingFigures, ThrottleFigures, VcpuRing};
+pub use report::{
+    Bytes, Cpu, Downtime, FaultFigures, PassReport, PostcopyFigures, Report, RingFigures, ThrottleFigures,
+    VcpuRing,
+};
 pub use snapshot::{restore, save};
-pub use source::{AutoConverge, OnTimeout, Outcome, Settings, Verification, migrate};
-pub use target::{Arrival, ReceiveFailure, Received, receive};
+pub use source::{
+    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath, Verification, migrate,
+};
+pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vm::{
     DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
     TrackerKind, VmError,

@@ -47,6 +47,10 @@ pub enum MigrationState {
     Precopy,
     /// The guest is stopped.
     Switchover,
+    /// The guest runs on the target while the rest of its memory is sent.
+    Postcopy,
+    /// The guest runs on the target, as far as it can without the rest of its memory: the link is lost.
+    PostcopyPaused,
     /// The guest runs on the target.
     Completed,
     /// The guest stays, because somebody wanted it to.
@@ -55,6 +59,8 @@ pub enum MigrationState {
     Failed,
     /// Nobody can know which side owns the guest; neither does the source run it.
     Unknown,
+    /// The guest is lost: it ran on the target and can never have the rest of its memory.
+    Lost,
 }
 
 /// A snapshot of a migration under way.
@@ -81,6 +87,12 @@ pub struct Progress {
     pub wire_bytes: u64,
     /// Time since the start.
     pub elapsed: Duration,
+    /// Pages that are still to be sent to a guest that runs on the target.
+    pub left_pages: Option<u64>,
+    /// Why the link is lost in postcopy, while it is.
+    pub interrupted: Option<String>,
+    /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].
+    pub awaits_recover: bool,
 }
 
 /// Watches a migration and can cancel it; share it between the thread that migrates and those that look.
@@ -88,6 +100,9 @@ pub struct Progress {
 pub struct Monitor {
     pub(crate) counters: Counters,
     cancel: AtomicBool,
+    switch: AtomicBool,
+    recover: AtomicBool,
+    abandon: AtomicBool,
     progress: Mutex<(Progress, u64)>,
 }
 
@@ -105,6 +120,34 @@ impl Monitor {
 
     pub(crate) fn cancelled(&self) -> bool {
         self.cancel.load(Ordering::Acquire)
+    }
+
+    /// Asks for the guest to go on on the target after this pass, and the rest of its memory to follow. Has effect on a
+    /// migration that can do that: in hybrid mode, or with [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy).
+    pub fn switch_now(&self) {
+        self.switch.store(true, Ordering::Release);
+    }
+
+    /// Asks for a link that was lost in postcopy to be taken up again now.
+    pub fn recover(&self) {
+        self.recover.store(true, Ordering::Release);
+    }
+
+    /// Gives up a link that was lost in postcopy: what the target still lacks it will never have.
+    pub fn abandon(&self) {
+        self.abandon.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn take_switch(&self) -> bool {
+        self.switch.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_recover(&self) -> bool {
+        self.recover.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_abandon(&self) -> bool {
+        self.abandon.swap(false, Ordering::AcqRel)
     }
 
     /// Where it stands now.

@@ -2,6 +2,8 @@
 
 use crate::monitor::MigrationState;
 use serde::Serialize;
+use std::collections::BTreeMap;
+use vmferry_wire::{FaultLatency, LazyFigures};
 
 /// Everything that is known of a migration after its end.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -37,6 +39,10 @@ pub struct Report {
     pub throughput_mbps: f64,
     /// How the dirty rings did; `None` for a tracker without.
     pub ring: Option<RingFigures>,
+    /// How pages came to the running guest; `None` if all came before it ran.
+    pub postcopy: Option<PostcopyFigures>,
+    /// How often the link was lost in postcopy, and taken up again.
+    pub interruptions: u64,
     /// How the guest was slowed; `None` if it never was.
     pub throttle: Option<ThrottleFigures>,
     /// CPU time of the engine's threads.
@@ -138,6 +144,104 @@ pub struct VcpuRing {
     pub pages: u64,
 }
 
+/// How pages came to a guest that was running on the target.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct PostcopyFigures {
+    /// Faults on pages that had to be asked for.
+    pub faults: u64,
+    /// From reading a fault to its page being placed, in microseconds: the mean.
+    pub mean_us: f64,
+    /// The median.
+    pub p50_us: f64,
+    /// 99 of 100 took no longer.
+    pub p99_us: f64,
+    /// The longest.
+    pub max_us: f64,
+    /// How many took less than so many microseconds and not less than half of that.
+    pub hist_us: BTreeMap<u64, u64>,
+    /// The same for each vCPU; the last is everybody else.
+    pub vcpus: Vec<FaultFigures>,
+    /// Pages that were asked for.
+    pub requests: u64,
+    /// Pages that came with content, on any channel.
+    pub pages: u64,
+    /// Pages that came as zeros.
+    pub zero_pages: u64,
+    /// Pages that came twice.
+    pub duplicates: u64,
+    /// Pages that came damaged, and again.
+    pub damaged: u64,
+    /// Faults on pages that were known to be zero.
+    pub zero_faults: u64,
+    /// Pages asked for ahead of a run of faults.
+    pub prefetched: u64,
+    /// How many of them were used, as far as that can be seen.
+    pub prefetched_used: u64,
+    /// From the guest's start until its last page was there, in ms.
+    pub ms: f64,
+}
+
+/// One vCPU's share of [`PostcopyFigures`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct FaultFigures {
+    /// Its faults.
+    pub faults: u64,
+    /// How long it stood still for them, in microseconds.
+    pub blocked_us: u64,
+    /// The mean.
+    pub mean_us: f64,
+    /// The median.
+    pub p50_us: f64,
+    /// 99 of 100 took no longer.
+    pub p99_us: f64,
+    /// The longest.
+    pub max_us: f64,
+}
+
+impl From<&FaultLatency> for FaultFigures {
+    fn from(latency: &FaultLatency) -> Self {
+        let FaultLatency { faults, sum_us, .. } = *latency;
+        let us = |ns: u64| ns as f64 / 1e3;
+        Self {
+            faults,
+            blocked_us: sum_us,
+            mean_us: if faults == 0 { 0.0 } else { sum_us as f64 / faults as f64 },
+            p50_us: us(latency.p50_ns),
+            p99_us: us(latency.p99_ns),
+            max_us: us(latency.max_ns),
+        }
+    }
+}
+
+impl From<&LazyFigures> for PostcopyFigures {
+    fn from(figures: &LazyFigures) -> Self {
+        let all = FaultFigures::from(&figures.all);
+        let buckets = figures.all.buckets.iter().zip(0u32..).filter(|(count, _)| **count > 0);
+        Self {
+            faults: all.faults,
+            mean_us: all.mean_us,
+            p50_us: all.p50_us,
+            p99_us: all.p99_us,
+            max_us: all.max_us,
+            // What a peer sends may have more buckets than there are numbers.
+            hist_us: buckets
+                .map(|(count, power)| (1u64.checked_shl(power).unwrap_or(u64::MAX), *count))
+                .collect(),
+            vcpus: figures.latency.iter().map(FaultFigures::from).collect(),
+            requests: figures.requests,
+            pages: figures.pages,
+            zero_pages: figures.zero_pages,
+            duplicates: figures.duplicates,
+            damaged: figures.damaged,
+            zero_faults: figures.zero_faults,
+            prefetched: figures.ahead,
+            prefetched_used: figures.ahead_used,
+            ms: figures.elapsed_us as f64 / 1e3,
+        }
+    }
+}
+
 /// How a guest was slowed so that it dirtied less.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ThrottleFigures {
@@ -165,7 +269,12 @@ pub(crate) fn word(state: MigrationState) -> Option<String> {
         MigrationState::Cancelled => "cancelled",
         MigrationState::Failed => "failed",
         MigrationState::Unknown => "unknown",
-        MigrationState::Setup | MigrationState::Precopy | MigrationState::Switchover => return None,
+        MigrationState::Lost => "lost",
+        MigrationState::Setup
+        | MigrationState::Precopy
+        | MigrationState::Switchover
+        | MigrationState::Postcopy
+        | MigrationState::PostcopyPaused => return None,
     };
     Some(word.into())
 }

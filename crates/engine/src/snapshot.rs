@@ -155,7 +155,8 @@ fn write(
     };
     let mut out = file;
     out.write_all(&hello.encode()).map_err(Stop::File)?;
-    put(file, &ToTarget::Setup { machine: vm.config(), mode: Mode::Precopy, bulk_channels: 1 })?;
+    let (machine, mode) = (vm.config(), Mode::Precopy);
+    put(file, &ToTarget::Setup { machine, mode, bulk_channels: 1, urgent_channels: 0, probe: false })?;
     let pausing = Instant::now();
     vm.pause()?;
     let paused = Instant::now();
@@ -219,7 +220,14 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
     vm.load(&sections).map_err(|error| broken(error.to_string()))?;
     let load_ms = ms(began.elapsed());
     vm.start().map_err(|error| broken(error.to_string()))?;
-    Ok(Received { id, source: uri, pages, load_ms, cpu_ms: crate::monitor::thread_cpu_us() as f64 / 1e3 })
+    Ok(Received {
+        id,
+        source: uri,
+        pages,
+        load_ms,
+        cpu_ms: crate::monitor::thread_cpu_us() as f64 / 1e3,
+        rest: None,
+    })
 }
 
 fn read(vm: &mut dyn TargetVm, file: &File) -> Result<(String, u64, Vec<Section>), ReceiveError> {
@@ -238,7 +246,7 @@ fn read(vm: &mut dyn TargetVm, file: &File) -> Result<(String, u64, Vec<Section>
     }
     let memory = vm.memory();
     let arrivals = Arrivals::new(&*memory);
-    Receiver::new(&*memory, &arrivals, file).receive_pass()?;
+    Receiver::new(&*memory, &arrivals, file).receive()?;
     let (damaged, runs) = arrivals.suspects();
     if let Some(first) = runs.first() {
         let text = format!(

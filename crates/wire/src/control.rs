@@ -19,6 +19,18 @@ const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 pub enum Mode {
     /// After its memory.
     Precopy,
+    /// Before its memory.
+    Postcopy,
+    /// After as much of its memory as is worth while, before the rest.
+    Hybrid,
+}
+
+impl Mode {
+    /// Whether the guest may run before all of its memory has arrived: needs urgent channels.
+    #[must_use]
+    pub fn may_be_lazy(self) -> bool {
+        self != Self::Precopy
+    }
 }
 
 /// A page by name.
@@ -41,6 +53,64 @@ pub struct RunName {
     pub count: u64,
 }
 
+/// A piece of a set of pages: a bitmap.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LackingPages {
+    /// Whose pages.
+    pub region: RegionId,
+    /// The page of the first bit, a multiple of 64.
+    pub first: u64,
+    /// Words of 64 pages, little-endian, the lowest bit first; at most [`MAX_LACKING_BYTES`].
+    pub words: Vec<u8>,
+}
+
+/// Most bytes of a [`LackingPages`] bitmap: 32 GiB of memory.
+pub const MAX_LACKING_BYTES: usize = 1 << 20;
+
+/// How it went to bring pages to a guest that was running: what the target says of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LazyFigures {
+    /// Pages that came with content.
+    pub pages: u64,
+    /// Pages that came as zeros.
+    pub zero_pages: u64,
+    /// Pages that came although they were there already; an honest source sends none.
+    pub duplicates: u64,
+    /// Pages that came damaged and were asked for again.
+    pub damaged: u64,
+    /// Faults on pages that were known to be zero: answered without the source.
+    pub zero_faults: u64,
+    /// Pages that were asked for.
+    pub requests: u64,
+    /// Pages that were asked for ahead of a run of faults.
+    pub ahead: u64,
+    /// How many of these were used, as far as that can be seen: the run went on right behind them.
+    pub ahead_used: u64,
+    /// Microseconds from the guest's start until the last page was here.
+    pub elapsed_us: u64,
+    /// How long all faults took.
+    pub all: FaultLatency,
+    /// How long those of each vCPU took, from reading the fault to the page being placed; the last is everybody else.
+    pub latency: Vec<FaultLatency>,
+}
+
+/// How long faults took.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultLatency {
+    /// How many.
+    pub faults: u64,
+    /// All together, in microseconds: how long this vCPU stood still for them.
+    pub sum_us: u64,
+    /// Half of them took no longer, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99 of 100 took no longer, in nanoseconds.
+    pub p99_ns: u64,
+    /// The longest, in nanoseconds.
+    pub max_ns: u64,
+    /// How many took less than 2^i microseconds and not less than half of that, for each i from 0.
+    pub buckets: Vec<u64>,
+}
+
 /// From the source to the target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTarget {
@@ -52,6 +122,10 @@ pub enum ToTarget {
         mode: Mode,
         /// How many bulk channels will be opened.
         bulk_channels: u16,
+        /// How many urgent channels; 0 exactly in precopy.
+        urgent_channels: u16,
+        /// Whether a probe channel will be opened.
+        probe: bool,
     },
     /// Pass `pass` begins; about `pages` pages will be looked at.
     Pass {
@@ -79,8 +153,19 @@ pub enum ToTarget {
     },
     /// All is sent and checked: load the device state and say [`ToSource::Ready`].
     Load,
+    /// A piece of the set of pages that the target lacks at the handover.
+    Lacking(LackingPages),
+    /// All device state and all pages that are lacking, `pages` of them, have been named: what is here of those pages is
+    /// stale and is dropped. Load the device state (pages that this touches are asked for on the urgent channels) and say
+    /// [`ToSource::Ready`].
+    LoadLazily {
+        /// How many pages are lacking.
+        pages: u64,
+    },
     /// The guest is yours: run it. From here on the source does not.
     Commit,
+    /// The answer to [`ToSource::Complete`]: the source has nothing left to do.
+    Thanks,
     /// Forget it; the guest stays where it was.
     Cancel(Refusal),
     /// Answer with [`ToSource::Pong`] and the same number.
@@ -94,8 +179,10 @@ pub enum ToSource {
     Accept {
         /// For bulk channels.
         bulk: Token,
-        /// For urgent channels.
+        /// For urgent channels and the probe channel.
         urgent: Token,
+        /// For a new control channel, should this one be lost while pages are still to come.
+        resume: Token,
     },
     /// All bulk channels are up.
     ChannelsUp,
@@ -129,6 +216,21 @@ pub enum ToSource {
         /// Microseconds of CPU that the target's engine threads have used.
         cpu_us: u64,
     },
+    /// After a new control channel came up: a piece of the set of pages that are still lacking.
+    Lacking(LackingPages),
+    /// After a new control channel came up: that was all; open the other channels anew with these tokens.
+    Resume {
+        /// Whether the guest runs here; if not, it has not and will not: it is the source's again.
+        running: bool,
+        /// How many pages are lacking.
+        pages: u64,
+        /// For bulk channels.
+        bulk: Token,
+        /// For urgent channels and the probe channel.
+        urgent: Token,
+    },
+    /// Every page is here: the source has done its work.
+    Complete(LazyFigures),
     /// The guest could not be started and will never run here: it is the source's again.
     Returned(Refusal),
     /// This cannot go on. The guest has not run here and will not.

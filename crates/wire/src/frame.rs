@@ -25,6 +25,8 @@ pub enum FrameKind {
     Digests,
     /// No pages: everything of this pass has been sent on this channel.
     Barrier,
+    /// No pages: is to be echoed ([`Request::Echo`](crate::Request::Echo)) at once, with the number that stands in `base`.
+    Probe,
 }
 
 /// How page contents are encoded. Codecs are room for later: today's are raw.
@@ -76,6 +78,12 @@ impl FrameHeader {
         }
     }
 
+    /// The header of a probe.
+    #[must_use]
+    pub fn probe(number: u64, sequence: u64) -> Self {
+        Self { kind: FrameKind::Probe, base: PageIndex(number), ..Self::barrier(0, sequence) }
+    }
+
     /// Bytes of the table that follows.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
@@ -100,6 +108,7 @@ impl FrameHeader {
                 FrameKind::Pages => 0,
                 FrameKind::Digests => 1,
                 FrameKind::Barrier => 2,
+                FrameKind::Probe => 3,
             },
             match self.codec {
                 Codec::Raw => 0,
@@ -137,7 +146,8 @@ impl FrameHeader {
             0 => FrameKind::Pages,
             1 => FrameKind::Digests,
             2 => FrameKind::Barrier,
-            other => return Err(field("frame kind", other.into(), "0 to 2")),
+            3 => FrameKind::Probe,
+            other => return Err(field("frame kind", other.into(), "0 to 3")),
         };
         let codec = match fields.u8() {
             0 => Codec::Raw,
@@ -147,13 +157,15 @@ impl FrameHeader {
         let region = RegionId(fields.u32());
         let (pass, _) = (fields.u32(), fields.u32());
         let (sequence, base, table_sum) = (fields.u64(), PageIndex(fields.u64()), fields.u64());
-        let empty = kind == FrameKind::Barrier;
+        let empty = matches!(kind, FrameKind::Barrier | FrameKind::Probe);
         if runs > MAX_FRAME_RUNS || (runs == 0) != empty {
-            return Err(field("runs in a frame", runs as u64, "1 to 256, and 0 in a barrier"));
+            return Err(field("runs in a frame", runs as u64, "1 to 256, and 0 in a barrier or probe"));
         }
         let pages = match usize::try_from(pages) {
             Ok(pages) if pages <= MAX_FRAME_PAGES && !(empty && pages > 0) => pages,
-            _ => return Err(field("pages in a frame", pages.into(), "0 to 256, and 0 in a barrier")),
+            _ => {
+                return Err(field("pages in a frame", pages.into(), "0 to 256, and 0 in a barrier or probe"));
+            }
         };
         Ok(Self { kind, codec, region, pass, sequence, base, runs, pages, table_sum })
     }

@@ -49,8 +49,10 @@ pub enum Role {
     Control,
     /// Pages.
     Bulk,
-    /// Single pages that a guest waits for (reserved for postcopy).
+    /// Single pages that a guest waits for, and the requests for them the other way.
     Urgent,
+    /// Probes of the link, and their echoes.
+    Probe,
 }
 
 impl Role {
@@ -59,6 +61,7 @@ impl Role {
             Self::Control => 0,
             Self::Bulk => 1,
             Self::Urgent => 2,
+            Self::Probe => 3,
         }
     }
 
@@ -67,7 +70,8 @@ impl Role {
             0 => Ok(Self::Control),
             1 => Ok(Self::Bulk),
             2 => Ok(Self::Urgent),
-            _ => Err(WireError::Field { what: "role", value: byte.into(), allowed: "0 to 2" }),
+            3 => Ok(Self::Probe),
+            _ => Err(WireError::Field { what: "role", value: byte.into(), allowed: "0 to 3" }),
         }
     }
 }

@@ -14,10 +14,12 @@ mod error;
 mod frame;
 mod hello;
 mod machine;
+mod request;
 
 pub use control::{
-    CONTROL_HEADER_BYTES, ControlHeader, MAX_CONTROL_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName,
-    ToSource, ToTarget, decode_control, encode_control,
+    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
+    MAX_LACKING_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget, decode_control,
+    encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
@@ -28,6 +30,7 @@ pub use hello::{
     FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, negotiate,
 };
 pub use machine::{MachineConfig, Section};
+pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 
 use crc_fast::{CrcAlgorithm, checksum};
 

@@ -11,35 +11,20 @@ use vmferry_wire::{
     VERSION_MIN, WireError,
 };
 
-/// Opens the control channel.
-pub(crate) fn connect_control(
+/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it.
+pub(crate) fn connect(
     uri: &Uri,
-    migration: MigrationId,
+    (migration, role, index, token): (MigrationId, Role, u16, Token),
     insecure: bool,
     timeout: Duration,
 ) -> Result<Stream, MigrateError> {
-    open(uri, insecure, timeout, &hello(migration, Role::Control, 0, Token::NONE))
-}
-
-/// Opens bulk channel `index` with the token that the target gave out.
-pub(crate) fn connect_bulk(
-    uri: &Uri,
-    migration: MigrationId,
-    insecure: bool,
-    timeout: Duration,
-    (index, token): (u16, Token),
-) -> Result<Stream, MigrateError> {
-    open(uri, insecure, timeout, &hello(migration, Role::Bulk, index, token))
-}
-
-fn hello(migration: MigrationId, role: Role, index: u16, token: Token) -> Hello {
     let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
-    Hello { version_min, version_max, features, migration, role, index, token }
+    open(uri, insecure, timeout, &Hello { version_min, version_max, features, migration, role, index, token })
 }
 
 fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<Stream, MigrateError> {
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let socket = connect(uri, insecure, timeout)?;
+    let socket = reach(uri, insecure, timeout)?;
     let stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
     stream.set_timeouts(Some(timeout), Some(timeout)).map_err(unreachable)?;
     let shake = || -> io::Result<[u8; HELLO_BYTES]> {
@@ -74,7 +59,7 @@ fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<S
     Ok(stream)
 }
 
-fn connect(uri: &Uri, insecure: bool, timeout: Duration) -> Result<Socket, MigrateError> {
+fn reach(uri: &Uri, insecure: bool, timeout: Duration) -> Result<Socket, MigrateError> {
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
     match uri {
         Uri::Tcp { host, port } => {

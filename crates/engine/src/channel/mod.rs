@@ -7,7 +7,7 @@ mod pacer;
 mod stream;
 mod uri;
 
-pub(crate) use connect::{connect_bulk, connect_control};
+pub(crate) use connect::connect;
 pub(crate) use control::{read_message, send_message};
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};

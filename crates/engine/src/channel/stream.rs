@@ -201,6 +201,13 @@ impl Stream {
         Ok(())
     }
 
+    /// Whether there is something to be received right now, or the stream has ended.
+    pub(crate) fn has_input(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, on our stack; no wait.
+        (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
+    }
+
     /// Fills `bytes`.
     pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.receive(&mut [IoBuf::from_bytes_mut(bytes)])

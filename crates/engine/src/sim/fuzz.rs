@@ -4,6 +4,7 @@
 use super::here::machine;
 use super::rng::Rng;
 use super::source;
+use super::there::tokens;
 use crate::target::session as target;
 use proptest::prelude::*;
 use std::time::Duration;
@@ -38,7 +39,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
     match rng.below(11) {
-        0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]) },
+        0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
             let suspects = [0, 0, 1, u64::MAX][rng.index(4)];
@@ -82,7 +83,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
         match action {
             Action::Send(ToTarget::Setup { .. }) => {
                 let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
-                events.push(Event::Message(ToSource::Accept { bulk, urgent }));
+                events.push(Event::Message(ToSource::Accept { bulk, urgent, resume: Token([3; 16]) }));
             }
             Action::OpenChannels { .. } => {
                 events.extend([Event::ChannelsOpened, Event::Message(ToSource::ChannelsUp)]);
@@ -106,7 +107,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Send(ToTarget::Commit) => {
                 events.push(Event::Message(ToSource::Running { start_us: 1, cpu_us: 1 }));
             }
-            Action::Throttle(_) | Action::Send(_) | Action::Finish(_) => {}
+            _ => {}
         }
     }
 }
@@ -164,7 +165,7 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
             let pages = [PAGES, PAGES, 0, 9][rng.index(4)];
             let machine = machine(usize::try_from(pages).expect("small"));
             let bulk_channels = [1, 1, 2, 0, 64, 65, u16::MAX][rng.index(7)];
-            ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels }
+            ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels, urgent_channels: 0, probe: false }
         }
         1 => ToTarget::Pass { pass, pages: rng.next() },
         2 => ToTarget::Final { pass },
@@ -205,7 +206,7 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     use target::{Action, Event};
     for action in actions {
         match action {
-            Action::AwaitChannels(count) => events.extend((0..*count).map(|_| Event::ChannelUp)),
+            Action::AwaitChannels(channels) => events.extend((0..channels.bulk).map(|_| Event::ChannelUp)),
             Action::CountSuspects { pass } => {
                 events.insert(0, Event::Suspects { pass: *pass, pages: 0, runs: vec![] });
             }
@@ -214,7 +215,7 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
             }
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
             Action::Start => events.push(Event::Started { micros: 1, cpu_us: 1 }),
-            Action::Send(_) | Action::Finish(_) => {}
+            _ => {}
         }
     }
 }
@@ -226,7 +227,13 @@ fn script() -> Vec<target::Event> {
     let message = Event::Message;
     let barrier = |pass| Event::Barrier { channel: 0, pass };
     vec![
-        message(ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: 1 }),
+        message(ToTarget::Setup {
+            machine,
+            mode: Mode::Precopy,
+            bulk_channels: 1,
+            urgent_channels: 0,
+            probe: false,
+        }),
         message(ToTarget::Pass { pass: 0, pages: 0 }),
         barrier(0),
         message(ToTarget::Final { pass: 1 }),
@@ -243,7 +250,7 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
     use target::{Action, Event, Outcome};
     let mut rng = Rng::new(seed);
     let pages = usize::try_from(PAGES).expect("small");
-    let mut session = target::Session::begin(machine(pages), (Token([1; 16]), Token([2; 16])));
+    let mut session = target::Session::begin(machine(pages), tokens());
     let (mut expected, mut script) = (Vec::new(), script());
     let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
     for _ in 0..60 {

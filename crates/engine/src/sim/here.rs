@@ -141,6 +141,8 @@ impl World {
                     self.source_handle(event);
                 }
             }
+            // Postcopy's business.
+            Action::Remember { .. } => {}
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
             Action::Finish(outcome) => {
                 self.here.outcome = Some(outcome);

@@ -71,7 +71,7 @@ fn no_seed_breaks_a_promise() {
             Outcome::Failed(_) if ending.committed => 2,
             Outcome::Failed(_) => 3,
             Outcome::Unknown(_) if ending.target == TargetOutcome::Completed => 4,
-            Outcome::Unknown(_) => 5,
+            Outcome::Unknown(_) | Outcome::Lost(_) => 5,
         }] += 1;
         counts[6] += u64::from(ending.resent > 0);
     }

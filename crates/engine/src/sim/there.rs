@@ -4,10 +4,14 @@ use super::here::machine;
 use super::link::Cargo;
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, World};
-use crate::target::session::{Action, Event, Outcome, Session};
+use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::collections::VecDeque;
 use vmferry_memory::RegionId;
 use vmferry_wire::{PageName, Refusal, RefusalCode, RunName, Token};
+
+pub(super) fn tokens() -> Tokens {
+    Tokens { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) }
+}
 
 pub(super) struct There {
     pub(super) session: Session,
@@ -28,7 +32,7 @@ pub(super) struct There {
 impl There {
     pub(super) fn new(rng: &mut Rng, pages: usize) -> Self {
         Self {
-            session: Session::begin(machine(pages), (Token([1; 16]), Token([2; 16]))),
+            session: Session::begin(machine(pages), tokens()),
             actions: VecDeque::new(),
             inbox: VecDeque::new(),
             eager: rng.per_mille(400),
@@ -112,8 +116,8 @@ impl World {
     fn perform_target(&mut self, action: Action) {
         match action {
             Action::Send(message) => self.target_transmits(message),
-            Action::AwaitChannels(count) => {
-                let right = count == self.here.settings.channels;
+            Action::AwaitChannels(channels) => {
+                let right = channels.bulk == self.here.settings.channels;
                 self.promise(right, |_| "another number of channels".into());
             }
             Action::CountSuspects { pass } => {
@@ -136,6 +140,7 @@ impl World {
                 let delay = self.rng.latency(300);
                 self.at(delay, Item::TargetStep(step));
             }
+            other => self.promise(false, |_| format!("{other:?} in precopy")),
         }
     }
 

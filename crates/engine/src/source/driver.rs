@@ -3,23 +3,28 @@
 //! Threads and what they own: the caller's thread runs the session, the VM and the tracker; one thread reads the control
 //! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
 
+mod channels;
 mod ending;
+mod postcopy;
 
 use super::events::{Action, Event, Outcome, Pass};
 use super::pending::Pending;
+use super::postcopy::{Claims, UrgentOut};
 use super::sender::{Sender, SenderError, Shared};
 use super::session::{Phase, Session};
 use super::settings::Settings;
 use super::timings::Timings;
-use crate::channel::{Pacer, SendError, Stream, Uri, connect_bulk, read_message, send_message};
+use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
+use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
-use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
+use crate::vm::{DirtyTracker, GuestMemory, NothingToProtect, Protect, SourceVm};
+use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 use vmferry_memory::{PageRun, PageSet};
@@ -35,12 +40,17 @@ pub(super) enum Input {
     Message(ToSource),
     ControlLost(io::Error),
     PassDone(Result<(), SenderError>),
+    UrgentLost(SenderError),
 }
 
+/// An input, and which set of channels it is of: what is left of an earlier one counts no more.
+pub(super) type Numbered = (u64, Input);
+
 #[derive(Clone)]
-enum Job {
+enum Job<'e> {
     Pages { pass: u32, set: Arc<PageSet>, first: bool },
     Digests { pass: u32 },
+    Rest { pass: u32, claims: Arc<Claims>, urgent: Arc<Vec<UrgentOut<'e>>> },
 }
 
 /// What outlives the channel threads, so that they may borrow it.
@@ -50,18 +60,11 @@ pub(super) struct Ground<'a> {
     pub(super) monitor: &'a Monitor,
     pub(super) migration: MigrationId,
     pub(super) memory: Arc<dyn GuestMemory>,
-    pub(super) control: Stream,
     pub(super) pacer: Pacer,
+    /// For what is never held back.
+    pub(super) unpaced: Pacer,
     pub(super) stop: AtomicBool,
-    pub(super) bulk: OnceLock<Vec<Stream>>,
     pub(super) began: Instant,
-}
-
-impl Ground<'_> {
-    fn shutdown(&self) {
-        self.stop.store(true, Ordering::Release);
-        self.bulk.get().into_iter().flatten().for_each(Stream::shutdown);
-    }
 }
 
 pub(super) struct Driver<'s, 'e> {
@@ -71,9 +74,19 @@ pub(super) struct Driver<'s, 'e> {
     tracker: Box<dyn DirtyTracker>,
     tracking: bool,
     session: Session,
-    inputs: (SyncSender<Input>, Receiver<Input>),
-    jobs: Vec<SyncSender<Job>>,
+    inputs: (SyncSender<Numbered>, Receiver<Numbered>),
+    control: Arc<Stream>,
+    /// What the control channel can be taken up again with.
+    resume: Token,
+    streams: Streams,
+    /// The number of this set of channels.
+    generation: u64,
+    jobs: Vec<SyncSender<Job<'e>>>,
     missing: usize,
+    /// Once the guest was handed over with pages lacking.
+    claims: Option<Arc<Claims>>,
+    urgent: Arc<Vec<UrgentOut<'e>>>,
+    lacking: Collected,
     pending: Pending,
     /// A link failure that waits for the target's own word on it.
     held: Option<(Instant, String)>,
@@ -95,6 +108,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         scope: &'s Scope<'s, 'e>,
         vm: &'e mut dyn SourceVm,
         tracker: Box<dyn DirtyTracker>,
+        control: Stream,
     ) -> Report {
         // A few are enough, and what a peer says waits in its socket, not in our memory.
         let inputs = sync_channel(8);
@@ -111,8 +125,15 @@ impl<'s, 'e> Driver<'s, 'e> {
             tracking: false,
             session,
             inputs,
+            control: Arc::new(control),
+            resume: Token::NONE,
+            streams: Streams::default(),
+            generation: 0,
             jobs: Vec::new(),
             missing: 0,
+            claims: None,
+            urgent: Arc::default(),
+            lacking: Collected::new(ground.memory.layout()),
             pending,
             held: None,
             cancel_seen: false,
@@ -135,16 +156,17 @@ impl<'s, 'e> Driver<'s, 'e> {
     }
 
     fn read_control(&self) -> io::Result<()> {
-        let (ground, inputs) = (self.ground, self.inputs.0.clone());
+        let (control, inputs, generation) =
+            (Arc::clone(&self.control), self.inputs.0.clone(), self.generation);
         let read = move || loop {
-            match read_message(&ground.control) {
+            match read_message(&control) {
                 Ok(message) => {
-                    if inputs.send(Input::Message(message)).is_err() {
+                    if inputs.send((generation, Input::Message(message))).is_err() {
                         return;
                     }
                 }
                 Err(error) => {
-                    let _ = inputs.send(Input::ControlLost(error));
+                    let _ = inputs.send((generation, Input::ControlLost(error)));
                     return;
                 }
             }
@@ -193,35 +215,51 @@ impl<'s, 'e> Driver<'s, 'e> {
             self.ticked = Instant::now();
             return Event::Tick;
         }
+        if let Some(asked) = self.asked() {
+            return asked;
+        }
+        let peer = &self.control.peer;
         match self.inputs.1.recv_timeout(TICK) {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
-            Ok(Input::Message(message)) => {
+            Ok((generation, _)) if generation != self.generation => Event::Tick,
+            Ok((_, Input::Message(message))) => {
                 self.timings.message(&message);
                 Event::Message(message)
             }
-            Ok(Input::ControlLost(error)) => Event::PeerLost(match error.kind() {
+            Ok((_, Input::ControlLost(error))) => Event::PeerLost(match error.kind() {
                 io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                    format!("the target {} closed the connection", self.ground.control.peer)
+                    format!("the target {peer} closed the connection")
                 }
-                io::ErrorKind::TimedOut => format!(
-                    "nothing was heard of the target {} for {:?}",
-                    self.ground.control.peer, self.ground.settings.peer_timeout
-                ),
-                _ => format!("the link to {} failed: {error}", self.ground.control.peer),
+                io::ErrorKind::TimedOut => {
+                    format!(
+                        "nothing was heard of the target {peer} for {:?}",
+                        self.ground.settings.peer_timeout
+                    )
+                }
+                _ => format!("the link to {peer} failed: {error}"),
             }),
-            Ok(Input::PassDone(Ok(()))) => {
+            Ok((_, Input::PassDone(Ok(())))) => {
                 self.missing = self.missing.saturating_sub(1);
                 if self.missing > 0 {
                     return Event::Tick;
                 }
                 Event::PassSent { bytes: self.timings.pass_sent(self.ground.monitor) }
             }
-            Ok(Input::PassDone(Err(SenderError::Stopped))) => Event::Tick,
-            Ok(Input::PassDone(Err(SenderError::File(error)))) => Event::PeerLost(error.to_string()),
-            Ok(Input::PassDone(Err(SenderError::Vm(error)))) => local("reading guest memory", &error),
-            Ok(Input::PassDone(Err(SenderError::Link(SendError { error, .. }, peer)))) => {
-                // Often the target closed its channels after saying why on the control channel: hear it out.
+            Ok((_, Input::PassDone(Err(error)) | Input::UrgentLost(error))) => self.channel_failed(error),
+        }
+    }
+
+    fn channel_failed(&mut self, error: SenderError) -> Event {
+        match error {
+            SenderError::Stopped => Event::Tick,
+            SenderError::File(error) => Event::PeerLost(error.to_string()),
+            SenderError::Vm(error) => local("reading guest memory", &error),
+            SenderError::Link(SendError { error, .. }, peer) => {
                 let why = format!("the link to {peer} failed while pages were sent: {error}");
+                if self.session.handed_over() {
+                    return Event::PeerLost(why);
+                }
+                // Often the target closed its channels after saying why on the control channel: hear it out.
                 self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
                 Event::Tick
             }
@@ -231,7 +269,11 @@ impl<'s, 'e> Driver<'s, 'e> {
     fn perform(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Send(message) => self.send(&message),
-            Action::OpenChannels { token } => Some(self.open_channels(token)),
+            Action::OpenChannels { bulk, urgent } => Some(self.open_channels(bulk, urgent)),
+            Action::Remember { resume } => {
+                self.resume = resume;
+                None
+            }
             Action::StartTracker => Some(self.start_tracker()),
             Action::Rehearse => Some(self.rehearse()),
             Action::Harvest => Some(self.harvest()),
@@ -256,6 +298,15 @@ impl<'s, 'e> Driver<'s, 'e> {
                     |sections| Event::Saved { sections },
                 ))
             }
+            Action::HandOver { also } => Some(self.hand_over(&also)),
+            Action::SendRest { number } => self.send_rest(number),
+            Action::Disconnect => {
+                self.disconnect();
+                None
+            }
+            Action::Reconnect { after } => Some(self.reconnect(after)),
+            Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
+            Action::ServeAgain { pages } => self.serve_again(pages),
             Action::Resume => Some(self.resume()),
             Action::Finish(_) => None,
         }
@@ -275,7 +326,7 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.timings.sending(message);
-        let failed = send_message(&self.ground.control, message, self.send_time(message)).err()?;
+        let failed = send_message(&*self.control, message, self.send_time(message)).err()?;
         if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
             let what = match message {
                 ToTarget::Section(section) => format!("the device state '{}'", section.name),
@@ -284,37 +335,13 @@ impl<'s, 'e> Driver<'s, 'e> {
             let detail = format!("{what} cannot be sent: {too_large}");
             return Some(Event::LocalFailure(Refusal::new(RefusalCode::State, detail)));
         }
-        let why = format!("the link to {} failed: {}", self.ground.control.peer, failed.error);
+        let why = format!("the link to {} failed: {}", self.control.peer, failed.error);
         // Before the commit the target's own words, if it left any, say more than a broken pipe.
         if !self.session.committed() && failed.error.kind() == io::ErrorKind::BrokenPipe {
             self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
             return None;
         }
         Some(if failed.nothing_left { Event::NotSent(why) } else { Event::PeerLost(why) })
-    }
-
-    fn open_channels(&mut self, token: Token) -> Event {
-        let ground = self.ground;
-        let settings = ground.settings;
-        let open = |index| {
-            let stream = connect_bulk(
-                ground.uri,
-                ground.migration,
-                settings.insecure,
-                settings.peer_timeout,
-                (index, token),
-            )?;
-            // A bulk channel is never read; a send without progress for this long is a dead peer.
-            let _ = stream.set_timeouts(None, Some(settings.peer_timeout));
-            Ok::<_, crate::MigrateError>(stream)
-        };
-        match (0..settings.channels).map(open).collect::<Result<Vec<_>, _>>() {
-            Ok(streams) => {
-                let _ = ground.bulk.set(streams);
-                Event::ChannelsOpened
-            }
-            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Other, error.to_string())),
-        }
     }
 
     fn start_tracker(&mut self) -> Event {
@@ -332,10 +359,15 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn start_senders(&mut self) -> io::Result<()> {
         let ground = self.ground;
-        for (stream, index) in ground.bulk.get().into_iter().flatten().zip(0..) {
-            let (jobs, queue) = sync_channel::<Job>(1);
-            let (inputs, protect) = (self.inputs.0.clone(), self.tracker.protector());
-            let work = move || send_jobs(ground, stream, index, &*protect, &queue, &inputs);
+        for (stream, index) in self.streams.bulk.iter().zip(0..) {
+            let (jobs, queue) = sync_channel::<Job<'e>>(1);
+            let (inputs, generation, stream) = (self.inputs.0.clone(), self.generation, Arc::clone(stream));
+            let protect = if self.tracking {
+                self.tracker.protector()
+            } else {
+                Arc::new(NothingToProtect) as Arc<dyn Protect>
+            };
+            let work = move || send_jobs(ground, stream, index, &*protect, &queue, (generation, &inputs));
             Builder::new().name(format!("source-bulk-{index}")).spawn_scoped(self.scope, work)?;
             self.jobs.push(jobs);
         }
@@ -401,12 +433,17 @@ impl<'s, 'e> Driver<'s, 'e> {
                 Job::Digests { pass: number }
             }
         };
+        self.give_out(&job);
+        None
+    }
+
+    /// Gives every bulk thread its part of `job`.
+    fn give_out(&mut self, job: &Job<'e>) {
         self.missing = self.jobs.len();
         for queue in &self.jobs {
-            // A sender that is gone has reported why; its input ends the migration.
+            // A sender that is gone has reported why; its input ends the migration, or this set of channels.
             let _ = queue.send(job.clone());
         }
-        None
     }
 
     fn begin_pass(&mut self, number: u32, pages: u64) {
@@ -434,11 +471,16 @@ impl<'s, 'e> Driver<'s, 'e> {
                 Phase::Setup => MigrationState::Setup,
                 Phase::Precopy => MigrationState::Precopy,
                 Phase::Switchover => MigrationState::Switchover,
+                Phase::Postcopy => MigrationState::Postcopy,
+                Phase::PostcopyPaused => MigrationState::PostcopyPaused,
                 Phase::Ended => progress.state,
             };
             progress.elapsed = elapsed;
             progress.bandwidth = session.bandwidth();
             progress.predicted_downtime = session.predicted_downtime();
+            progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
+            progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
+            progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
         });
     }
 }
@@ -447,32 +489,39 @@ fn local(what: &str, error: &crate::VmError) -> Event {
     Event::LocalFailure(Refusal::new(RefusalCode::Other, format!("{what} failed: {error}")))
 }
 
+impl<'e> Ground<'e> {
+    /// What a bulk channel's sender needs.
+    fn shared<'a>(&'a self, protect: &'a dyn Protect) -> Shared<'a> {
+        Shared {
+            memory: &*self.memory,
+            protect,
+            pacer: &self.pacer,
+            counters: &self.monitor.counters,
+            stop: &self.stop,
+            channels: self.settings.channels,
+        }
+    }
+}
+
 /// A bulk channel's thread.
 fn send_jobs(
     ground: &Ground<'_>,
-    stream: &Stream,
+    stream: Arc<Stream>,
     index: u16,
     protect: &dyn Protect,
-    queue: &Receiver<Job>,
-    inputs: &SyncSender<Input>,
+    queue: &Receiver<Job<'_>>,
+    (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
-    let shared = Shared {
-        memory: &*ground.memory,
-        protect,
-        pacer: &ground.pacer,
-        counters: &ground.monitor.counters,
-        stop: &ground.stop,
-        channels: ground.settings.channels,
-    };
-    let mut sender = Sender::new(shared, stream, index);
+    let mut sender = Sender::new(ground.shared(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = match &job {
             Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),
             Job::Digests { pass } => sender.send_digests(*pass),
+            Job::Rest { pass, claims, urgent } => sender.send_rest(*pass, claims, urgent),
         };
         drop(job);
         let failed = result.is_err();
-        if inputs.send(Input::PassDone(result)).is_err() || failed {
+        if inputs.send((generation, Input::PassDone(result))).is_err() || failed {
             break;
         }
     }

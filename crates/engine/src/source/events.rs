@@ -1,7 +1,7 @@
 //! What goes into the source's session and what comes out of it.
 
 use std::time::Duration;
-use vmferry_wire::{PageName, Refusal, RunName, Section, ToSource, ToTarget, Token};
+use vmferry_wire::{LackingPages, PageName, Refusal, RunName, Section, ToSource, ToTarget, Token};
 
 /// What happened, reported by the driver.
 #[derive(Debug)]
@@ -26,6 +26,14 @@ pub(crate) enum Event {
         sections: Vec<Section>,
     },
     Resumed,
+    /// The target was told which pages, so many, it lacks, and they are ready to be asked for.
+    HandedOver {
+        pages: u64,
+    },
+    /// A new control channel is up.
+    Reconnected,
+    /// There is none yet.
+    NotReconnected(String),
     /// Something on this side failed.
     LocalFailure(Refusal),
     /// The link failed or the peer is gone.
@@ -34,6 +42,12 @@ pub(crate) enum Event {
     NotSent(String),
     /// A person wants the guest to stay.
     Cancel,
+    /// A person wants the guest to go on on the target now.
+    SwitchNow,
+    /// A person wants a lost link to be taken up again.
+    Recover,
+    /// A person has given up a lost link.
+    Abandon,
     /// Time has passed.
     Tick,
 }
@@ -54,7 +68,32 @@ pub(crate) enum Pass {
 pub(crate) enum Action {
     Send(ToTarget),
     OpenChannels {
-        token: Token,
+        bulk: Token,
+        urgent: Token,
+    },
+    /// Keep what the control channel can be taken up again with.
+    Remember {
+        resume: Token,
+    },
+    /// Name the pages that are still to be sent, and these, to the target, and serve requests for them from now on.
+    HandOver {
+        also: Vec<RunName>,
+    },
+    /// Send what nobody has asked for, on all bulk channels.
+    SendRest {
+        number: u32,
+    },
+    /// Close every channel: the link is lost.
+    Disconnect,
+    /// Open a new control channel, after a while.
+    Reconnect {
+        after: Duration,
+    },
+    /// The target lacks these pages.
+    TakeLacking(LackingPages),
+    /// The target has named all the pages, so many, that it lacks: serve requests for them from now on.
+    ServeAgain {
+        pages: u64,
     },
     StartTracker,
     Rehearse,
@@ -84,6 +123,8 @@ pub enum Outcome {
     Failed(Refusal),
     /// The target was told to run the guest and nobody knows whether it does. It does not run here.
     Unknown(String),
+    /// It ran on the target and was given up before it had all of its memory.
+    Lost(String),
 }
 
 /// What a verification found.

@@ -4,6 +4,7 @@ mod driver;
 pub(crate) mod events;
 mod pending;
 mod policy;
+pub(crate) mod postcopy;
 pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
@@ -11,18 +12,17 @@ mod throttle;
 mod timings;
 
 pub use events::{Outcome, Verification};
-pub use settings::{AutoConverge, OnTimeout, Settings};
+pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, UrgentPath};
 
-use crate::channel::{Pacer, Uri, connect_control};
+use crate::channel::{Pacer, Uri, connect};
 use crate::monitor::{Monitor, thread_cpu_us};
 use crate::report::Report;
 use crate::vm::{SourceVm, TrackerKind};
 use crate::{MigrateError, random};
-use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use vmferry_memory::Layout;
-use vmferry_wire::MigrationId;
+use vmferry_wire::{MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
 ///
@@ -45,20 +45,20 @@ pub fn migrate(
     check(vm, settings)?;
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
-    let control = connect_control(uri, migration, settings.insecure, settings.peer_timeout)?;
+    let channel = (migration, Role::Control, 0, Token::NONE);
+    let control = connect(uri, channel, settings.insecure, settings.peer_timeout)?;
     let ground = driver::Ground {
         uri,
         settings,
         monitor,
         migration,
         memory: vm.memory(),
-        control,
         pacer: Pacer::new(settings.max_bandwidth),
+        unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
-        bulk: OnceLock::new(),
         began,
     };
-    let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker));
+    let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker, control));
     // The channel threads have ended by now: their CPU time is complete. What this thread used before does not count.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before)) as f64 / 1e3;
@@ -71,6 +71,12 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
         return Err(MigrateError::Settings(format!(
             "{} channels: 1 to {most} are possible",
             settings.channels
+        )));
+    }
+    if settings.may_be_lazy() && !(1..=most).contains(&settings.urgent_channels) {
+        return Err(MigrateError::Settings(format!(
+            "{} urgent channels: 1 to {most} are possible",
+            settings.urgent_channels
         )));
     }
     if settings.peer_timeout.is_zero() {

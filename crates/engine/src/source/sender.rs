@@ -8,6 +8,7 @@ use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
 use crate::vm::{GuestMemory, Protect, VmError};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
@@ -62,7 +63,7 @@ pub(crate) trait FrameSink {
 /// The kernel copies pages into its own. Lending them to it instead (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was
 /// measured and is slower: the digest has just brought the page into this processor's cache, where the copy finds it,
 /// and a lent page is read from there by the receiver's processor, and later than its digest was taken.
-impl FrameSink for &Stream {
+impl FrameSink for Arc<Stream> {
     fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
         self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
     }
@@ -70,7 +71,7 @@ impl FrameSink for &Stream {
 
 /// The sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
-    shared: Shared<'a>,
+    pub(super) shared: Shared<'a>,
     sink: S,
     index: u16,
     writer: TableWriter,
@@ -130,7 +131,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         sent
     }
 
-    fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
+    pub(super) fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
         let window = self.shared.memory.window(region, run)?;
         for page in 0..window.pages() {
             if self.writer.pages() == FRAME_PAGES {
@@ -148,6 +149,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Ok(())
     }
 
+    /// Pages with content in the frame that is being made.
+    pub(super) fn writer_pages(&self) -> usize {
+        self.writer.pages()
+    }
+
     /// Sends digests of this channel's share of all pages as pass `pass`, and its barrier. The guest is stopped.
     pub(crate) fn send_digests(&mut self, pass: u32) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
@@ -156,11 +162,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
                 let mut at = chunk.start;
                 for run in touched.runs_in(chunk.clone()) {
-                    self.push_zeros(pass, region.id, at..run.start)?;
+                    self.push_zeros(pass, region.id, at..run.start, FrameKind::Digests)?;
                     at = run.end;
                     self.digest_run(pass, region.id, run.into())?;
                 }
-                self.push_zeros(pass, region.id, at..chunk.end)?;
+                self.push_zeros(pass, region.id, at..chunk.end, FrameKind::Digests)?;
             }
             self.flush(FrameKind::Digests, region.id, pass)?;
         }
@@ -181,11 +187,17 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Ok(())
     }
 
-    fn push_zeros(&mut self, pass: u32, region: RegionId, run: Range<u64>) -> Result<(), SenderError> {
+    pub(super) fn push_zeros(
+        &mut self,
+        pass: u32,
+        region: RegionId,
+        run: Range<u64>,
+        kind: FrameKind,
+    ) -> Result<(), SenderError> {
         if run.is_empty() || self.writer.push_zeros(run.clone().into()) {
             return Ok(());
         }
-        self.flush(FrameKind::Digests, region, pass)?;
+        self.flush(kind, region, pass)?;
         let fits = self.writer.push_zeros(run.into());
         debug_assert!(fits);
         Ok(())
@@ -200,14 +212,14 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         (0..pages.div_ceil(size)).filter(mine).map(move |chunk| chunk * size..((chunk + 1) * size).min(pages))
     }
 
-    fn barrier(&mut self, pass: u32) -> Result<(), SenderError> {
+    pub(super) fn barrier(&mut self, pass: u32) -> Result<(), SenderError> {
         let header = FrameHeader::barrier(pass, self.sequence).encode();
         self.sequence += 1;
         self.shared.counters.wire_bytes.fetch_add(FRAME_HEADER_BYTES as u64, Ordering::Relaxed);
         self.sink.put(&mut [IoBuf::from_bytes(&header)])
     }
 
-    fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
+    pub(super) fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
         if self.writer.is_empty() {
             return Ok(());
         }

@@ -9,14 +9,15 @@
 //! [`ToSource::Returned`], by which it renounces the guest for good, gives it back.
 
 mod ending;
+mod postcopy;
 mod slow_down;
 
 use super::events::{Action, Event, Outcome, Pass, Verification};
 use super::policy::{Convergence, Decision, PassOutcome};
-use super::settings::Settings;
+use super::settings::{MigrationMode, Settings};
 use std::time::Duration;
 use vmferry_memory::PageRun;
-use vmferry_wire::{MachineConfig, Mode, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget};
+use vmferry_wire::{LazyFigures, MachineConfig, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget};
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;
@@ -51,8 +52,22 @@ enum State {
         received: bool,
         verified: bool,
     },
+    /// The target is being told what it lacks.
+    HandingOver,
     Loading,
     Committed,
+    /// The guest runs on the target, and its pages are on their way.
+    Postcopy,
+    /// The link is lost in postcopy: waiting to try again, or for somebody to say so.
+    Suspended,
+    Reconnecting,
+    /// The target says what it still lacks.
+    Hearing,
+    /// Channels are being opened anew.
+    Reopening {
+        opened: bool,
+        up: bool,
+    },
     /// Cleaning up: the guest is being resumed, then `ended` is reported.
     Resuming,
     Done,
@@ -64,6 +79,8 @@ pub(crate) enum Phase {
     Setup,
     Precopy,
     Switchover,
+    Postcopy,
+    PostcopyPaused,
     Ended,
 }
 
@@ -86,6 +103,15 @@ pub(crate) struct Session {
     harvest_began: Duration,
     last_harvest: Duration,
     switch_wanted: bool,
+    /// Somebody, or the timeout, wants the guest to run on the target before the rest of its memory is there.
+    postcopy_wanted: bool,
+    /// This switchover is of that kind.
+    lazy: bool,
+    /// Pages that were left by the pass before, in hybrid mode.
+    left_before: Option<u64>,
+    recovery: postcopy::Recovery,
+    /// The target's account of the time after the switchover.
+    pub(crate) figures: Option<LazyFigures>,
     /// Pages that each vCPU wrote during the last pass.
     writers: Vec<u64>,
     /// How much of its time each vCPU stands still; empty if never asked for.
@@ -116,7 +142,13 @@ impl Session {
         pages: u64,
         now: Duration,
     ) -> (Self, Vec<Action>) {
-        let setup = ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: settings.channels };
+        let setup = ToTarget::Setup {
+            machine,
+            mode: settings.wire_mode(),
+            bulk_channels: settings.channels,
+            urgent_channels: settings.urgent_count(),
+            probe: settings.probe(),
+        };
         let session = Self {
             policy: Convergence::new(settings.downtime_limit),
             settings,
@@ -132,6 +164,11 @@ impl Session {
             harvest_began: now,
             last_harvest: Duration::ZERO,
             switch_wanted: false,
+            postcopy_wanted: false,
+            lazy: false,
+            left_before: None,
+            recovery: postcopy::Recovery::default(),
+            figures: None,
             writers: Vec::new(),
             shares: Vec::new(),
             resends: 0,
@@ -159,16 +196,23 @@ impl Session {
             | State::Saving
             | State::LastHarvest
             | State::LastPass { .. }
+            | State::HandingOver
             | State::Verifying { .. }
             | State::Loading
             | State::Committed => Phase::Switchover,
+            State::Postcopy => Phase::Postcopy,
+            State::Suspended | State::Reconnecting | State::Hearing | State::Reopening { .. } => {
+                Phase::PostcopyPaused
+            }
             State::Resuming | State::Done => Phase::Ended,
         }
     }
 
     /// Whether the target has been told that the guest is its own.
     pub(crate) fn committed(&self) -> bool {
-        self.state == State::Committed || matches!(self.ended, Some(Outcome::Unknown(_) | Outcome::Completed))
+        self.state == State::Committed
+            || self.handed_over()
+            || matches!(self.ended, Some(Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)))
     }
 
     pub(crate) fn bandwidth(&self) -> Option<f64> {
@@ -212,6 +256,9 @@ impl Session {
                 _ => Vec::new(),
             };
         }
+        if self.handed_over() {
+            return self.after_handover(now, event);
+        }
         match event {
             Event::Message(message) => self.message(now, message),
             Event::LocalFailure(why) => self.give_up(Outcome::Failed(why), true),
@@ -225,6 +272,12 @@ impl Session {
             }
             Event::Cancel => self.give_up(Outcome::Cancelled("cancelled on request".into()), true),
             Event::Tick => self.tick(now),
+            Event::SwitchNow => {
+                self.postcopy_wanted = self.settings.may_be_lazy();
+                Vec::new()
+            }
+            // There is no lost link to take up again: a link that is lost now takes the migration with it.
+            Event::Recover | Event::Abandon => Vec::new(),
             done => self.step(now, done),
         }
     }
@@ -256,6 +309,15 @@ impl Session {
                 vec![Action::Save]
             }
             (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
+            (State::LastHarvest, Event::Harvested { pages, .. }) if self.lazy => {
+                self.last_harvest = now.saturating_sub(self.harvest_began);
+                self.remaining = pages;
+                self.hand_over()
+            }
+            (State::HandingOver, Event::HandedOver { pages }) => {
+                self.state = State::Loading;
+                vec![Action::Send(ToTarget::LoadLazily { pages })]
+            }
             (State::LastHarvest, Event::Harvested { pages, .. }) => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
                 self.remaining = pages;
@@ -278,19 +340,19 @@ impl Session {
     fn message(&mut self, now: Duration, message: ToSource) -> Vec<Action> {
         match (self.state, message) {
             (_, ToSource::Pong(number)) => {
-                if number == self.last_ping.0 {
-                    self.round_trip = now.saturating_sub(self.last_ping.1);
-                }
+                self.pong(now, number);
                 Vec::new()
             }
-            (State::Committed, message) => self.after_commit(message),
+            (State::Committed, message) => self.after_commit(now, message),
             (_, ToSource::Failed(why)) => self.give_up(Outcome::Failed(why), false),
-            (State::AwaitAccept, ToSource::Accept { bulk, urgent: _ }) => {
+            (State::AwaitAccept, ToSource::Accept { bulk, urgent, resume }) => {
                 self.state = State::Opening { opened: false, up: false };
-                vec![Action::OpenChannels { token: bulk }]
+                vec![Action::Remember { resume }, Action::OpenChannels { bulk, urgent }]
             }
             (State::Opening { opened, .. }, ToSource::ChannelsUp) => self.opening(opened, true),
-            (State::Passing { sent, .. }, ToSource::Received { pass, .. }) if pass == self.pass => {
+            (State::Passing { sent, .. }, ToSource::Received { pass, runs, .. }) if pass == self.pass => {
+                // Damaged pages are dirty and come again; a handover names them to be sure.
+                self.again = runs;
                 self.passing(now, sent, true)
             }
             (State::LastPass { sent, .. }, ToSource::Received { pass, suspects, runs })
@@ -329,8 +391,12 @@ impl Session {
         self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Protocol, detail)), true)
     }
 
-    fn after_commit(&mut self, message: ToSource) -> Vec<Action> {
+    fn after_commit(&mut self, now: Duration, message: ToSource) -> Vec<Action> {
         match message {
+            ToSource::Running { start_us, .. } if self.lazy => {
+                self.start_time = Duration::from_micros(start_us);
+                self.running_lazily(now)
+            }
             ToSource::Running { start_us, cpu_us } => {
                 self.target_cpu = Duration::from_micros(cpu_us);
                 self.start_time = Duration::from_micros(start_us);
@@ -352,6 +418,11 @@ impl Session {
         self.state = State::Opening { opened, up };
         if !(opened && up) {
             return Vec::new();
+        }
+        if self.settings.mode == MigrationMode::Postcopy {
+            // Nothing is sent before, so nothing need be tracked.
+            self.lazy = true;
+            return self.pause();
         }
         self.state = State::StartingTracker;
         vec![Action::StartTracker]
@@ -402,15 +473,28 @@ impl Session {
         let decision = self.policy.decide(outcome, self.fixed_costs());
         self.pass += 1;
         if decision == Decision::Switch || self.switch_wanted {
-            self.state = State::Pausing;
-            return vec![Action::Pause];
+            return self.pause();
+        }
+        if self.wants_postcopy() {
+            self.lazy = true;
+            return self.pause();
         }
         let mut actions: Vec<_> = self.slow_down(outcome).map(Action::Throttle).into_iter().collect();
         actions.extend(self.send_live(now, false));
         actions
     }
 
+    fn pause(&mut self) -> Vec<Action> {
+        self.state = State::Pausing;
+        vec![Action::Pause]
+    }
+
     fn saved(&mut self, now: Duration, sections: Vec<Section>) -> Vec<Action> {
+        if self.lazy {
+            return self.saved_for_postcopy(now, sections);
+        }
+        // Pages that came damaged and were not dirty are named again by the target.
+        self.again.clear();
         self.state = State::LastHarvest;
         self.harvest_began = now;
         let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);

@@ -1,6 +1,7 @@
 //! How to migrate, as the caller says it.
 
 use std::time::Duration;
+use vmferry_wire::Mode;
 
 /// What to do when a migration takes longer than its timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -11,6 +12,57 @@ pub enum OnTimeout {
     Cancel,
     /// Stop the guest and send the rest, however long that takes.
     Switch,
+    /// Let the guest run on the target and send the rest then.
+    Postcopy,
+}
+
+/// When the guest changes sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum MigrationMode {
+    /// After its memory.
+    #[default]
+    Precopy,
+    /// At once: its memory follows, what it needs first.
+    Postcopy,
+    /// After as many passes over its memory as are worth while; then, if the downtime would be too long, before the rest.
+    Hybrid,
+}
+
+impl std::fmt::Display for MigrationMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Precopy => "precopy",
+            Self::Postcopy => "postcopy",
+            Self::Hybrid => "hybrid",
+        })
+    }
+}
+
+/// How a page that the running guest needs gets to it. The target cannot tell the difference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum UrgentPath {
+    /// In the bulk channel, behind what is queued there.
+    Shared,
+    /// On an urgent channel, by the thread that sends the bulk, between two of its frames.
+    Interleaved,
+    /// On the urgent channel that it was asked for on, at once, by the thread that read the request.
+    #[default]
+    Dedicated,
+}
+
+/// How fast the bulk is sent beside urgent pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Pace {
+    /// As fast as leaves the queues on the way short: found by watching round trips.
+    #[default]
+    Auto,
+    /// As fast as it goes.
+    Off,
+    /// At so many bytes a second.
+    Rate(u64),
 }
 
 /// Whether a guest that dirties faster than the link carries is slowed until it does not.
@@ -29,6 +81,16 @@ pub enum AutoConverge {
 /// How to migrate.
 #[derive(Debug, Clone)]
 pub struct Settings {
+    /// When the guest changes sides.
+    pub mode: MigrationMode,
+    /// How urgent pages are sent in postcopy.
+    pub urgent: UrgentPath,
+    /// Channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]; used in postcopy only.
+    pub urgent_channels: u16,
+    /// How fast bulk pages are sent beside urgent ones.
+    pub pace: Pace,
+    /// How long a lost link is tried to be taken up again by itself in postcopy, before somebody has to say so.
+    pub reconnect_for: Duration,
     /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
     pub channels: u16,
     /// The guest is stopped once its predicted downtime fits this.
@@ -52,11 +114,40 @@ pub struct Settings {
 impl Settings {
     /// Most parallel channels.
     pub const MAX_CHANNELS: u16 = 64;
+
+    /// Whether the guest may run on the target before all of its memory is there.
+    pub(crate) fn may_be_lazy(&self) -> bool {
+        self.mode != MigrationMode::Precopy || self.on_timeout == OnTimeout::Postcopy
+    }
+
+    /// The mode as the target has to know it.
+    pub(crate) fn wire_mode(&self) -> Mode {
+        match self.mode {
+            MigrationMode::Postcopy => Mode::Postcopy,
+            _ if self.may_be_lazy() => Mode::Hybrid,
+            _ => Mode::Precopy,
+        }
+    }
+
+    /// Whether round trips are watched.
+    pub(crate) fn probe(&self) -> bool {
+        self.may_be_lazy() && self.pace == Pace::Auto
+    }
+
+    /// Urgent channels that are to be opened.
+    pub(crate) fn urgent_count(&self) -> u16 {
+        if self.may_be_lazy() { self.urgent_channels } else { 0 }
+    }
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
+            mode: MigrationMode::Precopy,
+            urgent: UrgentPath::Dedicated,
+            urgent_channels: 2,
+            pace: Pace::Auto,
+            reconnect_for: Duration::from_secs(60),
             channels: 2,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,

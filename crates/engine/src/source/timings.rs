@@ -4,7 +4,7 @@ use super::driver::Ground;
 use super::events::Outcome;
 use super::session::Session;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Bytes, Cpu, Downtime, PassReport, Report, ThrottleFigures, word};
+use crate::report::{Bytes, Cpu, Downtime, PassReport, PostcopyFigures, Report, ThrottleFigures, word};
 use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -25,6 +25,7 @@ pub(super) struct Timings {
     verified: Option<Instant>,
     ready: Option<Instant>,
     running: Option<Instant>,
+    complete: Option<Instant>,
     resumed: Option<Instant>,
     predicted: Option<Duration>,
     /// The shares that were asked for last, and the highest so far.
@@ -124,6 +125,7 @@ impl Timings {
             }
             ToSource::Ready { .. } => self.ready = Some(now),
             ToSource::Running { .. } => self.running = Some(now),
+            ToSource::Complete(_) => self.complete = Some(now),
             _ => {}
         }
     }
@@ -155,7 +157,8 @@ impl Timings {
     ) -> Report {
         let counters = &ground.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let end = self.running.or(self.resumed).unwrap_or_else(Instant::now);
+        let started = self.running.or(self.resumed).unwrap_or_else(Instant::now);
+        let end = self.complete.unwrap_or(started);
         let wire = load(&counters.wire_bytes);
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
         let (state, error) = match outcome {
@@ -163,15 +166,18 @@ impl Timings {
             Outcome::Cancelled(why) => (MigrationState::Cancelled, Some(why.clone())),
             Outcome::Failed(why) => (MigrationState::Failed, Some(why.to_string())),
             Outcome::Unknown(why) => (MigrationState::Unknown, Some(why.clone())),
+            Outcome::Lost(why) => (MigrationState::Lost, Some(why.clone())),
         };
         let verification = session.verification.clone().unwrap_or_default();
-        let stopped = between(self.pause, Some(end));
+        let stopped = between(self.pause, Some(started));
         Report {
             state,
             outcome: word(state),
             error,
             id: ground.migration.to_string(),
-            mode: "precopy".into(),
+            mode: ground.settings.mode.to_string(),
+            postcopy: session.figures.as_ref().map(PostcopyFigures::from),
+            interruptions: session.interruptions(),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),

@@ -1,23 +1,28 @@
 //! The target's driver: does what the session decides, with real threads, sockets and a real VM.
 //!
 //! Threads and what they own: the caller's thread runs the session and the VM; one thread accepts connections; one reads
-//! the control channel; one per bulk channel receives. They meet in one bounded queue of [`Input`]s.
+//! the control channel; one per channel receives ([`Link`]). They meet in one bounded queue of [`Input`]s.
 
-use super::receiver::{Arrivals, ReceiveError, Receiver as PageReceiver};
+use super::channels::Link;
+use super::lazy::Lazy;
+use super::receiver::ReceiveError;
+use super::rest::Rest;
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Received};
-use crate::channel::{Incoming, Stream, answer, read_message, send_message};
+use crate::MigrateError;
+use crate::channel::{Incoming, answer, send_message};
+use crate::lacking::Collected;
+use crate::lazy::LazyMemory;
 use crate::monitor::thread_cpu_us;
-use crate::vm::{GuestMemory, TargetVm};
-use crate::{MigrateError, Settings, random};
+use crate::vm::TargetVm;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_wire::{MigrationId, Refusal, RefusalCode, Role, Section, ToSource, ToTarget, Token};
+use vmferry_wire::{LackingPages, Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
 
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);
@@ -34,7 +39,8 @@ pub(super) enum Input {
     Message(ToTarget),
     ControlLost(io::Error),
     Barrier { channel: u16, pass: u32 },
-    ChannelLost { channel: u16, error: ReceiveError },
+    AllHere,
+    ChannelLost { role: Role, channel: u16, error: ReceiveError },
 }
 
 /// One attempt of a source to bring its guest.
@@ -42,22 +48,16 @@ pub(super) struct Driver<'a> {
     vm: &'a mut dyn TargetVm,
     arrival: &'a Arrival,
     session: Session,
-    /// The number of this attempt.
-    attempt: u64,
     began: Instant,
     inputs: &'a Receiver<Numbered>,
-    sender: SyncSender<Numbered>,
     /// Sources that came while this attempt was being wound up: they are served next.
     waiting: Vec<Incoming>,
-    control: Arc<Stream>,
-    migration: MigrationId,
-    token: Token,
-    bulk: Vec<Option<Arc<Stream>>>,
-    threads: Vec<JoinHandle<()>>,
-    arrivals: Arc<Arrivals>,
-    memory: Arc<dyn GuestMemory>,
-    cpu_us: Arc<AtomicU64>,
+    link: Link,
     load: Duration,
+    /// There once a guest was announced that may run before all of its memory is here.
+    lazy_memory: Option<Arc<dyn LazyMemory>>,
+    lacking: Collected,
+    fault_threads: Vec<JoinHandle<()>>,
 }
 
 impl<'a> Driver<'a> {
@@ -68,71 +68,58 @@ impl<'a> Driver<'a> {
         attempt: u64,
         incoming: Incoming,
     ) -> Result<Attempt, MigrateError> {
-        let (token, urgent) = (Token(random()?), Token(random()?));
         let memory = vm.memory();
+        let hello = incoming.hello.clone();
+        let lacking = Collected::new(memory.layout());
+        let link = Link::new(attempt, incoming, sender.clone(), memory)?;
         let mut driver = Driver {
-            session: Session::begin(vm.config(), (token, urgent)),
+            session: Session::begin(vm.config(), link.tokens),
             vm,
             arrival,
-            attempt,
             began: Instant::now(),
             inputs,
-            sender: sender.clone(),
             waiting: Vec::new(),
-            control: Arc::new(incoming.stream),
-            migration: incoming.hello.migration,
-            token,
-            bulk: Vec::new(),
-            threads: Vec::new(),
-            arrivals: Arc::new(Arrivals::new(&*memory)),
-            memory,
-            cpu_us: Arc::default(),
+            link,
             load: Duration::ZERO,
+            lazy_memory: None,
+            lacking,
+            fault_threads: Vec::new(),
         };
         let cpu_before = thread_cpu_us();
         let timeout = Some(arrival.peer_timeout);
         let greeted = driver
+            .link
             .control
             .set_timeouts(timeout, timeout)
-            .and_then(|()| answer(&driver.control, &incoming.hello, Ok(())))
-            .and_then(|()| driver.read_control());
+            .and_then(|()| answer(&driver.link.control, &hello, Ok(())))
+            .and_then(|()| driver.link.read_control());
         let outcome = match greeted {
             Ok(()) => driver.drive(),
             Err(error) => {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("the link failed: {error}")))
             }
         };
-        driver.close(&outcome);
-        let accepted = driver.session.accepted();
-        let threads = driver.cpu_us.load(Ordering::Relaxed);
-        Ok(Attempt {
-            accepted,
-            outcome,
-            waiting: std::mem::take(&mut driver.waiting),
-            received: Received {
-                id: driver.migration.to_string(),
-                source: driver.control.peer.clone(),
-                pages: driver.arrivals.pages(),
-                load_ms: driver.load.as_secs_f64() * 1e3,
-                cpu_ms: (threads + thread_cpu_us().saturating_sub(cpu_before)) as f64 / 1e3,
-            },
-        })
+        let own_cpu_us = thread_cpu_us().saturating_sub(cpu_before);
+        Ok(driver.wind_up(outcome, own_cpu_us))
     }
 
-    fn read_control(&mut self) -> io::Result<()> {
-        let (control, inputs, attempt) = (Arc::clone(&self.control), self.sender.clone(), self.attempt);
-        let read = move || loop {
-            let input = match read_message(&control) {
-                Ok(message) => Input::Message(message),
-                Err(error) => Input::ControlLost(error),
-            };
-            let last = matches!(input, Input::ControlLost(_));
-            if inputs.send((attempt, input)).is_err() || last {
-                return;
-            }
+    fn wind_up(mut self, outcome: Outcome, own_cpu_us: u64) -> Attempt {
+        let runs_lazily = outcome == Outcome::RunsLazily;
+        if !runs_lazily {
+            self.close(&outcome);
+        }
+        let accepted = self.session.accepted();
+        let threads = self.link.cpu_us.load(Ordering::Relaxed);
+        let received = Received {
+            id: self.link.migration.to_string(),
+            source: self.link.control.peer.clone(),
+            pages: self.link.arrivals.pages(),
+            load_ms: self.load.as_secs_f64() * 1e3,
+            cpu_ms: (threads + own_cpu_us) as f64 / 1e3,
+            rest: None,
         };
-        self.threads.push(Builder::new().name("target-control".into()).spawn(read)?);
-        Ok(())
+        let rest = runs_lazily.then(|| Rest::new(self.session, self.link, self.fault_threads));
+        Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
     }
 
     fn drive(&mut self) -> Outcome {
@@ -155,7 +142,7 @@ impl<'a> Driver<'a> {
     /// The next input of this attempt, or a new connection.
     fn next_input(&self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
         let (attempt, input) = self.inputs.recv_timeout(within)?;
-        Ok((attempt == self.attempt || matches!(input, Input::Connected(_))).then_some(input))
+        Ok((attempt == self.link.attempt || matches!(input, Input::Connected(_))).then_some(input))
     }
 
     fn wait(&mut self) -> Option<Event> {
@@ -164,10 +151,10 @@ impl<'a> Driver<'a> {
             let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
             return Some(Event::LocalFailure(why));
         }
+        let peer = &self.link.control.peer;
         if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
             return Some(Event::PeerLost(format!(
-                "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
-                self.control.peer
+                "{peer} said hello and announced no guest within {SETUP_TIMEOUT:?}",
             )));
         }
         match self.next_input(TICK).ok().flatten()? {
@@ -175,24 +162,22 @@ impl<'a> Driver<'a> {
             Input::Message(message) => Some(Event::Message(message)),
             Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
                 io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                    format!("the source {} went away before it handed over the guest", self.control.peer)
+                    format!("the source {peer} went away before it handed over the guest")
                 }
                 io::ErrorKind::TimedOut => {
-                    format!(
-                        "nothing was heard of the source {} for {:?}",
-                        self.control.peer, self.arrival.peer_timeout
-                    )
+                    format!("nothing was heard of the source {peer} for {:?}", self.arrival.peer_timeout)
                 }
-                _ => format!("the link to the source {} failed: {error}", self.control.peer),
+                _ => format!("the link to the source {peer} failed: {error}"),
             })),
             Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
-            Input::ChannelLost { channel, error } => self.channel_lost(channel, &error),
+            Input::AllHere => self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures())),
+            Input::ChannelLost { role, channel, error } => self.channel_lost(role, channel, &error),
         }
     }
 
     /// A channel that ends before the commit takes the migration with it. Which side was at fault matters to the
     /// reader: a cancelled source closes its channels, and says why on the control channel.
-    fn channel_lost(&mut self, channel: u16, error: &ReceiveError) -> Option<Event> {
+    fn channel_lost(&mut self, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
         if self.session.memory_complete() {
             return None;
         }
@@ -209,100 +194,121 @@ impl<'a> Driver<'a> {
                     Ok(_) => {}
                 }
             }
-            return Some(Event::PeerLost(format!("the source {} broke off", self.control.peer)));
+            return Some(Event::PeerLost(format!("the source {} broke off", self.link.control.peer)));
         }
-        let detail = format!("channel {channel} from {}: {error}", self.control.peer);
+        let detail = format!("{role:?} channel {channel} from {}: {error}", self.link.control.peer);
         Some(Event::LocalFailure(Refusal::new(RefusalCode::Memory, detail)))
     }
 
     fn connected(&mut self, incoming: Incoming) -> Option<Event> {
-        let Incoming { stream, hello } = incoming;
-        let verdict = match hello.role {
-            Role::Control => Err(RefusalCode::Busy),
-            Role::Urgent => Err(RefusalCode::Feature),
-            Role::Bulk => match self.bulk.get(usize::from(hello.index)) {
-                Some(None) if hello.migration == self.migration && hello.token == self.token => Ok(()),
-                _ => Err(RefusalCode::Token),
-            },
-        };
-        if let Err(error) = answer(&stream, &hello, verdict) {
-            tracing::warn!("{}: the answer to its hello was lost: {error}", stream.peer);
+        if incoming.hello.role == Role::Control {
+            if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(RefusalCode::Busy)) {
+                tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
+            }
             return None;
         }
-        if verdict.is_err() {
-            return None;
-        }
-        match self.start_receiver(stream, hello.index) {
-            Ok(()) => Some(Event::ChannelUp),
-            Err(error) => Some(Event::LocalFailure(Refusal::new(
+        Some(match self.link.connected(incoming)? {
+            Ok(()) => Event::ChannelUp,
+            Err(error) => Event::LocalFailure(Refusal::new(
                 RefusalCode::Other,
                 format!("the target's host refused a thread for a channel: {error}"),
-            ))),
-        }
-    }
-
-    fn start_receiver(&mut self, stream: Stream, channel: u16) -> io::Result<()> {
-        // No timeout: a bulk channel is silent while nothing is dirty; the control channel tells whether the peer lives.
-        stream.set_timeouts(None, None)?;
-        let stream = Arc::new(stream);
-        self.bulk[usize::from(channel)] = Some(Arc::clone(&stream));
-        let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
-        let (inputs, cpu_us, attempt) = (self.sender.clone(), Arc::clone(&self.cpu_us), self.attempt);
-        let receive = move || {
-            let mut receiver = PageReceiver::new(&*memory, &arrivals, &*stream);
-            let mut counted = 0;
-            loop {
-                let result = receiver.receive_pass();
-                let used = thread_cpu_us();
-                cpu_us.fetch_add(used - counted, Ordering::Relaxed);
-                counted = used;
-                let (input, last) = match result {
-                    Ok(pass) => (Input::Barrier { channel, pass }, false),
-                    Err(error) => (Input::ChannelLost { channel, error }, true),
-                };
-                if inputs.send((attempt, input)).is_err() || last {
-                    return;
-                }
-            }
-        };
-        self.threads.push(Builder::new().name(format!("target-bulk-{channel}")).spawn(receive)?);
-        Ok(())
+            )),
+        })
     }
 
     fn perform(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Send(message) => self.send(&message),
-            Action::AwaitChannels(count) => {
-                debug_assert!(count <= Settings::MAX_CHANNELS);
-                self.bulk = vec![None; usize::from(count)];
+            Action::PrepareLazily => self.prepare_lazily(),
+            Action::AwaitChannels(channels) => {
+                self.link.await_channels(channels);
                 None
             }
             Action::CountSuspects { pass } => {
-                let (pages, runs) = self.arrivals.suspects();
+                let (pages, runs) = self.link.arrivals.suspects();
                 Some(Event::Suspects { pass, pages, runs })
             }
             Action::CountDifferences => {
-                let (pages, mismatched, samples) = self.arrivals.differences();
+                let (pages, mismatched, samples) = self.link.arrivals.differences();
                 Some(Event::Compared { pages, mismatched, samples })
             }
+            Action::TakeLacking(piece) => self.take_lacking(&piece),
+            Action::BeginLazily { pages } => self.begin_lazily(pages),
             Action::Load(sections) => Some(self.load(&sections)),
             Action::Start => Some(self.start()),
-            Action::Finish(_) => None,
+            Action::Disconnect => {
+                self.link.shutdown();
+                None
+            }
+            Action::EndLazily => {
+                self.link.arrivals.lazy().inspect(|lazy| lazy.end());
+                None
+            }
+            // For the time after this driver.
+            Action::Retell | Action::AskAgain | Action::Finish(_) => None,
         }
     }
 
     fn send(&self, message: &ToSource) -> Option<Event> {
         // Once the guest runs, a lost answer is the source's problem: it will say that it does not know.
-        let failed = send_message(&self.control, message, self.arrival.peer_timeout).err()?;
+        let failed = send_message(&self.link.control, message, self.arrival.peer_timeout).err()?;
         Some(Event::PeerLost(format!(
             "the link to the source {} failed: {}",
-            self.control.peer, failed.error
+            self.link.control.peer, failed.error
         )))
+    }
+
+    fn prepare_lazily(&mut self) -> Option<Event> {
+        match self.vm.lazy_memory() {
+            Ok(memory) => {
+                self.lazy_memory = Some(memory);
+                None
+            }
+            Err(error) => Some(Event::LocalFailure(Refusal::new(RefusalCode::Feature, error.to_string()))),
+        }
+    }
+
+    fn take_lacking(&mut self, piece: &LackingPages) -> Option<Event> {
+        let wrong = self.lacking.add(piece).err()?;
+        Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, wrong)))
+    }
+
+    /// From here on memory is written by placing what was missing, and by the loading of the state.
+    fn begin_lazily(&mut self, pages: u64) -> Option<Event> {
+        let failed = |code, detail: String| Some(Event::LocalFailure(Refusal::new(code, detail)));
+        let empty = Collected::new(self.link.memory.layout());
+        let lacking = match std::mem::replace(&mut self.lacking, empty).complete(pages) {
+            Ok(lacking) => lacking,
+            Err(wrong) => return failed(RefusalCode::Protocol, wrong),
+        };
+        let Some(memory) = self.lazy_memory.clone() else {
+            return failed(
+                RefusalCode::Protocol,
+                "the source hands over a guest that it did not announce".into(),
+            );
+        };
+        if !self.link.arrivals.seal_but_for(&lacking) {
+            let detail = "a page that arrived damaged is not among those that are to come again";
+            return failed(RefusalCode::Protocol, detail.into());
+        }
+        if let Err(error) = memory.begin(&lacking) {
+            return failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}"));
+        }
+        let all_here = lacking.is_empty();
+        let lazy = Arc::new(Lazy::new(memory, &lacking, self.vm.config().vcpus));
+        self.link.arrivals.go_on_lazily(Arc::clone(&lazy));
+        match self.link.serve_faults() {
+            Ok(threads) => self.fault_threads = threads,
+            Err(error) => {
+                return failed(RefusalCode::Other, format!("no thread for the guest's faults: {error}"));
+            }
+        }
+        all_here.then(|| Event::AllHere(lazy.figures()))
     }
 
     fn load(&mut self, sections: &[Section]) -> Event {
         // From here on nobody may write the guest's memory but the guest: what a source still sends is refused.
-        if !self.arrivals.seal() {
+        if self.link.arrivals.lazy().is_none() && !self.link.arrivals.seal() {
             let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
@@ -317,24 +323,28 @@ impl<'a> Driver<'a> {
     }
 
     fn start(&mut self) -> Event {
+        let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::State, detail));
+        if self.link.arrivals.lazy().is_some_and(|lazy| !lazy.commit()) {
+            return failed("the link was lost before the guest was started on the target".to_owned());
+        }
         let began = Instant::now();
         match self.vm.start() {
             Ok(()) => {
-                let cpu_us = self.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
+                let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
                 Event::Started { micros: micros(began.elapsed()), cpu_us }
             }
-            Err(error) => Event::StartFailed(Refusal::new(
-                RefusalCode::State,
-                format!("the vCPUs could not be started on the target: {error}"),
-            )),
+            Err(error) => failed(format!("the vCPUs could not be started on the target: {error}")),
         }
     }
 
     /// Leaves no thread behind, and lets our last word arrive: closing a socket with unread bytes in it would destroy
     /// what we sent last, so the control channel is read to its end first, for a second at most.
     fn close(&mut self, outcome: &Outcome) {
+        if let Some(lazy) = self.link.arrivals.lazy() {
+            lazy.end();
+        }
         if matches!(outcome, Outcome::Failed(_)) {
-            self.control.finish();
+            self.link.control.finish();
         }
         let deadline = Instant::now() + Duration::from_secs(1);
         while let Some(left) = deadline.checked_duration_since(Instant::now()) {
@@ -344,23 +354,22 @@ impl<'a> Driver<'a> {
                 Ok(_) => {}
             }
         }
-        self.bulk.iter().flatten().for_each(|stream| stream.shutdown());
-        self.control.shutdown();
+        self.link.shutdown();
+        self.link.control.shutdown();
         // Threads that wait for room in the queue must find it until they have ended.
-        while self.threads.iter().any(|thread| !thread.is_finished()) {
+        while self.link.at_work() {
             if let Ok(Some(Input::Connected(incoming))) = self.next_input(Duration::from_millis(1)) {
                 self.keep(*incoming);
             }
         }
-        for thread in self.threads.drain(..) {
+        self.link.join();
+        for thread in self.fault_threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a channel's thread panicked");
+                tracing::error!("a fault thread panicked");
             }
         }
     }
-}
 
-impl Driver<'_> {
     fn keep(&mut self, incoming: Incoming) {
         // A guest that came ends the wait for others, and channels of an attempt that has ended are nobody's.
         if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
@@ -377,6 +386,8 @@ pub(super) struct Attempt {
     /// Sources that came meanwhile.
     pub(super) waiting: Vec<Incoming>,
     pub(super) received: Received,
+    /// What is still to come for a guest that runs already.
+    pub(super) rest: Option<Rest>,
 }
 
 fn micros(duration: Duration) -> u64 {

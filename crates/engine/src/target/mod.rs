@@ -1,8 +1,13 @@
 //! The side that a guest comes to.
 
+mod channels;
 mod driver;
+pub(crate) mod lazy;
 pub(crate) mod receiver;
+mod rest;
 pub(crate) mod session;
+
+pub use rest::{Rest, RestState, RestWatch};
 
 use crate::channel::{Listener, answer};
 use crate::vm::TargetVm;
@@ -44,7 +49,7 @@ impl Arrival {
 }
 
 /// A guest that has arrived and runs.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Received {
     /// Name of the migration, 32 hexadecimal digits.
@@ -57,6 +62,9 @@ pub struct Received {
     pub load_ms: f64,
     /// CPU time of the engine's threads, in ms.
     pub cpu_ms: f64,
+    /// What is still to come, if the guest runs before all of its memory is here.
+    #[serde(skip)]
+    pub rest: Option<Rest>,
 }
 
 /// Why no guest came.
@@ -113,7 +121,9 @@ pub fn receive(
             match Driver::run(vm, arrival, (&sender, &inputs), attempts, incoming) {
                 Err(error) => break Err(error.into()),
                 Ok(attempt) => match attempt.outcome {
-                    Outcome::Completed => break Ok(attempt.received),
+                    Outcome::Completed | Outcome::RunsLazily => {
+                        break Ok((attempt.received, attempt.rest));
+                    }
                     Outcome::Failed(why) if attempt.accepted => break Err(ReceiveFailure::Failed(why)),
                     Outcome::Failed(why) => {
                         tracing::warn!("{} was refused: {why}", attempt.received.source);
@@ -124,9 +134,11 @@ pub fn receive(
             }
         };
         done.store(true, Ordering::Release);
-        // Whoever still greets finds the queue closed.
-        drop(inputs);
-        result
+        // Otherwise the queue ends here, and whoever still greets finds it closed.
+        result.map(|(mut received, rest)| {
+            received.rest = rest.map(|rest| rest.with((sender, inputs), arrival.peer_timeout));
+            received
+        })
     })
 }
 

@@ -1,13 +1,14 @@
 //! A bulk channel's receiving thread: frames straight into guest memory, and a digest of what arrived.
 
+use super::lazy::{Lazy, Stager};
 use super::session::MAX_NAMED_RUNS;
 use crate::channel::{IoBuf, Stream};
 use crate::vm::{GuestMemory, VmError};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_memory::{PAGE_BYTES, PageRun, RegionId, Window};
+use vmferry_memory::{PAGE_BYTES, PageRun, PageSet, RegionId, Window};
 use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_TABLE_BYTES, PageName, RunEntry, RunKind,
     RunName, Table, WireError,
@@ -42,8 +43,24 @@ pub(crate) struct Arrivals {
     compared: AtomicU64,
     mismatched: AtomicU64,
     samples: Mutex<Vec<PageName>>,
-    /// Whether memory is complete and must not be written any more. Held for reading while a frame is taken.
+    /// Whether memory is complete, or the guest about to run, and must not be written directly any more. Held for reading
+    /// while a frame is taken.
     sealed: RwLock<bool>,
+    /// What is still to come once memory is sealed: placed page by page.
+    lazy: OnceLock<Arc<Lazy>>,
+    /// A channel is lost.
+    lost: AtomicBool,
+}
+
+/// Where a channel has got to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mark {
+    /// Everything of this pass has come on this channel.
+    Barrier(u32),
+    /// A probe, to be echoed.
+    Probe(u64),
+    /// No page is lacking any more.
+    AllHere,
 }
 
 #[derive(Debug)]
@@ -70,6 +87,8 @@ impl Arrivals {
             mismatched: AtomicU64::new(0),
             samples: Mutex::new(Vec::new()),
             sealed: RwLock::new(false),
+            lazy: OnceLock::new(),
+            lost: AtomicBool::new(false),
         }
     }
 
@@ -92,6 +111,43 @@ impl Arrivals {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
         self.suspects().0 == 0
+    }
+
+    /// Refuses direct writes from now on; what comes later is for [`go_on_lazily`](Self::go_on_lazily). Fails if a frame is
+    /// just being taken, or a damaged page is not among those that are `lacking` and so will come again.
+    pub(crate) fn seal_but_for(&self, lacking: &PageSet) -> bool {
+        let Ok(mut sealed) = self.sealed.try_write() else { return false };
+        *sealed = true;
+        self.regions.iter().all(|region| {
+            let mut suspect = Bitmap::new(region.suspect.len());
+            region.suspect.harvest(&mut suspect);
+            lacking
+                .region(region.id)
+                .is_some_and(|lacking| suspect.runs().flatten().all(|page| lacking.test(page)))
+        })
+    }
+
+    /// Frames that come from now on are placed by `lazy`.
+    pub(crate) fn go_on_lazily(&self, lazy: Arc<Lazy>) {
+        // Once for a migration; a second one would mean a second handover, which the session refuses.
+        let _ = self.lazy.set(lazy);
+        // First there, then looked: `lost` does it the other way round, so one of the two sees the other.
+        if self.lost.load(Ordering::SeqCst) {
+            self.lost();
+        }
+    }
+
+    /// What is still to come after the handover, if it was one before all memory was here.
+    pub(crate) fn lazy(&self) -> Option<&Arc<Lazy>> {
+        self.lazy.get()
+    }
+
+    /// A channel is lost: see [`Lazy::lost`].
+    pub(crate) fn lost(&self) {
+        self.lost.store(true, Ordering::SeqCst);
+        if let Some(lazy) = self.lazy() {
+            lazy.lost();
+        }
     }
 
     /// How many pages are damaged, and the first of them as runs. Exact while no frame is being received.
@@ -165,11 +221,22 @@ pub(crate) struct Receiver<'a, S> {
     table: Vec<u8>,
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
+    stager: Stager,
+    /// Whether pages may be written directly before memory is sealed: on a bulk channel.
+    direct: bool,
 }
 
 impl<'a, S: FrameSource> Receiver<'a, S> {
+    /// Of a bulk channel.
     pub(crate) fn new(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
+        Self { direct: true, ..Self::urgent(memory, arrivals, stream) }
+    }
+
+    /// Of an urgent or a probe channel: takes pages only after the handover.
+    pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
+            stager: Stager::default(),
+            direct: false,
             memory,
             arrivals,
             stream,
@@ -180,8 +247,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         }
     }
 
-    /// Receives up to and including the next barrier; returns the pass that it ends.
-    pub(crate) fn receive_pass(&mut self) -> Result<u32, ReceiveError> {
+    /// Receives up to the next mark.
+    pub(crate) fn receive(&mut self) -> Result<Mark, ReceiveError> {
         loop {
             let mut bytes = [0; FRAME_HEADER_BYTES];
             self.stream.fill(&mut [IoBuf::from_bytes_mut(&mut bytes)])?;
@@ -196,37 +263,47 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             }
             self.sequence += 1;
             match header.kind {
-                FrameKind::Barrier => return Ok(header.pass),
-                FrameKind::Pages => self.receive_frame(&header, Self::receive_pages)?,
-                FrameKind::Digests => self.receive_frame(&header, Self::compare)?,
+                FrameKind::Barrier => return Ok(Mark::Barrier(header.pass)),
+                FrameKind::Probe => return Ok(Mark::Probe(header.base.0)),
+                FrameKind::Pages | FrameKind::Digests => {
+                    if self.receive_frame(&header)? {
+                        return Ok(Mark::AllHere);
+                    }
+                }
             }
         }
     }
 
-    fn receive_frame(
-        &mut self,
-        header: &FrameHeader,
-        take: fn(&mut Self, &RegionState, &Table<'_>) -> Result<(), ReceiveError>,
-    ) -> Result<(), ReceiveError> {
+    /// Says whether no page is lacking now, which it says once.
+    fn receive_frame(&mut self, header: &FrameHeader) -> Result<bool, ReceiveError> {
         let arrivals = self.arrivals;
         let sealed = arrivals.sealed.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if *sealed {
+        let lazy = arrivals.lazy.get().filter(|_| *sealed && header.kind == FrameKind::Pages);
+        if lazy.is_none() && (*sealed || !self.direct) {
             return Err(WireError::Field {
                 what: "a frame of pass",
                 value: header.pass.into(),
-                allowed: "none after the last pass",
+                allowed: "none now: not after the last pass, nor on an urgent channel before the handover",
             }
             .into());
         }
         let region = arrivals.region(header.region)?;
-        // The table's buffer is lent out and put back: `take` needs the rest of self.
+        // The table's buffer is lent out and put back: what takes the frame needs the rest of self.
         let mut buffer = std::mem::take(&mut self.table);
         let bytes = &mut buffer[..header.table_bytes()];
         self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
         let table = Table::decode(header, bytes, region.written.len())?;
-        take(self, region, &table)?;
+        let all_here = match (lazy, header.kind) {
+            (Some(lazy), _) => {
+                // Placed page by page, which excludes nobody; and a channel may be silent for long.
+                drop(sealed);
+                self.stager.take(lazy, header.region, &table, &self.stream)?
+            }
+            (None, FrameKind::Digests) => self.compare(region, &table).map(|()| false)?,
+            (None, _) => self.receive_pages(region, &table).map(|()| false)?,
+        };
         self.table = buffer;
-        Ok(())
+        Ok(all_here)
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {

@@ -1,11 +1,14 @@
 //! The target's side of a migration as a state machine without I/O: events in, actions out.
 //!
 //! The rule that everything else serves: the guest runs here only after [`ToTarget::Commit`], and whatever goes wrong
-//! before that ends without it having run.
+//! before that ends without it having run. If it then runs before all of its memory is here, nothing that happens to the
+//! link ends anything: what is lacking is waited for, over new channels if need be.
+
+mod lazy;
 
 use vmferry_wire::{
-    MAX_STATE_BYTES, MachineConfig, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget,
-    Token,
+    LackingPages, LazyFigures, MAX_STATE_BYTES, MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName,
+    Section, ToSource, ToTarget, Token,
 };
 
 /// Most sections of device state: far more than any machine has devices.
@@ -48,30 +51,71 @@ pub(crate) enum Event {
     /// The vCPUs could not be started; none has run.
     StartFailed(Refusal),
     PeerLost(String),
+    /// No page is lacking any more.
+    AllHere(LazyFigures),
+    /// The source has opened a new control channel.
+    ControlBack,
+    /// What is lacking, `pages` pages, was told to the source; these are the tokens for its new channels.
+    Retold {
+        pages: u64,
+        tokens: (Token, Token),
+    },
+}
+
+/// What channels there are to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Channels {
+    pub(crate) bulk: u16,
+    pub(crate) urgent: u16,
+    pub(crate) probe: bool,
+}
+
+impl Channels {
+    fn count(self) -> u32 {
+        u32::from(self.bulk) + u32::from(self.urgent) + u32::from(self.probe)
+    }
 }
 
 /// What the driver has to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     Send(ToSource),
-    /// Take bulk channels with the tokens that `Accept` names, this many.
-    AwaitChannels(u16),
+    /// Make sure that this host can take pages while the guest runs; report [`Event::LocalFailure`] if not.
+    PrepareLazily,
+    /// Take these channels, with the tokens that `Accept` or `Resume` names.
+    AwaitChannels(Channels),
     /// Report [`Event::Suspects`].
     CountSuspects {
         pass: u32,
     },
     /// Report [`Event::Compared`].
     CountDifferences,
+    /// Add these pages to those that are lacking.
+    TakeLacking(LackingPages),
+    /// `pages` pages were named: drop them, and take them as they come from now on.
+    BeginLazily {
+        pages: u64,
+    },
     Load(Vec<Section>),
     Start,
+    /// Close every channel: the link is lost.
+    Disconnect,
+    /// Tell the source over its new control channel what is lacking; report [`Event::Retold`].
+    Retell,
+    /// Ask for the pages that somebody waits for, on the new channels.
+    AskAgain,
+    /// Nothing is lacking: end the faults.
+    EndLazily,
     Finish(Outcome),
 }
 
 /// How it ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// The guest runs here.
+    /// The guest runs here, and all of it is here.
     Completed,
+    /// The guest runs here, and pages are still to come: the same session goes on, without the VM.
+    RunsLazily,
     /// The guest has not run here and will not.
     Failed(Refusal),
 }
@@ -79,18 +123,32 @@ pub(crate) enum Outcome {
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 enum State {
     AwaitSetup,
-    AwaitChannels { missing: u16 },
+    AwaitChannels {
+        missing: u32,
+    },
     Receiving,
     Loading,
     Ready,
     Starting,
+    /// The guest runs, and its pages come.
+    Lazy,
+    /// The guest runs, and the link is lost.
+    Suspended,
+    /// The source is back: it is being told what is lacking.
+    Retelling,
+    /// Its channels are being opened.
+    Reopening {
+        missing: u32,
+    },
+    /// Everything is here, and the source was told.
+    Thanking,
     Done,
 }
 
 #[derive(Debug)]
 pub(crate) struct Session {
     machine: MachineConfig,
-    tokens: (Token, Token),
+    tokens: Tokens,
     state: State,
     /// A guest that fits was announced: from then on memory is written to.
     accepted: bool,
@@ -103,11 +161,27 @@ pub(crate) struct Session {
     sections: Vec<Section>,
     state_bytes: usize,
     state_complete: bool,
+    mode: Mode,
+    channels: Channels,
+    /// The guest is started before all of its memory is here.
+    lazy: bool,
+    /// The link was lost while the guest was being started.
+    lost: bool,
+    /// Set once nothing is lacking.
+    complete: Option<LazyFigures>,
+}
+
+/// Fresh random bits, given to the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Tokens {
+    pub(crate) bulk: Token,
+    pub(crate) urgent: Token,
+    pub(crate) resume: Token,
 }
 
 impl Session {
-    /// Begins: a control channel is up. `tokens` (bulk, urgent) are fresh random bits.
-    pub(crate) fn begin(machine: MachineConfig, tokens: (Token, Token)) -> Self {
+    /// Begins: a control channel is up.
+    pub(crate) fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
         Self {
             machine,
             tokens,
@@ -121,6 +195,11 @@ impl Session {
             sections: Vec::new(),
             state_bytes: 0,
             state_complete: false,
+            mode: Mode::Precopy,
+            channels: Channels { bulk: 0, urgent: 0, probe: false },
+            lazy: false,
+            lost: false,
+            complete: None,
         }
     }
 
@@ -131,7 +210,7 @@ impl Session {
 
     /// Whether all memory is here, so that the bulk channels have done their work.
     pub(crate) fn memory_complete(&self) -> bool {
-        matches!(self.state, State::Loading | State::Ready | State::Starting)
+        !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Starting)
     }
 
     /// Takes in what happened; gives out what to do, in this order.
@@ -141,6 +220,15 @@ impl Session {
         }
         match event {
             Event::Message(ToTarget::Ping(number)) => vec![Action::Send(ToSource::Pong(number))],
+            event if self.running_lazily() => self.lazily(event),
+            Event::AllHere(figures) => {
+                // So few pages were lacking that they came while the state was loaded. Told when the guest runs.
+                self.complete = Some(figures);
+                Vec::new()
+            }
+            Event::Started { micros, cpu_us } if self.state == State::Starting && self.lazy => {
+                self.started_lazily(micros, cpu_us)
+            }
             Event::Started { micros, cpu_us } if self.state == State::Starting => {
                 self.state = State::Done;
                 vec![
@@ -154,6 +242,10 @@ impl Session {
             }
             // Once the commit is here nothing else counts, neither the source nor what a channel still reports: the
             // guest is ours and is being started, and only that start may say that it failed.
+            Event::PeerLost(_) | Event::LocalFailure(_) if self.state == State::Starting => {
+                self.lost = true;
+                Vec::new()
+            }
             _ if self.state == State::Starting => Vec::new(),
             Event::Message(message) => self.message(message),
             Event::ChannelUp => self.channel_up(),
@@ -171,7 +263,11 @@ impl Session {
             }
             Event::LocalFailure(why) => self.fail(why, true),
             Event::PeerLost(why) => self.fail(Refusal::new(RefusalCode::Other, why), false),
-            Event::Loaded { .. } | Event::Started { .. } | Event::StartFailed(_) => {
+            Event::Loaded { .. }
+            | Event::Started { .. }
+            | Event::StartFailed(_)
+            | Event::ControlBack
+            | Event::Retold { .. } => {
                 self.fail(Refusal::new(RefusalCode::Protocol, "a step was reported twice"), true)
             }
         }
@@ -186,9 +282,10 @@ impl Session {
     fn message(&mut self, message: ToTarget) -> Vec<Action> {
         match (self.state, message) {
             (_, ToTarget::Cancel(why)) => self.fail(why, false),
-            (State::AwaitSetup, ToTarget::Setup { machine, mode: _, bulk_channels }) => {
-                self.setup(&machine, bulk_channels)
-            }
+            (
+                State::AwaitSetup,
+                ToTarget::Setup { machine, mode, bulk_channels: bulk, urgent_channels: urgent, probe },
+            ) => self.setup(&machine, mode, Channels { bulk, urgent, probe }),
             (State::Receiving, ToTarget::Pass { .. }) => Vec::new(),
             (State::Receiving, ToTarget::Final { pass }) => {
                 self.last_pass = Some(pass);
@@ -208,6 +305,12 @@ impl Session {
                 self.compared_if_complete()
             }
             (State::Receiving, ToTarget::Load) => self.load(),
+            (State::Receiving, ToTarget::Lacking(piece)) if self.mode.may_be_lazy() => {
+                vec![Action::TakeLacking(piece)]
+            }
+            (State::Receiving, ToTarget::LoadLazily { pages }) if self.mode.may_be_lazy() => {
+                self.load_lazily(pages)
+            }
             (State::Ready, ToTarget::Commit) => {
                 self.state = State::Starting;
                 vec![Action::Start]
@@ -221,20 +324,34 @@ impl Session {
         }
     }
 
-    fn setup(&mut self, machine: &MachineConfig, bulk_channels: u16) -> Vec<Action> {
+    fn setup(&mut self, machine: &MachineConfig, mode: Mode, channels: Channels) -> Vec<Action> {
         if let Some(difference) = self.machine.difference(machine) {
             let detail = format!("{difference} (here = target, there = source); start the target alike");
             return self.fail(Refusal::new(RefusalCode::Machine, detail), true);
         }
-        if !(1..=crate::Settings::MAX_CHANNELS).contains(&bulk_channels) {
-            let detail = format!("{bulk_channels} bulk channels were asked for, 1 to 64 are possible");
+        let Channels { bulk, urgent, probe } = channels;
+        let most = crate::Settings::MAX_CHANNELS;
+        if !(1..=most).contains(&bulk) {
+            let detail = format!("{bulk} bulk channels were asked for, 1 to {most} are possible");
             return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
         }
-        self.state = State::AwaitChannels { missing: bulk_channels };
+        let right = if mode.may_be_lazy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
+        if !right {
+            let detail = format!(
+                "{urgent} urgent channels were asked for ({mode:?}); 1 to {most} are possible, and none in precopy"
+            );
+            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
+        }
+        self.state = State::AwaitChannels { missing: channels.count() };
         self.accepted = true;
-        self.barriers = vec![0; usize::from(bulk_channels)];
-        let (bulk, urgent) = self.tokens;
-        vec![Action::AwaitChannels(bulk_channels), Action::Send(ToSource::Accept { bulk, urgent })]
+        self.mode = mode;
+        self.channels = channels;
+        self.barriers = vec![0; usize::from(bulk)];
+        let Tokens { bulk, urgent, resume } = self.tokens;
+        let prepare = mode.may_be_lazy().then_some(Action::PrepareLazily);
+        let accept =
+            [Action::AwaitChannels(channels), Action::Send(ToSource::Accept { bulk, urgent, resume })];
+        prepare.into_iter().chain(accept).collect()
     }
 
     fn channel_up(&mut self) -> Vec<Action> {

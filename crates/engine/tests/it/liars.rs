@@ -54,7 +54,7 @@ impl Liar {
 
     fn accept(&mut self) {
         assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
-        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]) });
+        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) });
         let (mut bulk, _) = self.listener.accept().unwrap();
         assert!(answer(&mut bulk).is_some());
         self.bulk = bulk;

@@ -124,7 +124,16 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
         then_the_real_source(|uri| {
             let (mut other, _) = greet(uri, &hello(Role::Control, 0, Token::NONE));
             let machine = MachineConfig { kind: "other".into(), vcpus: 1, regions: vec![], extra: vec![] };
-            say(&mut other, &ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: 1 });
+            say(
+                &mut other,
+                &ToTarget::Setup {
+                    machine,
+                    mode: Mode::Precopy,
+                    bulk_channels: 1,
+                    urgent_channels: 0,
+                    probe: false,
+                },
+            );
             let Some(ToSource::Failed(why)) = hear(&mut other) else { panic!("it was not refused") };
             assert!(why.code == RefusalCode::Machine && why.detail.contains("toy here and other there"));
             // It does not hang up, and keeps talking.
@@ -150,7 +159,16 @@ impl Evil {
     fn new(uri: &Uri, machine: MachineConfig, channels: u16) -> Self {
         let (mut control, refused) = greet(uri, &hello(Role::Control, 0, Token::NONE));
         assert_eq!(refused, None);
-        say(&mut control, &ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: channels });
+        say(
+            &mut control,
+            &ToTarget::Setup {
+                machine,
+                mode: Mode::Precopy,
+                bulk_channels: channels,
+                urgent_channels: 0,
+                probe: false,
+            },
+        );
         let Some(ToSource::Accept { bulk: token, .. }) = hear(&mut control) else { panic!("not accepted") };
         // Neither a wrong token, nor another migration, nor a channel too many, nor one twice, gets in.
         let right = hello(Role::Bulk, 0, token);
@@ -388,7 +406,16 @@ fn impossible_numbers_of_channels_are_refused() {
         for channels in [0, Settings::MAX_CHANNELS + 1, u16::MAX] {
             let (mut control, _) = greet(uri, &hello(Role::Control, 0, Token::NONE));
             let machine = TargetVm::config(&Toy::new(Options::default(), false));
-            say(&mut control, &ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: channels });
+            say(
+                &mut control,
+                &ToTarget::Setup {
+                    machine,
+                    mode: Mode::Precopy,
+                    bulk_channels: channels,
+                    urgent_channels: 0,
+                    probe: false,
+                },
+            );
             let Some(ToSource::Failed(why)) = hear(&mut control) else { panic!("{channels} were accepted") };
             assert!(why.detail.contains("1 to 64"), "{why}");
             assert!(closed(&mut control));

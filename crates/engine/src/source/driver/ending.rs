@@ -28,24 +28,24 @@ impl Driver<'_, '_> {
         self.unthrottle();
         let resumed = self.vm.resume();
         self.timings.resumed();
-        self.ground.shutdown();
+        self.shutdown();
         resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
     }
 
     /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
     pub(super) fn close(&mut self, outcome: &Outcome) {
         self.unthrottle();
-        self.ground.shutdown();
+        self.shutdown();
         self.jobs.clear();
-        self.ground.control.finish();
+        self.control.finish();
         let deadline = Instant::now() + Duration::from_secs(1);
         while let Some(left) = deadline.checked_duration_since(Instant::now()) {
             match self.inputs.1.recv_timeout(left) {
-                Ok(Input::ControlLost(_)) | Err(_) => break,
+                Ok((_, Input::ControlLost(_))) | Err(_) => break,
                 Ok(_) => {}
             }
         }
-        self.ground.control.shutdown();
+        self.control.shutdown();
         if self.tracking
             && let Err(error) = self.tracker.stop()
         {
@@ -57,6 +57,7 @@ impl Driver<'_, '_> {
                 Outcome::Cancelled(_) => MigrationState::Cancelled,
                 Outcome::Failed(_) => MigrationState::Failed,
                 Outcome::Unknown(_) => MigrationState::Unknown,
+                Outcome::Lost(_) => MigrationState::Lost,
             };
         });
     }

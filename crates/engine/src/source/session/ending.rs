@@ -22,12 +22,13 @@ impl Session {
                     return self.give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
                 }
                 OnTimeout::Switch => self.switch_wanted = true,
+                OnTimeout::Postcopy => self.postcopy_wanted = true,
             }
         }
         if let Some(what) = self.awaited()
-            && now.saturating_sub(self.last_step) > self.settings.peer_timeout.saturating_mul(PATIENCE)
+            && now.saturating_sub(self.last_step) > self.patience()
         {
-            let waited = self.settings.peer_timeout.saturating_mul(PATIENCE);
+            let waited = self.patience();
             let detail = format!("the target is there, but has not {what} for {waited:?}");
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
         }
@@ -38,12 +39,27 @@ impl Session {
             );
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
         }
-        let ping_every = PING_EVERY.min(self.settings.peer_timeout / 4);
-        if now.saturating_sub(self.last_ping.1) < ping_every || self.state == State::Committed {
+        if self.state == State::Committed { Vec::new() } else { self.ping(now) }
+    }
+
+    /// How long the target may take for a step while it answers pings.
+    pub(super) fn patience(&self) -> Duration {
+        self.settings.peer_timeout.saturating_mul(PATIENCE)
+    }
+
+    pub(super) fn ping(&mut self, now: Duration) -> Vec<Action> {
+        let every = PING_EVERY.min(self.settings.peer_timeout / 4);
+        if now.saturating_sub(self.last_ping.1) < every {
             return Vec::new();
         }
         self.last_ping = (self.last_ping.0 + 1, now);
         vec![Action::Send(ToTarget::Ping(self.last_ping.0))]
+    }
+
+    pub(super) fn pong(&mut self, now: Duration, number: u64) {
+        if number == self.last_ping.0 {
+            self.round_trip = now.saturating_sub(self.last_ping.1);
+        }
     }
 
     /// What only the target can do next; `None` while this side still works, or sends.
@@ -72,7 +88,7 @@ impl Session {
         if self.switch_wanted || comparing {
             return Duration::MAX;
         }
-        self.settings.downtime_limit.saturating_add(self.settings.peer_timeout.saturating_mul(PATIENCE))
+        self.settings.downtime_limit.saturating_add(self.patience())
     }
 
     pub(super) fn peer_lost(&mut self, why: String) -> Vec<Action> {

@@ -14,7 +14,7 @@ fn passing(settings: Settings) -> Session {
     let (mut session, _) = Session::begin(settings, machine, PAGES, Duration::ZERO);
     let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
     for event in [
-        Event::Message(ToSource::Accept { bulk, urgent }),
+        Event::Message(ToSource::Accept { bulk, urgent, resume: Token([3; 16]) }),
         Event::ChannelsOpened,
         Event::Message(ToSource::ChannelsUp),
         Event::TrackerStarted,

@@ -1,0 +1,169 @@
+//! The bitmap whose bits are given out, each once.
+
+use crate::{Bitmap, for_each_word, place};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A set of pages that threads take pages out of: of all who want a page, one gets it.
+///
+/// Pages only leave it. That is the whole argument for "each page once": a bit is cleared by one atomic read-modify-write
+/// that tells whoever cleared it, and nothing sets it again.
+///
+/// All operations are sequentially consistent, so that a thread may announce something elsewhere and then look here (with
+/// a fence between), while another takes a page here and then looks there: one of them sees the other.
+#[derive(Debug)]
+pub struct ClaimBitmap {
+    words: Vec<AtomicU64>,
+    len: u64,
+    left: AtomicU64,
+}
+
+impl ClaimBitmap {
+    /// The pages of `set`.
+    #[must_use]
+    pub fn new(set: &Bitmap) -> Self {
+        let words = set.words().iter().map(|word| AtomicU64::new(*word)).collect();
+        Self { words, len: set.len(), left: AtomicU64::new(set.count()) }
+    }
+
+    /// Pages that this bitmap speaks of, in it or not.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether no page is left.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.left() == 0
+    }
+
+    /// How many pages are left.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.left.load(Ordering::SeqCst)
+    }
+
+    /// Whether `page` is still in it; a page beyond the end is not.
+    #[must_use]
+    pub fn test(&self, page: u64) -> bool {
+        let (word, bit) = place(page);
+        page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
+    }
+
+    /// Takes `page`; says whether it was there to be taken. A page beyond the end never is.
+    pub fn take(&self, page: u64) -> bool {
+        if !self.test(page) {
+            return false;
+        }
+        let (word, bit) = place(page);
+        let taken = self.words[word].fetch_and(!bit, Ordering::SeqCst) & bit != 0;
+        if taken {
+            self.left.fetch_sub(1, Ordering::SeqCst);
+        }
+        taken
+    }
+
+    /// Takes what is left of the 64 pages from `first` on, a multiple of 64: bit `i` of the result is page `first + i`.
+    ///
+    /// # Panics
+    /// If `first` is no multiple of 64.
+    pub fn take_64(&self, first: u64) -> u64 {
+        assert!(first.is_multiple_of(64), "page {first} begins no word");
+        let (word, _) = place(first);
+        let Some(word) = self.words.get(word) else { return 0 };
+        // An empty word is only read: a swap would take its cache line from others.
+        if word.load(Ordering::SeqCst) == 0 {
+            return 0;
+        }
+        let bits = word.swap(0, Ordering::SeqCst);
+        self.left.fetch_sub(bits.count_ones().into(), Ordering::SeqCst);
+        bits
+    }
+
+    /// Takes what is left of `range`; returns how many pages that were, and whether they were the last.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    pub fn take_range(&self, range: Range<u64>) -> (u64, bool) {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        let mut taken = 0;
+        for_each_word(range, |word, mask| {
+            let bits = self.words[word].fetch_and(!mask, Ordering::SeqCst) & mask;
+            taken += u64::from(bits.count_ones());
+        });
+        let last = taken > 0 && self.left.fetch_sub(taken, Ordering::SeqCst) == taken;
+        (taken, last)
+    }
+
+    /// What is left, as far as it holds still.
+    #[must_use]
+    pub fn snapshot(&self) -> Bitmap {
+        let mut left = Bitmap::new(self.len);
+        for (at, word) in self.words.iter().enumerate() {
+            left.union_word(at, word.load(Ordering::SeqCst));
+        }
+        left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn set(len: u64, pages: &[u64]) -> Bitmap {
+        let mut set = Bitmap::new(len);
+        for page in pages.iter().filter(|page| **page < len) {
+            set.set(*page);
+        }
+        set
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_taken_is_gone_and_counted(
+            len in 1u64..300,
+            pages in prop::collection::vec(0u64..300, 0..100),
+            steps in prop::collection::vec((0u8..3, 0u64..310, 0u64..80), 0..60),
+        ) {
+            let mut model = set(len, &pages);
+            let claims = ClaimBitmap::new(&model);
+            for (what, at, count) in steps {
+                match what {
+                    0 => prop_assert_eq!(claims.take(at), at < len && model.test_and_clear(at)),
+                    1 => {
+                        let first = at / 64 * 64;
+                        let want: u64 = (0..64).filter(|i| first + i < len && model.test_and_clear(first + i)).map(|i| 1 << i).sum();
+                        prop_assert_eq!(claims.take_64(first), want);
+                    }
+                    _ => {
+                        let range = at.min(len)..(at + count).min(len);
+                        let want = model.count_range(range.clone());
+                        model.clear_range(range.clone());
+                        prop_assert_eq!(claims.take_range(range), (want, want > 0 && model.is_empty()));
+                    }
+                }
+                prop_assert_eq!(claims.left(), model.count());
+                prop_assert_eq!(&claims.snapshot(), &model);
+            }
+        }
+    }
+
+    #[test]
+    fn of_many_takers_one_gets_the_page() {
+        const PAGES: u64 = 10_000;
+        let claims = ClaimBitmap::new(&Bitmap::full(PAGES));
+        let by_page = || (0..PAGES).filter(|page| claims.take(*page)).count() as u64;
+        let by_word =
+            || (0..PAGES).step_by(64).map(|first| u64::from(claims.take_64(first).count_ones())).sum();
+        let by_range =
+            || (0..PAGES).step_by(10).map(|first| claims.take_range(first..first + 10).0).sum::<u64>();
+        let taken: u64 = std::thread::scope(|scope| {
+            let takers =
+                [scope.spawn(by_page), scope.spawn(by_word), scope.spawn(by_range), scope.spawn(by_page)];
+            takers.into_iter().map(|taker| taker.join().unwrap()).sum()
+        });
+        assert_eq!((taken, claims.left()), (PAGES, 0));
+    }
+}

@@ -1,0 +1,133 @@
+//! A set of pages as messages, and back.
+
+use vmferry_memory::{Layout, PageSet};
+use vmferry_wire::{LackingPages, MAX_LACKING_BYTES};
+
+/// Words in a message.
+const MOST_WORDS: usize = MAX_LACKING_BYTES / 8;
+
+/// `set` as messages; parts without any page are left out.
+pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = LackingPages> {
+    set.iter().flat_map(|(region, map)| {
+        let chunks = map.words().chunks(MOST_WORDS).enumerate();
+        chunks.filter_map(move |(at, words)| {
+            // Zeros at both ends need not travel.
+            let begin = words.iter().position(|word| *word != 0)?;
+            let end = words.iter().rposition(|word| *word != 0)? + 1;
+            let first = (at * MOST_WORDS + begin) as u64 * 64;
+            let words = words[begin..end].iter().flat_map(|word| word.to_le_bytes()).collect();
+            Some(LackingPages { region, first, words })
+        })
+    })
+}
+
+/// Adds a message's pages to `set`.
+///
+/// # Errors
+/// What is wrong with it, if the peer named pages that are not there.
+pub(crate) fn merge(set: &mut PageSet, piece: &LackingPages) -> Result<(), String> {
+    let LackingPages { region, first, words } = piece;
+    let wrong = |what: &str| format!("a set of lacking pages of {region} {what}");
+    let map = set.region_mut(*region).ok_or_else(|| wrong("came, which is not there"))?;
+    if words.len() > MAX_LACKING_BYTES || !words.len().is_multiple_of(8) || !first.is_multiple_of(64) {
+        return Err(wrong("is cut as the protocol does not allow"));
+    }
+    let len = map.len();
+    let word = usize::try_from(first / 64).map_err(|_| wrong("begins beyond its end"))?;
+    for (at, bytes) in (word..).zip(words.chunks_exact(8)) {
+        let bits = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+        let room = len.saturating_sub((at as u64).saturating_mul(64)).min(64);
+        let allowed = if room == 64 { u64::MAX } else { (1 << room) - 1 };
+        if bits & !allowed != 0 {
+            return Err(wrong("names pages beyond its end"));
+        }
+        if bits != 0 {
+            map.union_word(at, bits);
+        }
+    }
+    Ok(())
+}
+
+/// A set that is being received.
+#[derive(Debug)]
+pub(crate) struct Collected {
+    pages: PageSet,
+}
+
+impl Collected {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        Self { pages: PageSet::empty(layout) }
+    }
+
+    pub(crate) fn add(&mut self, piece: &LackingPages) -> Result<(), String> {
+        merge(&mut self.pages, piece)
+    }
+
+    /// The set, if it has as many pages as the peer says it has.
+    pub(crate) fn complete(self, pages: u64) -> Result<PageSet, String> {
+        let have = self.pages.count();
+        if have == pages {
+            return Ok(self.pages);
+        }
+        Err(format!("{have} lacking pages were named, and {pages} were to be"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use vmferry_memory::{Gpa, Region, RegionId};
+
+    fn layout(pages: &[u64]) -> Layout {
+        let region = |(at, pages): (u32, &u64)| Region {
+            id: RegionId(at * 2),
+            gpa: Gpa(u64::from(at) << 40),
+            len: pages << 12,
+        };
+        Layout::new((0..).zip(pages).map(region).collect()).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn sets_survive_the_wire(
+            lens in prop::collection::vec(1u64..2000, 1..4),
+            pages in prop::collection::vec((0usize..4, 0u64..2000), 0..200),
+        ) {
+            let layout = layout(&lens);
+            let mut set = PageSet::empty(&layout);
+            for (region, page) in pages {
+                if let Some(map) = set.region_mut(RegionId(u32::try_from(region * 2).unwrap())) && page < map.len() {
+                    map.set(page);
+                }
+            }
+            let mut collected = Collected::new(&layout);
+            pieces(&set).for_each(|piece| collected.add(&piece).unwrap());
+            prop_assert_eq!(collected.complete(set.count()).unwrap(), set);
+        }
+
+        #[test]
+        fn any_message_is_an_error_or_pages_of_the_region(
+            region in 0u32..3, first: u64, near in 0u64..40, words in prop::collection::vec(any::<u8>(), 0..64),
+        ) {
+            let layout = layout(&[100, 1000]);
+            for first in [first, near * 64] {
+                let mut set = PageSet::empty(&layout);
+                let _ = merge(&mut set, &LackingPages { region: RegionId(region), first, words: words.clone() });
+                prop_assert!(set.count() <= 1100);
+            }
+        }
+    }
+
+    #[test]
+    fn a_large_set_is_cut_and_a_short_one_is_noticed() {
+        let layout = layout(&[20 << 20]);
+        let set = PageSet::full(&layout);
+        let messages: Vec<_> = pieces(&set).collect();
+        assert_eq!(messages.len(), 3);
+        assert!(messages.iter().all(|piece| piece.words.len() <= MAX_LACKING_BYTES));
+        let mut collected = Collected::new(&layout);
+        messages[1..].iter().for_each(|piece| collected.add(piece).unwrap());
+        assert!(collected.complete(set.count()).unwrap_err().contains("were to be"));
+    }
+}

@@ -1,0 +1,156 @@
+//! Sending the pages of a guest that runs on the target already: those that it waits for, and the rest.
+//!
+//! Memory is frozen, so a page can be read by any thread at any time and there is one version of it. What must not happen is
+//! that it is sent twice: every page is claimed, by an atomic bit, by whoever is about to send it.
+
+mod rest;
+mod urgent;
+
+pub(crate) use urgent::{UrgentOut, serve_urgent};
+
+use super::settings::UrgentPath;
+use crate::source::sender::SenderError;
+use crate::vm::VmError;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vmferry_bitmap::ClaimBitmap;
+use vmferry_memory::{Layout, PageSet, RegionId};
+
+/// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
+/// them it claims 64 at a time, right before it sends them.
+const CHUNK_PAGES: u64 = 512;
+
+/// A page that somebody waits for, in a queue.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) region: usize,
+    pub(crate) page: u64,
+    pub(crate) ahead: u16,
+    pub(crate) again: bool,
+    /// The urgent channel that it was asked for on.
+    pub(crate) channel: usize,
+}
+
+/// The pages that the target lacks, for one set of channels: when these are lost, so are the claims, and the target says
+/// anew what it lacks.
+#[derive(Debug)]
+pub(crate) struct Claims {
+    pub(crate) regions: Vec<(RegionId, ClaimBitmap)>,
+    /// The next chunk for a bulk thread, counted over all regions.
+    cursor: AtomicU64,
+    pub(crate) path: UrgentPath,
+    /// Requests that wait for a bulk thread, unless the path is dedicated.
+    queue: Mutex<VecDeque<Wanted>>,
+    queued: AtomicUsize,
+    /// Bulk threads at work: they serve the queue.
+    bulk_at_work: AtomicUsize,
+    /// Pages never touched on this side read as zeros on the other: looked up before they are read. False if all that
+    /// is lacking was written.
+    pub(crate) look_up_untouched: bool,
+}
+
+impl Claims {
+    pub(crate) fn new(lacking: &PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
+        Self {
+            regions: lacking.iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
+            cursor: AtomicU64::new(0),
+            path,
+            queue: Mutex::default(),
+            queued: AtomicUsize::new(0),
+            bulk_at_work: AtomicUsize::new(0),
+            look_up_untouched,
+        }
+    }
+
+    /// Pages that nobody has claimed.
+    pub(crate) fn left(&self) -> u64 {
+        self.regions.iter().map(|(_, map)| map.left()).sum()
+    }
+
+    /// The position of region `id`.
+    pub(crate) fn position(&self, id: RegionId) -> Option<usize> {
+        self.regions.iter().position(|(own, _)| *own == id)
+    }
+
+    /// The next chunk that no bulk thread has taken.
+    fn next_chunk(&self) -> Option<(usize, Range<u64>)> {
+        let mut chunk = self.cursor.fetch_add(1, Ordering::Relaxed);
+        for (position, (_, map)) in self.regions.iter().enumerate() {
+            let chunks = map.len().div_ceil(CHUNK_PAGES);
+            if chunk < chunks {
+                let first = chunk * CHUNK_PAGES;
+                return Some((position, first..(first + CHUNK_PAGES).min(map.len())));
+            }
+            chunk -= chunks;
+        }
+        None
+    }
+
+    fn queue(&self) -> MutexGuard<'_, VecDeque<Wanted>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves a request to a bulk thread. False if none is at work.
+    fn leave(&self, wanted: Wanted) -> bool {
+        let mut queue = self.queue();
+        // Under the lock: the last bulk thread takes itself out under it, too, and then finds what is here.
+        if self.bulk_at_work.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        queue.push_back(wanted);
+        self.queued.store(queue.len(), Ordering::Release);
+        true
+    }
+
+    /// The oldest request that waits for a bulk thread.
+    fn next_wanted(&self) -> Option<Wanted> {
+        if self.queued.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let mut queue = self.queue();
+        let wanted = queue.pop_front();
+        self.queued.store(queue.len(), Ordering::Release);
+        wanted
+    }
+
+    fn bulk_begins(&self) {
+        let _queue = self.queue();
+        self.bulk_at_work.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A bulk thread has nothing left to send. False: there is a request that it must serve first.
+    fn bulk_ends(&self) -> bool {
+        let queue = self.queue();
+        if queue.is_empty() || self.bulk_at_work.load(Ordering::Relaxed) > 1 {
+            self.bulk_at_work.fetch_sub(1, Ordering::Relaxed);
+            return true;
+        }
+        false
+    }
+}
+
+/// The pages to hand over: all that were still to be sent, and those that `also` names.
+pub(crate) fn lacking(
+    mut pending: PageSet,
+    layout: &Layout,
+    also: &[vmferry_wire::RunName],
+) -> Result<PageSet, String> {
+    for name in also {
+        let run = vmferry_memory::PageRun::from(name.first..name.first.saturating_add(name.count));
+        let pages = layout.region(name.region).map_or(0, vmferry_memory::Region::pages);
+        match pending.region_mut(name.region) {
+            Some(map) if run.end() <= pages => map.set_range(run.range()),
+            _ => return Err(format!("the target asks for {run} of {}, which is not there", name.region)),
+        }
+    }
+    Ok(pending)
+}
+
+/// A request for something that is not there.
+fn not_there(region: RegionId, page: u64) -> SenderError {
+    SenderError::Vm(VmError::new(format!(
+        "the target asks for page {page:#x} of {region}, which is not there"
+    )))
+}

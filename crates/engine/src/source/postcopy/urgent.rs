@@ -1,0 +1,67 @@
+//! An urgent channel's thread: reads requests, and sends the page at once or leaves it to a bulk thread.
+
+use super::super::sender::{Sender, SenderError, Shared};
+use super::super::settings::UrgentPath;
+use super::{Claims, Wanted, not_there};
+use crate::channel::{SendError, Stream};
+use std::sync::{Arc, Mutex, PoisonError};
+use vmferry_wire::{REQUEST_BYTES, Request, WireError};
+
+/// The sending side of an urgent channel. On the dedicated path its own thread holds it; on the interleaved one bulk
+/// threads take turns.
+pub(crate) struct UrgentOut<'a> {
+    stream: Arc<Stream>,
+    sender: Mutex<Sender<'a, Arc<Stream>>>,
+    pass: u32,
+}
+
+impl<'a> UrgentOut<'a> {
+    pub(crate) fn new(shared: Shared<'a>, stream: Arc<Stream>, index: u16, pass: u32) -> Self {
+        let sender = Mutex::new(Sender::new(shared, Arc::clone(&stream), index));
+        Self { stream, sender, pass }
+    }
+
+    /// Sends a page that somebody waits for, and then what was asked for ahead, until there is another request.
+    pub(crate) fn send(&self, claims: &Claims, wanted: Wanted) -> Result<(), SenderError> {
+        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        sender.send_wanted(self.pass, claims, Wanted { ahead: 0, ..wanted })?;
+        sender.send_ahead(self.pass, claims, wanted, || self.stream.has_input())
+    }
+}
+
+/// Reads requests from channel `channel` until it ends.
+pub(crate) fn serve_urgent(claims: &Claims, out: &UrgentOut<'_>, channel: usize) -> SenderError {
+    let mut bytes = [0; REQUEST_BYTES];
+    loop {
+        if let Err(error) = out.stream.receive_bytes(&mut bytes) {
+            return SenderError::Link(SendError { nothing_left: true, error }, out.stream.peer.clone());
+        }
+        let served = match Request::decode(&bytes) {
+            Ok(request) => serve(claims, out, channel, request),
+            Err(error) => Err(wrong(&out.stream, error)),
+        };
+        if let Err(error) = served {
+            return error;
+        }
+    }
+}
+
+fn serve(claims: &Claims, out: &UrgentOut<'_>, channel: usize, request: Request) -> Result<(), SenderError> {
+    let Request::Page { region: id, page, ahead, again } = request else {
+        let error = WireError::Message("an echo on an urgent channel".into());
+        return Err(wrong(&out.stream, error));
+    };
+    let region = claims.position(id).filter(|region| page.0 < claims.regions[*region].1.len());
+    let region = region.ok_or_else(|| not_there(id, page.0))?;
+    let wanted = Wanted { region, page: page.0, ahead, again, channel };
+    if claims.path != UrgentPath::Dedicated && claims.leave(wanted) {
+        return Ok(());
+    }
+    out.send(claims, wanted)
+}
+
+/// A peer that says what the protocol does not allow is as good as lost.
+fn wrong(stream: &Stream, error: WireError) -> SenderError {
+    let error = std::io::Error::other(error);
+    SenderError::Link(SendError { nothing_left: true, error }, stream.peer.clone())
+}

@@ -1,0 +1,206 @@
+//! The channels of a migration at its target, and the threads that serve them.
+
+use super::driver::{Input, Numbered};
+use super::lazy::{UrgentLine, serve_faults};
+use super::receiver::{Arrivals, Mark, ReceiveError, Receiver as PageReceiver};
+use super::session::{Channels, Tokens};
+use crate::channel::{Incoming, Stream, answer, read_message};
+use crate::monitor::thread_cpu_us;
+use crate::vm::GuestMemory;
+use crate::{MigrateError, random};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::thread::{Builder, JoinHandle};
+use vmferry_wire::{MigrationId, RefusalCode, Request, Role, Token};
+
+/// What a source's connections are, and who serves them. Each reports with the number of the attempt at which it was
+/// begun, so that what is left of an earlier one is told apart.
+pub(super) struct Link {
+    pub(super) attempt: u64,
+    pub(super) migration: MigrationId,
+    pub(super) tokens: Tokens,
+    pub(super) control: Arc<Stream>,
+    bulk: Vec<Option<Arc<Stream>>>,
+    urgent: Vec<Option<Arc<Stream>>>,
+    probe: Vec<Option<Arc<Stream>>>,
+    threads: Vec<JoinHandle<()>>,
+    pub(super) inputs: SyncSender<Numbered>,
+    pub(super) memory: Arc<dyn GuestMemory>,
+    pub(super) arrivals: Arc<Arrivals>,
+    pub(super) cpu_us: Arc<AtomicU64>,
+}
+
+pub(super) fn fresh_tokens() -> Result<Tokens, MigrateError> {
+    Ok(Tokens { bulk: Token(random()?), urgent: Token(random()?), resume: Token(random()?) })
+}
+
+impl Link {
+    pub(super) fn new(
+        attempt: u64,
+        incoming: Incoming,
+        inputs: SyncSender<Numbered>,
+        memory: Arc<dyn GuestMemory>,
+    ) -> Result<Self, MigrateError> {
+        Ok(Self {
+            attempt,
+            migration: incoming.hello.migration,
+            tokens: fresh_tokens()?,
+            control: Arc::new(incoming.stream),
+            bulk: Vec::new(),
+            urgent: Vec::new(),
+            probe: Vec::new(),
+            threads: Vec::new(),
+            inputs,
+            arrivals: Arc::new(Arrivals::new(&*memory)),
+            memory,
+            cpu_us: Arc::default(),
+        })
+    }
+
+    /// Reads the control channel from now on.
+    pub(super) fn read_control(&mut self) -> io::Result<()> {
+        let (control, inputs, attempt) = (Arc::clone(&self.control), self.inputs.clone(), self.attempt);
+        let arrivals = Arc::clone(&self.arrivals);
+        let read = move || loop {
+            let input = match read_message(&control) {
+                Ok(message) => Input::Message(message),
+                Err(error) => {
+                    arrivals.lost();
+                    Input::ControlLost(error)
+                }
+            };
+            let last = matches!(input, Input::ControlLost(_));
+            if inputs.send((attempt, input)).is_err() || last {
+                return;
+            }
+        };
+        self.threads.push(Builder::new().name("target-control".into()).spawn(read)?);
+        Ok(())
+    }
+
+    /// Takes these channels from now on.
+    pub(super) fn await_channels(&mut self, channels: Channels) {
+        self.bulk = vec![None; usize::from(channels.bulk)];
+        self.urgent = vec![None; usize::from(channels.urgent)];
+        self.probe = vec![None; usize::from(channels.probe)];
+    }
+
+    fn places(&mut self, role: Role) -> &mut Vec<Option<Arc<Stream>>> {
+        match role {
+            Role::Urgent => &mut self.urgent,
+            Role::Probe => &mut self.probe,
+            // A control channel has no place among these and is never looked up here.
+            Role::Bulk | Role::Control => &mut self.bulk,
+        }
+    }
+
+    /// Answers a connection that is no control channel. Some: it is one of ours, and served.
+    pub(super) fn connected(&mut self, incoming: Incoming) -> Option<io::Result<()>> {
+        let Incoming { stream, hello } = incoming;
+        let wanted = match hello.role {
+            Role::Bulk => self.tokens.bulk,
+            _ => self.tokens.urgent,
+        };
+        let known = hello.migration == self.migration && hello.token == wanted;
+        let free = matches!(self.places(hello.role).get(usize::from(hello.index)), Some(None));
+        let verdict = if known && free { Ok(()) } else { Err(RefusalCode::Token) };
+        if let Err(error) = answer(&stream, &hello, verdict) {
+            tracing::warn!("{}: the answer to its hello was lost: {error}", stream.peer);
+            return None;
+        }
+        verdict.ok().map(|()| self.serve(stream, hello.role, hello.index))
+    }
+
+    fn serve(&mut self, stream: Stream, role: Role, index: u16) -> io::Result<()> {
+        // No timeout: a channel is silent while nothing is to be sent; the control channel tells whether the peer lives.
+        stream.set_timeouts(None, None)?;
+        let stream = Arc::new(stream);
+        self.places(role)[usize::from(index)] = Some(Arc::clone(&stream));
+        let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
+        let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
+        let receive = move || {
+            let mut receiver = match role {
+                Role::Bulk => PageReceiver::new(&*memory, &arrivals, &*stream),
+                _ => PageReceiver::urgent(&*memory, &arrivals, &*stream),
+            };
+            let mut counted = 0;
+            loop {
+                let result = receiver.receive();
+                let used = thread_cpu_us();
+                cpu_us.fetch_add(used - counted, Ordering::Relaxed);
+                counted = used;
+                let input = match result {
+                    Ok(Mark::Barrier(pass)) => Input::Barrier { channel: index, pass },
+                    Ok(Mark::AllHere) => Input::AllHere,
+                    Ok(Mark::Probe(number)) => match echo(&stream, number) {
+                        Ok(()) => continue,
+                        Err(error) => Input::ChannelLost { role, channel: index, error },
+                    },
+                    Err(error) => Input::ChannelLost { role, channel: index, error },
+                };
+                let last = matches!(input, Input::ChannelLost { .. });
+                if last {
+                    arrivals.lost();
+                }
+                if inputs.send((attempt, input)).is_err() || last {
+                    return;
+                }
+            }
+        };
+        self.threads
+            .push(Builder::new().name(format!("target-{role:?}-{index}").to_lowercase()).spawn(receive)?);
+        Ok(())
+    }
+
+    /// Starts to take faults.
+    pub(super) fn serve_faults(&mut self) -> io::Result<Vec<JoinHandle<()>>> {
+        let Some(lazy) = self.arrivals.lazy() else { return Ok(Vec::new()) };
+        lazy.ask_on(self.lines());
+        let serve = |stripe| {
+            let (lazy, cpu_us) = (Arc::clone(lazy), Arc::clone(&self.cpu_us));
+            let work = move || {
+                serve_faults(&lazy, stripe);
+                cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
+            };
+            Builder::new().name(format!("target-fault-{stripe}")).spawn(work)
+        };
+        (0..lazy.memory.stripes()).map(serve).collect()
+    }
+
+    /// The urgent channels, to ask on.
+    pub(super) fn lines(&self) -> Vec<Arc<UrgentLine>> {
+        self.urgent.iter().flatten().map(|stream| Arc::new(UrgentLine::new(Arc::clone(stream)))).collect()
+    }
+
+    /// Ends every channel but the control channel.
+    pub(super) fn shutdown(&self) {
+        [&self.bulk, &self.urgent, &self.probe]
+            .into_iter()
+            .flatten()
+            .flatten()
+            .for_each(|stream| stream.shutdown());
+    }
+
+    /// Whether a thread of a channel is still at work. Those that are need room in the queue to end.
+    pub(super) fn at_work(&self) -> bool {
+        self.threads.iter().any(|thread| !thread.is_finished())
+    }
+
+    /// Waits for threads that have nothing left to do.
+    pub(super) fn join(&mut self) {
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a channel's thread panicked");
+            }
+        }
+    }
+}
+
+fn echo(stream: &Stream, number: u64) -> Result<(), ReceiveError> {
+    let bytes = Request::Echo { number }.encode();
+    stream
+        .send(&mut [crate::channel::IoBuf::from_bytes(&bytes)])
+        .map_err(|failed| ReceiveError::Link(failed.error))
+}

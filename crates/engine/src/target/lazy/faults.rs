@@ -1,0 +1,76 @@
+//! The threads that take faults, one a stripe.
+
+use super::ahead::{Ahead, Guess};
+use super::{Lazy, Place};
+use crate::lazy::Fault;
+use crate::vm::VmError;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+/// How long a thread sleeps at most before it looks whether it is to stop, should the interrupt be lost.
+const LOOK: Duration = Duration::from_secs(1);
+/// A host that fails at reading faults is asked again after this long: giving up would leave the guest asleep.
+const AGAIN: Duration = Duration::from_millis(100);
+
+/// Takes the faults of `stripe` until [`Lazy::stop`].
+pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
+    let mut ahead = Ahead::default();
+    while !lazy.stopped() {
+        let served = match lazy.memory.next_fault(stripe, LOOK) {
+            Ok(None) => continue,
+            Ok(Some(fault)) => lazy.serve(fault, &mut ahead),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = served {
+            tracing::error!("a fault of the guest cannot be taken: {error}; trying again");
+            std::thread::sleep(AGAIN);
+        }
+    }
+}
+
+impl Lazy {
+    fn serve(&self, fault: Fault, ahead: &mut Ahead) -> Result<(), VmError> {
+        let now = self.now();
+        let Some(place) = self.place_of(fault.region, fault.page) else {
+            return Err(VmError::new(format!(
+                "a fault on page {} of {}, which is not there",
+                fault.page, fault.region
+            )));
+        };
+        if !self.lacks(place) {
+            return self.answer_here(place);
+        }
+        // Who waits is written down before the page is looked at again: see the module's documentation.
+        let measured = self.waiters.add(place, now, fault.vcpu);
+        fence(Ordering::SeqCst);
+        if !self.lacks(place) {
+            self.release(place.region, place.page..place.page + 1);
+            return self.answer_here(place);
+        }
+        if !measured {
+            tracing::debug!("more faults at once than can be watched");
+        }
+        let Guess { ahead, used } = ahead.fault(place.region, place.page);
+        self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
+        self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
+        self.ask(place, ahead, false);
+        Ok(())
+    }
+
+    /// The page is zero, or came in the meantime.
+    fn answer_here(&self, place: Place) -> Result<(), VmError> {
+        self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
+        self.zero(place)
+    }
+
+    pub(super) fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Whoever waited for these pages goes on.
+    pub(super) fn release(&self, region: usize, pages: std::ops::Range<u64>) {
+        self.waiters.take(region, pages, |waiter| {
+            self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
+        });
+    }
+}

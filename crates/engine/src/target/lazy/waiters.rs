@@ -1,0 +1,159 @@
+//! Who waits for which page, and since when.
+
+use super::Place;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+/// Most faults that are watched at once: each thread of this process can wait for one page only. Beyond this many waits
+/// are not measured; they end all the same.
+const SLOTS: usize = 1024;
+
+const FREE: u64 = 0;
+/// Being filled in or taken out: nobody else's business.
+const BUSY: u64 = u64::MAX;
+const PAGE_BITS: u32 = 44;
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// FREE, BUSY, or the page.
+    key: AtomicU64,
+    since: AtomicU64,
+    /// The vCPU plus one; 0 for somebody else.
+    vcpu: AtomicU32,
+}
+
+/// Somebody who waited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Waiter {
+    pub(super) page: u64,
+    /// Nanoseconds since the start.
+    pub(super) since: u64,
+    pub(super) vcpu: Option<u32>,
+}
+
+/// A table without locks: a slot is claimed by the change of its key to BUSY, which one thread brings about.
+#[derive(Debug)]
+pub(super) struct Waiters {
+    slots: Box<[Slot]>,
+    /// Slots in use; whoever brings a page looks at this first, and mostly no further.
+    used: AtomicUsize,
+    /// No slot from here on was ever used.
+    end: AtomicUsize,
+}
+
+fn key(place: Place) -> u64 {
+    // Regions and pages of a region are limited far below this (`vmferry_memory::{MAX_REGIONS, MAX_PAGES}`).
+    ((place.region as u64) << PAGE_BITS | place.page) + 1
+}
+
+fn place(key: u64) -> Place {
+    let key = key - 1;
+    let region = usize::try_from(key >> PAGE_BITS).unwrap_or(usize::MAX);
+    Place { region, page: key & ((1 << PAGE_BITS) - 1) }
+}
+
+impl Waiters {
+    pub(super) fn new() -> Self {
+        let slots = (0..SLOTS).map(|_| Slot::default()).collect();
+        Self { slots, used: AtomicUsize::new(0), end: AtomicUsize::new(0) }
+    }
+
+    /// Writes down that somebody waits for a page. Says whether there was room.
+    pub(super) fn add(&self, waits_for: Place, since: u64, vcpu: Option<u32>) -> bool {
+        for (at, slot) in self.slots.iter().enumerate() {
+            let claim = slot.key.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed);
+            if claim.is_err() {
+                continue;
+            }
+            slot.since.store(since, Ordering::Relaxed);
+            slot.vcpu.store(vcpu.map_or(0, |vcpu| vcpu.saturating_add(1)), Ordering::Relaxed);
+            // Before the key: whoever finds the key must look this far.
+            self.end.fetch_max(at + 1, Ordering::SeqCst);
+            self.used.fetch_add(1, Ordering::SeqCst);
+            slot.key.store(key(waits_for), Ordering::SeqCst);
+            return true;
+        }
+        false
+    }
+
+    /// Takes out everybody who waits for a page of `pages` in region `region`.
+    pub(super) fn take(&self, region: usize, pages: std::ops::Range<u64>, mut each: impl FnMut(Waiter)) {
+        if self.used.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let wanted = key(Place { region, page: pages.start })..key(Place { region, page: pages.end });
+        for slot in &self.slots[..self.end.load(Ordering::SeqCst)] {
+            let found = slot.key.load(Ordering::SeqCst);
+            if found == BUSY || !wanted.contains(&found) {
+                continue;
+            }
+            if slot.key.compare_exchange(found, BUSY, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+                continue;
+            }
+            let waiter = Waiter {
+                page: place(found).page,
+                since: slot.since.load(Ordering::Relaxed),
+                vcpu: slot.vcpu.load(Ordering::Relaxed).checked_sub(1),
+            };
+            slot.key.store(FREE, Ordering::Release);
+            self.used.fetch_sub(1, Ordering::SeqCst);
+            each(waiter);
+        }
+    }
+
+    /// The pages that somebody waits for now.
+    pub(super) fn waiting(&self) -> Vec<Place> {
+        let keys = self.slots.iter().map(|slot| slot.key.load(Ordering::SeqCst));
+        keys.filter(|key| ![FREE, BUSY].contains(key)).map(place).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmferry_memory::{MAX_PAGES, MAX_REGIONS};
+
+    const fn at(region: usize, page: u64) -> Place {
+        Place { region, page }
+    }
+
+    #[test]
+    fn every_place_has_a_key_of_its_own() {
+        const { assert!(MAX_PAGES <= 1 << PAGE_BITS && (MAX_REGIONS as u64) < 1 << (63 - PAGE_BITS)) }
+        for found in [at(0, 0), at(0, MAX_PAGES - 1), at(MAX_REGIONS - 1, MAX_PAGES - 1), at(3, 7)] {
+            assert_eq!(place(key(found)), found);
+            assert!(![FREE, BUSY].contains(&key(found)));
+        }
+    }
+
+    #[test]
+    fn whoever_waits_is_taken_out_once() {
+        let waiters = Waiters::new();
+        assert!(waiters.add(at(0, 5), 100, Some(0)) && waiters.add(at(0, 5), 200, None));
+        assert!(waiters.add(at(0, 9), 300, Some(1)) && waiters.add(at(1, 5), 400, Some(2)));
+        let take = |region, pages| {
+            let mut taken = Vec::new();
+            waiters.take(region, pages, |waiter| taken.push((waiter.page, waiter.since, waiter.vcpu)));
+            taken
+        };
+        assert_eq!(take(0, 6..9), []);
+        assert_eq!(take(0, 0..6), [(5, 100, Some(0)), (5, 200, None)]);
+        assert_eq!(take(0, 0..6), []);
+        assert_eq!(waiters.waiting(), [at(0, 9), at(1, 5)]);
+        assert_eq!(take(1, 5..6), [(5, 400, Some(2))]);
+        assert_eq!(take(0, 0..100), [(9, 300, Some(1))]);
+        assert_eq!(waiters.waiting(), []);
+    }
+
+    #[test]
+    fn a_full_table_takes_no_more_and_is_no_harm() {
+        let waiters = Waiters::new();
+        for page in 0..SLOTS as u64 {
+            assert!(waiters.add(at(0, page), page, None));
+        }
+        assert!(!waiters.add(at(0, 0), 0, None));
+        let mut taken = 0;
+        waiters.take(0, 0..SLOTS as u64, |_| taken += 1);
+        assert_eq!(taken, SLOTS);
+        assert!(waiters.add(at(0, 0), 0, None));
+    }
+}

@@ -1,0 +1,321 @@
+//! What is left to do for a guest that runs before all of its memory is here.
+
+use super::Arrival;
+use super::channels::{Link, fresh_tokens};
+use super::driver::{Input, Numbered, forward};
+use super::session::{Action, Event, Outcome, Session};
+use crate::channel::{Incoming, Listener, answer, send_message};
+use crate::lacking::pieces;
+use crate::monitor::MigrationState;
+use crate::report::PostcopyFigures;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmferry_wire::{RefusalCode, Role, ToSource};
+
+/// How often it is looked whether to stop.
+const TICK: Duration = Duration::from_millis(50);
+
+/// The pages of a guest that runs already. They come, and are placed, by threads of their own; but somebody must keep
+/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish); without it the
+/// source is never released.
+#[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
+pub struct Rest {
+    session: Session,
+    link: Link,
+    fault_threads: Vec<JoinHandle<()>>,
+    queue: Option<(SyncSender<Numbered>, Receiver<Numbered>)>,
+    watch: RestWatch,
+    peer_timeout: Duration,
+    suspended_at: Option<Instant>,
+}
+
+/// A view of a [`Rest`] for other threads.
+#[derive(Debug, Clone)]
+pub struct RestWatch(Arc<Watched>);
+
+#[derive(Debug)]
+struct Watched {
+    lazy: Option<Arc<super::lazy::Lazy>>,
+    state: Mutex<RestState>,
+}
+
+/// How a [`Rest`] is doing.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+#[non_exhaustive]
+pub struct RestState {
+    /// `Postcopy`, `PostcopyPaused` while there is no link, or `Completed`.
+    pub state: MigrationState,
+    /// Why there is no link, if there is none.
+    pub why: Option<String>,
+    /// How often the link was lost.
+    pub interruptions: u64,
+    /// Pages that are still to come.
+    pub left: u64,
+    /// How it has gone so far.
+    pub postcopy: PostcopyFigures,
+}
+
+impl RestWatch {
+    /// How it is doing now.
+    #[must_use]
+    pub fn now(&self) -> RestState {
+        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(lazy) = &self.0.lazy {
+            state.left = lazy.left();
+            state.postcopy = PostcopyFigures::from(&lazy.figures());
+        }
+        state
+    }
+
+    fn update(&self, change: impl FnOnce(&mut RestState)) {
+        change(&mut self.0.state.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl fmt::Debug for Rest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rest").field("watch", &self.watch).finish_non_exhaustive()
+    }
+}
+
+impl Rest {
+    pub(super) fn new(session: Session, link: Link, fault_threads: Vec<JoinHandle<()>>) -> Self {
+        let state = RestState { state: MigrationState::Postcopy, ..RestState::default() };
+        let watched = Watched { lazy: link.arrivals.lazy().cloned(), state: Mutex::new(state) };
+        Self {
+            session,
+            link,
+            fault_threads,
+            queue: None,
+            watch: RestWatch(Arc::new(watched)),
+            peer_timeout: Duration::ZERO,
+            suspended_at: None,
+        }
+    }
+
+    /// Goes on with the queue that its channels report to.
+    pub(super) fn with(
+        mut self,
+        queue: (SyncSender<Numbered>, Receiver<Numbered>),
+        peer_timeout: Duration,
+    ) -> Self {
+        self.queue = Some(queue);
+        self.peer_timeout = peer_timeout;
+        self
+    }
+
+    /// A view of it.
+    #[must_use]
+    pub fn watch(&self) -> RestWatch {
+        self.watch.clone()
+    }
+
+    /// Keeps house until all is here and the source knows it, over new connections at `listener` if the link is lost. A
+    /// link that stays lost is waited for, because the guest cannot do without its pages; until `arrival` is told to stop:
+    /// then the guest must not run on, and whoever waits for a page does so for ever.
+    ///
+    /// Says how it went; `Completed`, unless it was told to stop.
+    pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
+        let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let take = forward(&sender);
+            let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
+            if let Err(error) =
+                std::thread::Builder::new().name("target-accept".into()).spawn_scoped(scope, accept)
+            {
+                tracing::error!("a link that is lost cannot be taken up again: no thread for it: {error}");
+            }
+            self.keep_house(&inputs, arrival);
+            done.store(true, Ordering::Release);
+            self.close(&inputs);
+            drop(inputs);
+        });
+        self.watch.now()
+    }
+
+    fn keep_house(&mut self, inputs: &Receiver<Numbered>, arrival: &Arrival) {
+        let mut actions = VecDeque::new();
+        while !arrival.stopped() {
+            while let Some(action) = actions.pop_front() {
+                if action == Action::Finish(Outcome::Completed) {
+                    self.watch.update(|state| state.state = MigrationState::Completed);
+                    return;
+                }
+                if let Some(event) = self.perform(action, inputs) {
+                    actions.extend(self.session.handle(event));
+                }
+            }
+            self.show();
+            if let Some(event) = self.wait(inputs) {
+                actions.extend(self.session.handle(event));
+            } else if self.nobody_asks_any_more() {
+                actions.extend(self.session.over());
+            }
+        }
+    }
+
+    /// All is here, and the source, which does not know it, has stayed away: that is its own affair.
+    fn nobody_asks_any_more(&self) -> bool {
+        self.session.complete()
+            && self.suspended_at.is_some_and(|since| since.elapsed() > self.peer_timeout.saturating_mul(2))
+    }
+
+    fn show(&mut self) {
+        let suspended = self.session.suspended();
+        if suspended && self.suspended_at.is_none() {
+            self.suspended_at = Some(Instant::now());
+        } else if !suspended {
+            self.suspended_at = None;
+        }
+        self.watch.update(|state| {
+            state.state = if suspended { MigrationState::PostcopyPaused } else { MigrationState::Postcopy };
+            if !suspended {
+                state.why = None;
+            }
+        });
+    }
+
+    fn wait(&mut self, inputs: &Receiver<Numbered>) -> Option<Event> {
+        let (attempt, input) = inputs.recv_timeout(TICK).ok()?;
+        if attempt != self.link.attempt && !matches!(input, Input::Connected(_)) {
+            return None;
+        }
+        match input {
+            Input::Connected(incoming) => self.connected(*incoming, inputs),
+            Input::Message(message) => Some(Event::Message(message)),
+            Input::AllHere => self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures())),
+            Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
+            Input::ControlLost(error) => self.lost(format!("the control channel is lost: {error}")),
+            Input::ChannelLost { role, channel, error } => {
+                self.lost(format!("{role:?} channel {channel} is lost: {error}").to_lowercase())
+            }
+        }
+    }
+
+    fn lost(&mut self, why: String) -> Option<Event> {
+        if !self.session.suspended() {
+            tracing::warn!(
+                "the link to the source {} is lost ({why}); the guest goes on until it needs a page that is not here",
+                self.link.control.peer
+            );
+            self.watch.update(|state| {
+                state.why = Some(why.clone());
+                state.interruptions += 1;
+            });
+        }
+        Some(Event::PeerLost(why))
+    }
+
+    fn connected(&mut self, incoming: Incoming, inputs: &Receiver<Numbered>) -> Option<Event> {
+        if incoming.hello.role != Role::Control {
+            return match self.link.connected(incoming)? {
+                Ok(()) => Some(Event::ChannelUp),
+                Err(error) => Some(Event::PeerLost(format!("no thread for a channel: {error}"))),
+            };
+        }
+        let ours = incoming.hello.migration == self.link.migration
+            && incoming.hello.token == self.link.tokens.resume;
+        let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
+        if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
+            tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
+            return None;
+        }
+        if !ours {
+            return None;
+        }
+        match self.take_up(incoming, inputs) {
+            Ok(()) => Some(Event::ControlBack),
+            Err(error) => self.lost(format!("the new control channel cannot be used: {error}")),
+        }
+    }
+
+    /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being
+    /// placed would be sent again.
+    fn take_up(&mut self, incoming: Incoming, inputs: &Receiver<Numbered>) -> std::io::Result<()> {
+        self.end_channels(inputs);
+        self.link.attempt += 1;
+        self.link.control = Arc::new(incoming.stream);
+        self.link.control.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
+        self.link.read_control()
+    }
+
+    fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
+        if let Some(lazy) = self.link.arrivals.lazy() {
+            lazy.ask_on(Vec::new());
+        }
+        self.link.shutdown();
+        self.link.control.shutdown();
+        // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
+        // is tried again by its source.
+        while self.link.at_work() {
+            let _ = inputs.recv_timeout(Duration::from_millis(1));
+        }
+        self.link.join();
+    }
+
+    fn perform(&mut self, action: Action, inputs: &Receiver<Numbered>) -> Option<Event> {
+        match action {
+            Action::Send(message) => self.send(&message),
+            Action::AwaitChannels(channels) => {
+                self.link.await_channels(channels);
+                None
+            }
+            Action::Disconnect => {
+                self.end_channels(inputs);
+                None
+            }
+            Action::Retell => self.retell(),
+            Action::AskAgain => {
+                self.link.arrivals.lazy()?.ask_on(self.link.lines());
+                None
+            }
+            Action::EndLazily => {
+                self.link.arrivals.lazy()?.end();
+                None
+            }
+            // Before the guest ran.
+            _ => None,
+        }
+    }
+
+    fn send(&mut self, message: &ToSource) -> Option<Event> {
+        let failed = send_message(&self.link.control, message, self.peer_timeout).err()?;
+        self.lost(format!("the control channel is lost: {}", failed.error))
+    }
+
+    fn retell(&mut self) -> Option<Event> {
+        let lazy = Arc::clone(self.link.arrivals.lazy()?);
+        let lacking = lazy.lacking(self.link.memory.layout());
+        for piece in pieces(&lacking) {
+            if let Some(lost) = self.send(&ToSource::Lacking(piece)) {
+                return Some(lost);
+            }
+        }
+        match fresh_tokens() {
+            Ok(tokens) => {
+                // The name by which the control channel can be taken up again stays.
+                (self.link.tokens.bulk, self.link.tokens.urgent) = (tokens.bulk, tokens.urgent);
+                Some(Event::Retold { pages: lacking.count(), tokens: (tokens.bulk, tokens.urgent) })
+            }
+            Err(error) => self.lost(error.to_string()),
+        }
+    }
+
+    fn close(&mut self, inputs: &Receiver<Numbered>) {
+        self.end_channels(inputs);
+        // Told to stop before the end, the guest's vCPUs may sleep on missing pages: they must not be given zeros.
+        if self.watch.now().state == MigrationState::Completed {
+            for thread in self.fault_threads.drain(..) {
+                if thread.join().is_err() {
+                    tracing::error!("a fault thread panicked");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! From the handover on, if the guest runs before all of its memory is here.
+
+use super::{Action, Event, Outcome, Session, State};
+use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
+
+impl Session {
+    /// Everything that is lacking has been named, and the state is here. The guest has not run yet: what goes wrong is told
+    /// to the source, which resumes it.
+    pub(super) fn load_lazily(&mut self, pages: u64) -> Vec<Action> {
+        if !self.state_complete {
+            let detail = "the source hands over a guest whose device state it has not sent";
+            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
+        }
+        let behind = self.barriers.iter().any(|reached| *reached != self.received);
+        if behind {
+            let detail = "the source hands over a guest in the middle of a pass";
+            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
+        }
+        self.state = State::Loading;
+        self.lazy = true;
+        vec![Action::BeginLazily { pages }, Action::Load(std::mem::take(&mut self.sections))]
+    }
+
+    pub(super) fn started_lazily(&mut self, start_us: u64, cpu_us: u64) -> Vec<Action> {
+        self.state = State::Lazy;
+        let mut actions = vec![Action::Send(ToSource::Running { start_us, cpu_us })];
+        if self.lost {
+            actions = self.suspend();
+        } else if let Some(figures) = self.complete.clone() {
+            actions.extend(self.all_here(figures));
+        }
+        actions.push(Action::Finish(Outcome::RunsLazily));
+        actions
+    }
+
+    /// Whether the guest runs here and has not all of its memory, or its source does not know yet that it has.
+    pub(super) fn running_lazily(&self) -> bool {
+        matches!(
+            self.state,
+            State::Lazy | State::Suspended | State::Retelling | State::Reopening { .. } | State::Thanking
+        )
+    }
+
+    /// Whether the link is lost.
+    pub(crate) fn suspended(&self) -> bool {
+        matches!(self.state, State::Suspended | State::Retelling | State::Reopening { .. })
+    }
+
+    /// Whether everything is here; then the source may stay away.
+    pub(crate) fn complete(&self) -> bool {
+        self.complete.is_some()
+    }
+
+    pub(super) fn lazily(&mut self, event: Event) -> Vec<Action> {
+        match (self.state, event) {
+            (State::Lazy, Event::AllHere(figures)) => self.all_here(figures),
+            // It may come in while the link is down, or being taken up again: told as soon as there is one.
+            (_, Event::AllHere(figures)) => {
+                self.complete = Some(figures);
+                Vec::new()
+            }
+            (State::Thanking, Event::Message(ToTarget::Thanks)) => self.over(),
+            (State::Suspended, Event::ControlBack) => {
+                self.state = State::Retelling;
+                vec![Action::Retell]
+            }
+            // The source noticed first that the link is lost.
+            (State::Lazy | State::Thanking | State::Reopening { .. }, Event::ControlBack) => {
+                let mut actions = self.suspend();
+                self.state = State::Retelling;
+                actions.push(Action::Retell);
+                actions
+            }
+            (State::Retelling, Event::Retold { pages, tokens: (bulk, urgent) }) => {
+                self.state = State::Reopening { missing: self.channels.count() };
+                let resume = ToSource::Resume { running: true, pages, bulk, urgent };
+                let mut actions = vec![Action::AwaitChannels(self.channels), Action::Send(resume)];
+                if let Some(figures) = self.complete.clone() {
+                    // Nothing to open channels for.
+                    actions.extend(self.all_here(figures));
+                }
+                actions
+            }
+            (State::Reopening { missing: 1 }, Event::ChannelUp) => {
+                self.state = State::Lazy;
+                vec![Action::Send(ToSource::ChannelsUp), Action::AskAgain]
+            }
+            (State::Reopening { missing }, Event::ChannelUp) => {
+                self.state = State::Reopening { missing: missing - 1 };
+                Vec::new()
+            }
+            // Each channel's end of the rest: what counts is that every page is here.
+            (State::Lazy | State::Thanking, Event::Barrier { .. }) => Vec::new(),
+            (State::Suspended, _) => Vec::new(),
+            (_, Event::PeerLost(_) | Event::LocalFailure(_)) => self.suspend(),
+            (_, Event::Message(message)) => {
+                tracing::warn!(
+                    "the source sent {message:?}, which does not fit this moment ({:?})",
+                    self.state
+                );
+                self.suspend()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn all_here(&mut self, figures: LazyFigures) -> Vec<Action> {
+        self.state = State::Thanking;
+        self.complete = Some(figures.clone());
+        vec![Action::EndLazily, Action::Send(ToSource::Complete(figures))]
+    }
+
+    /// The link is lost, and the guest runs: its vCPUs go on until they need a page that is not here.
+    fn suspend(&mut self) -> Vec<Action> {
+        self.state = State::Suspended;
+        vec![Action::Disconnect]
+    }
+
+    /// The source knows, or has stayed away for so long that it no longer matters.
+    pub(crate) fn over(&mut self) -> Vec<Action> {
+        self.state = State::Done;
+        vec![Action::Finish(Outcome::Completed)]
+    }
+}

@@ -1,0 +1,111 @@
+//! What goes back on urgent and probe channels: small messages of one size.
+
+use crate::{Fields, WireError, crc};
+use vmferry_memory::{PageIndex, RegionId};
+
+/// Bytes of a [`Request`].
+pub const REQUEST_BYTES: usize = 32;
+
+/// Most pages that may be asked for beyond the first.
+pub const MAX_AHEAD: u16 = 256;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"VMFr");
+
+/// From the target to the source, on an urgent channel or on the probe channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// Somebody waits for this page.
+    Page {
+        /// Its region.
+        region: RegionId,
+        /// The page.
+        page: PageIndex,
+        /// So many pages behind it are likely to be wanted next, at most [`MAX_AHEAD`]. They never go before a page that
+        /// somebody waits for.
+        ahead: u16,
+        /// It came damaged: send it even though it was sent before.
+        again: bool,
+    },
+    /// The answer to a probe.
+    Echo {
+        /// The probe's number.
+        number: u64,
+    },
+}
+
+impl Request {
+    /// Its bytes.
+    #[must_use]
+    pub fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let (kind, ahead, region, value) = match *self {
+            Self::Page { region, page, ahead, again } => (u8::from(again), ahead, region.0, page.0),
+            Self::Echo { number } => (2, 0, 0, number),
+        };
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4] = kind;
+        bytes[6..8].copy_from_slice(&ahead.to_le_bytes());
+        bytes[8..12].copy_from_slice(&region.to_le_bytes());
+        bytes[16..24].copy_from_slice(&value.to_le_bytes());
+        let sum = crc(&bytes[..REQUEST_BYTES - 8]);
+        bytes[REQUEST_BYTES - 8..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads it. Whether the page exists is for the reader to check.
+    ///
+    /// # Errors
+    /// If it is damaged, no request, or asks for what the protocol does not allow.
+    pub fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, WireError> {
+        let mut fields = Fields(bytes);
+        let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };
+        let magic = fields.u32();
+        if magic != MAGIC {
+            return Err(field("request's magic", magic.into(), "the protocol's"));
+        }
+        let (body, sum) = bytes.split_at(REQUEST_BYTES - 8);
+        if sum != crc(body).to_le_bytes() {
+            return Err(WireError::Damaged { what: "request" });
+        }
+        let (kind, _, ahead) = (fields.u8(), fields.u8(), fields.u16());
+        let (region, _, value) = (RegionId(fields.u32()), fields.u32(), fields.u64());
+        if ahead > MAX_AHEAD {
+            return Err(field("pages asked for ahead", ahead.into(), "up to 256"));
+        }
+        match kind {
+            0 | 1 => Ok(Self::Page { region, page: PageIndex(value), ahead, again: kind == 1 }),
+            2 => Ok(Self::Echo { number: value }),
+            other => Err(field("request kind", other.into(), "0 to 2")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn requests_survive_the_wire(region: u32, page: u64, ahead in 0..=MAX_AHEAD, again: bool, number: u64) {
+            let page = Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again };
+            prop_assert_eq!(Request::decode(&page.encode()), Ok(page));
+            let echo = Request::Echo { number };
+            prop_assert_eq!(Request::decode(&echo.encode()), Ok(echo));
+        }
+
+        #[test]
+        fn a_damaged_bit_is_found(at in 0usize..REQUEST_BYTES * 8) {
+            let mut bytes = Request::Echo { number: 7 }.encode();
+            bytes[at / 8] ^= 1 << (at % 8);
+            prop_assert!(Request::decode(&bytes).is_err());
+        }
+    }
+
+    #[test]
+    fn too_many_pages_ahead_are_refused() {
+        let page = |ahead| Request::Page { region: RegionId(0), page: PageIndex(0), ahead, again: false };
+        assert!(Request::decode(&page(MAX_AHEAD).encode()).is_ok());
+        assert!(matches!(Request::decode(&page(MAX_AHEAD + 1).encode()), Err(WireError::Field { .. })));
+    }
+}
