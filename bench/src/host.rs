@@ -50,7 +50,20 @@ impl Host {
             date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
         }
     }
+
+    /// A line that warns of figures from a host that had something else to do.
+    pub fn busy_text(&self) -> Option<String> {
+        (self.load_1m > BUSY_LOAD).then(|| {
+            format!(
+                "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
+                self.load_1m
+            )
+        })
+    }
 }
+
+/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
+const BUSY_LOAD: f64 = 0.5;
 
 /// Memory that can be had without swapping, in bytes. None: the kernel does not say.
 pub fn available_memory() -> Option<u64> {

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::host::Host;
+use crate::stats::Spread;
 
 /// One run of one bench.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,6 +44,12 @@ impl Document {
     pub fn write(&self, mut to: impl Write) -> io::Result<()> {
         serde_json::to_writer_pretty(&mut to, self)?;
         writeln!(to)
+    }
+
+    /// A line for each case that could not run.
+    pub fn skipped_text(&self) -> String {
+        let skipped = |case: &Case| Some(format!("skipped {}: {}\n", case.name, case.skipped.as_ref()?));
+        self.cases.iter().filter_map(skipped).collect()
     }
 
     /// A line for each run that failed, as the summary has them.
@@ -107,6 +114,15 @@ impl Case {
     pub fn metric(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.metrics.insert(name.into(), value);
+        }
+    }
+
+    /// Adds a metric of some rounds: the median under its name, the extremes under `_min` and `_max`.
+    pub fn spread(&mut self, name: &str, spread: Option<Spread>) {
+        if let Some(Spread { median, min, max, .. }) = spread {
+            self.metric(name, median);
+            self.metric(format!("{name}_min"), min);
+            self.metric(format!("{name}_max"), max);
         }
     }
 

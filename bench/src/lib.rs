@@ -13,6 +13,7 @@ pub mod qemu;
 pub mod reaper;
 pub mod report;
 pub mod result;
+mod rounds;
 pub mod rtt;
 pub mod scan;
 pub mod stats;

@@ -7,20 +7,16 @@
 mod report;
 mod spec;
 
-use std::error::Error;
-
 use crate::floor::{self, ReceiverCommand};
-use crate::host::{Host, available_memory};
+use crate::host::Host;
 use crate::json::Document;
-use crate::qemu::{self, QemuError, QemuSpec};
+use crate::qemu::{self, QemuSpec};
 use crate::result::MigrationResult;
-use crate::stats::turns;
+use crate::rounds::{Rounds, Stop, enough_memory};
 
+pub use crate::rounds::{OurError, Outcome};
 pub use report::table;
 pub use spec::{CaseSpec, Options, Side};
-
-/// Memory that must stay free beside the guests, in bytes.
-const MEMORY_RESERVE: u64 = 512 << 20;
 
 /// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
@@ -32,34 +28,8 @@ pub trait OurRunner {
     fn run(&mut self, spec: &CaseSpec, channels: u32) -> Result<MigrationResult, OurError>;
 }
 
-/// Why [`OurRunner::run`] gave no result.
-#[derive(Debug, thiserror::Error)]
-pub enum OurError {
-    /// It cannot run on this host, and why.
-    #[error("{0}")]
-    Unavailable(String),
-    /// It ran and failed.
-    #[error(transparent)]
-    Failed(#[from] Box<dyn Error + Send + Sync>),
-}
-
 /// Everything that one side did in one case.
-#[derive(Debug)]
-struct SideRuns {
-    side: Side,
-    /// A round in which the side failed has None.
-    rounds: Vec<Option<MigrationResult>>,
-    skipped: Option<String>,
-}
-
-/// What a bench came to.
-#[derive(Debug)]
-pub struct Outcome {
-    /// The document of contracts, failures included.
-    pub document: Document,
-    /// Runs that failed, as opposed to sides that were skipped. A command that gets any exits with 1.
-    pub failures: Vec<String>,
-}
+type SideRuns = crate::rounds::SideRuns<Side, MigrationResult>;
 
 /// Runs the bench. `receiver` starts the floor's other process; `progress` is told what begins.
 pub fn run(
@@ -69,39 +39,19 @@ pub fn run(
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
     let mut document = Document::new("migrate", Host::describe());
-    let mut failures = Vec::new();
+    let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
-        let wanted = options.sides.iter().filter(|side| options.wants(spec, **side));
-        let mut sides: Vec<SideRuns> =
-            wanted.map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
-        for round in 0..options.repeats {
-            for turn in turns(sides.len(), round) {
-                let runs = &mut sides[turn];
-                if runs.skipped.is_some() {
-                    continue;
-                }
-                progress(&format!("{}/{}, round {} of {}", spec.name, runs.side, round + 1, options.repeats));
-                match run_side(spec, runs.side, ours, receiver) {
-                    Ok(result) => runs.rounds.push(Some(result)),
-                    Err(Stop::Skip(why)) => runs.skipped = Some(why),
-                    Err(Stop::Fail(why)) => {
-                        runs.rounds.push(None);
-                        failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
-                    }
-                }
-            }
-        }
+        let wanted = options.sides.iter().copied().filter(|side| options.wants(spec, *side));
+        let sides = rounds.run(
+            wanted,
+            |side| format!("{}/{side}", spec.name),
+            |side, _| run_side(spec, side, ours, receiver),
+        );
         report::add_case(&mut document, spec, &sides);
     }
+    let failures = rounds.failures;
     report::finish(&mut document, options.repeats, &failures);
     Outcome { document, failures }
-}
-
-/// Why a side gave no result.
-#[derive(Debug, PartialEq, Eq)]
-enum Stop {
-    Skip(String),
-    Fail(String),
 }
 
 fn run_side(
@@ -110,19 +60,13 @@ fn run_side(
     ours: &mut dyn OurRunner,
     receiver: &ReceiverCommand,
 ) -> Result<MigrationResult, Stop> {
-    enough_memory(spec, side, available_memory())?;
+    // Both ends hold the guest at the end; the floor's hold its data only.
+    enough_memory(if matches!(side, Side::Floor { .. }) { spec.data } else { spec.memory })?;
     match side {
-        Side::Ours { channels } => ours.run(spec, channels).map_err(|e| match e {
-            OurError::Unavailable(why) => Stop::Skip(why),
-            OurError::Failed(_) => Stop::Fail(with_sources(&e)),
-        }),
-        Side::Qemu { multifd } => qemu::migrate(&qemu_spec(spec, multifd)).map_err(|e| match e {
-            QemuError::Unavailable(why) => Stop::Skip(why),
-            e => Stop::Fail(with_sources(&e)),
-        }),
+        Side::Ours { channels } => Ok(ours.run(spec, channels)?),
+        Side::Qemu { multifd } => Ok(qemu::migrate(&qemu_spec(spec, multifd))?),
         Side::Floor { streams } => {
-            let result =
-                floor::run(spec.data, streams, receiver).map_err(|e| Stop::Fail(with_sources(&e)))?;
+            let result = floor::run(spec.data, streams, receiver)?;
             Ok(MigrationResult {
                 total: result.elapsed,
                 data_bytes: result.bytes,
@@ -145,36 +89,6 @@ fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
         settle: spec.settle,
         ..QemuSpec::default()
     }
-}
-
-/// Both ends hold the guest at the end. A host that would swap or kill measures nothing.
-fn enough_memory(spec: &CaseSpec, side: Side, available: Option<u64>) -> Result<(), Stop> {
-    let guest = if matches!(side, Side::Floor { .. }) { spec.data } else { spec.memory };
-    let needed = guest.saturating_mul(2).saturating_add(MEMORY_RESERVE);
-    match available {
-        Some(available) if available < needed => Err(Stop::Skip(format!(
-            "needs {} MiB of memory, {} MiB are available",
-            needed >> 20,
-            available >> 20
-        ))),
-        _ => Ok(()),
-    }
-}
-
-/// An error with what caused it, in one line.
-pub(crate) fn with_sources(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        // Many messages already end with their cause.
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -37,9 +37,6 @@ const COMPARED: &[(&str, &str)] = &[
     ("speed_kept_", "guest_speed_kept"),
 ];
 
-/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
-const BUSY_LOAD: f64 = 0.5;
-
 /// What the project promises: case, our side, ratio, whether it is a least (or a most), and how much.
 const TARGETS: &[(&str, &str, &str, bool, f64)] = &[
     ("idle", "ours-2", "of_floor", true, 0.8),
@@ -82,9 +79,7 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
     };
     for runs in sides {
         let mut case = case_of(spec, runs);
-        if let Some(ratio) = of_floor(runs) {
-            add_spread(&mut case, "of_floor", ratio);
-        }
+        case.spread("of_floor", of_floor(runs));
         document.cases.push(case);
     }
 
@@ -133,17 +128,9 @@ fn case_of(spec: &CaseSpec, runs: &SideRuns) -> Case {
             .param("workload", spec.workload.as_str()),
     };
     for (name, figure) in FIGURES {
-        if let Some(spread) = Spread::of(by_round(runs, *figure).into_iter().flatten()) {
-            add_spread(&mut case, name, spread);
-        }
+        case.spread(name, Spread::of(by_round(runs, *figure).into_iter().flatten()));
     }
     case
-}
-
-fn add_spread(case: &mut Case, name: &str, spread: Spread) {
-    case.metric(name, spread.median);
-    case.metric(format!("{name}_min"), spread.min);
-    case.metric(format!("{name}_max"), spread.max);
 }
 
 /// Adds what concerns the whole run: rounds, failures, and which targets were met.
@@ -174,22 +161,13 @@ pub fn table(document: &Document) -> String {
         host.qemu.as_deref().unwrap_or("not installed"),
         host.congestion_control
     );
-    if host.load_1m > BUSY_LOAD {
-        text.push_str(&format!(
-            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
-            host.load_1m
-        ));
-    }
+    text.extend(host.busy_text());
     text.push_str(&sides_table(document).to_string());
     text.push_str(
         "\nMedians, and how far the farthest round lies from them. GB/s: guest data by total time. Of floor: against a\n\
          bare copy over as many streams. Stall: the longest a vCPU saw. CPU: both processes without their vCPUs.\n",
     );
-    for case in &document.cases {
-        if let Some(why) = &case.skipped {
-            text.push_str(&format!("skipped {}: {why}\n", case.name));
-        }
-    }
+    text.push_str(&document.skipped_text());
     if let Some(targets) = targets_table(document) {
         text.push_str(&targets.to_string());
         text.push('\n');

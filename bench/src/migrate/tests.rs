@@ -113,17 +113,6 @@ fn ratios_and_targets_follow_from_the_rounds() {
 }
 
 #[test]
-fn a_host_without_the_memory_skips() {
-    let spec = CaseSpec { memory: 4 << 30, data: 1 << 30, ..spec() };
-    let ours = Side::Ours { channels: 1 };
-    let floor = Side::Floor { streams: 1 };
-    assert!(matches!(enough_memory(&spec, ours, Some(8 << 30)), Err(Stop::Skip(_))));
-    assert_eq!(enough_memory(&spec, floor, Some(8 << 30)), Ok(()));
-    assert_eq!(enough_memory(&spec, ours, Some(9 << 30)), Ok(()));
-    assert_eq!(enough_memory(&spec, ours, None), Ok(()));
-}
-
-#[test]
 fn the_quick_bench_is_the_full_one_with_fewer_rounds() {
     let (quick, full) = (Options::quick(), Options::full());
     assert!(quick.repeats < full.repeats);

@@ -13,19 +13,16 @@ mod spec;
 
 use std::time::Duration;
 
-use crate::host::{Host, available_memory};
+use crate::host::Host;
 use crate::json::Document;
-use crate::migrate::{OurError, with_sources};
-use crate::qemu::{self, QemuError, QemuSpec};
-use crate::stats::turns;
+use crate::qemu::{self, QemuSpec};
+use crate::rounds::{Rounds, Stop, enough_memory};
 
+pub use crate::rounds::{OurError, Outcome};
 pub use html::page;
 pub use report::table;
 pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};
 pub use spec::{CaseSpec, ENTRIES, Options, Policy, Purpose, SCALE, Side};
-
-/// Memory that must stay free beside the guests, in bytes.
-const MEMORY_RESERVE: u64 = 512 << 20;
 
 /// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
@@ -78,72 +75,30 @@ pub struct RingRun {
 }
 
 /// Everything that one side did in one case.
-#[derive(Debug)]
-struct SideRuns {
-    side: Side,
-    /// A round in which the side failed has None.
-    rounds: Vec<Option<Run>>,
-    skipped: Option<String>,
-}
-
-/// What a bench came to.
-#[derive(Debug)]
-pub struct Outcome {
-    /// The document of contracts, failures included.
-    pub document: Document,
-    /// Runs that failed, as opposed to sides that were skipped. A command that gets any exits with 1.
-    pub failures: Vec<String>,
-}
+type SideRuns = crate::rounds::SideRuns<Side, Run>;
 
 /// Runs the bench. `progress` is told what begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("reaper", Host::describe());
-    let mut failures = Vec::new();
+    let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
-        let wanted = spec.sides.iter().filter(|side| options.wants(spec, **side));
-        let mut sides: Vec<SideRuns> =
-            wanted.map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
-        for round in 0..options.repeats {
-            for turn in turns(sides.len(), round) {
-                let runs = &mut sides[turn];
-                if runs.skipped.is_some() {
-                    continue;
-                }
-                progress(&format!("{}/{}, round {} of {}", spec.name, runs.side, round + 1, options.repeats));
-                match run_side(options, spec, runs.side, ours) {
-                    Ok(run) => runs.rounds.push(Some(run)),
-                    Err(Stop::Skip(why)) => runs.skipped = Some(why),
-                    Err(Stop::Fail(why)) => {
-                        runs.rounds.push(None);
-                        failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
-                    }
-                }
-            }
-        }
+        let wanted = spec.sides.iter().copied().filter(|side| options.wants(spec, *side));
+        let sides = rounds.run(
+            wanted,
+            |side| format!("{}/{side}", spec.name),
+            |side, _| run_side(options, spec, side, ours),
+        );
         report::add_case(&mut document, options, spec, &sides);
     }
+    let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
 }
 
-/// Why a side gave no result.
-#[derive(Debug, PartialEq, Eq)]
-enum Stop {
-    Skip(String),
-    Fail(String),
-}
-
 fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
-    let needed = spec.memory.saturating_mul(2).saturating_add(MEMORY_RESERVE);
-    if let Some(available) = available_memory().filter(|available| *available < needed) {
-        let (needed, available) = (needed >> 20, available >> 20);
-        return Err(Stop::Skip(format!("needs {needed} MiB of memory, {available} MiB are available")));
-    }
+    enough_memory(spec.memory)?;
     let Side::Qemu { ring } = side else {
-        return ours.run(spec, side, options.before, options.after).map_err(|e| match e {
-            OurError::Unavailable(why) => Stop::Skip(why),
-            OurError::Failed(_) => Stop::Fail(with_sources(&e)),
-        });
+        return Ok(ours.run(spec, side, options.before, options.after)?);
     };
     let qemu = QemuSpec {
         memory: spec.memory,
@@ -157,10 +112,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         settle: options.before,
         after: options.after,
     };
-    let (result, timeline) = qemu::watch(&qemu).map_err(|e| match e {
-        QemuError::Unavailable(why) => Stop::Skip(why),
-        e => Stop::Fail(with_sources(&e)),
-    })?;
+    let (result, timeline) = qemu::watch(&qemu)?;
     Ok(Run {
         timeline,
         end: result.total.as_secs_f64(),

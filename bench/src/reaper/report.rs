@@ -12,9 +12,6 @@ use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
 use crate::json::{Case, Document, Series};
 use crate::stats::Spread;
 
-/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
-const BUSY_LOAD: f64 = 0.5;
-
 /// Columns of the table: title, metric, digits, whether the spread is shown.
 pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
     ("drop s", "drop_s", 1, true),
@@ -100,11 +97,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option
         rounds.iter().flatten().flat_map(BTreeMap::keys).collect();
     for name in names {
         let values = rounds.iter().flatten().filter_map(|figures| figures.get(name).copied());
-        if let Some(spread) = Spread::of(values) {
-            case.metric(name, spread.median);
-            case.metric(format!("{name}_min"), spread.min);
-            case.metric(format!("{name}_max"), spread.max);
-        }
+        case.spread(name, Spread::of(values));
     }
     case.series = typical(runs, rounds, options.before.as_secs_f64());
     case
@@ -203,12 +196,7 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
         host.qemu.as_deref().unwrap_or("not installed"),
         number("rounds"),
     )];
-    if host.load_1m > BUSY_LOAD {
-        lines.push(format!(
-            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.",
-            host.load_1m
-        ));
-    }
+    lines.extend(host.busy_text().map(|text| text.trim_end().to_owned()));
     lines.push(format!(
         "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
          its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
@@ -265,11 +253,7 @@ pub fn table(document: &Document) -> String {
             text.push_str(&format!("{}\n", grid(head, &rows)));
         }
     }
-    for case in &document.cases {
-        if let Some(why) = &case.skipped {
-            text.push_str(&format!("skipped {}: {why}\n", case.name));
-        }
-    }
+    text.push_str(&document.skipped_text());
     text.push_str(&document.failures_text());
     text
 }

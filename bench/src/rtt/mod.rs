@@ -19,8 +19,7 @@ use vmferry_sys::SysError;
 
 use crate::host::Host;
 use crate::json::Document;
-use crate::migrate::Outcome;
-use crate::stats::turns;
+use crate::rounds::{Outcome, Rounds, Stop};
 use exchange::{Bulk, Plan, Round};
 use fault::Handler;
 use link::{Link, SHAPED_BITS_PER_S, Shaped, Tools};
@@ -70,6 +69,15 @@ impl RttError {
     /// For `map_err`: a failed system call while doing `action`.
     fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| RttError::Io { action, source }
+    }
+}
+
+impl From<RttError> for Stop {
+    fn from(error: RttError) -> Self {
+        match error {
+            RttError::Unavailable(why) => Self::Skip(why),
+            error => Self::Fail(error.to_string()),
+        }
     }
 }
 
@@ -179,15 +187,15 @@ const LINKS: &[(&str, Option<&str>, &[Beside])] = &[
 const SHAPED_SIDES: &[Beside] =
     &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90), Beside::Paced(95)];
 
-/// One side, and what it came to round by round.
-#[derive(Debug)]
-struct SideRuns {
+/// One side.
+#[derive(Debug, Clone, Copy)]
+struct Side {
     link: &'static str,
     what: What,
-    /// A round in which the side failed has None.
-    rounds: Vec<Option<Measured>>,
-    skipped: Option<String>,
 }
+
+/// What a side came to.
+type SideRuns = crate::rounds::SideRuns<Side, Measured>;
 
 /// What a side measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -204,13 +212,9 @@ struct Measured {
     pace_gbps: Option<f64>,
 }
 
-impl SideRuns {
-    fn new(link: &'static str, what: What) -> Self {
-        SideRuns { link, what, rounds: Vec::new(), skipped: None }
-    }
-
+impl Side {
     /// The case's name.
-    fn name(&self) -> String {
+    fn name(self) -> String {
         match self.what {
             What::Requests { beside, .. } => format!("{}/{}", self.link, beside.name()),
             What::Faults(handler) => format!("{}/{}", self.link, handler.name()),
@@ -230,58 +234,44 @@ fn run_with(
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
     let mut document = Document::new("rtt", Host::describe());
-    let mut failures = Vec::new();
-    let mut sides = sides(options);
+    let sides = sides(options);
     let shaped = if sides.iter().any(|side| side.link.starts_with("shaped")) {
         Shaped::new(tools).map(Link::Shaped)
     } else {
         Err("not wanted".into())
     };
-    for round in 0..options.repeats {
-        for turn in turns(sides.len(), round) {
-            if sides[turn].skipped.is_some() {
-                continue;
-            }
-            let name = sides[turn].name();
-            progress(&format!("{name}, round {} of {}", round + 1, options.repeats));
-            let unpaced = latest_bulk(&sides, sides[turn].link);
-            match run_side(options, &sides[turn], unpaced, source, &shaped) {
-                Ok(measured) => sides[turn].rounds.push(Some(measured)),
-                Err(RttError::Unavailable(why)) => sides[turn].skipped = Some(why),
-                Err(error) => {
-                    sides[turn].rounds.push(None);
-                    failures.push(format!("{name}, round {}: {error}", round + 1));
-                }
-            }
-        }
-    }
+    let mut rounds = Rounds::new(options.repeats, progress);
+    let sides = rounds.run(sides, Side::name, |side, so_far| {
+        Ok(run_side(options, side, latest_bulk(so_far, side.link), source, &shaped)?)
+    });
+    let failures = rounds.failures;
     report::add(&mut document, options, &sides, &failures);
     Outcome { document, failures }
 }
 
 /// The sides that are wanted, in the order of the first round: unpaced before paced, which needs its speed.
-fn sides(options: &Options) -> Vec<SideRuns> {
+fn sides(options: &Options) -> Vec<Side> {
     let requests = LINKS.iter().flat_map(|(link, congestion, sides)| {
         sides
             .iter()
-            .map(|beside| SideRuns::new(link, What::Requests { congestion: *congestion, beside: *beside }))
+            .map(|beside| Side { link, what: What::Requests { congestion: *congestion, beside: *beside } })
     });
-    let faults =
-        [Handler::Blocking, Handler::Spinning].map(|handler| SideRuns::new("fault", What::Faults(handler)));
+    let faults = [Handler::Blocking, Handler::Spinning]
+        .map(|handler| Side { link: "fault", what: What::Faults(handler) });
     requests.chain(faults).filter(|side| options.wants(&side.name())).collect()
 }
 
 /// What the unpaced stream of `link` reached last, in 10^9 bits a second.
 fn latest_bulk(sides: &[SideRuns], link: &str) -> Option<f64> {
-    let unpaced = sides.iter().find(|side| {
-        side.link == link && matches!(side.what, What::Requests { beside: Beside::Unpaced, .. })
+    let unpaced = sides.iter().find(|runs| {
+        runs.side.link == link && matches!(runs.side.what, What::Requests { beside: Beside::Unpaced, .. })
     })?;
     unpaced.rounds.iter().rev().flatten().find_map(|round| round.bulk_gbps)
 }
 
 fn run_side(
     options: &Options,
-    side: &SideRuns,
+    side: Side,
     unpaced: Option<f64>,
     source: &SourceCommand,
     shaped: &Result<Link, String>,

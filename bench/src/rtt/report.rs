@@ -23,27 +23,24 @@ const FIGURES: &[(&str, Figure)] = &[
     ("pace_gbps", |round| round.pace_gbps),
 ];
 
-/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
-const BUSY_LOAD: f64 = 0.5;
-
 fn mean(round: &Measured) -> Option<f64> {
     Some(round.times.mean_us)
 }
 
-fn by_round(side: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
-    side.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
+fn by_round(runs: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
+    runs.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
 }
 
 /// The side of `link` whose requests run beside `beside`.
 fn find<'a>(sides: &'a [SideRuns], link: &str, beside: Beside) -> Option<&'a SideRuns> {
     sides.iter().find(
-        |side| matches!(side.what, What::Requests { beside: b, .. } if side.link == link && b == beside),
+        |runs| matches!(runs.side.what, What::Requests { beside: b, .. } if runs.side.link == link && b == beside),
     )
 }
 
 /// Adds the cases and the summary.
 pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns], failures: &[String]) {
-    document.cases.extend(sides.iter().map(|side| case_of(options, sides, side)));
+    document.cases.extend(sides.iter().map(|runs| case_of(options, sides, runs)));
     let median = |case: &str, name: &str| {
         document.cases.iter().find(|c| c.name == case).and_then(|c| c.metrics.get(name)).copied()
     };
@@ -85,49 +82,49 @@ fn floor(rtt: f64, blocking: Option<f64>, spinning: Option<f64>) -> Map<String, 
     fields
 }
 
-fn case_of(options: &Options, sides: &[SideRuns], side: &SideRuns) -> Case {
-    let mut case = match &side.skipped {
-        Some(why) if side.rounds.is_empty() => Case::skipped(side.name(), why),
-        _ => Case::new(side.name()),
+fn case_of(options: &Options, sides: &[SideRuns], runs: &SideRuns) -> Case {
+    let mut case = match &runs.skipped {
+        Some(why) if runs.rounds.is_empty() => Case::skipped(runs.side.name(), why),
+        _ => Case::new(runs.side.name()),
     }
-    .param("link", side.link)
-    .param("rounds", side.rounds.iter().flatten().count());
-    let (mean_name, count_name) = match side.what {
+    .param("link", runs.side.link)
+    .param("rounds", runs.rounds.iter().flatten().count());
+    let (mean_name, count_name) = match runs.side.what {
         What::Requests { .. } => ("rtt_us", "requests"),
         What::Faults(_) => ("local_fault_us", "faults"),
     };
-    add_spread(&mut case, mean_name, Spread::of(by_round(side, mean).into_iter().flatten()));
+    case.spread(mean_name, Spread::of(by_round(runs, mean).into_iter().flatten()));
     for (name, figure) in FIGURES {
-        add_spread(&mut case, name, Spread::of(by_round(side, *figure).into_iter().flatten()));
+        case.spread(name, Spread::of(by_round(runs, *figure).into_iter().flatten()));
     }
-    if side.rounds.iter().any(Option::is_some) {
-        let all = side.rounds.iter().flatten().map(|round| round.times.count).sum();
+    if runs.rounds.iter().any(Option::is_some) {
+        let all = runs.rounds.iter().flatten().map(|round| round.times.count).sum();
         case.metric(count_name, count(all));
     }
-    match side.what {
+    match runs.side.what {
         What::Faults(handler) => case.param("handler", handler.name()).param("pages", options.faults),
         What::Requests { congestion, beside } => {
-            add_ratios(&mut case, sides, side, beside);
-            describe(case, side.link, congestion, beside)
+            add_ratios(&mut case, sides, runs, beside);
+            describe(case, runs.side.link, congestion, beside)
         }
     }
 }
 
 /// What the bulk stream costs the requests, and what it gets of the link.
-fn add_ratios(case: &mut Case, sides: &[SideRuns], side: &SideRuns, beside: Beside) {
+fn add_ratios(case: &mut Case, sides: &[SideRuns], runs: &SideRuns, beside: Beside) {
     if matches!(beside, Beside::Idle | Beside::IdleBackToBack) {
         return;
     }
-    if let Some(idle) = find(sides, side.link, Beside::Idle) {
-        add_spread(case, "ratio_to_idle", Spread::of_ratios(&by_round(side, mean), &by_round(idle, mean)));
+    if let Some(idle) = find(sides, runs.side.link, Beside::Idle) {
+        case.spread("ratio_to_idle", Spread::of_ratios(&by_round(runs, mean), &by_round(idle, mean)));
     }
-    let bulk = by_round(side, |round| round.bulk_gbps);
-    let capacity = match find(sides, side.link, Beside::Unpaced) {
-        Some(unpaced) if side.link == "loopback" => by_round(unpaced, |round| round.bulk_gbps),
-        _ if side.link == "loopback" => Vec::new(),
+    let bulk = by_round(runs, |round| round.bulk_gbps);
+    let capacity = match find(sides, runs.side.link, Beside::Unpaced) {
+        Some(unpaced) if runs.side.link == "loopback" => by_round(unpaced, |round| round.bulk_gbps),
+        _ if runs.side.link == "loopback" => Vec::new(),
         _ => vec![Some(SHAPED_BITS_PER_S / 1e9); bulk.len()],
     };
-    add_spread(case, "bulk_share", Spread::of_ratios(&bulk, &capacity));
+    case.spread("bulk_share", Spread::of_ratios(&bulk, &capacity));
 }
 
 fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) -> Case {
@@ -146,14 +143,6 @@ fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) ->
     case
 }
 
-fn add_spread(case: &mut Case, name: &str, spread: Option<Spread>) {
-    if let Some(spread) = spread {
-        case.metric(name, spread.median);
-        case.metric(format!("{name}_min"), spread.min);
-        case.metric(format!("{name}_max"), spread.max);
-    }
-}
-
 /// The document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
@@ -161,22 +150,13 @@ pub fn table(document: &Document) -> String {
         "{} cores, Linux {}, TCP {} unless said otherwise\n",
         host.cores, host.kernel, host.congestion_control
     );
-    if host.load_1m > BUSY_LOAD {
-        text.push_str(&format!(
-            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
-            host.load_1m
-        ));
-    }
+    text.extend(host.busy_text());
     text.push_str(&cases_table(document).to_string());
     text.push_str(
         "\nMedians of rounds, and how far the farthest round lies from them. 1 ms between requests, but back to back. / idle: the\n\
          means compared. Share: of the shaped link, or of what loopback carries unpaced.\n",
     );
-    for case in &document.cases {
-        if let Some(why) = &case.skipped {
-            text.push_str(&format!("skipped {}: {why}\n", case.name));
-        }
-    }
+    text.push_str(&document.skipped_text());
     let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
     for (link, floor) in links {
         let of = |name: &str| {

@@ -19,6 +19,7 @@ use vmferry_bitmap::Scanner;
 
 use crate::host::{Host, available_memory};
 use crate::json::{Case, Document};
+use crate::rounds::MEMORY_RESERVE;
 use crate::stats::{Spread, turns};
 use pattern::{Pattern, build, build_seeded};
 use read::Reader;
@@ -37,9 +38,6 @@ const DENSE: f64 = 0.1;
 
 /// Rounds of what takes seconds.
 const FEW_ROUNDS: usize = 3;
-
-/// Memory that must stay free beside the bitmaps, in bytes.
-const MEMORY_RESERVE: u64 = 512 << 20;
 
 /// How much is measured.
 #[derive(Debug, Clone)]
@@ -157,15 +155,6 @@ fn shapes(memory: &'static str, gib: f64) -> Vec<Shape> {
     shapes
 }
 
-/// Adds a figure's median and extremes to a case.
-fn add_spread(case: &mut Case, name: &str, spread: Option<Spread>) {
-    if let Some(spread) = spread {
-        case.metric(name, spread.median);
-        case.metric(format!("{name}_min"), spread.min);
-        case.metric(format!("{name}_max"), spread.max);
-    }
-}
-
 /// Runs the bench; `progress` is told what begins.
 ///
 /// # Panics
@@ -267,9 +256,9 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
         #[expect(clippy::cast_precision_loss, reason = "counts below 2^53")]
         case.metric("density_found", set as f64 / (forms.len() * shape.words() * 64) as f64);
         for ((name, _), theirs) in sides.iter().zip(&times) {
-            add_spread(&mut case, &format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
+            case.spread(&format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
             if name != "ours" {
-                add_spread(&mut case, &format!("ratio_to_{name}"), Spread::of_ratios(theirs, &times[0]));
+                case.spread(&format!("ratio_to_{name}"), Spread::of_ratios(theirs, &times[0]));
             }
         }
         document.cases.push(case);
@@ -311,10 +300,10 @@ fn empty_scan(options: &Options, memory: &'static str, gib: f64) -> Case {
     let (bits, runs) = (&times[0], &times[1]);
     let mut case = shape.case("empty").param("rounds", options.rounds);
     for (name, times) in [("read", &reads), ("bits", bits), ("runs", runs)] {
-        add_spread(&mut case, &format!("{name}_us"), Spread::of(times.iter().flatten().copied()));
+        case.spread(&format!("{name}_us"), Spread::of(times.iter().flatten().copied()));
     }
-    add_spread(&mut case, "bits_of_read", Spread::of_ratios(&reads, bits));
-    add_spread(&mut case, "runs_of_read", Spread::of_ratios(&reads, runs));
+    case.spread("bits_of_read", Spread::of_ratios(&reads, bits));
+    case.spread("runs_of_read", Spread::of_ratios(&reads, runs));
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
     let bytes = (words.len() * 8) as f64;
     if let Some(read) = case.metrics.get("read_us").copied() {

@@ -176,9 +176,7 @@ pub fn table(document: &Document) -> String {
         ("first / second", "ratio"),
     ];
     out.push_str(&format!("\n{}\n", table_of(document, &["upkeep"], &upkeep)));
-    for case in document.cases.iter().filter(|case| case.skipped.is_some()) {
-        out.push_str(&format!("skipped {}: {}\n", case.name, case.skipped.as_deref().unwrap_or_default()));
-    }
+    out.push_str(&document.skipped_text());
     for target in document.summary.get("targets").and_then(Value::as_array).into_iter().flatten() {
         let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-");
         let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);

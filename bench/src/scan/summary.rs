@@ -6,7 +6,7 @@ use std::ops::Range;
 use roaring::RoaringBitmap;
 use vmferry_bitmap::{Bitmap, SummaryBitmap};
 
-use super::{Options, Shape, add_spread, timing};
+use super::{Options, Shape, timing};
 use crate::json::Case;
 use crate::stats::{Spread, turns};
 
@@ -53,9 +53,9 @@ pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     }
     let mut case = shape.case("summary").param("rounds", options.rounds).param("runs", seen.0);
     for (name, theirs) in SIDES.iter().zip(&times) {
-        add_spread(&mut case, &format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
+        case.spread(&format!("{name}_us"), Spread::of(theirs.iter().flatten().copied()));
         if *name != "summary" {
-            add_spread(&mut case, &format!("ratio_to_{name}"), Spread::of_ratios(theirs, &times[0]));
+            case.spread(&format!("ratio_to_{name}"), Spread::of_ratios(theirs, &times[0]));
         }
     }
     case

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap, SummaryBitmap};
 
 use super::pattern::{Pattern, build};
-use super::{Options, add_spread, timing, words_of};
+use super::{Options, timing, words_of};
 use crate::json::{Case, Document};
 use crate::stats::{Spread, turns};
 
@@ -28,9 +28,9 @@ fn compare(options: &Options, name: &str, per: f64, mut ways: Vec<Way<'_>>) -> C
     let mut case =
         Case::new(format!("upkeep/{name}")).param("kind", "upkeep").param("rounds", options.rounds);
     for ((name, _), times) in ways.iter().zip(&times) {
-        add_spread(&mut case, name, Spread::of(times.iter().flatten().copied()));
+        case.spread(name, Spread::of(times.iter().flatten().copied()));
     }
-    add_spread(&mut case, "ratio", Spread::of_ratios(&times[0], &times[1]));
+    case.spread("ratio", Spread::of_ratios(&times[0], &times[1]));
     case
 }
 

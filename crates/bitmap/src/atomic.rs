@@ -3,7 +3,10 @@
 use crate::scan::BLOCK_WORDS;
 use crate::scan::walk::take_index;
 use crate::{Bitmap, for_each_word, place, words_for};
+#[cfg(test)]
+use shuttle::sync::atomic::{AtomicU64, Ordering};
 use std::ops::Range;
+#[cfg(not(test))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A bitmap that is marked by any number of threads and harvested by one.
@@ -19,13 +22,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// consistent, because neither side may overtake itself (each writes one place and reads the other): either the writer sees
 /// the bit clear and sets it anew, for the next harvest; or it saw the bit before the harvester took it, and then the
 /// harvester sees the mark. On x86 that costs nothing over the release and acquire that the words need anyway: the
-/// read-modify-writes are full barriers, and the loads are plain.
+/// read-modify-writes are full barriers, and the loads are plain. The unit tests run this code, and wrong orders of it, in
+/// every interleaving of a few threads.
 #[derive(Debug)]
 pub struct AtomicBitmap {
     words: Vec<AtomicU64>,
     /// Bit `b % 64` of word `b / 64` is clear only where words `64 * b ..` are zero, or their writer is about to set it.
     summary: Vec<AtomicU64>,
     len: u64,
+    #[cfg(test)]
+    flaw: Flaw,
+}
+
+/// A way to get the order wrong, for tests that show that it matters.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flaw {
+    None,
+    /// A writer marks the summary and then the word.
+    SummaryFirst,
+    /// A writer leaves the summary to whoever marked the page before.
+    OnlyTheFirst,
+    /// A harvester takes the words and then the summary's bit.
+    WordsFirst,
 }
 
 impl AtomicBitmap {
@@ -34,7 +53,13 @@ impl AtomicBitmap {
     pub fn new(len: u64) -> Self {
         let zeros = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let words = words_for(len);
-        Self { words: zeros(words), summary: zeros(words.div_ceil(BLOCK_WORDS * 64)), len }
+        Self {
+            words: zeros(words),
+            summary: zeros(words.div_ceil(BLOCK_WORDS * 64)),
+            len,
+            #[cfg(test)]
+            flaw: Flaw::None,
+        }
     }
 
     /// Pages that this bitmap speaks of, set or not.
@@ -65,8 +90,22 @@ impl AtomicBitmap {
     pub fn set(&self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
         let (word, bit) = place(page);
-        let was = self.words[word].fetch_or(bit, Ordering::SeqCst) & bit != 0;
-        // Also if it was set: whoever set it may not have come to the summary yet.
+        self.mark(word, bit) & bit != 0
+    }
+
+    /// Marks the pages `mask` of a word, then the summary; gives the word as it was.
+    #[inline]
+    fn mark(&self, word: usize, mask: u64) -> u64 {
+        #[cfg(test)]
+        if self.flaw == Flaw::SummaryFirst {
+            self.summarize(word);
+        }
+        let was = self.words[word].fetch_or(mask, Ordering::SeqCst);
+        #[cfg(test)]
+        if self.flaw == Flaw::SummaryFirst || self.flaw == Flaw::OnlyTheFirst && was & mask == mask {
+            return was;
+        }
+        // Also if all were set: whoever set them may not have come to the summary yet.
         self.summarize(word);
         was
     }
@@ -94,8 +133,7 @@ impl AtomicBitmap {
     pub fn set_range(&self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_word(range, |word, mask| {
-            self.words[word].fetch_or(mask, Ordering::SeqCst);
-            self.summarize(word);
+            self.mark(word, mask);
         });
     }
 
@@ -132,7 +170,7 @@ impl AtomicBitmap {
             if word.load(Ordering::Relaxed) == 0 {
                 continue;
             }
-            let mut blocks = word.swap(0, Ordering::SeqCst);
+            let mut blocks = self.take_blocks(word);
             while blocks != 0 {
                 for (index, word) in self.block(at * 64 + take_index(&mut blocks)) {
                     if word.load(Ordering::SeqCst) != 0 {
@@ -142,64 +180,26 @@ impl AtomicBitmap {
                     }
                 }
             }
+            #[cfg(test)]
+            if self.flaw == Flaw::WordsFirst {
+                word.store(0, Ordering::SeqCst);
+            }
         }
         moved
+    }
+
+    /// Takes the blocks that a word of the summary names, before their words are looked at.
+    #[inline]
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests plant a flaw here"))]
+    fn take_blocks(&self, word: &AtomicU64) -> u64 {
+        #[cfg(test)]
+        if self.flaw == Flaw::WordsFirst {
+            return word.load(Ordering::SeqCst);
+        }
+        word.swap(0, Ordering::SeqCst)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::atomic::AtomicBool;
-
-    #[test]
-    fn no_write_is_lost_between_marking_and_harvesting() {
-        // Three blocks of the summary.
-        const PAGES: u64 = 9000;
-        const ROUNDS: u64 = 20_000;
-        let map = AtomicBitmap::new(PAGES);
-        let content: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
-        let done = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                for round in 1..=ROUNDS {
-                    let page = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) % PAGES;
-                    content[usize::try_from(page).unwrap()].store(round, Ordering::Relaxed);
-                    map.set(page);
-                }
-                done.store(true, Ordering::Release);
-            });
-            let mut copy = vec![0; usize::try_from(PAGES).unwrap()];
-            let mut dirty = Bitmap::new(PAGES);
-            loop {
-                let last = done.load(Ordering::Acquire);
-                map.harvest(&mut dirty);
-                for page in dirty.runs().flatten() {
-                    let page = usize::try_from(page).unwrap();
-                    copy[page] = content[page].load(Ordering::Relaxed);
-                }
-                dirty.clear_all();
-                if last {
-                    break;
-                }
-            }
-            for (page, copied) in copy.iter().enumerate() {
-                assert_eq!(*copied, content[page].load(Ordering::Relaxed), "page {page}");
-            }
-        });
-    }
-
-    #[test]
-    fn ranges_mark_across_words_and_are_harvested_once() {
-        let map = AtomicBitmap::new(200);
-        map.set_range(60..130);
-        assert!(map.set(60) && !map.set(5));
-        assert!(map.test(129) && !map.test(130));
-        let mut out = Bitmap::new(200);
-        assert_eq!(map.harvest(&mut out), 71);
-        assert_eq!(out.runs().collect::<Vec<_>>(), [5..6, 60..130]);
-        assert!(map.is_empty());
-        assert_eq!(map.harvest(&mut out), 0);
-        assert!(!map.test_and_clear(60));
-    }
-}
+#[path = "atomic_tests.rs"]
+mod tests;

@@ -3,8 +3,8 @@
 mod reaper;
 
 use crate::api::MigrateRequest;
-use crate::args::{AutoConvergeArg, BenchArgs, BenchName, GuestKind};
-use crate::demo::{Folder, Runner, Setup};
+use crate::args::{BenchArgs, BenchName, GuestKind};
+use crate::demo::{Pair, Runner, Setup};
 use crate::{Status, guest, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -123,36 +123,24 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         workload: spec.workload.clone(),
         dirty_ring: None,
     };
-    let folder = Folder::new()?;
-    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
-    let uri = target.incoming(&stop)?;
-    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
-    source.running(&stop)?;
+    let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
     std::thread::sleep(spec.settle);
     let request = MigrateRequest {
-        uri,
-        tracker: None,
-        reaper: None,
         channels: u16::try_from(channels)?,
         downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
-        max_bandwidth: None,
         timeout_ms: Some(120_000),
-        switch_on_timeout: false,
-        auto_converge: AutoConvergeArg::Off,
-        verify: false,
-        insecure: false,
-        peer_timeout_ms: 10_000,
+        ..MigrateRequest::to(&pair.uri)
     };
     let is_vcpu = |name: &str| name.starts_with("vcpu");
-    let meters = (CpuMeter::start(source.pid(), is_vcpu)?, CpuMeter::start(target.pid(), is_vcpu)?);
+    let meters = (CpuMeter::start(pair.source.pid(), is_vcpu)?, CpuMeter::start(pair.target.pid(), is_vcpu)?);
     drop(warm);
-    source.client.call("migrate", serde_json::to_value(request)?)?;
-    let report = quietly(&mut source)?;
+    pair.migrate(&request)?;
+    let report = quietly(&mut pair.source)?;
     let (cpu_source, cpu_destination) = (meters.0.used()?, meters.1.used()?);
-    let arrived = target.status()?["vm"]["guest"].clone();
+    let arrived = pair.target.status()?["vm"]["guest"].clone();
     std::thread::sleep(AFTER);
-    let later = target.status()?["vm"]["guest"].clone();
+    let later = pair.target.status()?["vm"]["guest"].clone();
     if later["corrupt"].as_u64() != Some(0) {
         bail!("the guest found damaged pages after the move: {later}");
     }

@@ -1,7 +1,7 @@
 //! `vmferry demo`: the whole thing on one host, with real processes and the very commands that operators use.
 
 use crate::api::{Client, MigrateRequest};
-use crate::args::{AutoConvergeArg, DemoArgs, GuestKind, TrackerArg};
+use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::{Status, guest, migrate, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ pub(crate) struct Runner {
 
 impl Runner {
     /// Starts one; it waits for a guest if `incoming`.
-    pub(crate) fn start(setup: &Setup, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
+    fn start(setup: &Setup, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
         let api = folder.join(format!("{name}.sock"));
         let log = folder.join(format!("{name}.log"));
         let mut command = Command::new(std::env::current_exe().context("cannot find this executable")?);
@@ -110,14 +110,14 @@ impl Runner {
     }
 
     /// Where a waiting target listens.
-    pub(crate) fn incoming(&mut self, stop: &AtomicBool) -> Result<String> {
+    fn incoming(&mut self, stop: &AtomicBool) -> Result<String> {
         self.wait("the target listening", START, stop, |status| {
             status["vm"]["incoming"].as_str().map(str::to_owned)
         })
     }
 
     /// Waits until the guest runs its workload.
-    pub(crate) fn running(&mut self, stop: &AtomicBool) -> Result<()> {
+    fn running(&mut self, stop: &AtomicBool) -> Result<()> {
         self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"]
             .as_str()
         {
@@ -143,11 +143,40 @@ impl Drop for Runner {
     }
 }
 
+/// A guest that runs its workload in one process, and another process that waits for it.
+///
+/// When it is dropped, the source ends first, and the folder with their sockets is removed at last.
+pub(crate) struct Pair {
+    pub(crate) source: Runner,
+    pub(crate) target: Runner,
+    /// Where the target waits.
+    pub(crate) uri: String,
+    _folder: Folder,
+}
+
+impl Pair {
+    /// Brings both up; given up when `stop` is set.
+    pub(crate) fn start(setup: &Setup, stop: &AtomicBool) -> Result<Self> {
+        let folder = Folder::new()?;
+        let mut target = Runner::start(setup, folder.path(), "target", true)?;
+        let uri = target.incoming(stop)?;
+        let mut source = Runner::start(setup, folder.path(), "source", false)?;
+        source.running(stop)?;
+        Ok(Self { source, target, uri, _folder: folder })
+    }
+
+    /// Has the guest move.
+    pub(crate) fn migrate(&mut self, request: &MigrateRequest) -> Result<()> {
+        self.source.client.call("migrate", serde_json::to_value(request)?)?;
+        Ok(())
+    }
+}
+
 /// A folder of our own for sockets and logs; removed when dropped.
-pub(crate) struct Folder(PathBuf);
+struct Folder(PathBuf);
 
 impl Folder {
-    pub(crate) fn new() -> Result<Self> {
+    fn new() -> Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("vmferry-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
@@ -155,7 +184,7 @@ impl Folder {
         Ok(Self(path))
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    fn path(&self) -> &Path {
         &self.0
     }
 }
@@ -204,24 +233,20 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         setup.cpus,
         setup.workload
     ));
-    let folder = Folder::new()?;
-    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
-    let uri = target.incoming(&stop)?;
-    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
-    source.running(&stop)?;
+    let mut pair = Pair::start(&setup, &stop)?;
     std::thread::sleep(WATCH);
-    let before = source.status()?["vm"]["guest"].clone();
-    say(format!("source       process {}: {}", source.pid(), speed(&before)));
-    say(format!("target       process {} waits at {uri}", target.pid()));
-    source.client.call("migrate", serde_json::to_value(request(args, &uri))?)?;
-    let mut report = migrate::watch(&mut source.client, &stop, &mut |_| {})?;
+    let before = pair.source.status()?["vm"]["guest"].clone();
+    say(format!("source       process {}: {}", pair.source.pid(), speed(&before)));
+    say(format!("target       process {} waits at {}", pair.target.pid(), pair.uri));
+    pair.migrate(&request(args, &pair.uri))?;
+    let mut report = migrate::watch(&mut pair.source.client, &stop, &mut |_| {})?;
     let status = if report["outcome"] == "completed" {
-        let after = follow(&mut target, &before, &stop)?;
+        let after = follow(&mut pair.target, &before, &stop)?;
         report["guest"]["after_writes_per_s"] = after["writes_per_s"].clone();
         report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
         report["guest"]["checked_itself"] = json!(true);
         output::report(&report, Out(quiet))?;
-        say(format!("target       process {}: {}", target.pid(), speed(&after)));
+        say(format!("target       process {}: {}", pair.target.pid(), speed(&after)));
         say("The guest checked every page of its own on the other side: none is lost, old or damaged.".into());
         Status::Done
     } else {
@@ -269,19 +294,14 @@ fn fitting(workload: &Workload, memory: u64) -> Workload {
 
 fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
     MigrateRequest {
-        uri: uri.into(),
         tracker: migrate::tracker(args.tracker),
-        reaper: None,
         channels: args.channels,
-        downtime_limit_ms: 300,
         max_bandwidth: args.link,
         // A link that the guest outruns must not keep the demonstration from its end.
         timeout_ms: Some(20_000),
         switch_on_timeout: true,
-        auto_converge: AutoConvergeArg::Off,
         verify: true,
-        insecure: false,
-        peer_timeout_ms: 10_000,
+        ..MigrateRequest::to(uri)
     }
 }
 

@@ -131,12 +131,6 @@ fn rate(value: f64) -> String {
 
 /// Prints the report for people.
 pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
-    let ms = |value: &Value| value.as_f64().map_or("?".into(), |ms| format!("{ms:.1} ms"));
-    let count = |value: &Value| value.as_u64().unwrap_or(0);
-    let part = |name: &str| {
-        format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
-    };
-    let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {
         writeln!(out, "because      {error}")?;
@@ -144,6 +138,40 @@ pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
     if count(&report["bytes"]["wire"]) == 0 {
         return Ok(());
     }
+    times(report, &mut out)?;
+    guest(report, &mut out)?;
+    writeln!(
+        out,
+        "cpu          source {}, destination {} (engine threads)",
+        ms(&report["cpu_ms"]["source"]),
+        ms(&report["cpu_ms"]["destination"])
+    )?;
+    if count(&report["verified_pages"]) > 0 {
+        writeln!(
+            out,
+            "verified     {} pages compared on both sides, {} differ (took {}, not counted as downtime)",
+            count(&report["verified_pages"]),
+            count(&report["mismatched_pages"]),
+            ms(&report["verify_ms"])
+        )?;
+    }
+    Ok(())
+}
+
+fn ms(value: &Value) -> String {
+    value.as_f64().map_or("?".into(), |ms| format!("{ms:.1} ms"))
+}
+
+fn count(value: &Value) -> u64 {
+    value.as_u64().unwrap_or(0)
+}
+
+/// How long it took, and what went over the link.
+fn times(report: &Value, out: &mut impl Write) -> Result<()> {
+    let part = |name: &str| {
+        format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
+    };
+    let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
     writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
     writeln!(
         out,
@@ -162,6 +190,11 @@ pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
         count(&data["raw_pages"]),
         count(&data["zero_pages"]),
     )?;
+    Ok(())
+}
+
+/// What the guest felt of it, and by what.
+fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
     let guest = &report["guest"];
     if let (Some(before), Some(during)) =
         (guest["before_writes_per_s"].as_f64(), guest["during_writes_per_s"].as_f64())
@@ -192,21 +225,6 @@ pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
             "throttle     up to {:.0} % of a vCPU's time; held for {}",
             throttle["highest_share"].as_f64().unwrap_or(0.0) * 100.0,
             held.iter().map(ms).collect::<Vec<_>>().join(", ")
-        )?;
-    }
-    writeln!(
-        out,
-        "cpu          source {}, destination {} (engine threads)",
-        ms(&report["cpu_ms"]["source"]),
-        ms(&report["cpu_ms"]["destination"])
-    )?;
-    if count(&report["verified_pages"]) > 0 {
-        writeln!(
-            out,
-            "verified     {} pages compared on both sides, {} differ (took {}, not counted as downtime)",
-            count(&report["verified_pages"]),
-            count(&report["mismatched_pages"]),
-            ms(&report["verify_ms"])
         )?;
     }
     Ok(())

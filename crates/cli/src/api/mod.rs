@@ -66,6 +66,26 @@ impl DirtyRateRequest {
 }
 
 impl MigrateRequest {
+    /// To `uri`, in the way that an engine of its own accord takes.
+    pub(crate) fn to(uri: &str) -> Self {
+        let Settings { channels, downtime_limit, peer_timeout, .. } = Settings::default();
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            uri: uri.into(),
+            tracker: None,
+            reaper: None,
+            channels,
+            downtime_limit_ms: millis(downtime_limit),
+            max_bandwidth: None,
+            timeout_ms: None,
+            switch_on_timeout: false,
+            auto_converge: AutoConvergeArg::Off,
+            verify: false,
+            insecure: false,
+            peer_timeout_ms: millis(peer_timeout),
+        }
+    }
+
     pub(crate) fn settings(&self) -> Settings {
         Settings {
             channels: self.channels,

@@ -2,15 +2,14 @@
 
 use super::Finished;
 use crate::api::MigrateRequest;
-use crate::args::{AutoConvergeArg, BenchArgs, GuestKind};
-use crate::demo::{Folder, Runner, Setup};
+use crate::args::{BenchArgs, GuestKind};
+use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_bench::migrate::OurError;
-use vmferry_bench::reaper::{self, CaseSpec, Options, OurRunner, Recorder, RingRun, Run, Side};
+use vmferry_bench::reaper::{self, CaseSpec, Options, OurError, OurRunner, Recorder, RingRun, Run, Side};
 use vmferry_bench::warm::Warm;
 
 /// How often the guest is asked what it wrote: twice in each window.
@@ -102,37 +101,32 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         workload: spec.workload.clone(),
         dirty_ring: side.entries(),
     };
-    let folder = Folder::new()?;
-    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
-    let uri = target.incoming(&stop)?;
-    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
-    source.running(&stop)?;
+    let mut pair = Pair::start(&setup, &stop)?;
     // The working set and little more is what will be touched there.
     let warm = Warm::hold(spec.memory / 4);
     let mut watch = Watch { zero: Instant::now(), recorder: Recorder::default() };
-    watch.look_for(&mut source, before);
+    watch.look_for(&mut pair.source, before);
     drop(warm);
     let start = watch.now();
-    source.client.call("migrate", serde_json::to_value(request(spec, side, uri)?)?)?;
-    let report = watch.look_until_moved(&mut source, spec.timeout + PATIENCE)?;
+    pair.migrate(&request(spec, side, &pair.uri)?)?;
+    let report = watch.look_until_moved(&mut pair.source, spec.timeout + PATIENCE)?;
     let end = report["total_ms"].as_f64().context("no total time")? / 1e3;
     watch.recorder.moved();
-    watch.look_for(&mut target, after);
-    let guest = &target.status()?["vm"]["guest"];
+    watch.look_for(&mut pair.target, after);
+    let guest = &pair.target.status()?["vm"]["guest"];
     if guest["corrupt"].as_u64() != Some(0) {
         bail!("the guest found damaged pages after the move: {guest}");
     }
     run(&report, watch.recorder, start, end)
 }
 
-fn request(spec: &CaseSpec, side: Side, uri: String) -> Result<MigrateRequest> {
+fn request(spec: &CaseSpec, side: Side, uri: &str) -> Result<MigrateRequest> {
     let ms = |time: Duration| u64::try_from(time.as_millis());
     let (tracker, reaper) = match side {
         Side::Ring { policy, .. } => ("ring", Some(policy.name().into())),
         Side::Log | Side::Qemu { .. } => ("log", None),
     };
     Ok(MigrateRequest {
-        uri,
         tracker: Some(tracker.into()),
         reaper,
         channels: 1,
@@ -140,10 +134,7 @@ fn request(spec: &CaseSpec, side: Side, uri: String) -> Result<MigrateRequest> {
         max_bandwidth: Some(spec.max_bandwidth),
         timeout_ms: Some(ms(spec.timeout)?),
         switch_on_timeout: true,
-        auto_converge: AutoConvergeArg::Off,
-        verify: false,
-        insecure: false,
-        peer_timeout_ms: 10_000,
+        ..MigrateRequest::to(uri)
     })
 }
 

@@ -1,8 +1,8 @@
 //! Both trackers on a real VM with a guest of a few instructions.
 
 use crate::memory::{Kind, Memory, say};
+use crate::user_guest::add_slot;
 use crate::wp::available;
-use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::collections::BTreeSet;
 use std::os::fd::AsRawFd;
@@ -55,20 +55,6 @@ fn vm() -> Option<Arc<VmFd>> {
             None
         }
     }
-}
-
-fn add_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory) -> LogSlot {
-    let len = memory.pages * 4096;
-    let region = kvm_userspace_memory_region {
-        slot,
-        flags: 0,
-        guest_phys_addr: gpa,
-        memory_size: len,
-        userspace_addr: memory.host(),
-    };
-    // SAFETY: the memory outlives the VM in every test here.
-    unsafe { vm.set_user_memory_region(region) }.unwrap();
-    LogSlot { spec: SlotSpec { slot, flags: 0, gpa, len, host: memory.host() }, marks: None }
 }
 
 fn tracker(vm: &Arc<VmFd>, slots: &[LogSlot]) -> (KvmLogTracker, Layout) {
@@ -329,38 +315,4 @@ fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
     }
     .unwrap_err();
     assert_eq!(error.errno(), Some(libc::ENOENT), "the first slot's log is off again: {error}");
-}
-
-/// Figures, not judgements: what harvests and clears cost. `cargo test -p vmferry-dirty --release cost -- --ignored --nocapture`.
-#[test]
-#[ignore = "a measurement of some seconds; it asserts nothing about time"]
-fn cost_of_the_log() {
-    let Some(vm) = vm() else { return };
-    let memory = Memory::new(Kind::Huge, 1 << 20);
-    let slot = add_slot(&vm, 0, 0, &memory);
-    let (mut tracker, layout) = tracker(&vm, &[slot]);
-    let mut set = PageSet::empty(&layout);
-    let full = Bitmap::full(memory.pages);
-    let begin = Instant::now();
-    tracker.start().unwrap();
-    println!("4 GiB: start {:?}", begin.elapsed());
-    let begin = Instant::now();
-    tracker.harvest(&mut set).unwrap();
-    println!("  harvest {:?}, {} pages", begin.elapsed(), set.count());
-    let protector = tracker.protector();
-    for chunk in [64, 512, 2048, 8192] {
-        tracker.stop().unwrap();
-        tracker.start().unwrap();
-        let (begin, mut worst) = (Instant::now(), Duration::ZERO);
-        for first in (0..memory.pages).step_by(chunk) {
-            let one = Instant::now();
-            let run = PageRun::new(PageIndex(first), chunk as u64);
-            protector.protect(RegionId(0), run, &full).unwrap();
-            worst = worst.max(one.elapsed());
-        }
-        println!("  protect all by {chunk} pages: {:?}, worst {worst:?}", begin.elapsed());
-    }
-    let begin = Instant::now();
-    tracker.stop().unwrap();
-    println!("  stop {:?}", begin.elapsed());
 }

@@ -1,30 +1,13 @@
 //! The dirty rings of a real VM.
 
 use crate::memory::{Kind, Memory, say};
-use crate::user_guest::{FIRST, Guest, STRETCH, fd, guest, run};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::user_guest::{FIRST, fd, guest, running};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_dirty::{Policy, ReaperState, RingTracker};
 use vmferry_engine::DirtyTracker;
 use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_sys::kvm;
-
-/// Lets all vCPUs run until `meanwhile` returns, and then stops them. Says how many writes they made.
-fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&AtomicU64) -> T) -> (T, u64) {
-    let (stop, stretches) = (AtomicBool::new(false), AtomicU64::new(0));
-    let rings = guest.rings.clone();
-    let result = std::thread::scope(|scope| {
-        for (index, vcpu) in guest.vcpus.iter_mut().enumerate() {
-            let ring = rings.vcpu(index);
-            let (stop, stretches) = (&stop, &stretches);
-            scope.spawn(move || run(vcpu, &ring, stop, stretches));
-        }
-        let result = meanwhile(&stretches);
-        stop.store(true, Ordering::Release);
-        result
-    });
-    (result, stretches.into_inner() * STRETCH)
-}
 
 /// Copies what is dirty, with time for the guest between harvest and copy.
 fn send(memory: &Memory, dirty: &mut PageSet, copy: &mut [u8]) {
@@ -193,107 +176,4 @@ fn an_idle_guest_costs_the_reaper_next_to_nothing() {
     let begin = Instant::now();
     tracker.stop().unwrap();
     assert!(begin.elapsed() < Duration::from_millis(500), "a sleeping reaper stops at once");
-}
-
-/// Figures, not judgements: `cargo test -p vmferry-dirty --release cost_of_the_ring -- --ignored --nocapture`.
-#[test]
-#[ignore = "a measurement of a minute; it asserts nothing about time"]
-fn cost_of_the_ring() {
-    start_and_stop();
-    for (entries, set) in [(4096, 2048), (4096, 4096), (4096, 16384), (65536, 16384), (65536, 131_072)] {
-        for policy in Policy::ALL {
-            let memory = Memory::new(Kind::Small, FIRST + 2 * set);
-            let Some(mut guest) = guest(&memory, entries, 2, set) else { return };
-            running(&mut guest, |_| std::thread::sleep(Duration::from_secs(1)));
-            let mut tracker = RingTracker::new(&guest.rings, policy);
-            tracker.start().unwrap();
-            let begin = Instant::now();
-            let (_, writes) = running(&mut guest, |_| std::thread::sleep(Duration::from_secs(4)));
-            let (time, report) = (begin.elapsed().as_secs_f64(), tracker.report());
-            let pages: u64 = report.vcpus.iter().map(|vcpu| vcpu.pages).sum();
-            println!(
-                "  ring {entries}, 2 x {set} pages, {policy:7}: {:8.2} M writes/s, {:6.0} full exits/s, stalled {:5.2} %, \
-                 {:7.0} pages/s, {:4.0} looks/s, {:4.0} harvests/s, reaper {:5.2} %",
-                writes as f64 / time / 1e6,
-                report.full_exits() as f64 / time,
-                report.stalled().as_secs_f64() / time * 50.0,
-                pages as f64 / time,
-                report.reaper.iterations as f64 / time,
-                report.reaper.harvests as f64 / time,
-                report.reaper.cpu.as_secs_f64() / time * 100.0,
-            );
-        }
-    }
-}
-
-/// Prints what `src/ring/sim/recorded.txt` was made of: `cargo test -p vmferry-dirty record -- --ignored --nocapture`.
-#[test]
-#[ignore = "a recording; it asserts nothing"]
-fn record_a_trace() {
-    let memory = Memory::new(Kind::Small, FIRST + 2 * 32768);
-    let Some(mut guest) = guest(&memory, 65536, 2, 32768) else { return };
-    let layout = guest.layout.clone();
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
-    tracker.start().unwrap();
-    let mut seen = [0; 2];
-    // Working sets, in pages, of the two; nobody writes in the third.
-    for sets in [Some([32768, 1024]), Some([4096, 4096]), None, Some([256, 32768]), Some([16384, 64]), None] {
-        for (vcpu, set) in guest.vcpus.iter().zip(sets.into_iter().flatten()) {
-            let mut regs = vcpu.get_regs().unwrap();
-            regs.r8 = set - 1;
-            vcpu.set_regs(&regs).unwrap();
-        }
-        let tracker = &mut tracker;
-        let mut record = |_: &AtomicU64| {
-            for _ in 0..40 {
-                std::thread::sleep(Duration::from_millis(20));
-                tracker.harvest(&mut PageSet::empty(&layout)).unwrap();
-                let pages: Vec<u64> = tracker.report().vcpus.iter().map(|vcpu| vcpu.pages).collect();
-                println!("{} {}", pages[0] - seen[0], pages[1] - seen[1]);
-                seen.copy_from_slice(&pages);
-            }
-        };
-        match sets {
-            Some(_) => running(&mut guest, record).0,
-            None => record(&AtomicU64::new(0)),
-        }
-    }
-}
-
-/// What protecting 4 GiB at once takes, which the log can do bit by bit.
-fn start_and_stop() {
-    let memory = Memory::new(Kind::Huge, 1 << 20);
-    for page in 0..memory.pages {
-        memory.write(page, 1);
-    }
-    let set = (memory.pages - FIRST) / 2;
-    let set = 1 << set.ilog2();
-    let Some(mut guest) = guest(&memory, 65536, 1, set) else { return };
-    running(&mut guest, |_| std::thread::sleep(Duration::from_secs(8)));
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
-    for _ in 0..2 {
-        let begin = Instant::now();
-        tracker.start().unwrap();
-        let started = begin.elapsed();
-        let (dirty, _) = running(&mut guest, |_| {
-            let mut dirty = PageSet::empty(&guest_layout(&memory));
-            std::thread::sleep(Duration::from_millis(200));
-            let begin = Instant::now();
-            tracker.harvest(&mut dirty).unwrap();
-            (begin.elapsed(), dirty.count())
-        });
-        let begin = Instant::now();
-        tracker.stop().unwrap();
-        println!(
-            "4 GiB: start {started:?}, harvest of {} pages {:?}, stop {:?}",
-            dirty.1,
-            dirty.0,
-            begin.elapsed()
-        );
-    }
-}
-
-fn guest_layout(memory: &Memory) -> vmferry_memory::Layout {
-    use vmferry_memory::{Gpa, Layout, Region};
-    Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: memory.pages * 4096 }]).unwrap()
 }

@@ -71,7 +71,7 @@ pub(crate) fn guest(memory: &Memory, entries: u32, vcpus: u64, set: u64) -> Opti
     }
     ring::enable(fd(&vm), entries).unwrap();
     say("KVM: ran");
-    let slot = add_slot(&vm, memory);
+    let slot = add_slot(&vm, 0, 0, memory);
     load(memory);
     let vcpus: Vec<_> = (0..vcpus).map(|index| vcpu(&vm, index, set)).collect();
     assert!(FIRST + vcpus.len() as u64 * set <= memory.pages);
@@ -89,12 +89,13 @@ pub(crate) fn fd(vm: &VmFd) -> BorrowedFd<'_> {
     unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) }
 }
 
-fn add_slot(vm: &VmFd, memory: &Memory) -> LogSlot {
-    let spec = SlotSpec { slot: 0, flags: 0, gpa: 0, len: memory.pages * 4096, host: memory.host() };
+/// Adds `memory` to the VM as slot `slot` at `gpa`.
+pub(crate) fn add_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory) -> LogSlot {
+    let spec = SlotSpec { slot, flags: 0, gpa, len: memory.pages * 4096, host: memory.host() };
     let region = kvm_userspace_memory_region {
-        slot: 0,
+        slot,
         flags: 0,
-        guest_phys_addr: 0,
+        guest_phys_addr: gpa,
         memory_size: spec.len,
         userspace_addr: spec.host,
     };
@@ -178,4 +179,21 @@ pub(crate) fn run(vcpu: &mut VcpuFd, ring: &RingVcpu, stop: &AtomicBool, stretch
             Err(error) => panic!("KVM_RUN: {error}"),
         }
     }
+}
+
+/// Lets all vCPUs run until `meanwhile` returns, and then stops them. Says how many writes they made.
+pub(crate) fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&AtomicU64) -> T) -> (T, u64) {
+    let (stop, stretches) = (AtomicBool::new(false), AtomicU64::new(0));
+    let rings = guest.rings.clone();
+    let result = std::thread::scope(|scope| {
+        for (index, vcpu) in guest.vcpus.iter_mut().enumerate() {
+            let ring = rings.vcpu(index);
+            let (stop, stretches) = (&stop, &stretches);
+            scope.spawn(move || run(vcpu, &ring, stop, stretches));
+        }
+        let result = meanwhile(&stretches);
+        stop.store(true, Ordering::Release);
+        result
+    });
+    (result, stretches.into_inner() * STRETCH)
 }

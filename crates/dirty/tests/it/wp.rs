@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_dirty::{MappedRegion, WpTracker, touched};
 use vmferry_engine::{DirtyTracker, Protect};
@@ -302,44 +301,4 @@ fn the_protector_has_nothing_to_do() {
     let tracker = WpTracker::new(Vec::new()).unwrap();
     let protector: Arc<dyn Protect> = tracker.protector();
     protector.protect(RegionId(0), PageRun::from(0..1), &Bitmap::new(1)).unwrap();
-}
-
-/// Figures, not judgements: what tracking costs per GiB. `cargo test -p vmferry-dirty --release cost -- --ignored --nocapture`.
-#[test]
-#[ignore = "a measurement of some seconds; it asserts nothing about time"]
-fn cost_of_tracking() {
-    if !available() {
-        return;
-    }
-    for kind in KINDS {
-        let memory = Memory::new(kind, 1 << 18);
-        (0..memory.pages).for_each(|page| memory.write(page, 1));
-        let region = memory.region(0);
-        let layout = layout(std::slice::from_ref(&region));
-        let mut tracker = WpTracker::new(vec![region]).unwrap();
-        let mut set = PageSet::empty(&layout);
-        let timed = |what: &mut dyn FnMut()| {
-            let start = Instant::now();
-            what();
-            start.elapsed()
-        };
-        println!("{kind:?}, 1 GiB: start {:?}", timed(&mut || tracker.start().unwrap()));
-        println!("  harvest of nothing {:?}", timed(&mut || tracker.harvest(&mut set).unwrap()));
-        let mut seed = 3;
-        for name in ["first", "second"] {
-            let write = timed(&mut || {
-                for _ in 0..20_000 {
-                    memory.write(random(&mut seed) % memory.pages, 2);
-                }
-            });
-            let harvest = timed(&mut || tracker.harvest(&mut set).unwrap());
-            println!("  {name} 20000 random writes {write:?}, their harvest {harvest:?}");
-        }
-        (0..memory.pages).for_each(|page| memory.write(page, 3));
-        println!("  harvest of all pages {:?}", timed(&mut || tracker.harvest(&mut set).unwrap()));
-        let mut map = Bitmap::new(memory.pages);
-        let run = PageRun::from(0..memory.pages);
-        println!("  touched {:?}", timed(&mut || touched(&memory.region(0), run, &mut map).unwrap()));
-        println!("  stop {:?}", timed(&mut || tracker.stop().unwrap()));
-    }
 }

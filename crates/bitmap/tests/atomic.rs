@@ -1,0 +1,55 @@
+//! The atomic bitmap on the processor's own threads and memory; `src/atomic_tests.rs` goes through its interleavings.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use vmferry_bitmap::{AtomicBitmap, Bitmap};
+
+#[test]
+fn no_write_is_lost_between_marking_and_harvesting() {
+    // Three blocks of the summary.
+    const PAGES: u64 = 9000;
+    const ROUNDS: u64 = 20_000;
+    let map = AtomicBitmap::new(PAGES);
+    let content: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 1..=ROUNDS {
+                let page = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) % PAGES;
+                content[usize::try_from(page).unwrap()].store(round, Ordering::Relaxed);
+                map.set(page);
+            }
+            done.store(true, Ordering::Release);
+        });
+        let mut copy = vec![0; usize::try_from(PAGES).unwrap()];
+        let mut dirty = Bitmap::new(PAGES);
+        loop {
+            let last = done.load(Ordering::Acquire);
+            map.harvest(&mut dirty);
+            for page in dirty.runs().flatten() {
+                let page = usize::try_from(page).unwrap();
+                copy[page] = content[page].load(Ordering::Relaxed);
+            }
+            dirty.clear_all();
+            if last {
+                break;
+            }
+        }
+        for (page, copied) in copy.iter().enumerate() {
+            assert_eq!(*copied, content[page].load(Ordering::Relaxed), "page {page}");
+        }
+    });
+}
+
+#[test]
+fn ranges_mark_across_words_and_are_harvested_once() {
+    let map = AtomicBitmap::new(200);
+    map.set_range(60..130);
+    assert!(map.set(60) && !map.set(5));
+    assert!(map.test(129) && !map.test(130));
+    let mut out = Bitmap::new(200);
+    assert_eq!(map.harvest(&mut out), 71);
+    assert_eq!(out.runs().collect::<Vec<_>>(), [5..6, 60..130]);
+    assert!(map.is_empty());
+    assert_eq!(map.harvest(&mut out), 0);
+    assert!(!map.test_and_clear(60));
+}

@@ -1,0 +1,142 @@
+//! Migrations that end early: refused, called off, or cut by the death of a side.
+
+use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, spawn, vmferry};
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+#[test]
+fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let fails = |uri: &str, more: &[&str], words: &[&str]| {
+        let output = source.migrate(uri, more);
+        assert_eq!(code(&output), 1, "{uri}: {output:?}");
+        let text = errors(&output);
+        assert!(words.iter().all(|word| text.contains(word)), "{uri}: {words:?} in {text}");
+        source.goes_on();
+    };
+    // Nobody there: a port that was free a moment ago.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    fails(&format!("tcp:{free}"), &[], &["cannot connect", "--incoming"]);
+    fails("tcp:192.0.2.1:7000", &[], &["not on this host", "--insecure"]);
+    fails("unix:/nonexistent/x", &[], &["cannot connect"]);
+    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x"]);
+    // Somebody else: one that talks, one that is silent.
+    let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = format!("tcp:{}", stranger.local_addr().unwrap());
+    std::thread::spawn(move || {
+        let (mut talks, _) = stranger.accept().unwrap();
+        talks.write_all(&[b'x'; 4096]).unwrap();
+        let (mut silent, _) = stranger.accept().unwrap();
+        let _ = silent.read_to_end(&mut Vec::new());
+    });
+    fails(&at, &[], &["does not speak the vmferry protocol"]);
+    fails(&at, &["--peer-timeout", "500ms"], &["did not answer the greeting"]);
+    // A target whose machine differs says how, and goes on waiting.
+    let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    let other = Run::start("process", &folder, "other", &["--workload", "idle,ws=4M", "--cpus", "2"]);
+    other.wait("the guest running", |s| s["vm"]["guest"]["state"] == "running");
+    let output = other.migrate(&uri, &[]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("vCPUs: 1 here and 2 there"), "{output:?}");
+    // A second target cannot have the same port; the first still takes the right guest.
+    let output = vmferry(&["run", "--guest", "process", "--memory", "96M", "--incoming", &uri]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("cannot listen"), "{output:?}");
+    assert_eq!(code(&source.migrate(&uri, &["--verify"])), 0);
+    target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    target.whole();
+}
+
+/// A migration that takes seconds, and is well under way.
+fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
+    let mut args = vec!["migrate", "--api", &source.api, uri, "--max-bandwidth", "8M/s"];
+    args.extend(more);
+    let child = spawn(&args);
+    source.wait("the first pages sent", |s| s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
+    child
+}
+
+#[test]
+fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    // By `cancel`.
+    let (mut target, uri) = Run::target("process", &folder, "t1", "tcp:127.0.0.1:0");
+    let child = slow(&source, &uri, &[]);
+    assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 1, "not while it is being moved");
+    assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
+    let output = finish(child);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("cancelled"), "{output:?}");
+    source.goes_on();
+    let ended = wait_for_end(&mut target.child);
+    assert_eq!(ended, Some(1), "the target ends without having run the guest");
+    // By Ctrl-C.
+    let (_t2, uri) = Run::target("process", &folder, "t2", "tcp:127.0.0.1:0");
+    let child = slow(&source, &uri, &[]);
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap(),
+        rustix::process::Signal::INT,
+    )
+    .unwrap();
+    assert_eq!(code(&finish(child)), 1);
+    source.goes_on();
+    // By the clock; and by the clock the other way.
+    let (_t3, uri) = Run::target("process", &folder, "t3", "tcp:127.0.0.1:0");
+    let output = source.migrate(&uri, &["--max-bandwidth", "8M/s", "--timeout", "500ms"]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("not done within"), "{output:?}");
+    source.goes_on();
+    let (t4, uri) = Run::target("process", &folder, "t4", "tcp:127.0.0.1:0");
+    let output =
+        source.migrate(&uri, &["--max-bandwidth", "60M/s", "--timeout", "200ms", "--on-timeout", "switch"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    t4.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    t4.whole();
+}
+
+fn wait_for_end(child: &mut Child) -> Option<i32> {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("the process did not end");
+}
+
+#[test]
+fn the_death_of_one_side_costs_the_other_nothing() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let mut source = Run::source(kind, &folder);
+        let (mut target, uri) = Run::target(kind, &folder, "t1", "tcp:127.0.0.1:0");
+        let child = slow(&source, &uri, &[]);
+        target.kill();
+        let output = finish(child);
+        assert_eq!(code(&output), 1, "{output:?}");
+        assert!(errors(&output).contains("goes on where it was"), "{output:?}");
+        source.goes_on();
+        source.whole();
+        let (mut target, uri) = Run::target(kind, &folder, "t2", "tcp:127.0.0.1:0");
+        let child = slow(&source, &uri, &[]);
+        source.kill();
+        assert_eq!(code(&finish(child)), 1);
+        assert_eq!(wait_for_end(&mut target.child), Some(1), "a guest that did not come was not run");
+        assert!(!Path::new(&target.api).exists(), "no socket is left behind");
+    }
+}

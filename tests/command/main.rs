@@ -1,0 +1,6 @@
+//! The command end to end: real processes, real sockets, and a guest that must be the same afterwards.
+
+mod failures;
+mod moves;
+mod support;
+mod usage;

@@ -1,0 +1,144 @@
+//! Migrations that go well: between processes, through a file, of every kind of guest.
+
+use crate::support::{
+    Folder, Run, WORKLOAD, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
+};
+use std::time::Duration;
+
+#[test]
+fn the_demo_moves_a_guest_of_each_kind_and_reports() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let output =
+            vmferry(&["demo", "--guest", kind, "--memory", "96M", "--workload", WORKLOAD, "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        let report = document(&output);
+        assert_eq!((&report["outcome"], &report["state"]), (&"completed".into(), &"completed".into()));
+        assert_eq!(report["mismatched_pages"], 0);
+        assert_eq!(report["verified_pages"], 96 << 8, "every page was compared");
+        for field in ["mode", "tracker", "total_ms", "downtime_ms", "setup_ms", "passes", "throughput_mbps"] {
+            assert!(!report[field].is_null(), "{field} of {report}");
+        }
+        for field in
+            ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"]
+        {
+            assert!(report["downtime"][field].is_number(), "downtime.{field} of {report}");
+        }
+        assert!(report["bytes"]["raw_pages"].as_u64() >= Some(48 << 8), "the content was sent: {report}");
+        assert!(report["guest"]["before_writes_per_s"].as_f64() > Some(0.0), "{report}");
+        let shown = errors(&output);
+        assert!(shown.contains("checked every page of its own"), "{shown}");
+        assert!(shown.contains("pages;"), "progress lines: {shown}");
+    }
+}
+
+#[test]
+fn a_guest_goes_there_and_on_and_through_a_file() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let (second, uri) = Run::target(kind, &folder, "second", "tcp:127.0.0.1:0");
+        let output = source.migrate(&uri, &["--verify", "--channels", "1", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        assert_eq!(document(&output)["mismatched_pages"], 0);
+        second.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+        second.goes_on();
+        let (third, uri) = Run::target(kind, &folder, "third", &format!("unix:{}", folder.path("wire")));
+        let output = second.migrate(&uri, &["--tracker", "wp", "--channels", "4"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains("outcome      completed"));
+        third.wait("the guest at the third", |s| s["vm"]["place"] == "running");
+        third.goes_on();
+        let file = format!("file:{}", folder.path("saved"));
+        assert_eq!(code(&third.migrate(&file, &[])), 0);
+        let fourth = Run::start(kind, &folder, "fourth", &["--incoming", &file]);
+        fourth.wait("the guest out of the file", |s| s["vm"]["place"] == "running");
+        fourth.goes_on();
+        fourth.whole();
+    }
+}
+
+/// The most memory that was ever resident in the process, in KiB; none if it has ended.
+fn peak_kib(run: &Run) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", run.child.id())).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().trim_end_matches(" kB").parse().ok()
+}
+
+#[test]
+fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
+    const MOST_ADDED_KIB: u64 = 64 << 10;
+    if !can_track() {
+        return;
+    }
+    for (kind, (memory, data)) in
+        kinds().into_iter().flat_map(|kind| [("192M", 128), ("1G", 832)].map(|size| (kind, size)))
+    {
+        let folder = Folder::new();
+        let workload = format!("uniform,ws=16M,data={data}M,rate=20k,fill=random");
+        let source = Run::sized(kind, memory, &folder, "source", &["--workload", &workload]);
+        source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let args = ["--incoming", "tcp:127.0.0.1:0"];
+        let target = Run::sized(kind, memory, &folder, "target", &args);
+        let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+        let before = peak_kib(&source).unwrap();
+        let uri = status["vm"]["incoming"].as_str().unwrap();
+        let mut child = spawn(&["migrate", "--api", &source.api, uri, "--channels", "4"]);
+        let mut during = before;
+        // The source ends soon after its report was read: it is looked at all the time.
+        while child.try_wait().unwrap().is_none() {
+            during = during.max(peak_kib(&source).unwrap_or(0));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let output = finish(child);
+        assert_eq!(code(&output), 0, "{output:?}");
+        target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+        let source_added = during - before;
+        let target_added = peak_kib(&target).unwrap().saturating_sub(before);
+        say(&format!("{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"));
+        assert!(before > data << 10, "the guest's content is there: {before} KiB");
+        assert!(source_added <= MOST_ADDED_KIB, "{source_added} KiB at the source");
+        assert!(target_added <= MOST_ADDED_KIB, "{target_added} KiB at the target");
+        target.goes_on();
+    }
+}
+
+#[test]
+fn a_guest_with_dirty_rings_moves_by_them_and_is_measured_by_vcpu() {
+    let rings = String::from_utf8_lossy(&vmferry(&["check"]).stdout).into_owned();
+    if !rings.lines().any(|line| line.starts_with("yes") && line.contains("dirty rings")) {
+        return say(&format!("rings: not run: {rings}"));
+    }
+    say("KVM: ran");
+    let folder = Folder::new();
+    let with = ["--dirty-ring", "1024", "--cpus", "2"];
+    let source = Run::start("kvm", &folder, "source", &[&with[..], &["--workload", WORKLOAD]].concat());
+    source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let output = vmferry(&["dirty-rate", "--api", &source.api, "--windows", "100ms,500ms", "--json", "-"]);
+    let result = document(&output);
+    assert_eq!(result["tracker"], "ring", "{result}");
+    let each = result["windows"][1]["vcpu_pages_per_s"].as_array().unwrap();
+    assert!(each.len() == 2 && each.iter().all(|rate| rate.as_f64() > Some(0.0)), "{result}");
+    let target =
+        Run::start("kvm", &folder, "target", &[&with[..], &["--incoming", "tcp:127.0.0.1:0"]].concat());
+    let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    let uri = status["vm"]["incoming"].as_str().unwrap();
+    let refused = source.migrate(uri, &["--tracker", "log"]);
+    assert_eq!(code(&refused), 1);
+    assert!(errors(&refused).contains("no dirty log"), "{refused:?}");
+    let more = ["--reaper", "predict", "--verify", "--max-bandwidth", "100M/s", "--json", "-"];
+    let output = source.migrate(uri, &more);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let report = document(&output);
+    assert_eq!((&report["tracker"], &report["ring"]["policy"]), (&"ring".into(), &"predict".into()));
+    for field in ["full_exits", "full_stall_us", "harvests", "reaper_cpu_ms"] {
+        assert!(report["ring"][field].is_number(), "{field} of {report}");
+    }
+    assert_eq!(report["mismatched_pages"], 0);
+    target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    target.whole();
+}

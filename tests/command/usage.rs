@@ -1,0 +1,80 @@
+//! What else the command does: wrong usage, pausing, measuring.
+
+use crate::support::{Folder, Run, can_track, code, document, errors, kinds, vmferry};
+use std::time::Duration;
+
+#[test]
+fn wrong_usage_is_told_before_anything_begins() {
+    for args in [
+        &["migrate"][..],
+        &["run", "--memory", "lots"],
+        &["run", "--workload", "jogging"],
+        &["run", "--kernel", "x", "--workload", "idle"],
+        &["migrate", "--api", "x", "tcp:h:1", "--max-bandwidth", "fast"],
+        &["recover", "--api", "x"],
+        &["migrate", "--api", "x", "nonsense"],
+        &["nonsense"],
+    ] {
+        let output = vmferry(args);
+        assert_eq!(code(&output), 2, "{args:?}: {output:?}");
+    }
+    let output = vmferry(&["run", "--kernel", "/nonexistent/kernel"]);
+    assert_eq!(code(&output), 1);
+    let output = vmferry(&["status", "--api", "/nonexistent/api"]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("--api /nonexistent/api"), "{output:?}");
+}
+
+#[test]
+fn a_guest_is_paused_resumed_and_asked_about() {
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
+    let still = source.wait("the pause", |s| s["vm"]["place"] == "paused");
+    std::thread::sleep(Duration::from_millis(150));
+    assert_eq!(source.status().unwrap()["vm"]["guest"]["writes"], still["vm"]["guest"]["writes"]);
+    let output = source.migrate("tcp:127.0.0.1:1", &[]);
+    assert!(errors(&output).contains("resume it first"), "{output:?}");
+    assert_eq!(code(&vmferry(&["resume", "--api", &source.api])), 0);
+    source.goes_on();
+    assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 1, "there is nothing to cancel");
+    let output = vmferry(&["recover", "--api", &source.api, "--take"]);
+    assert!(errors(&output).contains("nothing to recover"), "{output:?}");
+    let output = source.migrate("tcp:127.0.0.1:1", &["--json", "/nonexistent/report"]);
+    assert!(errors(&output).contains("cannot write /nonexistent/report"), "{output:?}");
+}
+
+#[test]
+fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let output =
+            vmferry(&["dirty-rate", "--api", &source.api, "--windows", "50ms,200ms,1s", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        let result = document(&output);
+        let windows = result["windows"].as_array().unwrap();
+        assert_eq!(windows.len(), 3, "{result}");
+        for (shorter, longer) in windows.iter().zip(&windows[1..]) {
+            assert!(shorter["pages"].as_u64() <= longer["pages"].as_u64(), "{result}");
+            // Half as much again for a host that was busy in the shorter one.
+            let (shorter, longer) = (shorter["bytes_per_s"].as_f64(), longer["bytes_per_s"].as_f64());
+            assert!(longer < shorter.map(|rate| rate * 1.5), "{result}");
+        }
+        // Within a second 20,000 writes reach nearly all of the 4096 pages, and reads and counters some more.
+        let pages = windows[2]["pages"].as_u64().unwrap();
+        assert!((2048..=48 << 8).contains(&pages), "{result}");
+        source.goes_on();
+        assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
+        let output = vmferry(&["dirty-rate", "--api", &source.api]);
+        assert_eq!(code(&output), 1);
+        assert!(errors(&output).contains("does not run"), "{output:?}");
+        let output = vmferry(&["dirty-rate", "--api", &source.api, "--windows", "2s,1s"]);
+        assert!(errors(&output).contains("must ascend"), "{output:?}");
+        assert_eq!(code(&vmferry(&["resume", "--api", &source.api])), 0);
+        source.goes_on();
+    }
+}
