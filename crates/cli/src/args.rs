@@ -1,11 +1,11 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
+use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, UrgentArg};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_dirty::Policy;
-use vmferry_engine::{AutoConverge, OnTimeout, TrackerKind, Uri};
+use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
@@ -36,7 +36,9 @@ pub(crate) enum Command {
     Status(ApiArgs),
     /// Call a migration off; the guest stays
     Cancel(ApiArgs),
-    /// Decide who owns a guest when a migration ended as `unknown`
+    /// Let a hybrid migration's guest go on at the target now, and the rest of its memory follow
+    Switch(ApiArgs),
+    /// Take up a link that was lost in postcopy, or decide who owns a guest of which nobody knows
     Recover(RecoverArgs),
     /// What this host can do, and how to enable the rest
     Check,
@@ -69,12 +71,6 @@ impl std::fmt::Display for GuestKind {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ModeArg {
-    /// The guest moves after its memory
-    Precopy,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrackerArg {
     /// What the guest's kind does best
     Auto,
@@ -93,46 +89,6 @@ impl TrackerArg {
             Self::Log => Some(TrackerKind::Log),
             Self::Ring => Some(TrackerKind::Ring),
             Self::Wp => Some(TrackerKind::Wp),
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnTimeoutArg {
-    /// Give up; the guest stays
-    Cancel,
-    /// Stop the guest and send the rest
-    Switch,
-}
-
-/// Serves the command line and the control socket alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum AutoConvergeArg {
-    /// Let it run
-    #[default]
-    Off,
-    /// All vCPUs alike
-    All,
-    /// Only the vCPUs that write more than their share, where the tracker can tell (ring)
-    Writers,
-}
-
-impl From<AutoConvergeArg> for AutoConverge {
-    fn from(arg: AutoConvergeArg) -> Self {
-        match arg {
-            AutoConvergeArg::Off => Self::Off,
-            AutoConvergeArg::All => Self::All,
-            AutoConvergeArg::Writers => Self::Writers,
-        }
-    }
-}
-
-impl From<OnTimeoutArg> for OnTimeout {
-    fn from(arg: OnTimeoutArg) -> Self {
-        match arg {
-            OnTimeoutArg::Cancel => Self::Cancel,
-            OnTimeoutArg::Switch => Self::Switch,
         }
     }
 }
@@ -250,6 +206,18 @@ pub(crate) struct MigrateArgs {
     /// How to move it
     #[arg(long, value_enum, default_value = "precopy")]
     pub(crate) mode: ModeArg,
+    /// How a page that the guest waits for is sent in postcopy
+    #[arg(long, value_enum, default_value = "dedicated")]
+    pub(crate) urgent: UrgentArg,
+    /// Channels for pages that the guest waits for
+    #[arg(long, default_value_t = 2)]
+    pub(crate) urgent_channels: u16,
+    /// How fast the rest is sent meanwhile: auto keeps the queues on the way short; off; or a rate such as 2gbit
+    #[arg(long, default_value_t, value_name = "auto|off|RATE")]
+    pub(crate) pace: PaceArg,
+    /// How long a link that is lost in postcopy is tried to be taken up again before that needs `vmferry recover`
+    #[arg(long, value_name = "T", default_value = "60s", value_parser = time)]
+    pub(crate) reconnect_for: Duration,
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
@@ -332,13 +300,14 @@ pub(crate) struct RecoverArgs {
     pub(crate) decision: Decision,
 }
 
+/// Neither: take up the lost link of a postcopy again.
 #[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
+#[group(multiple = false)]
 pub(crate) struct Decision {
     /// The guest does not run on the target, and that process is gone: run it here
     #[arg(long)]
     pub(crate) take: bool,
-    /// The guest runs on the target: end it here
+    /// The guest runs on the target, or is to be given up: end it here
     #[arg(long)]
     pub(crate) abandon: bool,
 }
@@ -393,7 +362,7 @@ fn time(text: &str) -> Result<Duration, String> {
 }
 
 /// A rate in bytes a second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s` (decimal bytes).
-fn rate(text: &str) -> Result<u64, String> {
+pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let wrong = || format!("'{text}' is no rate; write 2gbit, 500mbit, 250M/s or 1G/s");
     let lower = text.to_ascii_lowercase();
     let (number, bits) = match (lower.strip_suffix("bit"), lower.strip_suffix("/s")) {

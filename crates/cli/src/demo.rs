@@ -2,6 +2,7 @@
 
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
+use crate::choices::OnTimeoutArg;
 use crate::{Status, guest, migrate, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -294,12 +295,13 @@ fn fitting(workload: &Workload, memory: u64) -> Workload {
 
 fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
     MigrateRequest {
+        mode: args.mode,
         tracker: migrate::tracker(args.tracker),
         channels: args.channels,
         max_bandwidth: args.link,
         // A link that the guest outruns must not keep the demonstration from its end.
         timeout_ms: Some(20_000),
-        switch_on_timeout: true,
+        on_timeout: OnTimeoutArg::Switch,
         verify: true,
         ..MigrateRequest::to(uri)
     }

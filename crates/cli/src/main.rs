@@ -4,6 +4,7 @@ mod api;
 mod args;
 mod bench;
 mod check;
+mod choices;
 mod demo;
 mod dirty_rate;
 mod guest;
@@ -22,8 +23,10 @@ enum Status {
     Done = 0,
     /// Failed or cancelled; the guest still runs where it did.
     Failed = 1,
-    /// Nobody can tell who owns the guest.
+    /// Nobody can tell who owns the guest, or its migration awaits `recover`.
     Unknown = 3,
+    /// The guest is lost: its source died in postcopy.
+    Lost = 4,
 }
 
 fn main() -> ExitCode {
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
         Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),
         Command::Status(args) => api::status(&args),
+        Command::Switch(args) => api::simple(&args.api, "switch"),
         Command::Recover(args) => api::recover(&args),
         Command::Check => check::check(),
         Command::Bench(args) => bench::bench(&args),

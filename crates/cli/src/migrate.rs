@@ -1,7 +1,7 @@
 //! `vmferry migrate`: asks a running vmferry to move its guest, and watches.
 
 use crate::api::{Client, MigrateRequest};
-use crate::args::{MigrateArgs, OnTimeoutArg, TrackerArg};
+use crate::args::{MigrateArgs, TrackerArg};
 use crate::{Status, output};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -30,6 +30,13 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
         }
     };
     let report = watch(&mut client, &interrupted, &mut on_event)?;
+    if report["detached"] == true {
+        eprintln!(
+            "vmferry: the guest runs at {}; the rest of its memory follows without this command",
+            args.uri
+        );
+        return Ok(Status::Done);
+    }
     match json_out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
         None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
@@ -46,13 +53,18 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
     let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     MigrateRequest {
         uri: args.uri.to_string(),
+        mode: args.mode,
+        urgent: args.urgent,
+        urgent_channels: args.urgent_channels,
+        pace: args.pace,
+        reconnect_for_ms: millis(args.reconnect_for),
         tracker: tracker(args.tracker),
         reaper: Some(args.reaper.to_string()),
         channels: args.channels,
         downtime_limit_ms: millis(args.downtime_limit),
         max_bandwidth: args.max_bandwidth,
         timeout_ms: args.timeout.map(millis),
-        switch_on_timeout: args.on_timeout == OnTimeoutArg::Switch,
+        on_timeout: args.on_timeout,
         auto_converge: args.auto_converge,
         verify: args.verify,
         insecure: args.insecure,
@@ -73,15 +85,32 @@ pub(crate) fn watch(
     on_event: &mut dyn FnMut(&Value),
 ) -> Result<Value> {
     let mut bar = output::Bar::new();
+    let mut handed_over = false;
     loop {
-        let status = client.call("status", json!({})).inspect_err(|_| bar.finish())?;
+        let mut status = match client.call("status", json!({})) {
+            Ok(status) => status,
+            Err(error) => {
+                bar.finish();
+                return if handed_over { Ok(source_died(&error)) } else { Err(error) };
+            }
+        };
         on_event(&status);
-        if !status["outcome"].is_null() {
+        handed_over = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
+        let awaits = status["progress"]["awaits_recover"] == true;
+        if awaits {
+            status["error"] = status["progress"]["interrupted"].clone();
+        }
+        if !status["outcome"].is_null() || awaits {
             bar.finish();
             return Ok(status);
         }
         bar.show(&status);
         if interrupted.swap(false, Ordering::AcqRel) {
+            if handed_over {
+                bar.finish();
+                status["detached"] = json!(true);
+                return Ok(status);
+            }
             // Refused only if it has just ended, which the next status says.
             let _ = client.call("cancel", json!({}));
         }
@@ -89,10 +118,26 @@ pub(crate) fn watch(
     }
 }
 
+/// The document of a migration whose source is gone while the target still needed it.
+fn source_died(error: &anyhow::Error) -> Value {
+    json!({
+        "state": "lost",
+        "outcome": "lost",
+        "error": format!("the process that had the rest of the guest's memory is gone: {error:#}"),
+    })
+}
+
 /// What to do now, for a migration that did not complete.
 fn advice(report: &Value, uri: &Uri) -> String {
     let why = report["error"].as_str().unwrap_or("no reason was given");
     match report["outcome"].as_str() {
+        None => format!(
+            "the link to {uri} is lost ({why}). The guest runs there until it needs a page that is still here. When the link is \
+             back say `vmferry recover` here; `vmferry recover --abandon` gives the guest up"
+        ),
+        Some("lost") => format!(
+            "the guest is lost: {why}. What runs of it at {uri} waits for ever for the pages that it lacks; end that process"
+        ),
         Some("cancelled") => format!("cancelled ({why}); the guest goes on where it was"),
         Some("unknown") => format!(
             "it is not known whether the guest runs at {uri} ({why}). It is stopped here. Look at the target: if it runs \

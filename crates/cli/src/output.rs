@@ -27,6 +27,8 @@ pub(crate) fn exit_status(report: &Value) -> Status {
     match report["outcome"].as_str() {
         Some("completed") => Status::Done,
         Some("unknown") => Status::Unknown,
+        Some("lost") => Status::Lost,
+        None if report["state"] == "postcopy-paused" => Status::Unknown,
         _ => Status::Failed,
     }
 }
@@ -91,6 +93,8 @@ fn phase(status: &Value) -> &'static str {
     match status["state"].as_str() {
         Some("precopy") => "pass",
         Some("switchover") => "switchover",
+        Some("postcopy") => "postcopy",
+        Some("postcopy-paused") => "no link",
         _ => "setup",
     }
 }
@@ -101,6 +105,12 @@ fn describe(progress: &Value) -> String {
     if progress["state"] == "switchover" {
         // It dirties nothing any more, and what it did since the last pass says nothing about the link.
         return format!("{} left, the guest stands still", bytes(remaining));
+    }
+    if let Some(left) = progress["left_pages"].as_u64() {
+        return format!("{} left, the guest runs on the target", bytes(left << 12));
+    }
+    if let Some(why) = progress["interrupted"].as_str() {
+        return format!("the link is lost: {why}");
     }
     let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * 4096.0;
     let elapsed = seconds(&progress["elapsed"]);
@@ -204,6 +214,24 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
             out,
             "guest        {before:.0} writes/s before, {during:.0} during ({kept:.0} %), longest stall {} us",
             count(&guest["stall_max_us"])
+        )?;
+    }
+    if let Some(postcopy) = report.get("postcopy").filter(|postcopy| !postcopy.is_null()) {
+        let us = |name: &str| postcopy[name].as_f64().unwrap_or(0.0);
+        writeln!(
+            out,
+            "postcopy     {} faults, mean {:.0} us, median {:.0}, 99 % within {:.0}, longest {:.0}; {} pages came, {} asked for \
+             ahead ({} used), {} twice; link lost {} times",
+            count(&postcopy["faults"]),
+            us("mean_us"),
+            us("p50_us"),
+            us("p99_us"),
+            us("max_us"),
+            count(&postcopy["pages"]),
+            count(&postcopy["prefetched"]),
+            count(&postcopy["prefetched_used"]),
+            count(&postcopy["duplicates"]),
+            count(&report["interruptions"]),
         )?;
     }
     if let Some(ring) = report.get("ring").filter(|ring| !ring.is_null()) {

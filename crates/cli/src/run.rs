@@ -54,13 +54,18 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
         Ok(false) => Ok(Status::Done),
         Err(error) => Err(error),
     };
+    if shared.lacks_pages() {
+        // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
+        drop(server);
+        std::process::exit(result.map_or(Status::Failed, |status| status) as i32);
+    }
     machine.stop();
     drop(server);
     result
 }
 
 /// Waits for a guest, or takes it out of a file; says whether one came.
-fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Shared) -> Result<bool> {
+fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Shared>) -> Result<bool> {
     if let Uri::File(path) = uri {
         let received = restore(machine.target(), path)?;
         shared.set_received(serde_json::to_value(received)?);
@@ -71,9 +76,17 @@ fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Shared
     eprintln!("vmferry: waiting for a guest at {at}");
     shared.set_incoming(at);
     match receive(machine.target(), &listener, &shared.arrival) {
-        Ok(received) => {
+        Ok(mut received) => {
             eprintln!("vmferry: the guest came from {} and runs", received.source);
+            let rest = received.rest.take();
             shared.set_received(serde_json::to_value(received)?);
+            if let Some(rest) = rest {
+                shared.set_rest(rest.watch());
+                let watched = Arc::clone(shared);
+                std::thread::Builder::new()
+                    .name("rest".into())
+                    .spawn(move || drop(rest.finish(&listener, &watched.arrival)))?;
+            }
             Ok(true)
         }
         Err(ReceiveFailure::Stopped) => Ok(false),
@@ -194,6 +207,8 @@ fn move_away(
             let place = match report.state {
                 MigrationState::Completed => Place::Moved,
                 MigrationState::Unknown => Place::Unknown,
+                // It ran elsewhere; nothing that is here of it may run.
+                MigrationState::Lost => Place::Moved,
                 _ => Place::Running,
             };
             (serde_json::to_value(report).unwrap_or_else(|error| not_begun(&error.to_string())), place)

@@ -9,13 +9,14 @@ pub(crate) use client::Client;
 pub(crate) use server::{Errand, Order, Place, Server, Shared};
 
 use crate::Status;
-use crate::args::{ApiArgs, AutoConvergeArg, RecoverArgs};
+use crate::args::{ApiArgs, RecoverArgs};
+use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, UrgentArg};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
-use vmferry_engine::{OnTimeout, Settings};
+use vmferry_engine::Settings;
 
 /// Longest request or answer in bytes.
 const MAX_LINE: usize = 1 << 20;
@@ -25,6 +26,16 @@ const MAX_LINE: usize = 1 << 20;
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct MigrateRequest {
     pub(crate) uri: String,
+    #[serde(default)]
+    pub(crate) mode: ModeArg,
+    #[serde(default)]
+    pub(crate) urgent: UrgentArg,
+    #[serde(default = "urgent_channels")]
+    pub(crate) urgent_channels: u16,
+    #[serde(default)]
+    pub(crate) pace: PaceArg,
+    #[serde(default = "reconnect_for_ms")]
+    pub(crate) reconnect_for_ms: u64,
     #[serde(default)]
     pub(crate) tracker: Option<String>,
     #[serde(default)]
@@ -36,7 +47,7 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) timeout_ms: Option<u64>,
     #[serde(default)]
-    pub(crate) switch_on_timeout: bool,
+    pub(crate) on_timeout: OnTimeoutArg,
     #[serde(default)]
     pub(crate) auto_converge: AutoConvergeArg,
     #[serde(default)]
@@ -44,6 +55,14 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) insecure: bool,
     pub(crate) peer_timeout_ms: u64,
+}
+
+fn urgent_channels() -> u16 {
+    Settings::default().urgent_channels
+}
+
+fn reconnect_for_ms() -> u64 {
+    u64::try_from(Settings::default().reconnect_for.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// What `dirty-rate` is asked to do.
@@ -68,17 +87,23 @@ impl DirtyRateRequest {
 impl MigrateRequest {
     /// To `uri`, in the way that an engine of its own accord takes.
     pub(crate) fn to(uri: &str) -> Self {
-        let Settings { channels, downtime_limit, peer_timeout, .. } = Settings::default();
+        let Settings { channels, urgent_channels, downtime_limit, peer_timeout, reconnect_for, .. } =
+            Settings::default();
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         Self {
             uri: uri.into(),
+            mode: ModeArg::default(),
+            urgent: UrgentArg::default(),
+            urgent_channels,
+            pace: PaceArg::default(),
+            reconnect_for_ms: millis(reconnect_for),
             tracker: None,
             reaper: None,
             channels,
             downtime_limit_ms: millis(downtime_limit),
             max_bandwidth: None,
             timeout_ms: None,
-            switch_on_timeout: false,
+            on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
             verify: false,
             insecure: false,
@@ -88,11 +113,16 @@ impl MigrateRequest {
 
     pub(crate) fn settings(&self) -> Settings {
         Settings {
+            mode: self.mode.into(),
+            urgent: self.urgent.into(),
+            urgent_channels: self.urgent_channels,
+            pace: self.pace.0,
+            reconnect_for: Duration::from_millis(self.reconnect_for_ms),
             channels: self.channels,
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
             timeout: self.timeout_ms.map(Duration::from_millis),
-            on_timeout: if self.switch_on_timeout { OnTimeout::Switch } else { OnTimeout::Cancel },
+            on_timeout: self.on_timeout.into(),
             auto_converge: self.auto_converge.into(),
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
@@ -112,11 +142,22 @@ pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
 pub(crate) fn status(args: &ApiArgs) -> Result<Status> {
     let status = Client::connect(&args.api)?.call("status", json!({}))?;
     println!("{}", serde_json::to_string_pretty(&status)?);
-    Ok(if status["state"] == "unknown" { Status::Unknown } else { Status::Done })
+    Ok(match status["state"].as_str() {
+        Some("unknown") => Status::Unknown,
+        Some("postcopy-paused") => Status::Unknown,
+        Some("lost") => Status::Lost,
+        _ => Status::Done,
+    })
 }
 
-/// Decides who owns a guest of which nobody knows.
+/// Takes up a lost link, or decides who owns a guest of which nobody knows.
 pub(crate) fn recover(args: &RecoverArgs) -> Result<Status> {
-    Client::connect(&args.api)?.call("recover", json!({ "take": args.decision.take }))?;
+    let decision = &args.decision;
+    let arguments = match (decision.take, decision.abandon) {
+        (true, _) => json!({ "take": true }),
+        (_, true) => json!({ "take": false }),
+        _ => json!({}),
+    };
+    Client::connect(&args.api)?.call("recover", arguments)?;
     Ok(Status::Done)
 }

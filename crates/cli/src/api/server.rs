@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use vmferry_engine::{Arrival, Monitor};
+use vmferry_engine::{Arrival, MigrationState, Monitor, RestWatch};
 
 /// Most clients at once; further ones are turned away.
 const MOST_CLIENTS: usize = 16;
@@ -79,6 +79,8 @@ pub(crate) struct Shared {
     migration: Mutex<Migration>,
     incoming: Mutex<Option<String>>,
     received: Mutex<Option<Value>>,
+    /// What is still to come of a guest that came before its memory.
+    rest: Mutex<Option<RestWatch>>,
     orders: SyncSender<Errand>,
     clients: AtomicUsize,
 }
@@ -105,6 +107,7 @@ impl Shared {
             migration: Mutex::default(),
             incoming: Mutex::default(),
             received: Mutex::default(),
+            rest: Mutex::default(),
             orders,
             clients: AtomicUsize::new(0),
         }
@@ -124,6 +127,15 @@ impl Shared {
 
     pub(crate) fn set_received(&self, received: Value) {
         *lock(&self.received) = Some(received);
+    }
+
+    pub(crate) fn set_rest(&self, rest: RestWatch) {
+        *lock(&self.rest) = Some(rest);
+    }
+
+    /// Whether the guest runs here and its source still has pages of it.
+    pub(crate) fn lacks_pages(&self) -> bool {
+        lock(&self.rest).as_ref().is_some_and(|rest| rest.now().state != MigrationState::Completed)
     }
 
     pub(crate) fn begin_migration(&self, monitor: Arc<Monitor>) {
@@ -156,7 +168,10 @@ impl Shared {
                 let progress = monitor.progress();
                 json!({ "state": progress.state, "outcome": null, "progress": progress })
             }
-            (None, None) => json!({ "state": null, "outcome": null }),
+            (None, None) => match &*lock(&self.rest) {
+                Some(rest) => serde_json::to_value(rest.now()).unwrap_or_default(),
+                None => json!({ "state": null, "outcome": null }),
+            },
         };
         status["vm"] = self.vm();
         status
@@ -204,6 +219,11 @@ impl Shared {
                 (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.cancel(),
                 _ => bail!("no migration is under way"),
             },
+            "switch" => match (&*lock(&self.migration), self.place()) {
+                (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.switch_now(),
+                _ => bail!("no migration is under way"),
+            },
+            "recover" if self.place() == Place::Moving => self.recover(arguments)?,
             "verify-guest" => {
                 let request =
                     arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
@@ -221,7 +241,9 @@ impl Shared {
             "pause" => return self.order(Order::Pause),
             "resume" => return self.order(Order::Resume),
             "recover" => {
-                let take = arguments["take"].as_bool().context("recover needs `take`, true or false")?;
+                let take = arguments["take"].as_bool().context(
+                    "no link of a postcopy is lost here; to decide about a guest of which nobody knows, say --take or --abandon",
+                )?;
                 return self.order(Order::Recover { take });
             }
             "migrate" => {
@@ -239,6 +261,23 @@ impl Shared {
         Ok(json!({}))
     }
 
+    /// Takes up a lost link again, or gives it up.
+    fn recover(&self, arguments: &Value) -> Result<()> {
+        let migration = lock(&self.migration);
+        let monitor = migration.monitor.as_ref().context("no migration is under way")?;
+        if monitor.progress().state != MigrationState::PostcopyPaused {
+            bail!("the link of this migration is not lost");
+        }
+        match arguments["take"].as_bool() {
+            None => monitor.recover(),
+            Some(false) => monitor.abandon(),
+            Some(true) => bail!(
+                "the guest has run on the target since: what is here of it is old and must not run; --abandon gives it up"
+            ),
+        }
+        Ok(())
+    }
+
     /// Passes an order to the machine's owner and waits until it was taken.
     fn order(&self, order: Order) -> Result<Value> {
         match self.place() {
@@ -250,6 +289,9 @@ impl Shared {
                 bail!(
                     "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
                 );
+            }
+            Place::Running if matches!(order, Order::Migrate(_)) && self.lacks_pages() => {
+                bail!("pages of this guest are still coming from where it was; wait until all are here");
             }
             Place::Running | Place::Paused | Place::Unknown => {}
         }

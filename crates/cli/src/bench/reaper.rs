@@ -3,6 +3,7 @@
 use super::Finished;
 use crate::api::MigrateRequest;
 use crate::args::{BenchArgs, GuestKind};
+use crate::choices::OnTimeoutArg;
 use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
 use anyhow::{Context, Result, bail};
@@ -133,7 +134,7 @@ fn request(spec: &CaseSpec, side: Side, uri: &str) -> Result<MigrateRequest> {
         downtime_limit_ms: ms(spec.downtime_limit)?,
         max_bandwidth: Some(spec.max_bandwidth),
         timeout_ms: Some(ms(spec.timeout)?),
-        switch_on_timeout: true,
+        on_timeout: OnTimeoutArg::Switch,
         ..MigrateRequest::to(uri)
     })
 }
