@@ -13,14 +13,14 @@ mod source;
 mod target;
 mod vm;
 
-pub use channel::{Listener, Uri, UriError};
+pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{Bytes, Cpu, Downtime, PassReport, Report, RingFigures, ThrottleFigures, VcpuRing};
 pub use snapshot::{restore, save};
-pub use source::{AutoConverge, OnTimeout, Outcome, Settings, Verification, migrate};
+pub use source::{AutoConverge, OnTimeout, Outcome, Settings, Verification, migrate, pace};
 pub use target::{Arrival, ReceiveFailure, Received, receive};
 pub use vm::{
     DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
