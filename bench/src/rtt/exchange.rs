@@ -70,7 +70,7 @@ pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> R
         }
     }
     if let (Bulk::Paced(rate), Some(pair)) = (plan.bulk, &bulk) {
-        vmferry_sys::socket::set_max_pacing_rate(pair.source.as_fd(), rate).map_err(RttError::Pace)?;
+        vmferry_engine::tcp::set_max_pacing_rate(pair.source.as_fd(), rate).map_err(RttError::Pace)?;
     }
     let (bulk_source, sink) = bulk.map(|pair| (pair.source, pair.destination)).unzip();
     let _child = start(command, urgent.source, bulk_source)?;

@@ -56,7 +56,7 @@ pub enum RttError {
     },
     /// The bulk stream cannot be paced.
     #[error("cannot pace the bulk stream: {0}")]
-    Pace(#[source] SysError),
+    Pace(#[source] io::Error),
     /// A fault could not be handled.
     #[error("cannot handle faults: {0}")]
     Fault(#[source] SysError),

@@ -14,7 +14,7 @@ mod source;
 mod target;
 mod vm;
 
-pub use channel::{Listener, Uri, UriError};
+pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
@@ -25,7 +25,7 @@ pub use report::{
 };
 pub use snapshot::{restore, save};
 pub use source::{
-    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath, Verification, migrate,
+    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath, Verification, migrate, pace,
 };
 pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vm::{

@@ -1,5 +1,5 @@
 //! The kernel interfaces that no crate wraps, one call each: KVM's dirty log and rings, userfaultfd, `PAGEMAP_SCAN`,
-//! the data ranges of a memfd and the pacing of a socket.
+//! and the data ranges of a memfd.
 //!
 //! No policy and no state here. What is unsafe about a call is fenced in this crate: buffers are checked against what
 //! the kernel will write, structures have the size that the kernel expects (asserted at compile time), and a call that
@@ -11,7 +11,6 @@ pub mod kvm;
 pub mod memfd;
 pub mod pagemap;
 pub mod ring;
-pub mod socket;
 mod thread;
 pub mod uffd;
 

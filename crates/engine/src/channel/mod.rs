@@ -5,6 +5,7 @@ mod control;
 mod listen;
 mod pacer;
 mod stream;
+pub mod tcp;
 mod uri;
 
 pub(crate) use connect::connect;

@@ -2,6 +2,7 @@
 
 mod driver;
 pub(crate) mod events;
+pub mod pace;
 mod pending;
 mod policy;
 pub(crate) mod postcopy;

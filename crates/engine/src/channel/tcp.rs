@@ -1,0 +1,136 @@
+//! What Linux lets us ask of a TCP socket, and the standard library does not.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Limits what `socket` sends to `bytes_per_s`, counted without headers (`SO_MAX_PACING_RATE`, Linux
+/// `include/net/sock.h`). TCP paces itself: no queueing discipline is needed.
+///
+/// # Errors
+/// If it is no socket.
+pub fn set_max_pacing_rate(socket: BorrowedFd<'_>, bytes_per_s: u64) -> io::Result<()> {
+    const LEN: libc::socklen_t = 8;
+    let value = bytes_per_s.to_ne_bytes();
+    // SAFETY: the kernel reads the LEN bytes of `value`, which lives until the call returns.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_MAX_PACING_RATE,
+            value.as_ptr().cast(),
+            LEN,
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Lets a sender into `socket` only while fewer than `bytes` wait there unsent (`TCP_NOTSENT_LOWAT`, tcp(7)): what is
+/// in the send buffer is what is on its way, and not a queue of ours.
+///
+/// # Errors
+/// If it is no TCP socket.
+pub fn set_unsent_limit(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
+    socket2::SockRef::from(&socket).set_tcp_notsent_lowat(bytes)
+}
+
+/// The bytes that the peer of `socket` has acknowledged since it was connected (`TCP_INFO`, RFC 4898
+/// `tcpEStatsAppHCThruOctetsAcked`). None: the kernel is older than 4.1 and does not count them.
+///
+/// # Errors
+/// If it is no TCP socket.
+pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+    /// Of `tcpi_bytes_acked` in `struct tcp_info` (Linux `include/uapi/linux/tcp.h`; fields are only ever appended).
+    const AT: usize = 120;
+    const LEN: usize = AT + 8;
+    let mut info = [0_u8; LEN];
+    let mut len = LEN as libc::socklen_t;
+    // SAFETY: the kernel writes at most the `len` bytes of `info`, and how many into `len`; both live until the call
+    // returns. Any bytes are valid in `info`.
+    let done = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let known = usize::try_from(len).is_ok_and(|len| len >= LEN);
+    let bytes: [u8; 8] = info[AT..].try_into().map_err(io::Error::other)?;
+    Ok(known.then(|| u64::from_ne_bytes(bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (sender, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_paced_socket_is_slower_than_its_link() {
+        let (mut sender, mut receiver) = pair();
+        set_max_pacing_rate(sender.as_fd(), 10_000_000).unwrap();
+        let start = Instant::now();
+        let worker = std::thread::spawn(move || sender.write_all(&vec![0; 3_000_000]));
+        receiver.read_exact(&mut vec![0; 3_000_000]).unwrap();
+        worker.join().unwrap().unwrap();
+        // 300 ms at that rate; unpaced it is done in 2. The first windows may leave in bursts.
+        assert!(start.elapsed() > Duration::from_millis(100), "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn what_has_arrived_is_counted() {
+        let (mut sender, mut receiver) = pair();
+        let before = bytes_acknowledged(sender.as_fd()).unwrap().unwrap();
+        sender.write_all(&[0; 123_456]).unwrap();
+        receiver.read_exact(&mut [0; 123_456]).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        // The acknowledgement of the last bytes may take 40 ms.
+        while bytes_acknowledged(sender.as_fd()).unwrap().unwrap() - before != 123_456 {
+            assert!(Instant::now() < deadline, "{:?}", bytes_acknowledged(sender.as_fd()));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn an_unsent_limit_stops_the_sender() {
+        let sent = |limit: Option<u32>| {
+            let (mut sender, _receiver) = pair();
+            // Nothing leaves at this pace but the first window.
+            set_max_pacing_rate(sender.as_fd(), 1000).unwrap();
+            limit.into_iter().for_each(|limit| set_unsent_limit(sender.as_fd(), limit).unwrap());
+            sender.set_nonblocking(true).unwrap();
+            let block = [0; 4096];
+            // A bound on the loop: 64 MiB are more than any socket buffers.
+            (0..16384).map_while(|_| sender.write(&block).ok()).sum::<usize>()
+        };
+        let (free, limited) = (sent(None), sent(Some(65536)));
+        assert!(limited < free && limited < 1 << 20, "{limited} of {free}");
+    }
+
+    #[test]
+    fn what_is_no_socket_says_so() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let error = set_max_pacing_rate(reader.as_fd(), 1).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOTSOCK));
+        assert!(set_unsent_limit(reader.as_fd(), 1).is_err());
+        assert!(bytes_acknowledged(reader.as_fd()).is_err());
+    }
+
+    #[test]
+    fn a_unix_socket_has_no_tcp() {
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(bytes_acknowledged(socket.as_fd()).is_err());
+    }
+}

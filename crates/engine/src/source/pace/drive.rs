@@ -1,0 +1,369 @@
+//! The loop around the decisions.
+
+use super::{Controller, Decision, Observation, Phase};
+use crate::channel::tcp;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+/// Between two probes, and two decisions. 500 of 64 bytes a second are 0.3 Mb/s and about 1 % of a processor's time.
+pub(super) const TICK: Duration = Duration::from_millis(2);
+/// Probes on their way at most: a round trip of half a second. While so many are, none is sent.
+const MOST_UNDERWAY: usize = 256;
+/// The sockets are told of a pace that differs by more than one part in so many. What is less nobody can measure.
+const TOLD: u64 = 500;
+/// Unsent bytes in a socket's buffer: at 10 Gb/s the sender still sleeps for 200 us between wakes.
+const UNSENT: u32 = 256 << 10;
+/// By how much a tick changes what is known of how the channels are used: the last 50 ms count.
+const USE_WEIGHT: f64 = 0.04;
+/// What is shared equally, however the channels are used: a channel that gets going is not held back.
+const EQUAL_PART: f64 = 0.1;
+
+/// Small frames that the other side sends back at once, on the channel of urgent pages.
+pub trait Probe {
+    /// Sends a probe.
+    ///
+    /// # Errors
+    /// If the channel failed: the pace ends.
+    fn send(&mut self, number: u64) -> io::Result<()>;
+
+    /// Waits until `until`, and hands over each echo and the moment at which it arrived. Returns sooner only with an
+    /// error.
+    ///
+    /// # Errors
+    /// If the channel failed: the pace ends.
+    fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()>;
+}
+
+/// What is paced.
+pub trait Bulk {
+    /// The bytes that have arrived at the peer, of all channels; where the kernel does not know, those written.
+    ///
+    /// # Errors
+    /// If a channel failed: the pace ends.
+    fn acknowledged(&mut self) -> io::Result<u64>;
+
+    /// There is something to send.
+    fn wanting(&mut self) -> bool;
+
+    /// Holds all channels together to `rate` bytes a second.
+    ///
+    /// # Errors
+    /// If a channel failed: the pace ends.
+    fn hold_to(&mut self, rate: u64) -> io::Result<()>;
+}
+
+/// What a pace came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Figures {
+    /// Probes sent, and those that came back.
+    pub probes: u64,
+    /// Echoes received.
+    pub echoes: u64,
+    /// How often the pace was lowered because of a queue.
+    pub cuts: u64,
+    /// How long it insisted on its least share beside a stream that does not give way.
+    pub contended: Duration,
+    /// The last pace in bytes a second.
+    pub rate: u64,
+    /// The smallest round trip of the last seconds.
+    pub base_round_trip: Option<Duration>,
+}
+
+/// Probes, and holds the bulk to what they say.
+#[derive(Debug)]
+pub struct Pace<P, B> {
+    probe: P,
+    bulk: B,
+    controller: Controller,
+    began: Instant,
+    next: Instant,
+    underway: VecDeque<(u64, Instant)>,
+    told: u64,
+    figures: Figures,
+}
+
+impl<P: Probe, B: Bulk> Pace<P, B> {
+    /// Begins with what any link carries.
+    pub fn new(probe: P, bulk: B) -> Self {
+        let began = Instant::now();
+        Pace {
+            probe,
+            bulk,
+            controller: Controller::new(),
+            began,
+            next: began,
+            underway: VecDeque::new(),
+            told: 0,
+            figures: Figures::default(),
+        }
+    }
+
+    /// Goes on until `stop`, asked every few milliseconds, says so. Each decision is shown to `report`. The bulk stays at
+    /// the last pace.
+    ///
+    /// # Errors
+    /// The first failure of a channel.
+    pub fn run(
+        &mut self,
+        stop: impl Fn() -> bool,
+        mut report: impl FnMut(&Decision, Duration),
+    ) -> io::Result<Figures> {
+        while !stop() {
+            let decision = self.tick()?;
+            report(&decision, self.began.elapsed());
+        }
+        Ok(self.figures)
+    }
+
+    /// One probe, the wait for echoes, and a decision: takes a few milliseconds.
+    ///
+    /// # Errors
+    /// If a channel failed.
+    pub fn tick(&mut self) -> io::Result<Decision> {
+        let now = Instant::now();
+        // Behind the schedule, nothing is made up for: a burst of probes would be a queue.
+        self.next = (self.next + TICK).max(now + TICK / 2);
+        if self.underway.len() < MOST_UNDERWAY {
+            self.figures.probes += 1;
+            self.underway.push_back((self.figures.probes, now));
+            self.probe.send(self.figures.probes)?;
+        }
+        let mut round_trips = Vec::new();
+        let (underway, figures) = (&mut self.underway, &mut self.figures);
+        self.probe.echoes(self.next, &mut |number, arrived| {
+            // They come in order. A number that is not underway is somebody's mistake or an echo that was echoed.
+            let Ok(index) = underway.binary_search_by_key(&number, |(number, _)| *number) else { return };
+            round_trips.push(arrived.saturating_duration_since(underway[index].1));
+            underway.drain(..=index);
+            figures.echoes += 1;
+        })?;
+        self.decide(&round_trips)
+    }
+
+    fn decide(&mut self, round_trips: &[Duration]) -> io::Result<Decision> {
+        let acknowledged = self.bulk.acknowledged()?;
+        let now = Instant::now();
+        let decision = self.controller.observe(&Observation {
+            now: now.saturating_duration_since(self.began),
+            round_trips,
+            waiting: self.underway.front().map_or(Duration::ZERO, |(_, sent)| now.duration_since(*sent)),
+            acknowledged,
+            wanting: self.bulk.wanting(),
+        });
+        if decision.rate.abs_diff(self.told) > self.told / TOLD {
+            self.bulk.hold_to(decision.rate)?;
+            self.told = decision.rate;
+        }
+        if decision.phase == Phase::Contended {
+            self.figures.contended += TICK;
+        }
+        self.figures.rate = decision.rate;
+        self.figures.cuts = self.controller.cuts();
+        self.figures.base_round_trip = self.controller.base_round_trip();
+        Ok(decision)
+    }
+}
+
+/// TCP sockets that are paced by the kernel, each by how much it is used.
+#[derive(Debug)]
+pub struct TcpBulk<'a, W> {
+    channels: Vec<Channel<'a>>,
+    wanting: W,
+}
+
+#[derive(Debug)]
+struct Channel<'a> {
+    socket: BorrowedFd<'a>,
+    acknowledged: u64,
+    /// Of all that is acknowledged, its part.
+    part: f64,
+}
+
+impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
+    /// Of these sockets; `wanting` says whether there is something to send.
+    ///
+    /// # Errors
+    /// If one is not TCP, or the kernel does not count what is acknowledged (before 4.1).
+    pub fn new(sockets: impl IntoIterator<Item = BorrowedFd<'a>>, wanting: W) -> io::Result<Self> {
+        let channel = |socket: BorrowedFd<'a>| {
+            tcp::set_unsent_limit(socket, UNSENT)?;
+            let acknowledged = tcp::bytes_acknowledged(socket)?
+                .ok_or_else(|| io::Error::other("this kernel does not count acknowledged bytes"))?;
+            Ok(Channel { socket, acknowledged, part: 0.0 })
+        };
+        let channels = sockets.into_iter().map(channel).collect::<io::Result<_>>()?;
+        Ok(TcpBulk { channels, wanting })
+    }
+}
+
+impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
+    fn acknowledged(&mut self) -> io::Result<u64> {
+        let mut news = Vec::with_capacity(self.channels.len());
+        for channel in &mut self.channels {
+            let now = tcp::bytes_acknowledged(channel.socket)?.unwrap_or(channel.acknowledged);
+            news.push(now - std::mem::replace(&mut channel.acknowledged, now).min(now));
+        }
+        let all: u64 = news.iter().sum();
+        if all > 0 {
+            for (channel, new) in self.channels.iter_mut().zip(news) {
+                #[expect(clippy::cast_precision_loss, reason = "the bytes of a tick")]
+                let part = new as f64 / all as f64;
+                channel.part += USE_WEIGHT * (part - channel.part);
+            }
+        }
+        Ok(self.channels.iter().map(|channel| channel.acknowledged).sum())
+    }
+
+    fn wanting(&mut self) -> bool {
+        (self.wanting)()
+    }
+
+    fn hold_to(&mut self, rate: u64) -> io::Result<()> {
+        let parts: Vec<f64> = self.channels.iter().map(|channel| channel.part).collect();
+        for (channel, share) in self.channels.iter().zip(shares(&parts)) {
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                clippy::cast_precision_loss,
+                reason = "a share of a rate"
+            )]
+            let own = (rate as f64 * share) as u64;
+            tcp::set_max_pacing_rate(channel.socket, own.max(1))?;
+        }
+        Ok(())
+    }
+}
+
+/// Shares of one, by use.
+fn shares(parts: &[f64]) -> Vec<f64> {
+    #[expect(clippy::cast_precision_loss, reason = "a number of channels")]
+    let equal = 1.0 / parts.len().max(1) as f64;
+    let all: f64 = parts.iter().sum();
+    let share =
+        |part: &f64| if all > 0.0 { EQUAL_PART * equal + (1.0 - EQUAL_PART) * part / all } else { equal };
+    parts.iter().map(share).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+    use std::rc::Rc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn shares_go_by_use_and_make_one() {
+        assert_eq!(shares(&[0.0, 0.0]), [0.5, 0.5]);
+        let uneven = shares(&[0.6, 0.2, 0.0]);
+        assert!((uneven.iter().sum::<f64>() - 1.0).abs() < 1e-9, "{uneven:?}");
+        assert!(uneven[0] > 0.7 && uneven[1] > 0.25 && uneven[2] > 0.03, "{uneven:?}");
+        assert!(shares(&[]).is_empty());
+    }
+
+    /// Echoes come back a tick later; every fourth is lost.
+    struct Lossy {
+        sent: Vec<u64>,
+    }
+
+    impl Probe for Lossy {
+        fn send(&mut self, number: u64) -> io::Result<()> {
+            self.sent.push(number);
+            Ok(())
+        }
+
+        fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()> {
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            for number in self.sent.drain(..).filter(|number| number % 4 != 0) {
+                echo(number, Instant::now());
+                // Twice, and one that was never sent.
+                echo(number, Instant::now());
+                echo(number + 1000, Instant::now());
+            }
+            Ok(())
+        }
+    }
+
+    #[derive(Default)]
+    struct Log {
+        held: Vec<u64>,
+        acknowledged: u64,
+    }
+
+    impl Bulk for Rc<RefCell<Log>> {
+        fn acknowledged(&mut self) -> io::Result<u64> {
+            let mut log = self.borrow_mut();
+            // All that the pace allows is delivered.
+            log.acknowledged += log.held.last().map_or(0, |rate| rate / 400);
+            Ok(log.acknowledged)
+        }
+
+        fn wanting(&mut self) -> bool {
+            true
+        }
+
+        fn hold_to(&mut self, rate: u64) -> io::Result<()> {
+            self.borrow_mut().held.push(rate);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lost_doubled_and_invented_echoes_do_no_harm_and_the_bulk_is_told() {
+        let log = Rc::new(RefCell::new(Log::default()));
+        let mut pace = Pace::new(Lossy { sent: Vec::new() }, Rc::clone(&log));
+        for _ in 0..50 {
+            pace.tick().unwrap();
+        }
+        assert_eq!((pace.figures.probes, pace.figures.echoes), (50, 38));
+        assert!(pace.underway.len() <= 1, "{:?}", pace.underway);
+        let held = &log.borrow().held;
+        assert!(held.len() > 1 && held.last() > held.first(), "{held:?}");
+        assert_eq!(pace.figures.rate, *held.last().unwrap());
+    }
+
+    #[test]
+    fn a_socket_without_tcp_is_refused() {
+        let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(TcpBulk::new([socket.as_fd()], || true).is_err());
+    }
+
+    #[test]
+    fn sockets_are_held_to_the_pace_together() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let pairs: Vec<(TcpStream, TcpStream)> = (0..2)
+            .map(|_| {
+                let sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+                (sender, listener.accept().unwrap().0)
+            })
+            .collect();
+        let stop = &AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for (sender, receiver) in &pairs {
+                scope.spawn(move || {
+                    let (mut sender, block) = (sender, [0; 65536]);
+                    while !stop.load(Ordering::Relaxed) && sender.write_all(&block).is_ok() {}
+                    let _ = sender.shutdown(std::net::Shutdown::Both);
+                });
+                scope.spawn(move || {
+                    let (mut receiver, mut block) = (receiver, vec![0; 65536]);
+                    while matches!(receiver.read(&mut block), Ok(1..)) {}
+                });
+            }
+            let mut bulk = TcpBulk::new(pairs.iter().map(|(sender, _)| sender.as_fd()), || true).unwrap();
+            bulk.hold_to(20_000_000).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            let before = (bulk.acknowledged().unwrap(), Instant::now());
+            std::thread::sleep(Duration::from_millis(300));
+            #[expect(clippy::cast_precision_loss, reason = "the bytes of a second")]
+            let rate = (bulk.acknowledged().unwrap() - before.0) as f64 / before.1.elapsed().as_secs_f64();
+            stop.store(true, Ordering::Relaxed);
+            // Each had its half. A busy host may make it slower, nothing makes it faster.
+            assert!((2e6..23e6).contains(&rate), "{rate}");
+        });
+    }
+}

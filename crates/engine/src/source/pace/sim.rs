@@ -1,0 +1,282 @@
+//! A link in small steps of time: a token bucket, a queue, noise, and who sends through them. One seed, one run.
+
+use super::{Controller, Decision, Observation, Phase};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// A step. Short beside every queue that matters.
+const STEP: f64 = 50e-6;
+const TICK_STEPS: u64 = 40;
+
+/// splitmix64.
+struct Rng(u64);
+
+impl Rng {
+    /// In `0.0..1.0`.
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// Seconds and bytes.
+#[derive(Clone)]
+pub(super) struct Link {
+    /// From when on, and how fast: in order.
+    pub(super) rates: Vec<(f64, f64)>,
+    pub(super) burst: f64,
+    pub(super) buffer: f64,
+    pub(super) base: f64,
+    /// The mean of what the scheduler adds to a round trip, always,
+    pub(super) jitter: f64,
+    /// and how often in a thousand it adds up to so many seconds.
+    pub(super) stalls: (f64, f64),
+    /// What a sender can do at most, whatever the link does. It varies by a tenth.
+    pub(super) sender: f64,
+    pub(super) seed: u64,
+}
+
+impl Link {
+    /// What the bench's shaped link is, without headers.
+    pub(super) fn shaped(gbps: f64) -> Self {
+        Link {
+            rates: vec![(0.0, gbps * 1e9 / 8.0 * 0.956)],
+            burst: (256.0 * 1024.0_f64).min(gbps * 125e3),
+            buffer: gbps * 1e9 / 8.0 * 0.02,
+            base: 20e-6,
+            jitter: 15e-6,
+            stalls: (5.0, 1e-3),
+            sender: 4e9,
+            seed: 1,
+        }
+    }
+
+    fn rate(&self, now: f64) -> f64 {
+        self.rates.iter().rev().find(|(since, _)| *since <= now).map_or(0.0, |(_, rate)| *rate)
+    }
+}
+
+pub(super) enum Who {
+    /// Ours, from a time on until another.
+    Paced(f64, f64),
+    /// A window that grows until the buffer is full (RFC 9438).
+    Cubic(f64, f64),
+}
+
+struct Ours {
+    controller: Controller,
+    decision: Decision,
+    probes: VecDeque<(f64, f64)>,
+    trips: Vec<Duration>,
+}
+
+struct Cubic {
+    window: f64,
+    most: f64,
+    lost: f64,
+}
+
+enum Sender {
+    Ours(Box<Ours>),
+    Cubic(Cubic),
+}
+
+struct Flow {
+    sender: Sender,
+    from: f64,
+    until: f64,
+    delivered: f64,
+}
+
+/// What a flow did, each 10 ms.
+pub(super) struct Trace {
+    /// The time, and its delivered bytes so far.
+    pub(super) delivered: Vec<(f64, f64)>,
+    pub(super) rates: Vec<(f64, f64, Phase)>,
+    /// When a probe was sent, and its round trip.
+    pub(super) trips: Vec<(f64, f64)>,
+    pub(super) cuts: u64,
+}
+
+impl Trace {
+    /// Bytes a second between two times.
+    pub(super) fn rate(&self, from: f64, until: f64) -> f64 {
+        let at = |time: f64| self.delivered.iter().rev().find(|(t, _)| *t <= time).map_or(0.0, |(_, b)| *b);
+        (at(until) - at(from)) / (until - from)
+    }
+
+    /// The mean, and the percentile, of the round trips between two times, in microseconds.
+    pub(super) fn trips(&self, from: f64, until: f64, percent: f64) -> (f64, f64) {
+        let mut trips: Vec<f64> = self
+            .trips
+            .iter()
+            .filter(|(at, _)| (from..until).contains(at))
+            .map(|(_, trip)| trip * 1e6)
+            .collect();
+        trips.sort_by(f64::total_cmp);
+        let mean = trips.iter().sum::<f64>() / trips.len() as f64;
+        (mean, trips[((trips.len() as f64 * percent / 100.0) as usize).min(trips.len() - 1)])
+    }
+}
+
+pub(super) struct World {
+    link: Link,
+    flows: Vec<Flow>,
+    /// What each flow put into each step, and when it left.
+    queue: VecDeque<Vec<f64>>,
+    queued: f64,
+    tokens: f64,
+    now: f64,
+    rng: Rng,
+    speed: f64,
+}
+
+impl World {
+    pub(super) fn new(link: Link, flows: &[Who]) -> Self {
+        let flow = |who: &Who| {
+            let (sender, from, until) = match who {
+                Who::Paced(from, until) => {
+                    let decision = Decision { rate: 0, phase: Phase::Startup };
+                    let (probes, trips) = (VecDeque::new(), Vec::new());
+                    let ours = Ours { controller: Controller::new(), decision, probes, trips };
+                    (Sender::Ours(Box::new(ours)), *from, *until)
+                }
+                Who::Cubic(from, until) => {
+                    (Sender::Cubic(Cubic { window: 15e3, most: 15e3, lost: *from }), *from, *until)
+                }
+            };
+            Flow { sender, from, until, delivered: 0.0 }
+        };
+        World {
+            tokens: link.burst,
+            rng: Rng(link.seed),
+            flows: flows.iter().map(flow).collect(),
+            link,
+            queue: VecDeque::new(),
+            queued: 0.0,
+            now: 0.0,
+            speed: 1.0,
+        }
+    }
+
+    pub(super) fn run(mut self, until: f64) -> Vec<Trace> {
+        let empty = || Trace { delivered: vec![], rates: vec![], trips: vec![], cuts: 0 };
+        let mut traces: Vec<Trace> = self.flows.iter().map(|_| empty()).collect();
+        for step in 0..(until / STEP) as u64 {
+            self.now = step as f64 * STEP;
+            if step % 2000 == 0 {
+                self.speed = 0.9 + 0.1 * self.rng.unit();
+            }
+            self.arrive();
+            self.leave();
+            for index in 0..self.flows.len() {
+                // Two controllers do not tick at once.
+                if (step + 17 * index as u64) % TICK_STEPS == 0 {
+                    self.tick(index, &mut traces[index]);
+                }
+                if step % 200 == 0 {
+                    traces[index].delivered.push((self.now, self.flows[index].delivered));
+                }
+            }
+        }
+        traces
+    }
+
+    fn waits(&self) -> f64 {
+        self.queued / self.link.rate(self.now)
+    }
+
+    fn arrive(&mut self) {
+        let trip = self.link.base + self.waits();
+        let most = self.link.sender * self.speed;
+        let active = |flow: &Flow| (flow.from..flow.until).contains(&self.now);
+        let wants = self.flows.iter().map(|flow| match &flow.sender {
+            _ if !active(flow) => 0.0,
+            Sender::Ours(ours) => (ours.decision.rate as f64).min(most) * STEP,
+            Sender::Cubic(cubic) => (cubic.window / trip).min(most) * STEP,
+        });
+        let mut wants: Vec<f64> = wants.collect();
+        let all: f64 = wants.iter().sum();
+        let room = (self.link.buffer - self.queued).max(0.0);
+        let kept = if all > room { room / all } else { 1.0 };
+        for (want, flow) in wants.iter_mut().zip(&mut self.flows) {
+            *want *= kept;
+            if let Sender::Cubic(cubic) = &mut flow.sender
+                && *want > 0.0
+            {
+                cubic.step(self.now, trip, kept < 1.0);
+            }
+        }
+        self.queued += wants.iter().sum::<f64>();
+        self.queue.push_back(wants);
+    }
+
+    fn leave(&mut self) {
+        self.tokens = (self.tokens + self.link.rate(self.now) * STEP).min(self.link.burst);
+        while let Some(front) = self.queue.front_mut() {
+            let bytes: f64 = front.iter().sum();
+            let part = if bytes <= self.tokens { 1.0 } else { self.tokens / bytes };
+            for (flow, bytes) in self.flows.iter_mut().zip(front.iter_mut()) {
+                flow.delivered += *bytes * part;
+                *bytes -= *bytes * part;
+            }
+            self.queued = (self.queued - bytes * part).max(0.0);
+            self.tokens -= bytes * part;
+            if part < 1.0 {
+                return;
+            }
+            self.queue.pop_front();
+        }
+        self.queued = 0.0;
+    }
+
+    fn tick(&mut self, index: usize, trace: &mut Trace) {
+        let stalled = self.rng.unit() * 1000.0 < self.link.stalls.0;
+        let stall = if stalled { self.rng.unit() * self.link.stalls.1 } else { 0.0 };
+        let noise = -self.link.jitter * (1.0 - self.rng.unit()).ln() + stall;
+        let (trip, now) = (self.link.base + self.waits() + noise, self.now);
+        let flow = &mut self.flows[index];
+        let Sender::Ours(ours) = &mut flow.sender else { return };
+        if !(flow.from..flow.until).contains(&now) {
+            return;
+        }
+        ours.trips.clear();
+        while ours.probes.front().is_some_and(|(sent, trip)| sent + trip <= now) {
+            let (sent, trip) = ours.probes.pop_front().unwrap();
+            ours.trips.push(Duration::from_secs_f64(trip));
+            trace.trips.push((sent, trip));
+        }
+        // One after the other, as on a stream.
+        let last = ours.probes.back().map_or(0.0, |(sent, trip)| sent + trip);
+        ours.probes.push_back((now, trip.max(last - now)));
+        ours.decision = ours.controller.observe(&Observation {
+            now: Duration::from_secs_f64(now),
+            round_trips: &ours.trips,
+            waiting: Duration::from_secs_f64(ours.probes.front().map_or(0.0, |(sent, _)| now - sent)),
+            acknowledged: flow.delivered as u64,
+            wanting: true,
+        });
+        trace.rates.push((now, ours.decision.rate as f64, ours.decision.phase));
+        trace.cuts = ours.controller.cuts();
+    }
+}
+
+impl Cubic {
+    fn step(&mut self, now: f64, trip: f64, loss: bool) {
+        const SEGMENT: f64 = 1448.0;
+        if loss && now - self.lost > trip {
+            self.most = self.window;
+            self.window *= 0.7;
+            self.lost = now;
+            return;
+        }
+        // The cubic curve, and where it is slower, the Reno line.
+        let curve = (self.most / SEGMENT * 0.3 / 0.4).cbrt();
+        let wanted = SEGMENT * (0.4 * (now - self.lost - curve).powi(3)) + self.most;
+        let reno = self.window + SEGMENT * 0.53 * STEP / trip;
+        self.window = reno.max(wanted.min(self.window * (1.0 + STEP / trip)));
+    }
+}
