@@ -20,8 +20,8 @@ pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, FaultFigures, PassReport, PostcopyFigures, Report, RingFigures, ThrottleFigures,
-    VcpuRing,
+    Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
+    ThrottleFigures, VcpuRing,
 };
 pub use snapshot::{restore, save};
 pub use source::{

@@ -1,5 +1,6 @@
 //! What can be seen of a migration while it runs, and how it is told to stop.
 
+use crate::report::PaceFigures;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -89,6 +90,8 @@ pub struct Progress {
     pub elapsed: Duration,
     /// Pages that are still to be sent to a guest that runs on the target.
     pub left_pages: Option<u64>,
+    /// The pace of the bulk in bytes a second, once one was found.
+    pub pace: Option<u64>,
     /// Why the link is lost in postcopy, while it is.
     pub interrupted: Option<String>,
     /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].
@@ -103,6 +106,7 @@ pub struct Monitor {
     switch: AtomicBool,
     recover: AtomicBool,
     abandon: AtomicBool,
+    pace: Mutex<Option<PaceFigures>>,
     progress: Mutex<(Progress, u64)>,
 }
 
@@ -136,6 +140,14 @@ impl Monitor {
     /// Gives up a link that was lost in postcopy: what the target still lacks it will never have.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn set_pace(&self, figures: PaceFigures) {
+        *self.pace.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(figures);
+    }
+
+    pub(crate) fn pace(&self) -> Option<PaceFigures> {
+        self.pace.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
     pub(crate) fn take_switch(&self) -> bool {

@@ -41,6 +41,8 @@ pub struct Report {
     pub ring: Option<RingFigures>,
     /// How pages came to the running guest; `None` if all came before it ran.
     pub postcopy: Option<PostcopyFigures>,
+    /// How the bulk was paced beside pages that the guest waited for; `None` if no pace had to be found.
+    pub pace: Option<PaceFigures>,
     /// How often the link was lost in postcopy, and taken up again.
     pub interruptions: u64,
     /// How the guest was slowed; `None` if it never was.
@@ -180,6 +182,37 @@ pub struct PostcopyFigures {
     pub prefetched_used: u64,
     /// From the guest's start until its last page was there, in ms.
     pub ms: f64,
+}
+
+/// How the pace of the bulk was found.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct PaceFigures {
+    /// The last pace, in Mbit/s without headers.
+    pub mbps: f64,
+    /// The smallest round trip of the last seconds, in microseconds.
+    pub base_round_trip_us: Option<f64>,
+    /// How often it was lowered because of a queue.
+    pub cuts: u64,
+    /// How long it insisted on its least share beside a stream that does not give way, in ms.
+    pub contended_ms: f64,
+    /// Probes sent.
+    pub probes: u64,
+    /// Probes that came back.
+    pub echoes: u64,
+}
+
+impl From<&crate::source::pace::Figures> for PaceFigures {
+    fn from(figures: &crate::source::pace::Figures) -> Self {
+        Self {
+            mbps: figures.rate as f64 * 8e-6,
+            base_round_trip_us: figures.base_round_trip.map(|time| time.as_secs_f64() * 1e6),
+            cuts: figures.cuts,
+            contended_ms: figures.contended.as_secs_f64() * 1e3,
+            probes: figures.probes,
+            echoes: figures.echoes,
+        }
+    }
 }
 
 /// One vCPU's share of [`PostcopyFigures`].

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use vmferry_memory::Window;
 
@@ -107,6 +107,12 @@ pub(crate) struct Stream {
     pub(crate) peer: String,
 }
 
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
 impl Stream {
     pub(crate) fn new(socket: socket2::Socket, peer: String) -> io::Result<Self> {
         if !socket.local_addr()?.is_unix() {
@@ -201,11 +207,34 @@ impl Stream {
         Ok(())
     }
 
+    /// Whether the kernel paces it and knows what has arrived.
+    pub(crate) fn is_tcp(&self) -> bool {
+        socket2::SockRef::from(&self.fd).local_addr().is_ok_and(|address| !address.is_unix())
+    }
+
     /// Whether there is something to be received right now, or the stream has ended.
     pub(crate) fn has_input(&self) -> bool {
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, on our stack; no wait.
         (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
+    }
+
+    /// Waits until there is something to be received, or the stream has ended; false if nothing came before `until`.
+    pub(crate) fn wait_for_input(&self, until: Instant) -> io::Result<bool> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let time = libc::timespec {
+                tv_sec: libc::time_t::try_from(left.as_secs()).unwrap_or(libc::time_t::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one pollfd and one time, on our stack; no signal mask.
+            match unsafe { libc::ppoll(&raw mut poll, 1, &raw const time, std::ptr::null()) } {
+                0 => return Ok(false),
+                1.. => return Ok(true),
+                _ => interrupted(io::Error::last_os_error())?,
+            }
+        }
     }
 
     /// Fills `bytes`.

@@ -5,6 +5,7 @@
 
 mod channels;
 mod ending;
+mod pacing;
 mod postcopy;
 
 use super::events::{Action, Event, Outcome, Pass};

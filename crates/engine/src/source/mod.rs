@@ -62,6 +62,7 @@ pub fn migrate(
     let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker, control));
     // The channel threads have ended by now: their CPU time is complete. What this thread used before does not count.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
+    report.pace = monitor.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before)) as f64 / 1e3;
     Ok(report)
 }

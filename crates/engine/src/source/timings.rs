@@ -177,6 +177,7 @@ impl Timings {
             id: ground.migration.to_string(),
             mode: ground.settings.mode.to_string(),
             postcopy: session.figures.as_ref().map(PostcopyFigures::from),
+            pace: ground.monitor.pace(),
             interruptions: session.interruptions(),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),

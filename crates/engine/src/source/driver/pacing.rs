@@ -1,0 +1,84 @@
+//! Pacing the bulk channels while a guest on the target waits for single pages.
+
+use super::Driver;
+use crate::channel::{IoBuf, Stream, tcp};
+use crate::report::PaceFigures;
+use crate::source::pace::{Pace, Probe, TcpBulk};
+use crate::source::postcopy::Claims;
+use crate::source::settings;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::Builder;
+use std::time::Instant;
+use vmferry_wire::{FrameHeader, REQUEST_BYTES, Request};
+
+/// The probe channel.
+struct ProbeChannel(Arc<Stream>, u64);
+
+impl Probe for ProbeChannel {
+    fn send(&mut self, number: u64) -> io::Result<()> {
+        let header = FrameHeader::probe(number, self.1).encode();
+        self.1 += 1;
+        self.0.send(&mut [IoBuf::from_bytes(&header)]).map_err(|failed| failed.error)
+    }
+
+    fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()> {
+        while self.0.wait_for_input(until)? {
+            let mut bytes = [0; REQUEST_BYTES];
+            self.0.receive_bytes(&mut bytes)?;
+            let arrived = Instant::now();
+            match Request::decode(&bytes).map_err(io::Error::other)? {
+                Request::Echo { number } => echo(number, arrived),
+                Request::Page { .. } => return Err(io::Error::other("a request on the probe channel")),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'e> Driver<'_, 'e> {
+    /// Holds the bulk channels to the pace that was asked for. Failing to is no reason to stop: the guest waits longer then.
+    pub(super) fn pace(&mut self, claims: &Arc<Claims>) {
+        let paced = match self.ground.settings.pace {
+            settings::Pace::Off => Ok(()),
+            settings::Pace::Rate(rate) => self.hold_to(rate),
+            settings::Pace::Auto => self.find_pace(Arc::clone(claims)),
+        };
+        if let Err(error) = paced {
+            tracing::warn!("pages are sent unpaced, and whoever waits for one waits behind them: {error}");
+        }
+    }
+
+    fn hold_to(&self, rate: u64) -> io::Result<()> {
+        let each = rate / u64::from(self.ground.settings.channels);
+        self.streams.bulk.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
+    }
+
+    fn find_pace(&mut self, claims: Arc<Claims>) -> io::Result<()> {
+        let Some(probe) = self.streams.probe.clone() else { return Ok(()) };
+        let ground: &'e super::Ground<'e> = self.ground;
+        let streams = self.streams.bulk.clone();
+        if streams.iter().any(|stream| !stream.is_tcp()) {
+            // A local socket: no queue on the way but the one that the receiver empties.
+            return Ok(());
+        }
+        let work = move || {
+            let bulk = TcpBulk::new(streams.iter().map(|stream| stream.as_fd()), || claims.left() > 0);
+            let paced = bulk.and_then(|bulk| {
+                let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
+                let show = |decision: &crate::source::pace::Decision, _| {
+                    ground.monitor.update(|progress| progress.pace = Some(decision.rate));
+                };
+                pace.run(|| ground.stop.load(Ordering::Relaxed), show)
+            });
+            ground.monitor.counters.add_thread_cpu();
+            match paced {
+                Ok(figures) => ground.monitor.set_pace(PaceFigures::from(&figures)),
+                Err(error) => tracing::debug!("the pace ended: {error}"),
+            }
+        };
+        Builder::new().name("source-pace".into()).spawn_scoped(self.scope, work).map(drop)
+    }
+}
