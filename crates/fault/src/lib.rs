@@ -8,6 +8,7 @@
 //! | `threads` | which thread is which vCPU |
 //! | `discard` | making pages missing |
 //! | `memory` | all of it together |
+//! | `slot` | where a VMM keeps it |
 //!
 //! # Why nobody waits for somebody else's page
 //! A page that is touched makes a message on the userfaultfd of its stripe, which one thread reads; placing a page takes no
@@ -21,10 +22,12 @@ mod discard;
 mod error;
 mod memory;
 mod region;
+mod slot;
 mod stripes;
 mod threads;
 
 pub use error::FaultError;
 pub use memory::{UffdMemory, UffdOptions};
 pub use region::{Backing, LazyRegion};
+pub use slot::LazySlot;
 pub use threads::{VcpuThread, VcpuThreads};

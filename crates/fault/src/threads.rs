@@ -18,6 +18,12 @@ impl VcpuThreads {
         Self { ids: (0..vcpus).map(|_| AtomicU32::new(0)).collect() }
     }
 
+    /// How many vCPUs it has room for.
+    #[must_use]
+    pub fn vcpus(&self) -> u32 {
+        u32::try_from(self.ids.len()).unwrap_or(u32::MAX)
+    }
+
     /// Says that the calling thread is vCPU `vcpu`, until the result is dropped. Does nothing for a vCPU that the table
     /// has no room for.
     #[must_use = "the thread is forgotten when this is dropped"]

@@ -32,7 +32,10 @@ fn say(text: &str) {
 
 /// Mappings that are unmapped when dropped.
 #[derive(Debug)]
-struct Mapped(Vec<(NonNull<u8>, usize, Option<Arc<OwnedFd>>)>);
+struct Mapped(Vec<Mapping>);
+
+/// Start, length in bytes, file.
+type Mapping = (NonNull<u8>, usize, Option<Arc<OwnedFd>>);
 
 // SAFETY: addresses; the bytes are reached by atomics only.
 unsafe impl Send for Mapped {}
@@ -92,16 +95,15 @@ impl Mapped {
     }
 
     fn regions(&self) -> Vec<LazyRegion> {
-        let region =
-            |(id, (start, len, file)): (u32, &(NonNull<u8>, usize, Option<Arc<OwnedFd>>))| LazyRegion {
-                id: RegionId(id),
-                host: start.addr().get() as u64,
-                len: *len as u64,
-                backing: match file {
-                    Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
-                    None => Backing::Anonymous,
-                },
-            };
+        let region = |(id, (start, len, file)): (u32, &Mapping)| LazyRegion {
+            id: RegionId(id),
+            host: start.addr().get() as u64,
+            len: *len as u64,
+            backing: match file {
+                Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+                None => Backing::Anonymous,
+            },
+        };
         (0..).zip(&self.0).map(region).collect()
     }
 }
