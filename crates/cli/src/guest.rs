@@ -131,8 +131,8 @@ impl Probe {
         }
     }
 
-    /// Asks the guest to check every page that it has; see `StatsSnapshot::verified`.
-    pub(crate) fn request_verify(&self, request: u64) {
+    /// Asks the guest to check every page that it has; see `StatsSnapshot::verified`. `false` if it cannot be asked now.
+    pub(crate) fn request_verify(&self, request: u64) -> bool {
         match self {
             Self::Kvm(vm) => vm.request_verify(request),
             Self::Process(guest) => guest.request_verify(request),

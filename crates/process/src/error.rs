@@ -23,6 +23,17 @@ pub enum Error {
     /// The host refused a thread.
     #[error("the host refused a thread: {0}")]
     Thread(std::io::Error),
+    /// A thread of the guest that does not stop.
+    #[error(
+        "thread {cpu} of the guest did not pause within {} ms; does it wait for a page that does not come?",
+        .within.as_millis()
+    )]
+    Unresponsive {
+        /// Which.
+        cpu: usize,
+        /// How long it was waited for.
+        within: std::time::Duration,
+    },
     /// A step that does not fit the guest's state.
     #[error("cannot {what}: {why}")]
     WrongState {

@@ -6,11 +6,17 @@ use crate::ram::{Ram, stats_page};
 use crate::state::Saved;
 use crate::worker::{Cpu, Gate, Shared, lock};
 use crate::{Error, ProcessOptions};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
-use vmferry_engine::Section;
-use vmferry_guest_abi::{STATS_MAGIC, STATS_VERSION, State, StatsError, StatsSnapshot, Worker, Workload};
+use std::time::{Duration, Instant};
+use vmferry_engine::{GuestMemory, Section};
+use vmferry_fault::LazySlot;
+use vmferry_guest_abi::{
+    MAX_CPUS, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, StatsError, StatsSnapshot, Worker, Workload,
+    stats_bytes,
+};
+use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun};
 
 /// A guest without KVM. Dropping it ends its threads.
 #[derive(Debug)]
@@ -20,11 +26,22 @@ pub struct ProcessGuest {
     /// There once the guest has a workload: its own, or one that came with its state.
     running: Option<(Workload, Arc<Shared>)>,
     threads: Vec<JoinHandle<()>>,
+    pub(crate) lazy: Arc<LazySlot>,
 }
 
 /// A view of a process guest for threads other than its owner's.
 #[derive(Debug, Clone)]
-pub struct ProcessHandle(Arc<Memory>);
+pub struct ProcessHandle {
+    memory: Arc<Memory>,
+    lazy: Arc<LazySlot>,
+}
+
+/// How long threads may take to pause, or to end: they do within a millisecond, unless they wait for memory.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often a thread that does not pause is looked at.
+const LOOK: Duration = Duration::from_micros(50);
+/// How long the guest's end waits before it takes threads for asleep on a missing page, and wakes them.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 impl ProcessGuest {
     /// A guest that will run `workload`, not started.
@@ -52,7 +69,8 @@ impl ProcessGuest {
     /// # Errors
     /// If the options are impossible or the host has no memory.
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
-        Ok(Self { memory: Arc::new(Memory::new(&options)?), options, running: None, threads: Vec::new() })
+        let (memory, lazy) = (Arc::new(Memory::new(&options)?), Arc::new(LazySlot::new(options.cpus)));
+        Ok(Self { memory, options, running: None, threads: Vec::new(), lazy })
     }
 
     /// Gives the guest its workers, each with whether it has filled its share of memory.
@@ -80,9 +98,13 @@ impl ProcessGuest {
     pub fn start(&mut self) -> Result<(), Error> {
         let shared = Arc::clone(self.shared("run the guest")?);
         for index in self.threads.len()..shared.cpus.len() {
-            let own = Arc::clone(&shared);
+            let (own, ids) = (Arc::clone(&shared), Arc::clone(self.lazy.threads()));
             let thread = std::thread::Builder::new().name(format!("vcpu-{index}"));
-            self.threads.push(thread.spawn(move || own.run(index)).map_err(Error::Thread)?);
+            let run = move || {
+                let _registered = ids.register(u32::try_from(index).unwrap_or(u32::MAX));
+                own.run(index);
+            };
+            self.threads.push(thread.spawn(run).map_err(Error::Thread)?);
         }
         shared.gate.set(true, false);
         Ok(())
@@ -91,13 +113,11 @@ impl ProcessGuest {
     /// Stops the threads: when this returns none writes, and none will before [`start`](Self::start).
     ///
     /// # Errors
-    /// If there is no guest.
+    /// If there is no guest; [`Error::Unresponsive`] if a thread does not stop, for it sleeps on a missing page.
     pub fn pause(&mut self) -> Result<(), Error> {
         let shared = self.shared("pause the guest")?;
         shared.gate.set(false, false);
-        // A thread holds its worker's lock for as long as it runs: who gets the lock has seen it stop.
-        shared.cpus.iter().for_each(|cpu| drop(lock(&cpu.worker)));
-        Ok(())
+        stopped(shared, PATIENCE)
     }
 
     /// The state besides memory. The guest must be paused.
@@ -141,6 +161,13 @@ impl ProcessGuest {
         if let Some((_, shared)) = &self.running {
             shared.gate.set(false, true);
         }
+        if let Some((_, shared)) = &self.running
+            && stopped(shared, LAST_PATIENCE).is_err()
+        {
+            tracing::warn!("the guest is ended while it waits for pages that have not come");
+        }
+        // Whoever sleeps on a missing page wakes, and ends.
+        self.lazy.end();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread of the guest panicked");
@@ -151,8 +178,23 @@ impl ProcessGuest {
     /// A view for other threads.
     #[must_use]
     pub fn handle(&self) -> ProcessHandle {
-        ProcessHandle(Arc::clone(&self.memory))
+        ProcessHandle { memory: Arc::clone(&self.memory), lazy: Arc::clone(&self.lazy) }
     }
+}
+
+/// Waits until no thread works. A thread holds its worker's lock for as long as it does: who gets the lock has seen it
+/// stop.
+fn stopped(shared: &Shared, within: Duration) -> Result<(), Error> {
+    let begin = Instant::now();
+    for cpu in &shared.cpus {
+        while matches!(cpu.worker.try_lock(), Err(TryLockError::WouldBlock)) {
+            if begin.elapsed() >= within {
+                return Err(Error::Unresponsive { cpu: cpu.index, within });
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+    Ok(())
 }
 
 impl Drop for ProcessGuest {
@@ -165,13 +207,28 @@ impl ProcessHandle {
     /// What the guest reports of itself on its statistics page.
     ///
     /// # Errors
-    /// If there is no guest yet, or a thread wrote its report at every attempt.
+    /// If there is no guest yet, or a thread wrote its report at every attempt; or if the page has not come yet: this never
+    /// waits for one.
     pub fn stats(&self) -> Result<StatsSnapshot, StatsError> {
-        stats_page(&self.0).snapshot()
+        let page = stats_page(&self.memory);
+        // What the page says of their number is taken once: the loads of the snapshot are bounded by what was looked for.
+        let cpus = self.look(0, || page.header.cpus.load(Ordering::Relaxed).min(MAX_CPUS as u64))?;
+        self.look(cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
     }
 
     /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
-    pub fn request_verify(&self, request: u64) {
-        stats_page(&self.0).header.verify_request.store(request, Ordering::Relaxed);
+    /// `false` if its statistics page has not come yet.
+    pub fn request_verify(&self, request: u64) -> bool {
+        let page = stats_page(&self.memory);
+        self.look(0, || page.header.verify_request.store(request, Ordering::Relaxed)).is_ok()
+    }
+
+    /// What `read` says if the header and the blocks of `cpus` threads are there: these are threads that must never sleep on
+    /// guest memory (traps.md 18).
+    fn look<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
+        let region = self.memory.layout().regions()[0].id;
+        let first = STATS_GPA >> PAGE_SHIFT;
+        let run = PageRun::from(first..first + stats_bytes(cpus).div_ceil(PAGE_SIZE));
+        self.lazy.look(region, run, read).ok_or(StatsError::Elsewhere)
     }
 }

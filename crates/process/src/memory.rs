@@ -10,6 +10,7 @@ use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_dirty::{Backing, MappedRegion, touched};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
+use vmferry_fault::LazyRegion;
 use vmferry_memory::{Layout, PageRun, Region, RegionId, Window};
 
 /// A mapping that is unmapped when dropped.
@@ -94,6 +95,21 @@ impl Memory {
         let mapped =
             unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
         Ok(Self { mapped, regions: regions.collect(), mappings })
+    }
+
+    /// The regions, as missing pages need them.
+    pub(crate) fn lazy_regions(&self) -> Vec<LazyRegion> {
+        let backing = |mapping: &Mapping| match &mapping.file {
+            None => vmferry_fault::Backing::Anonymous,
+            Some(file) => vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: 0 },
+        };
+        let lazy = |(region, mapping): (&MappedRegion, &Mapping)| LazyRegion {
+            id: region.id,
+            host: region.host,
+            len: region.len,
+            backing: backing(mapping),
+        };
+        self.regions.iter().zip(&self.mappings).map(lazy).collect()
     }
 
     /// The regions, as trackers want them.

@@ -4,8 +4,9 @@ use crate::ProcessGuest;
 use std::sync::Arc;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
+use vmferry_fault::{UffdMemory, UffdOptions};
 
 fn config(guest: &ProcessGuest) -> MachineConfig {
     MachineConfig {
@@ -58,6 +59,22 @@ impl TargetVm for ProcessGuest {
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
         memory(self)
+    }
+
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        let make = |threads| {
+            let mut options = UffdOptions::new(threads);
+            options.huge_pages = self.options.huge_pages;
+            // Its threads load and store, and so does who verifies it; while pages are missing no system call is given an
+            // address in this memory (the engine's receivers, which do, are done before it begins). If one were, it
+            // would fail (EFAULT), and not read a page that has not come. So what any user may have is enough.
+            options.user_mode_only = true;
+            let owner = Arc::clone(&self.memory) as _;
+            // SAFETY: `Memory` owns the mappings, which are made of what they say; everybody reaches them through raw
+            // addresses or atomics.
+            unsafe { UffdMemory::new(self.memory.lazy_regions(), owner, &options) }
+        };
+        Ok(self.lazy.get_or_make(make)?)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

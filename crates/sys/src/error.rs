@@ -39,7 +39,7 @@ pub enum SysError {
         target: String,
     },
     /// The kernel has userfaultfd, but not all that was asked for.
-    #[error("userfaultfd lacks the features {missing:#x}: write tracking needs Linux 6.7 or newer")]
+    #[error("userfaultfd lacks the features {missing:#x}: {}", needs(*.missing))]
     Features {
         /// `UFFD_FEATURE_*` bits that were asked for and are not there.
         missing: u64,
@@ -74,6 +74,16 @@ impl SysError {
             Self::Refused { source, .. } => source.raw_os_error(),
             _ => None,
         }
+    }
+}
+
+/// Which kernel has the userfaultfd features `missing`.
+fn needs(missing: u64) -> &'static str {
+    use crate::uffd::{FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID};
+    if missing & !(FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID) == 0 {
+        "missing pages of shared memory, and whose a fault is, need Linux 4.14 or newer"
+    } else {
+        "write tracking needs Linux 6.7 or newer"
     }
 }
 

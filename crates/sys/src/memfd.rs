@@ -1,4 +1,4 @@
-//! Which parts of a memfd hold data.
+//! Which parts of a memfd hold data, and dropping them.
 
 use crate::SysError;
 use crate::error::common;
@@ -35,6 +35,28 @@ pub fn data_ranges(
     Ok(())
 }
 
+/// Drops the pages at the bytes `within` of `file`, in memory or swapped out (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`): for
+/// every mapping of the file, in every process, they are missing from now on.
+///
+/// Says whether they are really gone. A huge page that somebody holds at the moment is not split for a part of it: that
+/// part is overwritten with zeros instead, and is there as before.
+///
+/// # Errors
+/// If `file` is no file with pages to drop, or is sealed against writes.
+pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError> {
+    use rustix::fs::FallocateFlags;
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(file, flags, within.start, within.end - within.start).map_err(|error| {
+        let target = format!("offsets {:#x}..{:#x}", within.start, within.end);
+        SysError::from_io("fallocate(PUNCH_HOLE)", target, error.into(), |errno| match errno {
+            libc::EPERM => "the file is sealed against writes",
+            libc::EOPNOTSUPP => "this kind of file cannot drop pages",
+            other => common(other),
+        })
+    })?;
+    Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
+}
+
 /// The next data or hole at or after `from`; `None` beyond the last.
 fn seek(file: BorrowedFd<'_>, from: u64, whence: i32) -> Result<Option<u64>, SysError> {
     let Ok(from) = libc::off_t::try_from(from) else { return Ok(None) };
@@ -53,7 +75,7 @@ fn seek(file: BorrowedFd<'_>, from: u64, whence: i32) -> Result<Option<u64>, Sys
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{FallocateFlags, MemfdFlags};
+    use rustix::fs::MemfdFlags;
     use std::os::fd::AsFd;
 
     fn ranges(fd: BorrowedFd<'_>, within: Range<u64>) -> Vec<Range<u64>> {
@@ -75,8 +97,7 @@ mod tests {
             [3 * 4096..5 * 4096, 9 * 4096..10 * 4096, 63 * 4096..64 * 4096]
         );
         assert_eq!(ranges(fd.as_fd(), 4 * 4096..10 * 4096), [4 * 4096..5 * 4096, 9 * 4096..10 * 4096]);
-        rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 4 * 4096, 4096)
-            .unwrap();
+        assert!(punch(fd.as_fd(), 4 * 4096..5 * 4096).unwrap());
         assert_eq!(ranges(fd.as_fd(), 0..10 * 4096), [3 * 4096..4 * 4096, 9 * 4096..10 * 4096]);
     }
 

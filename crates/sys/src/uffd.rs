@@ -16,7 +16,9 @@ const NEW: u64 = io(GROUP, 0x00);
 const API: u64 = iowr::<Api>(GROUP, 0x3f);
 const REGISTER: u64 = iowr::<Register>(GROUP, 0x00);
 const UNREGISTER: u64 = ior::<Span>(GROUP, 0x01);
+const WAKE: u64 = ior::<Span>(GROUP, 0x02);
 const COPY: u64 = iowr::<CopyPages>(GROUP, 0x03);
+const ZEROPAGE: u64 = iowr::<ZeroPages>(GROUP, 0x04);
 const WRITEPROTECT: u64 = iowr::<WriteProtect>(GROUP, 0x06);
 
 const API_VERSION: u64 = 0xaa;
@@ -29,9 +31,30 @@ const USER_MODE_ONLY: i32 = 1;
 const MESSAGE: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const FAULT_WRITE: u64 = 1 << 0;
+/// `_UFFDIO_ZEROPAGE` among the ioctls that a registration offers.
+const OFFERS_ZEROPAGE: u64 = 1 << 0x04;
+
+/// What an error number of the calls that place pages means.
+fn placing(errno: i32) -> &'static str {
+    match errno {
+        libc::EEXIST => "the page is there already",
+        libc::EAGAIN => "the mapping is being changed at the same time",
+        libc::ENOENT => "not all of it is registered for missing pages",
+        libc::ESRCH => "the process that owns the memory is gone",
+        other => common(other),
+    }
+}
+
+/// What an ordinary user who needs [`Access::Full`] can do.
+const PERMIT: &str = "this user may not handle faults of system calls and of KVM: set the sysctl \
+     vm.unprivileged_userfaultfd to 1, or give the user access to /dev/userfaultfd, or the process CAP_SYS_PTRACE";
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`: write protection of private anonymous memory.
 pub const FEATURE_WP: u64 = 1 << 0;
+/// `UFFD_FEATURE_MISSING_SHMEM`: missing pages of memfds, too.
+pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+/// `UFFD_FEATURE_THREAD_ID`: faults say whose they are.
+pub const FEATURE_THREAD_ID: u64 = 1 << 8;
 /// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: of memfds, too.
 pub const FEATURE_WP_SHMEM: u64 = 1 << 12;
 /// `UFFD_FEATURE_WP_UNPOPULATED`: of pages that are not there yet, too. Implied by [`FEATURE_WP_ASYNC`].
@@ -74,7 +97,14 @@ struct CopyPages {
     copied: i64,
 }
 
-const _: () = assert!(size_of::<CopyPages>() == 40);
+#[repr(C)]
+struct ZeroPages {
+    range: Span,
+    mode: u64,
+    zeroed: i64,
+}
+
+const _: () = assert!(size_of::<CopyPages>() == 40 && size_of::<ZeroPages>() == 32);
 const _: () = assert!(size_of::<Api>() == 24 && size_of::<Span>() == 16);
 const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
 
@@ -99,9 +129,19 @@ pub enum Event {
         address: u64,
         /// It was a write.
         write: bool,
+        /// Who sleeps, as its `gettid` says; 0 without [`FEATURE_THREAD_ID`]. A fault that KVM lets a kernel worker
+        /// take for a vCPU carries that worker's id.
+        thread: u32,
     },
     /// A message (`UFFD_EVENT_*`) of a feature that this type knows nothing of.
     Other(u8),
+}
+
+/// What can be done with memory that was registered for missing pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Registered {
+    /// [`Userfaultfd::zero`] works; where it does not, [`Userfaultfd::copy`] of zeros does.
+    pub zero: bool,
 }
 
 /// An open userfaultfd after its handshake.
@@ -123,6 +163,25 @@ impl Userfaultfd {
             Ok(fd) => Self::handshake(fd, Access::Full, features),
             Err(_) => Self::open_user_mode_only(features),
         }
+    }
+
+    /// Opens one with [`Access::Full`], or none.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open); if only the permission is missing, how to give it.
+    pub fn open_full(features: u64) -> Result<Self, SysError> {
+        let fd = syscall(0).or_else(|refused| {
+            // What the system call said counts, unless the device was the way that was open to this user.
+            device().map_err(|_| refused)
+        });
+        let fd = fd.map_err(|error| {
+            SysError::from_io("userfaultfd", "this process".to_owned(), error, |errno| match errno {
+                libc::ENOSYS => "this kernel is built without userfaultfd",
+                libc::EPERM | libc::EACCES => PERMIT,
+                other => common(other),
+            })
+        })?;
+        Self::handshake(fd, Access::Full, features)
     }
 
     /// Opens one that any user may have; see [`Access::UserModeOnly`].
@@ -210,7 +269,7 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// If they are not all mapped, belong to another userfaultfd, or are of a kind whose faults cannot be handled.
-    pub fn register_missing(&self, span: Range<u64>) -> Result<(), SysError> {
+    pub fn register_missing(&self, span: Range<u64>) -> Result<Registered, SysError> {
         const CALL: &str = "UFFDIO_REGISTER(MISSING)";
         let mut argument = Register { range: whole(CALL, &span)?, mode: REGISTER_MODE_MISSING, ioctls: 0 };
         // SAFETY: the structure is the request's. Registering delays accesses, it changes no content: what a page
@@ -227,7 +286,7 @@ impl Userfaultfd {
                 },
             ));
         }
-        Ok(())
+        Ok(Registered { zero: argument.ioctls & OFFERS_ZEROPAGE != 0 })
     }
 
     /// Places a copy of `from`, whole pages, at the address `to`, all at once for whoever looks, and wakes who waits
@@ -260,14 +319,45 @@ impl Userfaultfd {
         let error = std::io::Error::last_os_error();
         match u64::try_from(argument.copied) {
             Ok(copied) if copied > 0 => Ok(copied),
-            _ => Err(SysError::from_io(CALL, show(&target), error, |errno| match errno {
-                libc::EEXIST => "the page is there already",
-                libc::EAGAIN => "the mapping is being changed at the same time",
-                libc::ENOENT => "not all of it is registered for missing pages",
-                libc::ESRCH => "the process that owns the memory is gone",
-                other => common(other),
-            })),
+            _ => Err(SysError::from_io(CALL, show(&target), error, placing)),
         }
+    }
+
+    /// Places pages of zeros at `span`, and wakes who waits there. Returns the bytes placed, as [`copy`](Self::copy) does.
+    ///
+    /// # Errors
+    /// As for [`copy`](Self::copy). `EINVAL` also if the memory is of a kind that has no such call
+    /// ([`Registered::zero`]).
+    ///
+    /// # Safety
+    /// The caller upholds that no Rust reference covers `span`, as for [`copy`](Self::copy).
+    pub unsafe fn zero(&self, span: Range<u64>) -> Result<u64, SysError> {
+        const CALL: &str = "UFFDIO_ZEROPAGE";
+        let mut argument = ZeroPages { range: whole(CALL, &span)?, mode: 0, zeroed: 0 };
+        // SAFETY: the structure is the request's. The kernel fills pages of registered memory that were missing, and
+        // our caller upholds that no reference covers them.
+        if unsafe { call(self.fd.as_fd(), ZEROPAGE, &mut argument) } >= 0 {
+            return Ok(span.end - span.start);
+        }
+        let error = std::io::Error::last_os_error();
+        match u64::try_from(argument.zeroed) {
+            Ok(zeroed) if zeroed > 0 => Ok(zeroed),
+            _ => Err(SysError::from_io(CALL, show(&span), error, placing)),
+        }
+    }
+
+    /// Wakes who waits for a page of `span`; each tries its access again, and waits again if the page is still missing.
+    ///
+    /// # Errors
+    /// None that whole pages and a valid descriptor give.
+    pub fn wake(&self, span: Range<u64>) -> Result<(), SysError> {
+        const CALL: &str = "UFFDIO_WAKE";
+        let mut argument = whole(CALL, &span)?;
+        // SAFETY: the structure is the request's; waking changes no memory.
+        if unsafe { call(self.fd.as_fd(), WAKE, &mut argument) } < 0 {
+            return Err(SysError::last(CALL, || show(&span), common));
+        }
+        Ok(())
     }
 
     /// Whether [`next_event`](Self::next_event) sleeps until there is one. A new one does not sleep, and only one that
@@ -349,7 +439,7 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// Linux `struct uffd_msg`: the event at 0; of a fault, its flags at 8 and its address at 16.
+/// Linux `struct uffd_msg`: the event at 0; of a fault, its flags at 8, its address at 16 and its thread at 24.
 fn parse(message: &[u8; MESSAGE]) -> Event {
     let word = |at: usize| {
         let mut bytes = [0; 8];
@@ -357,9 +447,11 @@ fn parse(message: &[u8; MESSAGE]) -> Event {
         u64::from_ne_bytes(bytes)
     };
     match message[0] {
-        EVENT_PAGEFAULT => {
-            Event::Fault { address: word(16) & !(PAGE_SIZE - 1), write: word(8) & FAULT_WRITE != 0 }
-        }
+        EVENT_PAGEFAULT => Event::Fault {
+            address: word(16) & !(PAGE_SIZE - 1),
+            write: word(8) & FAULT_WRITE != 0,
+            thread: u32::from_ne_bytes([message[24], message[25], message[26], message[27]]),
+        },
         other => Event::Other(other),
     }
 }
@@ -413,6 +505,8 @@ mod tests {
         assert_eq!(UNREGISTER, 0x8010_aa01);
         assert_eq!(WRITEPROTECT, 0xc018_aa06);
         assert_eq!(COPY, 0xc028_aa03);
+        assert_eq!(WAKE, 0x8010_aa02);
+        assert_eq!(ZEROPAGE, 0xc020_aa04);
     }
 
     #[test]
@@ -421,9 +515,10 @@ mod tests {
         message[0] = EVENT_PAGEFAULT;
         message[8] = 1;
         message[16..24].copy_from_slice(&0x7000_1234_u64.to_ne_bytes());
-        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: true });
+        message[24..28].copy_from_slice(&77_u32.to_ne_bytes());
+        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: true, thread: 77 });
         message[8] = 0;
-        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: false });
+        assert_eq!(parse(&message), Event::Fault { address: 0x7000_1000, write: false, thread: 77 });
         message[0] = 0x15;
         assert_eq!(parse(&message), Event::Other(0x15));
     }
@@ -440,6 +535,10 @@ mod tests {
         // SAFETY: the first page of the address space is mapped nowhere, so nothing is changed and nothing refers to it.
         let error = unsafe { uffd.copy(PAGE_SIZE, &page) }.unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
+        // SAFETY: as above.
+        let error = unsafe { uffd.zero(PAGE_SIZE..2 * PAGE_SIZE) }.unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
+        uffd.wake(PAGE_SIZE..2 * PAGE_SIZE).unwrap();
         // SAFETY: half a page is refused before any call is made.
         let error = unsafe { uffd.copy(PAGE_SIZE, &page[..2048]) }.unwrap_err();
         assert!(matches!(error, SysError::NotPages { .. }), "{error}");

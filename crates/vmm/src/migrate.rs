@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker};
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
+use vmferry_fault::{UffdMemory, UffdOptions};
 
 impl Vm {
     /// What a VM must be like to take this one's guest.
@@ -102,6 +103,19 @@ impl TargetVm for Vm {
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(self.ram()) as Arc<GuestRam> as _
+    }
+
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        let make = |threads| {
+            // With KVM's faults and those of system calls: vCPUs, and devices some day, touch memory in the kernel.
+            let mut options = UffdOptions::new(threads);
+            options.huge_pages = self.ram().huge_pages();
+            let regions = self.ram().regions().iter().map(crate::memory::RamRegion::lazy).collect();
+            // SAFETY: the RAM owns its mappings, which are made of what they say; this crate makes no references to
+            // guest bytes other than to atomics.
+            unsafe { UffdMemory::new(regions, Arc::clone(self.ram()) as _, &options) }
+        };
+        Ok(self.lazy().get_or_make(make)?)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

@@ -19,8 +19,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_engine::Section;
+use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{StatsError, StatsSnapshot};
 use vmferry_sys::ring::RingEntries;
+
+/// How long the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Where a VM is in its life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +91,13 @@ struct Shared {
     board: Arc<Board>,
     devices: Arc<Devices>,
     machine: Arc<Machine>,
+    lazy: LazySlot,
+}
+
+impl Shared {
+    fn cpus(&self) -> u32 {
+        self.lazy.threads().vcpus()
+    }
 }
 
 /// A view of a VM for threads other than its owner's: how its guest is doing, while the owner, or an engine that the
@@ -121,10 +132,12 @@ impl Vm {
         notes.extend(plan.note());
         let tsc_khz = fds[0].get_tsc_khz().map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
         let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
-        let (board, throttle, vcpus) = spawn_vcpus(&kvm, &machine, &devices, plan, fds, rings.as_ref())?;
+        let lazy = LazySlot::new(options.cpus);
+        let (board, throttle, vcpus) =
+            spawn_vcpus(&kvm, &machine, &devices, plan, fds, (rings.as_ref(), &lazy))?;
         Ok(Self {
             vcpus,
-            shared: Arc::new(Shared { board, devices, machine }),
+            shared: Arc::new(Shared { board, devices, machine, lazy }),
             stage: Stage::Empty,
             incoming: options.incoming,
             rings,
@@ -190,7 +203,8 @@ impl Vm {
     /// still already.
     ///
     /// # Errors
-    /// [`Error::Unresponsive`] if a vCPU does not stop; [`Error::WrongState`] if there is no guest.
+    /// [`Error::Unresponsive`] if a vCPU does not stop, for example because the host's kernel lets nothing interrupt its
+    /// sleep on a missing page; [`Error::WrongState`] if there is no guest.
     pub fn pause(&mut self) -> Result<()> {
         self.expect("pause the guest", &[Stage::Running, Stage::Paused])?;
         // Paused from here on even if a vCPU does not answer: the others have stopped, and `resume` lets them run.
@@ -202,8 +216,13 @@ impl Vm {
     pub fn stop(&mut self) {
         self.stage = Stage::Stopped;
         self.shared.board.stop();
-        // A vCPU that does not stop now is waited for below.
-        let _ = self.shared.board.pause_all(PATIENCE);
+        let sleeps = self.shared.board.pause_all(LAST_PATIENCE).is_err();
+        // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
+        self.shared.lazy.end();
+        if sleeps {
+            // A vCPU that does not stop now is waited for below.
+            let _ = self.shared.board.pause_all(PATIENCE);
+        }
         self.vcpus.iter_mut().for_each(Vcpu::join);
     }
 
@@ -349,6 +368,10 @@ impl Vm {
         &self.shared.machine
     }
 
+    pub(crate) fn lazy(&self) -> &LazySlot {
+        &self.shared.lazy
+    }
+
     /// Two texts that must be equal on the host that the guest moves to: the processor, and a digest of its CPUID.
     pub(crate) fn identity(&self) -> &(String, String) {
         &self.identity
@@ -394,15 +417,16 @@ impl VmHandle {
     /// What the guest reports of itself on its statistics page.
     ///
     /// # Errors
-    /// If the guest has not written it yet, is none that does, or was stopped while it wrote.
+    /// If the guest has not written it yet, is none that does, or was stopped while it wrote; or if the page has not come
+    /// yet: this never waits for one.
     pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
-        stats::snapshot(self.0.machine.ram())
+        stats::snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
     }
 
     /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
-    /// Does nothing to a guest that keeps no statistics page.
-    pub fn request_verify(&self, request: u64) {
-        stats::request_verify(self.0.machine.ram(), request);
+    /// Does nothing to a guest that keeps no statistics page, or whose page has not come yet, and says so by `false`.
+    pub fn request_verify(&self, request: u64) -> bool {
+        stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
     }
 
     /// Queues input for the guest's serial port; says how many bytes were taken.
@@ -452,15 +476,21 @@ fn spawn_vcpus(
     devices: &Arc<Devices>,
     plan: Arc<MsrPlan>,
     fds: Vec<VcpuFd>,
-    rings: Option<&DirtyRings>,
+    (rings, lazy): (Option<&DirtyRings>, &LazySlot),
 ) -> Result<(Arc<Board>, Arc<Throttle>, Vec<Vcpu>)> {
     debug_assert!(kvm.check_extension(Cap::Xsave));
     let pages: Vec<_> = fds.iter().map(|fd| KickPage::new(fd).map(Arc::new)).collect::<Result<_>>()?;
     let board = Arc::new(Board::new(pages.clone()));
     let xsave = XsaveSize::new(machine.fd().check_extension_int(Cap::Xsave2));
     let throttle = Arc::new(Throttle::new(fds.len()));
-    let (own, devices) = (Arc::clone(&throttle), Arc::clone(devices));
-    let context = Arc::new(VcpuContext { board: Arc::clone(&board), devices, plan, xsave, throttle: own });
+    let context = Arc::new(VcpuContext {
+        board: Arc::clone(&board),
+        devices: Arc::clone(devices),
+        plan,
+        xsave,
+        throttle: Arc::clone(&throttle),
+        threads: Arc::clone(lazy.threads()),
+    });
     let vcpus = (0..)
         .zip(fds.into_iter().zip(pages))
         .map(|(cpu, (fd, page))| {

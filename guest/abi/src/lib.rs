@@ -39,7 +39,7 @@ pub use pick::{Picker, Prng};
 pub use stalls::{HIST_BUCKETS, STALL_MIN_NS, Stalls};
 pub use stats::{
     CpuBlock, CpuSnapshot, Header, MAX_CPUS, STATS_BYTES, STATS_MAGIC, STATS_VERSION, State, StatsError,
-    StatsPage, StatsSnapshot, WINDOWS, offset,
+    StatsPage, StatsSnapshot, WINDOWS, offset, stats_bytes,
 };
 pub use text::Text;
 pub use units::{parse_rate, parse_size};

@@ -28,6 +28,12 @@ pub const STATS_BYTES: u64 = 4096 + MAX_CPUS as u64 * BLOCK_BYTES;
 pub const WINDOWS: usize = 16;
 
 const BLOCK_BYTES: u64 = 512;
+
+/// Bytes that the statistics of a guest with `cpus` vCPUs take, at the start of its statistics page.
+#[must_use]
+pub const fn stats_bytes(cpus: u64) -> u64 {
+    4096 + if cpus < MAX_CPUS as u64 { cpus } else { MAX_CPUS as u64 } * BLOCK_BYTES
+}
 const HEADER_WORDS: usize = 512;
 const BLOCK_WORDS: usize = 64;
 
@@ -233,6 +239,16 @@ impl StatsPage {
         StatsSnapshot::read(|word| self.word(word).load(Ordering::Acquire))
     }
 
+    /// As [`snapshot`](Self::snapshot), without touching anything behind the blocks of `cpus` vCPUs, whatever the guest
+    /// says of their number: the rest reads as zeros. See [`stats_bytes`].
+    ///
+    /// # Errors
+    /// As for [`snapshot`](Self::snapshot).
+    pub fn snapshot_of(&self, cpus: usize) -> Result<StatsSnapshot, StatsError> {
+        let end = HEADER_WORDS + cpus.min(MAX_CPUS) * BLOCK_WORDS;
+        StatsSnapshot::read(|word| if word < end { self.word(word).load(Ordering::Acquire) } else { 0 })
+    }
+
     fn word(&self, word: usize) -> &AtomicU64 {
         let header = &self.header;
         match word.checked_sub(HEADER_WORDS) {
@@ -282,6 +298,8 @@ pub enum StatsError {
         /// Index of the vCPU.
         cpu: usize,
     },
+    /// The page has not come yet: the guest runs before all of its memory is here.
+    Elsewhere,
 }
 
 impl fmt::Display for StatsError {
@@ -293,6 +311,9 @@ impl fmt::Display for StatsError {
             Self::Invalid { word, value } => {
                 write!(f, "word {word} of the statistics page is {value:#x}: not a guest of this version")
             }
+            Self::Elsewhere => f.write_str(
+                "the guest's statistics page has not come yet: its memory is still being moved; read it later",
+            ),
             Self::Busy { cpu } => {
                 write!(f, "vCPU {cpu} stopped while writing its statistics; read them when it runs again")
             }

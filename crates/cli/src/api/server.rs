@@ -227,7 +227,11 @@ impl Shared {
             "verify-guest" => {
                 let request =
                     arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
-                self.probe.request_verify(request);
+                if !self.probe.request_verify(request) {
+                    bail!(
+                        "the guest has no statistics page to be asked by, or it has not come yet; try again later"
+                    );
+                }
             }
             "quit" if self.place() == Place::Moving => {
                 bail!("the guest is being moved; cancel that first");

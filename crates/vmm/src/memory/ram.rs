@@ -11,6 +11,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
 use vmferry_dirty::{Backing, MappedRegion};
 use vmferry_engine::{GuestMemory, VmError};
+use vmferry_fault::LazyRegion;
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
 
 /// One region of RAM and its mapping.
@@ -36,6 +37,15 @@ impl RamRegion {
             backing,
             marks: Some(self.marks.bitmap()),
         }
+    }
+
+    /// The same, as missing pages need it.
+    pub(crate) fn lazy(&self) -> LazyRegion {
+        let backing = match self.mapping.file() {
+            None => vmferry_fault::Backing::Anonymous,
+            Some(file) => vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: 0 },
+        };
+        LazyRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
     }
 
     /// Where it is mapped in this process, as a number.
@@ -76,6 +86,7 @@ pub struct GuestRam {
     // Views of the mappings below; they own nothing, so the order in which the fields are dropped does not matter.
     map: GuestMemoryMmap<WriteMarks>,
     regions: Vec<RamRegion>,
+    huge_pages: bool,
     notes: Vec<String>,
 }
 
@@ -97,7 +108,7 @@ impl GuestRam {
             regions.push(RamRegion { region: *region, mapping, marks: WriteMarks::new(region.pages()) });
         }
         let map = view(&regions)?;
-        Ok(Self { layout, map, regions, notes })
+        Ok(Self { layout, map, regions, huge_pages: options.huge_pages, notes })
     }
 
     /// Which regions there are.
@@ -116,6 +127,12 @@ impl GuestRam {
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap<WriteMarks> {
         &self.map
+    }
+
+    /// Whether huge pages were asked for.
+    #[must_use]
+    pub fn huge_pages(&self) -> bool {
+        self.huge_pages
     }
 
     /// What the host would not give, as sentences.

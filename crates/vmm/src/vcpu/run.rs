@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use vmferry_dirty::RingVcpu;
+use vmferry_fault::VcpuThreads;
 use vmferry_sys::ring::EXIT_RING_FULL;
 
 /// What a vCPU thread can be asked. Answers go to the sender; a thread whose vCPU runs answers when it is paused.
@@ -39,6 +40,8 @@ pub(crate) struct VcpuContext {
     pub(crate) plan: Arc<MsrPlan>,
     pub(crate) xsave: XsaveSize,
     pub(crate) throttle: Arc<Throttle>,
+    /// Where each says which thread it is.
+    pub(crate) threads: Arc<VcpuThreads>,
 }
 
 /// A vCPU's thread, from outside. Dropping it ends the thread, once it is paused.
@@ -149,6 +152,7 @@ impl Worker {
         let board = Arc::clone(&self.context.board);
         let index = self.cpu as usize;
         board.arrived(index);
+        let _registered = self.context.threads.register(self.cpu);
         let _farewell = Farewell(Arc::clone(&board), index);
         while let Ok(command) = self.inbox.recv() {
             match command {

@@ -1,0 +1,471 @@
+//! Memory with missing pages.
+
+use crate::discard::discard;
+use crate::error::FaultError;
+use crate::region::{Backing, LazyRegion};
+use crate::stripes::{Place, Stripes};
+use crate::threads::VcpuThreads;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::any::Any;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
+use vmferry_memory::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_sys::uffd::{Access, Event, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, Userfaultfd};
+use vmferry_sys::{PAGE_SIZE as SYS_PAGE, mapping, memfd, pagemap};
+
+const _: () = assert!(SYS_PAGE == PAGE_SIZE);
+
+/// Most stripes: more threads than this do not make one host's faults faster.
+const MAX_STRIPES: usize = 16;
+/// The longest that a waiting thread sleeps without a look at whether it was interrupted; only for the case that
+/// several threads wait for one stripe, where one's return can hide the interrupt from another.
+const LOOK: Duration = Duration::from_millis(100);
+/// How often placing a page is tried while its mapping is being changed: with [`PAUSE`] between, a tenth of a second.
+const ATTEMPTS: u32 = 1000;
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// How missing pages are handled.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct UffdOptions {
+    /// Streams of faults, 1 to 16.
+    pub stripes: usize,
+    /// Whether only user-mode code of this process touches the memory. A KVM guest's memory is touched by KVM, and device
+    /// models let the kernel touch it (`readv`); without this their faults are seen too, which takes a permission.
+    pub user_mode_only: bool,
+    /// Ask for huge pages again at the end.
+    pub huge_pages: bool,
+    /// Which threads are vCPUs.
+    pub threads: Arc<VcpuThreads>,
+}
+
+impl UffdOptions {
+    /// For a guest whose vCPUs are `threads`: a stripe for each CPU of the host, at most 4; no huge pages at the end.
+    #[must_use]
+    pub fn new(threads: Arc<VcpuThreads>) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self { stripes: cpus.min(4), user_mode_only: false, huge_pages: false, threads }
+    }
+}
+
+/// One stream of faults.
+#[derive(Debug)]
+struct Stripe {
+    uffd: Userfaultfd,
+    /// Readable while an interrupt is to be noticed.
+    bell: OwnedFd,
+    /// The last interrupt that a call noticed.
+    seen: AtomicU64,
+}
+
+/// Memory mapped in this process whose pages may be missing.
+#[derive(Debug)]
+pub struct UffdMemory {
+    stripes: Vec<Stripe>,
+    map: Stripes,
+    /// As they were given.
+    regions: Vec<LazyRegion>,
+    /// For each of `regions`, whether the kernel places zeros in it.
+    zeroable: Vec<AtomicBool>,
+    huge_pages: bool,
+    threads: Arc<VcpuThreads>,
+    /// How many interrupts there were.
+    interrupts: AtomicU64,
+    /// Whether pages are missing. Not on the way of a fault: written by `begin` and `end`, read by who looks at guest memory
+    /// and must not sleep ([`UffdMemory::look`]).
+    begun: RwLock<bool>,
+    /// Keeps the mappings. The last field: everything above is gone before it.
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl UffdMemory {
+    /// Prepares for missing pages of `regions`; nothing changes for them until
+    /// [`begin`](LazyMemory::begin).
+    ///
+    /// # Errors
+    /// If the host cannot do it: what is missing, and how to permit it. If the regions cannot be one guest's memory.
+    ///
+    /// # Safety
+    /// As long as `owner` lives, the regions are mapped where they say, made of what they say, and no Rust reference
+    /// covers their bytes, other than to atomics: their content may be dropped and replaced.
+    pub unsafe fn new(
+        regions: Vec<LazyRegion>,
+        owner: Arc<dyn Any + Send + Sync>,
+        options: &UffdOptions,
+    ) -> Result<Self, FaultError> {
+        let count = options.stripes.clamp(1, MAX_STRIPES);
+        let map = Stripes::new(&regions, count)?;
+        let shared = regions.iter().any(|region| matches!(region.backing, Backing::Memfd { .. }));
+        let features = FEATURE_THREAD_ID | if shared { FEATURE_MISSING_SHMEM } else { 0 };
+        let open = |_| {
+            let uffd = if options.user_mode_only {
+                Userfaultfd::open(features)
+            } else {
+                Userfaultfd::open_full(features)
+            };
+            let uffd = uffd.map_err(FaultError::Unavailable)?;
+            debug_assert!(options.user_mode_only || uffd.access() == Access::Full);
+            let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+            let bell = bell.map_err(|error| FaultError::Wait { stripe: 0, source: error.into() })?;
+            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0) })
+        };
+        Ok(Self {
+            stripes: (0..count).map(open).collect::<Result<_, FaultError>>()?,
+            map,
+            zeroable: regions.iter().map(|_| AtomicBool::new(false)).collect(),
+            regions,
+            huge_pages: options.huge_pages,
+            threads: Arc::clone(&options.threads),
+            interrupts: AtomicU64::new(0),
+            begun: RwLock::new(false),
+            _owner: owner,
+        })
+    }
+
+    /// Calls `read` if all pages of `run` are there, and keeps it so until `read` returns: whoever only wants to look at
+    /// guest memory does it in here and never sleeps (traps.md 18). `None` if a page is missing, or the host does not say.
+    ///
+    /// A page that is there stays: only `begin` drops pages, and waits for `read`. (Of a memfd, "there" is what the file
+    /// holds; the first touch through this mapping is then no fault for us.)
+    pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
+        let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
+        let there = !*begun || self.there(region, run).unwrap_or(false);
+        there.then(read)
+    }
+
+    fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
+        let place = self.map.with_pages(id, run)?;
+        let mut found = 0;
+        match &self.regions[place.position].backing {
+            Backing::Anonymous => {
+                let map = pagemap::Pagemap::open().map_err(FaultError::host(id))?;
+                map.for_each_populated_entry(place.span(run), |pages| found += pages.end - pages.start)
+                    .map_err(FaultError::host(id))?;
+            }
+            Backing::Memfd { file, offset } => {
+                let start = offset + run.first.offset();
+                memfd::data_ranges(file.as_fd(), start..start + run.bytes(), |data| {
+                    found += data.end - data.start;
+                })
+                .map_err(FaultError::host(id))?;
+            }
+        }
+        Ok(found >= run.bytes())
+    }
+
+    fn check(&self, missing: &PageSet) -> Result<(), FaultError> {
+        for (id, bits) in missing.iter() {
+            let place = self.map.region(id)?;
+            if bits.len() != place.pages {
+                return Err(FaultError::Length { region: id, have: place.pages, bits: bits.len() });
+            }
+        }
+        Ok(())
+    }
+
+    /// In this order (traps.md 17): forbid huge pages, because one that the kernel makes of a few placed pages would fill
+    /// the missing ones between them with zeros; register, so that whoever touches a page from then on waits; and only
+    /// then drop, because what is touched after it was dropped and before it is registered would be there, as zeros.
+    fn prepare(&self, missing: &PageSet) -> Result<(), FaultError> {
+        for place in self.map.places() {
+            let host = FaultError::host(place.id);
+            mapping::allow_huge_pages(place.span(place.all()), false).or_else(no_such_thing).map_err(host)?;
+        }
+        for place in self.map.places() {
+            let mut zeroable = true;
+            for (stripe, part) in self.map.parts(place, place.all()) {
+                let registered = self.stripes[stripe].uffd.register_missing(place.span(part));
+                zeroable &= registered.map_err(FaultError::host(place.id))?.zero;
+            }
+            self.zeroable[place.position].store(zeroable, Ordering::Relaxed);
+        }
+        for (id, bits) in missing.iter() {
+            let place = self.map.region(id)?;
+            // SAFETY: `new`'s caller keeps the mappings, and vouches for their backing and that no reference covers
+            // them; whoever calls `begin` wants the pages to be missing.
+            unsafe { discard(&self.regions[place.position], place, bits) }?;
+        }
+        Ok(())
+    }
+
+    /// Gives everything back, as far as the host lets us; the first error. Whoever sleeps wakes.
+    fn release(&self) -> Result<(), FaultError> {
+        let mut result = Ok(());
+        for place in self.map.places() {
+            for (stripe, part) in self.map.parts(place, place.all()) {
+                let done = self.stripes[stripe].uffd.unregister(place.span(part));
+                result = result.and(done.map_err(FaultError::host(place.id)));
+            }
+            if self.huge_pages {
+                let allowed = mapping::allow_huge_pages(place.span(place.all()), true).or_else(no_such_thing);
+                result = result.and(allowed.map_err(FaultError::host(place.id)));
+            }
+        }
+        result
+    }
+
+    fn stripe(&self, stripe: usize) -> Result<&Stripe, FaultError> {
+        let have = self.stripes.len();
+        self.stripes.get(stripe).ok_or(FaultError::NoStripe { stripe, have })
+    }
+
+    fn fault(&self, stripe: usize, address: u64, write: bool, thread: u32) -> Result<Fault, FaultError> {
+        let (place, page) = self.map.locate(address).ok_or(FaultError::Stray(address))?;
+        debug_assert_eq!(self.map.stripe(place, page.0), stripe);
+        Ok(Fault { region: place.id, page, write, vcpu: self.threads.vcpu(thread) })
+    }
+
+    fn wait(&self, index: usize, within: Duration) -> Result<Option<Fault>, FaultError> {
+        let stripe = self.stripe(index)?;
+        let failed = |source| FaultError::Wait { stripe: index, source };
+        let began = Instant::now();
+        let before = self.interrupts.load(Ordering::Acquire);
+        let mut waits = stripe.seen.swap(before, Ordering::AcqRel) == before;
+        if !waits {
+            // Noticed by this call, and by those that wait already, whether they find the bell still ringing or not. An
+            // interrupt between the load and this may lose its ring: its number is found below.
+            let _ = rustix::io::read(&stripe.bell, &mut [0; 8]);
+        }
+        loop {
+            match stripe.uffd.next_event() {
+                Ok(Some(Event::Fault { address, write, thread })) => {
+                    return self.fault(index, address, write, thread).map(Some);
+                }
+                // Of a feature that was not asked for.
+                Ok(Some(_)) => continue,
+                Ok(None) => {}
+                Err(error) if error.errno() == Some(libc::EINTR) => continue,
+                Err(error) => return Err(failed(std::io::Error::other(error))),
+            }
+            let left = within.saturating_sub(began.elapsed());
+            waits &= self.interrupts.load(Ordering::Acquire) == before;
+            if !waits || left.is_zero() {
+                return Ok(None);
+            }
+            stripe.sleep(left.min(LOOK)).map_err(failed)?;
+        }
+    }
+
+    /// Places `run`, which lies in `place`, page by page from `source`.
+    fn fill(&self, place: &Place, run: PageRun, source: Source<'_>) -> Result<Placed, FaultError> {
+        let mut placed = Placed::default();
+        for (stripe, part) in self.map.parts(place, run) {
+            let uffd = &self.stripes[stripe].uffd;
+            let source = source.part(run, part);
+            fill_part(uffd, place, part, source, &mut placed)?;
+        }
+        Ok(placed)
+    }
+}
+
+/// A kernel without huge pages has none to forbid.
+fn no_such_thing(error: vmferry_sys::SysError) -> Result<(), vmferry_sys::SysError> {
+    if error.errno() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
+}
+
+impl Stripe {
+    /// Sleeps until there is a fault or an interrupt, or for `time`.
+    fn sleep(&self, time: Duration) -> std::io::Result<()> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.uffd.as_fd(), PollFlags::IN),
+            PollFd::new(&self.bell, PollFlags::IN),
+        ];
+        let time = Timespec {
+            tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: time.subsec_nanos().into(),
+        };
+        match poll(&mut fds, Some(&time)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let broken = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
+        if fds.iter().any(|fd| fd.revents().intersects(broken)) {
+            return Err(std::io::Error::other("a userfaultfd cannot be polled any more"));
+        }
+        Ok(())
+    }
+}
+
+/// What is placed.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    /// These bytes.
+    Bytes(&'a [u8]),
+    /// Zeros.
+    Zeros,
+    /// Zeros, by copies of a page of zeros.
+    CopiedZeros,
+}
+
+impl<'a> Source<'a> {
+    /// The content of `part` out of that of `run`, in which it lies.
+    fn part(self, run: PageRun, part: PageRun) -> Self {
+        match self {
+            Self::Bytes(bytes) => {
+                // Both fit: `bytes` is as long as `run`.
+                let at =
+                    |page: u64| usize::try_from((page - run.first.0) << PAGE_SHIFT).unwrap_or(usize::MAX);
+                Self::Bytes(&bytes[at(part.first.0)..at(part.end())])
+            }
+            other => other,
+        }
+    }
+
+    /// Places at the addresses `span`, of which it starts `done` bytes into this source; as many as the host does at once.
+    ///
+    /// # Safety
+    /// As for [`Userfaultfd::copy`].
+    unsafe fn place(
+        self,
+        uffd: &Userfaultfd,
+        span: Range<u64>,
+        done: usize,
+    ) -> Result<u64, vmferry_sys::SysError> {
+        static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Bytes(bytes) => uffd.copy(span.start, &bytes[done..]),
+                Self::Zeros => uffd.zero(span),
+                Self::CopiedZeros => uffd.copy(span.start, &ZEROS),
+            }
+        }
+    }
+}
+
+/// Places `part`, all of it in the stripe of `uffd`. The kernel stops at the first page that is there already, having said
+/// how much it placed: such pages are stepped over.
+///
+/// 0 <= pages placed + pages there <= part.count, and every page below `at` is one or the other.
+fn fill_part(
+    uffd: &Userfaultfd,
+    place: &Place,
+    part: PageRun,
+    source: Source<'_>,
+    placed: &mut Placed,
+) -> Result<(), FaultError> {
+    let span = place.span(part);
+    let mut at = span.start;
+    // Pages that were there, from this address on up to `at`, whose sleepers are still to be woken.
+    let mut there = None;
+    let mut attempts = 0;
+    let wake = |there: &mut Option<u64>, at: u64| match there.take() {
+        // Somebody else placed the page and woke who slept on it; but who put it into a memfd by another way did not.
+        Some(from) => uffd.wake(from..at).map_err(FaultError::host(place.id)),
+        None => Ok(()),
+    };
+    while at < span.end {
+        let done = usize::try_from(at - span.start).unwrap_or(usize::MAX);
+        // SAFETY: inside a region for which `UffdMemory::new`'s caller vouches.
+        match unsafe { source.place(uffd, at..span.end, done) } {
+            Ok(bytes) => {
+                wake(&mut there, at)?;
+                placed.pages += bytes >> PAGE_SHIFT;
+                at += bytes;
+                attempts = 0;
+            }
+            Err(error) if error.errno() == Some(libc::EEXIST) => {
+                there.get_or_insert(at);
+                placed.there += 1;
+                at += PAGE_SIZE;
+                attempts = 0;
+            }
+            Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EINTR)) => {
+                attempts += 1;
+                if attempts > ATTEMPTS {
+                    wake(&mut there, at)?;
+                    return Err(FaultError::Unstable {
+                        region: place.id,
+                        page: part.first.0 + (at - span.start) / PAGE_SIZE,
+                    });
+                }
+                std::thread::sleep(PAUSE);
+            }
+            Err(error) => {
+                wake(&mut there, at)?;
+                return Err(FaultError::Host { region: place.id, source: error });
+            }
+        }
+    }
+    wake(&mut there, at)
+}
+
+impl LazyMemory for UffdMemory {
+    fn stripes(&self) -> usize {
+        self.map.count()
+    }
+
+    fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
+        self.map.region(region).map_or(0, |place| self.map.stripe(place, page.0))
+    }
+
+    fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
+        let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
+        if *begun {
+            return Err(FaultError::Begun.into());
+        }
+        self.check(missing)?;
+        if let Err(error) = self.prepare(missing) {
+            // What was registered is given back; the error that counts is the first.
+            let _ = self.release();
+            return Err(error.into());
+        }
+        *begun = true;
+        Ok(())
+    }
+
+    fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        Ok(self.wait(stripe, within)?)
+    }
+
+    fn interrupt(&self) {
+        // The number first: whoever hears the bell finds it.
+        self.interrupts.fetch_add(1, Ordering::AcqRel);
+        for stripe in &self.stripes {
+            // Fails only if 2^64 - 2 rings were not heard.
+            let _ = rustix::io::write(&stripe.bell, &1_u64.to_ne_bytes());
+        }
+    }
+
+    fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
+        let place = self.map.with_pages(region, run)?;
+        if bytes.len() as u64 != run.bytes() {
+            return Err(FaultError::Content { region, run, bytes: bytes.len() }.into());
+        }
+        Ok(self.fill(place, run, Source::Bytes(bytes))?)
+    }
+
+    fn place_zeros(&self, region: RegionId, run: PageRun) -> Result<Placed, VmError> {
+        let place = self.map.with_pages(region, run)?;
+        let zeroable = self.zeroable[place.position].load(Ordering::Relaxed);
+        Ok(self.fill(place, run, if zeroable { Source::Zeros } else { Source::CopiedZeros })?)
+    }
+
+    fn wake(&self, region: RegionId, page: PageIndex) -> Result<(), VmError> {
+        let run = PageRun::new(page, 1);
+        let place = self.map.with_pages(region, run)?;
+        let stripe = self.map.stripe(place, page.0);
+        Ok(self.stripes[stripe].uffd.wake(place.span(run)).map_err(FaultError::host(region))?)
+    }
+
+    fn end(&self) -> Result<(), VmError> {
+        let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
+        if *begun {
+            // After an error it can be tried again: what is given back already is so again without harm.
+            self.release()?;
+            *begun = false;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for UffdMemory {
+    fn drop(&mut self) {
+        // An error leaves nothing to do: closing the descriptors gives back what is left.
+        let _ = self.end();
+    }
+}

@@ -1,0 +1,500 @@
+//! Real faults on real memory, handled by real threads.
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_bitmap::Bitmap;
+use vmferry_engine::{LazyMemory, Placed};
+use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_sys::uffd::Userfaultfd;
+
+/// Two regions, so that ids, stripes and addresses differ. 20 MiB and 4 MiB.
+const PAGES: [u64; 2] = [5120, 1024];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Anonymous,
+    /// Full of huge pages before it begins, where the host has them.
+    Huge,
+    Memfd,
+}
+
+const KINDS: [Kind; 3] = [Kind::Anonymous, Kind::Huge, Kind::Memfd];
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+/// Mappings that are unmapped when dropped.
+#[derive(Debug)]
+struct Mapped(Vec<Mapping>);
+
+/// Start, length in bytes, file.
+type Mapping = (NonNull<u8>, usize, Option<Arc<OwnedFd>>);
+
+// SAFETY: addresses; the bytes are reached by atomics only.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        for (start, len, _) in &self.0 {
+            // SAFETY: mapped by `new`.
+            let _ = unsafe { munmap(start.as_ptr().cast(), *len) };
+        }
+    }
+}
+
+impl Mapped {
+    fn new(kind: Kind, sizes: &[u64]) -> Self {
+        let map = |pages: &u64| {
+            let len = usize::try_from(pages << 12).unwrap();
+            let (access, hint) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+            let file = (kind == Kind::Memfd).then(|| {
+                let file = rustix::fs::memfd_create("faults", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+                rustix::fs::ftruncate(&file, pages << 12).unwrap();
+                Arc::new(file)
+            });
+            // SAFETY: new mappings at addresses of the kernel's choice.
+            let start = unsafe {
+                match &file {
+                    Some(file) => mmap(hint, len, access, MapFlags::SHARED, file, 0),
+                    None => mmap_anonymous(hint, len, access, MapFlags::PRIVATE | MapFlags::NORESERVE),
+                }
+            };
+            let start = start.unwrap();
+            if kind == Kind::Huge {
+                // SAFETY: our own mapping. A host without huge pages refuses, which is fine.
+                let _ = unsafe { madvise(start, len, Advice::LinuxHugepage) };
+            }
+            (NonNull::new(start.cast::<u8>()).unwrap(), len, file)
+        };
+        Self(sizes.iter().map(map).collect())
+    }
+
+    /// Word `word` of a page.
+    fn word(&self, region: usize, page: u64, word: usize) -> &AtomicU64 {
+        let at = usize::try_from(page).unwrap() * PAGE_BYTES + word * 8;
+        assert!(at < self.0[region].1 && word < 512);
+        // SAFETY: inside the mapping, aligned, and everybody uses atomics or lets the kernel place pages.
+        unsafe { AtomicU64::from_ptr(self.0[region].0.as_ptr().add(at).cast()) }
+    }
+
+    fn fill(&self, value: u64) {
+        for (region, (_, len, _)) in self.0.iter().enumerate() {
+            for page in 0..*len as u64 >> 12 {
+                (0..512).for_each(|word| self.word(region, page, word).store(value, Ordering::Relaxed));
+            }
+        }
+    }
+
+    fn regions(&self) -> Vec<LazyRegion> {
+        let region = |(id, (start, len, file)): (u32, &Mapping)| LazyRegion {
+            id: RegionId(id),
+            host: start.addr().get() as u64,
+            len: *len as u64,
+            backing: match file {
+                Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+                None => Backing::Anonymous,
+            },
+        };
+        (0..).zip(&self.0).map(region).collect()
+    }
+}
+
+fn layout(sizes: &[u64]) -> Layout {
+    let region = |(id, pages): (u32, &u64)| Region {
+        id: RegionId(id),
+        gpa: Gpa(u64::from(id) << 32),
+        len: pages << 12,
+    };
+    Layout::new((0..).zip(sizes).map(region).collect()).unwrap()
+}
+
+struct Setup {
+    mapped: Arc<Mapped>,
+    lazy: Arc<UffdMemory>,
+    threads: Arc<VcpuThreads>,
+}
+
+/// Memory with that many stripes; `None`, and a line that says why, where the host does not allow it.
+fn setup(kind: Kind, stripes: usize) -> Option<Setup> {
+    setup_of(kind, stripes, &PAGES)
+}
+
+fn setup_of(kind: Kind, stripes: usize, sizes: &[u64]) -> Option<Setup> {
+    let mapped = Arc::new(Mapped::new(kind, sizes));
+    let threads = Arc::new(VcpuThreads::new(8));
+    let mut options = UffdOptions::new(Arc::clone(&threads));
+    // The threads of these tests touch the memory themselves, so an ordinary user can run them.
+    (options.stripes, options.user_mode_only, options.huge_pages) = (stripes, true, kind == Kind::Huge);
+    // SAFETY: `mapped` owns the mappings, and reaches their bytes through atomics.
+    match unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) } {
+        Ok(lazy) => Some(Setup { mapped, lazy: Arc::new(lazy), threads }),
+        Err(error) => {
+            say(&format!("userfaultfd: not run: {error}"));
+            None
+        }
+    }
+}
+
+/// What word `word` of a page is to hold. Every fifth page is one of zeros.
+fn content(region: u32, page: u64, word: usize) -> u64 {
+    if page.is_multiple_of(5) { 0 } else { (u64::from(region) << 60 | page << 16 | word as u64) + 1 }
+}
+
+fn bytes(region: u32, run: PageRun) -> Vec<u8> {
+    run.range()
+        .flat_map(|page| (0..512).flat_map(move |word| content(region, page, word).to_ne_bytes()))
+        .collect()
+}
+
+/// Answers the faults of `stripe` until `done`; counts pages placed by it in `placed`.
+fn serve(lazy: &UffdMemory, stripe: usize, done: &AtomicBool, placed: &AtomicU64, faults: &AtomicU64) {
+    while !done.load(Ordering::Acquire) {
+        let Some(fault) = lazy.next_fault(stripe, Duration::from_secs(5)).unwrap() else { continue };
+        faults.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(lazy.stripe_of(fault.region, fault.page), stripe);
+        let run = PageRun::new(fault.page, 1);
+        let result = if fault.page.0.is_multiple_of(5) {
+            lazy.place_zeros(fault.region, run)
+        } else {
+            lazy.place(fault.region, run, &bytes(fault.region.0, run))
+        }
+        .unwrap();
+        assert_eq!(result.pages + result.there, 1);
+        placed.fetch_add(result.pages, Ordering::Relaxed);
+    }
+}
+
+/// Runs `work` while every stripe is served; returns pages placed and faults.
+fn served(setup: &Setup, work: impl FnOnce()) -> (u64, u64) {
+    let (done, placed, faults) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for stripe in 0..setup.lazy.stripes() {
+            let (lazy, done, placed, faults) = (&setup.lazy, &done, &placed, &faults);
+            scope.spawn(move || serve(lazy, stripe, done, placed, faults));
+        }
+        work();
+        done.store(true, Ordering::Release);
+        setup.lazy.interrupt();
+    });
+    (placed.into_inner(), faults.into_inner())
+}
+
+/// Threads that touch every page, each in its own order, until all hold what they should.
+fn touch_all(setup: &Setup, threads: u32) {
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            scope.spawn(move || {
+                let _registered = setup.threads.register(thread);
+                let total = PAGES.iter().sum::<u64>();
+                let step = [1, 4099, 2053, 1999][thread as usize % 4];
+                for index in 0..total {
+                    let flat = (index * step + u64::from(thread) * 700) % total;
+                    let (region, page) = if flat < PAGES[0] { (0, flat) } else { (1, flat - PAGES[0]) };
+                    for word in [0, 1, 255, 511] {
+                        let got = setup.mapped.word(region, page, word).load(Ordering::Relaxed);
+                        assert_eq!(
+                            got,
+                            content(u32::try_from(region).unwrap(), page, word),
+                            "{region} {page}"
+                        );
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn every_page_comes_once_and_is_what_it_should_be() {
+    for kind in KINDS {
+        for (threads, stripes) in [(1, 1), (2, 2), (4, 1), (4, 4), (3, 16)] {
+            let Some(setup) = setup(kind, stripes) else { return };
+            // Stale content, which must not be seen again.
+            setup.mapped.fill(u64::MAX);
+            setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+            let (placed, faults) = served(&setup, || touch_all(&setup, threads));
+            assert_eq!(placed, PAGES.iter().sum::<u64>(), "{kind:?}, {threads} threads, {stripes} stripes");
+            assert!(faults >= placed);
+            setup.lazy.end().unwrap();
+            touch_all(&setup, 1);
+        }
+    }
+    say("userfaultfd: ran");
+}
+
+#[test]
+fn only_what_is_missing_is_dropped_and_what_was_never_touched_faults_too() {
+    for kind in KINDS {
+        let Some(setup) = setup(kind, 3) else { return };
+        for page in 0..PAGES[0] {
+            setup.mapped.word(0, page, 7).store(99, Ordering::Relaxed);
+        }
+        let mut missing = PageSet::empty(&layout(&PAGES));
+        let lost = missing.region_mut(RegionId(0)).unwrap();
+        // Runs that split huge pages, and one that is longer than a chunk.
+        (0..1024).step_by(3).for_each(|page| _ = lost.set(page));
+        lost.set_range(1500..3000);
+        setup.lazy.begin(&missing).unwrap();
+        let lost = missing.region(RegionId(0)).unwrap();
+        let (placed, _) = served(&setup, || {
+            for page in 0..PAGES[0] {
+                let got = setup.mapped.word(0, page, 7).load(Ordering::Relaxed);
+                let want = if lost.test(page) { content(0, page, 7) } else { 99 };
+                assert_eq!(got, want, "{kind:?}: page {page}");
+            }
+            // Huge pages may have filled some of the second region's neighbours: nothing here touched it.
+            assert_eq!(setup.mapped.word(1, 3, 0).load(Ordering::Relaxed), content(1, 3, 0));
+        });
+        assert_eq!(placed, lost.count() + 1, "{kind:?}");
+    }
+}
+
+#[test]
+fn runs_are_placed_around_what_is_there_and_across_stripes() {
+    for kind in KINDS {
+        let Some(setup) = setup(kind, 4) else { return };
+        setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        let place = |first: u64, count: u64| {
+            let run = PageRun::new(PageIndex(first), count);
+            setup.lazy.place(RegionId(0), run, &bytes(0, run)).unwrap()
+        };
+        assert_eq!(place(600, 3), Placed { pages: 3, there: 0 });
+        assert_eq!(place(1000, 1), Placed { pages: 1, there: 0 });
+        // Begins and ends in what is there, with something there in the middle, over a change of stripe.
+        assert_eq!(place(602, 399), Placed { pages: 397, there: 2 });
+        assert_eq!(place(0, 5120), Placed { pages: 5120 - 401, there: 401 });
+        assert_eq!(place(0, 5120), Placed { pages: 0, there: 5120 });
+        let zeros = setup.lazy.place_zeros(RegionId(0), PageRun::from(0..5120)).unwrap();
+        assert_eq!(zeros, Placed { pages: 0, there: 5120 });
+        for page in 0..PAGES[0] {
+            assert_eq!(setup.mapped.word(0, page, 9).load(Ordering::Relaxed), content(0, page, 9));
+        }
+        let zeros = setup.lazy.place_zeros(RegionId(1), PageRun::from(0..1024)).unwrap();
+        assert_eq!(zeros, Placed { pages: 1024, there: 0 });
+        assert_eq!(setup.mapped.word(1, 1023, 511).load(Ordering::Relaxed), 0);
+        // Pages that were placed as zeros can be written.
+        setup.mapped.word(1, 1023, 511).store(5, Ordering::Relaxed);
+        setup.lazy.wake(RegionId(1), PageIndex(4)).unwrap();
+    }
+}
+
+#[test]
+fn the_end_wakes_who_sleeps_and_can_come_any_time() {
+    for kind in KINDS {
+        let Some(setup) = setup(kind, 2) else { return };
+        setup.lazy.end().unwrap();
+        for round in 0..3 {
+            setup.mapped.fill(round);
+            setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+            assert!(setup.lazy.begin(&PageSet::full(&layout(&PAGES))).is_err(), "it was begun");
+            let awake = AtomicUsize::new(0);
+            std::thread::scope(|scope| {
+                for thread in 0..4 {
+                    let (mapped, awake) = (&setup.mapped, &awake);
+                    scope.spawn(move || {
+                        assert_eq!(mapped.word(0, 600 * thread, 0).load(Ordering::Relaxed), 0);
+                        awake.fetch_add(1, Ordering::Relaxed);
+                    });
+                }
+                let mut slept = 0;
+                let deadline = Instant::now() + Duration::from_secs(10);
+                while slept < 4 && Instant::now() < deadline {
+                    for stripe in 0..2 {
+                        slept += u32::from(setup.lazy.next_fault(stripe, Duration::ZERO).unwrap().is_some());
+                    }
+                }
+                assert_eq!((slept, awake.load(Ordering::Relaxed)), (4, 0));
+                setup.lazy.end().unwrap();
+            });
+            assert_eq!(awake.load(Ordering::Relaxed), 4);
+            setup.lazy.end().unwrap();
+            // Nothing makes faults any more, and the memory is as any other.
+            setup.mapped.word(1, 77, 0).store(1, Ordering::Relaxed);
+            assert_eq!(setup.mapped.word(1, 77, 0).load(Ordering::Relaxed), 1);
+        }
+    }
+}
+
+#[test]
+fn an_interrupt_lets_everybody_return_once() {
+    let Some(setup) = setup(Kind::Anonymous, 3) else { return };
+    let lazy = &setup.lazy;
+    lazy.begin(&PageSet::empty(&layout(&PAGES))).unwrap();
+    let long = Duration::from_secs(20);
+    let began = Instant::now();
+    // Nobody waits: the next call of each returns at once, the one after it waits again.
+    lazy.interrupt();
+    for stripe in 0..3 {
+        assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
+    }
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let waited = Instant::now();
+    assert_eq!(lazy.next_fault(1, Duration::from_millis(50)).unwrap(), None);
+    assert!(waited.elapsed() >= Duration::from_millis(50));
+    // Several wait, two of them for the same.
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for stripe in [0, 1, 1, 2] {
+            scope.spawn(move || assert_eq!(lazy.next_fault(stripe, long).unwrap(), None));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        lazy.interrupt();
+    });
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(lazy.next_fault(3, Duration::ZERO).is_err());
+}
+
+#[test]
+fn faults_say_whose_they_are() {
+    let Some(setup) = setup(Kind::Anonymous, 2) else { return };
+    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    std::thread::scope(|scope| {
+        for (vcpu, page) in [(Some(5), 10), (None, 11)] {
+            let (threads, mapped) = (&setup.threads, &setup.mapped);
+            scope.spawn(move || {
+                let _registered = vcpu.map(|vcpu| threads.register(vcpu));
+                mapped.word(1, page, 0).store(8, Ordering::Relaxed);
+            });
+            let stripe = setup.lazy.stripe_of(RegionId(1), PageIndex(page));
+            let fault = setup.lazy.next_fault(stripe, Duration::from_secs(10)).unwrap().expect("a fault");
+            assert_eq!((fault.region, fault.page, fault.vcpu), (RegionId(1), PageIndex(page), vcpu));
+            assert!(fault.write);
+            setup.lazy.place_zeros(RegionId(1), PageRun::new(fault.page, 1)).unwrap();
+        }
+    });
+}
+
+#[test]
+fn looking_never_sleeps() {
+    for kind in KINDS {
+        let Some(setup) = setup(kind, 2) else { return };
+        let run = PageRun::from(4..6);
+        let look =
+            || setup.lazy.look(RegionId(0), run, || setup.mapped.word(0, 5, 0).load(Ordering::Relaxed));
+        setup.mapped.fill(3);
+        assert_eq!(look(), Some(3));
+        setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        assert_eq!(look(), None);
+        let one = PageRun::from(4..5);
+        setup.lazy.place(RegionId(0), one, &bytes(0, one)).unwrap();
+        assert_eq!(look(), None, "{kind:?}: half of it is there");
+        setup.lazy.place_zeros(RegionId(0), PageRun::from(5..6)).unwrap();
+        assert_eq!(look(), Some(0), "{kind:?}");
+        assert_eq!(setup.lazy.look(RegionId(9), run, || ()), None);
+        setup.lazy.end().unwrap();
+        assert_eq!(look(), Some(0));
+    }
+}
+
+#[test]
+fn what_is_wrong_is_refused_and_changes_nothing() {
+    let Some(setup) = setup(Kind::Anonymous, 2) else { return };
+    setup.mapped.fill(3);
+    let page = vec![1; PAGE_BYTES];
+    let run = PageRun::new(PageIndex(0), 1);
+    assert!(setup.lazy.place(RegionId(0), run, &page).is_err(), "not begun");
+    let other = PageSet::full(&layout(&[5120, 1025]));
+    assert!(setup.lazy.begin(&other).is_err());
+    assert_eq!(setup.mapped.word(1, 3, 3).load(Ordering::Relaxed), 3);
+    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    assert!(setup.lazy.place(RegionId(0), run, &page[1..]).is_err());
+    assert!(setup.lazy.place(RegionId(2), run, &page).is_err());
+    assert!(setup.lazy.place(RegionId(0), PageRun::new(PageIndex(5120), 1), &page).is_err());
+    assert!(setup.lazy.place_zeros(RegionId(1), PageRun::new(PageIndex(1), u64::MAX)).is_err());
+    assert!(setup.lazy.wake(RegionId(1), PageIndex(1024)).is_err());
+}
+
+#[test]
+fn a_beginning_that_fails_leaves_no_faults_behind() {
+    let Some(first) = setup(Kind::Anonymous, 2) else { return };
+    // The second region belongs to another userfaultfd: registering fails half-way.
+    let spoiler = Userfaultfd::open(0).unwrap();
+    let second = &first.mapped.regions()[1];
+    spoiler.register_missing(second.host..second.host + second.len).unwrap();
+    let error = first.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap_err();
+    assert!(error.to_string().contains("another userfaultfd"), "{error}");
+    first.mapped.word(0, 9, 0).store(1, Ordering::Relaxed);
+    drop(spoiler);
+    first.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    first.lazy.end().unwrap();
+    assert_eq!(first.mapped.word(0, 9, 0).load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn dropping_it_ends_it_and_the_mappings_are_one_again() {
+    for kind in KINDS {
+        let Some(Setup { mapped, lazy, .. }) = setup(kind, 4) else { return };
+        let start = mapped.0[0].0.addr().get() as u64;
+        let mappings = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let inside = |line: &&str| {
+                let from = u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
+                (start..start + (PAGES[0] << 12)).contains(&from)
+            };
+            maps.lines().filter(inside).count()
+        };
+        mapped.fill(1);
+        let before = mappings();
+        lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        assert!(mappings() >= 10, "{kind:?}: chunks of 2 MiB in four stripes");
+        let mut touched = Bitmap::new(PAGES[0]);
+        touched.set_range(0..PAGES[0]);
+        drop(lazy);
+        assert!(mappings() <= before + 1, "{kind:?}: {} mappings, {before} before", mappings());
+        assert_eq!(mapped.word(0, 5, 0).load(Ordering::Relaxed), 0);
+    }
+}
+
+/// As an ordinary user whom the host does not trust with the kernel's faults: what is said, and what works all the same.
+#[test]
+fn an_ordinary_user_is_told_how_to_permit_it() {
+    const CHILD: &str = "VMFERRY_FAULT_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        let mapped = Arc::new(Mapped::new(Kind::Anonymous, &PAGES));
+        let options = UffdOptions::new(Arc::new(VcpuThreads::new(1)));
+        // SAFETY: as in `setup_of`.
+        let lazy = unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) };
+        return match lazy {
+            Ok(_) => say("child: full access"),
+            Err(error) => say(&format!("child: {error}")),
+        };
+    }
+    let text = |path| std::fs::read_to_string(path).unwrap_or_default();
+    if !rustix::process::geteuid().is_root() {
+        return say("userfaultfd as nobody: not run: not started as root");
+    }
+    if text("/proc/sys/vm/unprivileged_userfaultfd").trim() != "0" {
+        return say("userfaultfd as nobody: not run: the host allows it to everybody");
+    }
+    // A copy where that user may read it.
+    let copy = std::env::temp_dir().join(format!("vmferry-fault-child-{}", std::process::id()));
+    std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+    let name = "an_ordinary_user_is_told_how_to_permit_it";
+    let output = std::process::Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all"])
+        .arg(&copy)
+        .args(["--exact", name, "--nocapture"])
+        .env(CHILD, "1")
+        .current_dir("/")
+        .output();
+    std::fs::remove_file(&copy).unwrap();
+    match output {
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            for part in ["vm.unprivileged_userfaultfd", "CAP_SYS_PTRACE", "/dev/userfaultfd"] {
+                assert!(said.contains(part), "{said}{}", String::from_utf8_lossy(&output.stderr));
+            }
+            say("userfaultfd as nobody: ran");
+        }
+        Err(error) => say(&format!("userfaultfd as nobody: not run: setpriv: {error}")),
+    }
+}

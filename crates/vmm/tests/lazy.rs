@@ -1,0 +1,212 @@
+//! A KVM guest that runs before its memory has come.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{LazyMemory, TargetVm};
+use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot};
+use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
+use vmferry_vmm::{Backing, Vm, VmHandle, VmOptions, open_kvm};
+
+const MEMORY: u64 = 64 << 20;
+const CPUS: u32 = 2;
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn running() -> Vm {
+    let mut vm = Vm::new(VmOptions::new(MEMORY, CPUS)).unwrap();
+    let mut args = GuestArgs::new("uniform,ws=16M,rate=20k,fill=mix:30".parse().unwrap());
+    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
+    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+    vm.start().unwrap();
+    let handle = vm.handle();
+    let busy = |stats: StatsSnapshot| stats.state == State::Running && stats.writes() > 2000;
+    wait("the guest's work", || handle.stats().is_ok_and(busy));
+    vm
+}
+
+/// A guest on its way: the source, which stands still and has all the pages, and the target, which has none.
+struct Move {
+    source: Vm,
+    target: Vm,
+    lazy: Arc<dyn LazyMemory>,
+}
+
+/// `None`, and a line that says why, where this host cannot do it.
+fn moving(backing: Backing) -> Option<Move> {
+    if let Err(error) = open_kvm() {
+        say(&format!("KVM: not run: {error}"));
+        return None;
+    }
+    let mut options = VmOptions::new(MEMORY, CPUS);
+    (options.backing, options.incoming) = (backing, true);
+    let mut target = Vm::new(options).unwrap();
+    let lazy = match target.lazy_memory() {
+        Ok(lazy) => lazy,
+        Err(error) => {
+            say(&format!("KVM guest with missing pages: not run: {error}"));
+            return None;
+        }
+    };
+    let mut source = running();
+    source.pause().unwrap();
+    let saved = source.save_state().unwrap();
+    // What a precopy left behind: stale everywhere.
+    for ram in target.ram().regions() {
+        let window = target.ram().window(ram.region().id, ram.region().run()).unwrap();
+        (0..window.pages()).for_each(|page| window.write_page(page, &[0xa5; PAGE_BYTES]));
+    }
+    lazy.begin(&PageSet::full(target.ram().layout())).unwrap();
+    TargetVm::load(&mut target, &saved).unwrap();
+    Some(Move { source, target, lazy })
+}
+
+#[derive(Default)]
+struct Counts {
+    done: AtomicBool,
+    paused: AtomicBool,
+    placed: AtomicU64,
+    of_vcpus: AtomicU64,
+    others: AtomicU64,
+}
+
+fn serve(source: &Vm, lazy: &dyn LazyMemory, stripe: usize, counts: &Counts) {
+    let mut page = [0; PAGE_BYTES];
+    while !counts.done.load(Ordering::Acquire) {
+        if counts.paused.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        let Some(fault) = lazy.next_fault(stripe, Duration::from_millis(200)).unwrap() else { continue };
+        let whose = if fault.vcpu.is_some() { &counts.of_vcpus } else { &counts.others };
+        whose.fetch_add(1, Ordering::Relaxed);
+        let run = PageRun::new(fault.page, 1);
+        let window = source.ram().window(fault.region, run).unwrap();
+        let placed = if window.copy_page(0, &mut page) {
+            lazy.place_zeros(fault.region, run)
+        } else {
+            lazy.place(fault.region, run, &page)
+        };
+        counts.placed.fetch_add(placed.unwrap().pages, Ordering::Relaxed);
+    }
+}
+
+fn with_served(moving: &mut Move, work: impl FnOnce(&mut Vm, &Counts)) -> Counts {
+    let counts = Counts::default();
+    let (source, lazy, target) = (&moving.source, &*moving.lazy, &mut moving.target);
+    std::thread::scope(|scope| {
+        for stripe in 0..lazy.stripes() {
+            let counts = &counts;
+            scope.spawn(move || serve(source, lazy, stripe, counts));
+        }
+        work(target, &counts);
+        counts.done.store(true, Ordering::Release);
+        lazy.interrupt();
+    });
+    counts
+}
+
+fn verified(handle: &VmHandle, request: u64) -> StatsSnapshot {
+    wait("a guest that can be asked", || handle.request_verify(request));
+    wait("the guest checking itself", || handle.stats().is_ok_and(|stats| stats.verified(request)));
+    let mut last = None;
+    wait("a report", || {
+        last = handle.stats().ok();
+        last.is_some()
+    });
+    last.unwrap()
+}
+
+#[test]
+fn a_guest_runs_before_its_memory_has_come() {
+    for backing in [Backing::Anonymous, Backing::Memfd] {
+        let Some(mut moving) = moving(backing) else { return };
+        let before = moving.source.handle().stats().unwrap().writes();
+        // Nobody who looks may wait.
+        let asked = Instant::now();
+        assert!(moving.target.handle().stats().is_err());
+        assert!(!moving.target.handle().request_verify(1));
+        assert!(asked.elapsed() < Duration::from_secs(1));
+        let lazy = Arc::clone(&moving.lazy);
+        let counts = with_served(&mut moving, |target, _| {
+            target.start().unwrap();
+            let stats = verified(&target.handle(), 7);
+            assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
+            assert!(stats.writes() > before);
+            target.pause().unwrap();
+            lazy.end().unwrap();
+            target.resume().unwrap();
+        });
+        let placed = counts.placed.into_inner();
+        say(&format!(
+            "KVM: ran ({backing}): {placed} pages placed, faults of vCPUs {}, of others {}",
+            counts.of_vcpus.load(Ordering::Relaxed),
+            counts.others.load(Ordering::Relaxed)
+        ));
+        assert!((4096..=MEMORY >> 12).contains(&placed), "{placed} pages");
+        // Where KVM takes faults in a kernel worker for a vCPU that may then be interrupted, they are nobody's.
+        assert!(counts.of_vcpus.into_inner() > 0);
+        // What was never asked for reads as zeros, and the guest does not miss it.
+        let stats = verified(&moving.target.handle(), 8);
+        assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
+    }
+}
+
+#[test]
+fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
+    let Some(mut moving) = moving(Backing::Anonymous) else { return };
+    with_served(&mut moving, |target, counts| {
+        target.start().unwrap();
+        let mut slowest = Duration::ZERO;
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(2));
+            // Within a moment every vCPU sleeps, and nobody comes to wake it.
+            counts.paused.store(true, Ordering::Release);
+            std::thread::sleep(Duration::from_millis(10));
+            let begin = Instant::now();
+            let paused = target.pause();
+            slowest = slowest.max(begin.elapsed());
+            counts.paused.store(false, Ordering::Release);
+            match paused {
+                Ok(()) => target.resume().unwrap(),
+                Err(error) => {
+                    say(&format!(
+                        "pause of a sleeping vCPU: the host's kernel does not interrupt it: {error}"
+                    ));
+                    assert!(slowest < Duration::from_secs(20), "it does not hang");
+                    target.pause().unwrap();
+                    target.resume().unwrap();
+                    break;
+                }
+            }
+        }
+        say(&format!("slowest pause of sleeping vCPUs: {slowest:?}"));
+        let stats = verified(&target.handle(), 3);
+        assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
+    });
+}
+
+#[test]
+fn a_vm_that_sleeps_can_be_dropped() {
+    let Some(Move { source, mut target, lazy }) = moving(Backing::Anonymous) else { return };
+    target.start().unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    let begin = Instant::now();
+    drop(target);
+    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    say(&format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
+    // The engine may still hold it.
+    lazy.end().unwrap();
+    drop((lazy, source));
+}
