@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_dirty::Policy;
-use vmferry_engine::{AutoConverge, OnTimeout, TrackerKind, Uri};
+use vmferry_engine::{AutoConverge, OnTimeout, SwitchoverBandwidth, TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
@@ -240,6 +240,28 @@ pub(crate) struct RunArgs {
     pub(crate) peer_timeout: Duration,
 }
 
+/// A limit for the time in which the guest is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum SwitchoverArg {
+    Unlimited,
+    /// Bytes a second.
+    AtMost(u64),
+}
+
+impl From<SwitchoverArg> for SwitchoverBandwidth {
+    fn from(arg: SwitchoverArg) -> Self {
+        match arg {
+            SwitchoverArg::Unlimited => Self::Unlimited,
+            SwitchoverArg::AtMost(rate) => Self::AtMost(rate),
+        }
+    }
+}
+
+fn switchover(text: &str) -> Result<SwitchoverArg, String> {
+    if text == "unlimited" { Ok(SwitchoverArg::Unlimited) } else { rate(text).map(SwitchoverArg::AtMost) }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct MigrateArgs {
     /// Control socket of the vmferry whose guest is to be moved
@@ -262,9 +284,13 @@ pub(crate) struct MigrateArgs {
     /// Stop the guest once that takes no longer than this
     #[arg(long, default_value = "300ms", value_parser = time)]
     pub(crate) downtime_limit: Duration,
-    /// Use no more than this, for example 2gbit or 250M/s
+    /// Use no more than this, for example 2gbit or 250M/s: a promise to whoever shares the link, kept while the guest is
+    /// stopped too
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
+    /// What holds instead while the guest is stopped; a rate also tells the prediction of the downtime what to count on
+    #[arg(long, value_name = "RATE|unlimited", value_parser = switchover)]
+    pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
     /// How long the migration may take
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) timeout: Option<Duration>,

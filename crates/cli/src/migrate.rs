@@ -51,6 +51,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         channels: args.channels,
         downtime_limit_ms: millis(args.downtime_limit),
         max_bandwidth: args.max_bandwidth,
+        switchover_bandwidth: args.switchover_bandwidth,
         timeout_ms: args.timeout.map(millis),
         switch_on_timeout: args.on_timeout == OnTimeoutArg::Switch,
         auto_converge: args.auto_converge,

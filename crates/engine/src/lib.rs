@@ -20,7 +20,7 @@ pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{Bytes, Cpu, Downtime, PassReport, Report, RingFigures, ThrottleFigures, VcpuRing};
 pub use snapshot::{restore, save};
-pub use source::{AutoConverge, OnTimeout, Outcome, Settings, Verification, migrate};
+pub use source::{AutoConverge, OnTimeout, Outcome, Settings, SwitchoverBandwidth, Verification, migrate};
 pub use target::{Arrival, ReceiveFailure, Received, receive};
 pub use vm::{
     DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,

@@ -9,7 +9,7 @@ pub(crate) use client::Client;
 pub(crate) use server::{Errand, Order, Place, Server, Shared};
 
 use crate::Status;
-use crate::args::{ApiArgs, AutoConvergeArg, RecoverArgs};
+use crate::args::{ApiArgs, AutoConvergeArg, RecoverArgs, SwitchoverArg};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -33,6 +33,8 @@ pub(crate) struct MigrateRequest {
     pub(crate) downtime_limit_ms: u64,
     #[serde(default)]
     pub(crate) max_bandwidth: Option<u64>,
+    #[serde(default)]
+    pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
     #[serde(default)]
     pub(crate) timeout_ms: Option<u64>,
     #[serde(default)]
@@ -77,6 +79,7 @@ impl MigrateRequest {
             channels,
             downtime_limit_ms: millis(downtime_limit),
             max_bandwidth: None,
+            switchover_bandwidth: None,
             timeout_ms: None,
             switch_on_timeout: false,
             auto_converge: AutoConvergeArg::Off,
@@ -91,6 +94,7 @@ impl MigrateRequest {
             channels: self.channels,
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
+            switchover_bandwidth: self.switchover_bandwidth.map(Into::into),
             timeout: self.timeout_ms.map(Duration::from_millis),
             on_timeout: if self.switch_on_timeout { OnTimeout::Switch } else { OnTimeout::Cancel },
             auto_converge: self.auto_converge.into(),

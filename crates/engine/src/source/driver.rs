@@ -9,7 +9,7 @@ use super::events::{Action, Event, Outcome, Pass};
 use super::pending::Pending;
 use super::sender::{Sender, SenderError, Shared};
 use super::session::{Phase, Session};
-use super::settings::Settings;
+use super::settings::{Settings, SwitchoverBandwidth};
 use super::timings::Timings;
 use crate::channel::{Pacer, SendError, Stream, Uri, connect_bulk, read_message, send_message};
 use crate::monitor::{MigrationState, Monitor};
@@ -243,6 +243,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::Pause => {
                 let predicted = self.session.predicted_downtime();
                 self.timings.pausing(predicted);
+                self.switch_bandwidth();
                 let paused = self.vm.pause();
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
@@ -258,6 +259,14 @@ impl<'s, 'e> Driver<'s, 'e> {
             }
             Action::Resume => Some(self.resume()),
             Action::Finish(_) => None,
+        }
+    }
+
+    fn switch_bandwidth(&self) {
+        match self.ground.settings.switchover_bandwidth {
+            None => {}
+            Some(SwitchoverBandwidth::Unlimited) => self.ground.pacer.set(None),
+            Some(SwitchoverBandwidth::AtMost(rate)) => self.ground.pacer.set(Some(rate)),
         }
     }
 

@@ -118,7 +118,7 @@ impl Session {
     ) -> (Self, Vec<Action>) {
         let setup = ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels: settings.channels };
         let session = Self {
-            policy: Convergence::new(settings.downtime_limit),
+            policy: Convergence::of(&settings),
             settings,
             state: State::AwaitAccept,
             started: now,
