@@ -11,6 +11,7 @@ fn wrong_usage_is_told_before_anything_begins() {
         &["run", "--workload", "jogging"],
         &["run", "--kernel", "x", "--workload", "idle"],
         &["migrate", "--api", "x", "tcp:h:1", "--max-bandwidth", "fast"],
+        &["migrate", "--api", "x", "tcp:h:1", "--switchover-bandwidth", "some"],
         &["recover", "--api", "x"],
         &["migrate", "--api", "x", "nonsense"],
         &["nonsense"],

@@ -1,6 +1,6 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
-use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, UrgentArg};
+use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -196,6 +196,10 @@ pub(crate) struct RunArgs {
     pub(crate) peer_timeout: Duration,
 }
 
+fn switchover(text: &str) -> Result<SwitchoverArg, String> {
+    if text == "unlimited" { Ok(SwitchoverArg::Unlimited) } else { rate(text).map(SwitchoverArg::AtMost) }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct MigrateArgs {
     /// Control socket of the vmferry whose guest is to be moved
@@ -230,9 +234,13 @@ pub(crate) struct MigrateArgs {
     /// Stop the guest once that takes no longer than this
     #[arg(long, default_value = "300ms", value_parser = time)]
     pub(crate) downtime_limit: Duration,
-    /// Use no more than this, for example 2gbit or 250M/s
+    /// Use no more than this, for example 2gbit or 250M/s: a promise to whoever shares the link, kept while the guest is
+    /// stopped too
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
+    /// What holds instead while the guest is stopped; a rate also tells the prediction of the downtime what to count on
+    #[arg(long, value_name = "RATE|unlimited", value_parser = switchover)]
+    pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
     /// How long the migration may take
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) timeout: Option<Duration>,

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
-use vmferry_engine::{AutoConverge, MigrationMode, OnTimeout, Pace, UrgentPath};
+use vmferry_engine::{AutoConverge, MigrationMode, OnTimeout, Pace, SwitchoverBandwidth, UrgentPath};
 
 /// When the guest changes sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
@@ -127,6 +127,24 @@ impl fmt::Display for PaceArg {
             Pace::Off => f.write_str("off"),
             Pace::Rate(rate) => write!(f, "{rate}B/s"),
             _ => f.write_str("auto"),
+        }
+    }
+}
+
+/// A limit for the time in which the guest is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum SwitchoverArg {
+    Unlimited,
+    /// Bytes a second.
+    AtMost(u64),
+}
+
+impl From<SwitchoverArg> for SwitchoverBandwidth {
+    fn from(arg: SwitchoverArg) -> Self {
+        match arg {
+            SwitchoverArg::Unlimited => Self::Unlimited,
+            SwitchoverArg::AtMost(rate) => Self::AtMost(rate),
         }
     }
 }

@@ -63,6 +63,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         channels: args.channels,
         downtime_limit_ms: millis(args.downtime_limit),
         max_bandwidth: args.max_bandwidth,
+        switchover_bandwidth: args.switchover_bandwidth,
         timeout_ms: args.timeout.map(millis),
         on_timeout: args.on_timeout,
         auto_converge: args.auto_converge,

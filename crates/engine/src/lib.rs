@@ -25,7 +25,8 @@ pub use report::{
 };
 pub use snapshot::{restore, save};
 pub use source::{
-    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath, Verification, migrate, pace,
+    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
+    Verification, migrate, pace,
 };
 pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vm::{

@@ -4,6 +4,13 @@ use crate::{Layout, RegionId};
 use vmferry_bitmap::Bitmap;
 
 /// A set of pages over all regions of a [`Layout`]: one bit a page.
+///
+/// Flat, without the summary that [`vmferry_bitmap::SummaryBitmap`] has. What a pass does to its sets (take a log in, count,
+/// add, clear, look at each chunk) was measured for 512 GiB (`cargo run --release -p vmferry-bitmap --example passes`): 12 to
+/// 18 ms flat, most of it the log and the chunks, which no summary spares. With one, dirty pages in clusters cost 0.3 to 0.8
+/// of that, and single pages and dense sets 1.2 to 2.1 times as much: some milliseconds for those passes that send little,
+/// at the expense of the others. Where a summary pays is in marks that few pages of a large guest have
+/// ([`vmferry_bitmap::AtomicBitmap`]).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
     maps: Vec<(RegionId, Bitmap)>,

@@ -144,13 +144,14 @@ fn without_signals<T>(call: impl FnOnce() -> T) -> T {
 /// were marked has returned, *and no other call is under way*, those of them that no longer
 /// [await a reset](DirtyRing::awaits_reset) are protected.
 ///
-/// *Signals are blocked meanwhile.* Since Linux 6.17 a pending signal ends the reset between two entries, and the up to 64
-/// pages whose entries were freed last are then not protected: writes to them would never be seen again, and nothing
-/// tells which they are. What cannot be blocked still can do that: a process that is stopped (`SIGSTOP`), frozen or traced
+/// *Signals are blocked meanwhile.* Since Linux 6.17 ("KVM: Bail from the dirty ring reset flow if a signal is pending",
+/// 49005a2a3d2a) a pending signal ends the reset between two entries, and the up to 64 pages whose entries were freed last
+/// and gathered to be protected together are then not protected: writes to them would never be seen again, and nothing
+/// tells which they are (the call returns how many it freed, or 0, and no error). What cannot be blocked still can do that: a process that is stopped (`SIGSTOP`), frozen or traced
 /// in this very call. Comparing all pages (`--verify`) finds such a page.
 ///
 /// # Errors
-/// What KVM says; `EINTR` means to call again.
+/// What KVM says. Should it be `EINTR`, call again.
 pub fn reset(vm: BorrowedFd<'_>) -> Result<u32, SysError> {
     let count = without_signals(|| {
         // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument; it changes rings and page protection, no memory of ours.

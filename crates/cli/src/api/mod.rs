@@ -10,7 +10,7 @@ pub(crate) use server::{Errand, Order, Place, Server, Shared};
 
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
-use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, UrgentArg};
+use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -44,6 +44,8 @@ pub(crate) struct MigrateRequest {
     pub(crate) downtime_limit_ms: u64,
     #[serde(default)]
     pub(crate) max_bandwidth: Option<u64>,
+    #[serde(default)]
+    pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
     #[serde(default)]
     pub(crate) timeout_ms: Option<u64>,
     #[serde(default)]
@@ -102,6 +104,7 @@ impl MigrateRequest {
             channels,
             downtime_limit_ms: millis(downtime_limit),
             max_bandwidth: None,
+            switchover_bandwidth: None,
             timeout_ms: None,
             on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
@@ -121,6 +124,7 @@ impl MigrateRequest {
             channels: self.channels,
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
+            switchover_bandwidth: self.switchover_bandwidth.map(Into::into),
             timeout: self.timeout_ms.map(Duration::from_millis),
             on_timeout: self.on_timeout.into(),
             auto_converge: self.auto_converge.into(),

@@ -3,5 +3,6 @@
 mod log;
 mod memory;
 mod ring;
+mod signals;
 mod user_guest;
 mod wp;

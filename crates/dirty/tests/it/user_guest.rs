@@ -91,10 +91,15 @@ pub(crate) fn fd(vm: &VmFd) -> BorrowedFd<'_> {
 
 /// Adds `memory` to the VM as slot `slot` at `gpa`.
 pub(crate) fn add_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory) -> LogSlot {
-    let spec = SlotSpec { slot, flags: 0, gpa, len: memory.pages * 4096, host: memory.host() };
+    add_slot_flags(vm, slot, gpa, memory, 0)
+}
+
+/// The same with KVM's flags, or changes them.
+pub(crate) fn add_slot_flags(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> LogSlot {
+    let spec = SlotSpec { slot, flags, gpa, len: memory.pages * 4096, host: memory.host() };
     let region = kvm_userspace_memory_region {
         slot,
-        flags: 0,
+        flags,
         guest_phys_addr: gpa,
         memory_size: spec.len,
         userspace_addr: spec.host,

@@ -12,7 +12,7 @@ const BURST: u64 = 10_000_000;
 #[derive(Debug)]
 pub(crate) struct Pacer {
     /// Bytes a second; 0 for no cap.
-    rate: u64,
+    rate: AtomicU64,
     began: Instant,
     /// When the schedule is free again, in ns since `began`.
     free_at: AtomicU64,
@@ -20,16 +20,23 @@ pub(crate) struct Pacer {
 
 impl Pacer {
     pub(crate) fn new(rate: Option<u64>) -> Self {
-        Self { rate: rate.unwrap_or(0), began: Instant::now(), free_at: AtomicU64::new(0) }
+        Self { rate: AtomicU64::new(rate.unwrap_or(0)), began: Instant::now(), free_at: AtomicU64::new(0) }
+    }
+
+    /// Goes on at another rate. Slots that were handed out stay; what is left of the schedule begins now.
+    pub(crate) fn set(&self, rate: Option<u64>) {
+        self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
+        self.free_at.fetch_min(self.now(), Ordering::Relaxed);
     }
 
     /// Waits until `bytes` may be sent, or `stop` says so.
     pub(crate) fn wait(&self, bytes: usize, stop: impl Fn() -> bool) {
-        if self.rate == 0 {
+        let rate = self.rate.load(Ordering::Relaxed);
+        if rate == 0 {
             return;
         }
         let now = self.now();
-        let cost = u64::try_from(bytes as u128 * 1_000_000_000 / u128::from(self.rate)).unwrap_or(u64::MAX);
+        let cost = u64::try_from(bytes as u128 * 1_000_000_000 / u128::from(rate)).unwrap_or(u64::MAX);
         let slot = |free_at: u64| free_at.max(now.saturating_sub(BURST));
         let begins = self
             .free_at
@@ -66,6 +73,19 @@ mod tests {
         });
         // 2 MB at 10 MB/s are 200 ms; the last slot begins 10 ms before its end, and a burst of 10 ms is allowed.
         assert!(began.elapsed() >= Duration::from_millis(175), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn another_rate_holds_at_once() {
+        let pacer = Pacer::new(Some(1));
+        pacer.wait(1_000_000, || true);
+        pacer.set(Some(10_000_000));
+        let began = Instant::now();
+        (0..2).for_each(|_| pacer.wait(1_000_000, || false));
+        assert!(began.elapsed() >= Duration::from_millis(85), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        pacer.set(None);
+        pacer.wait(usize::MAX, || false);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::pending::Pending;
 use super::postcopy::{Claims, UrgentOut};
 use super::sender::{Sender, SenderError, Shared};
 use super::session::{Phase, Session};
-use super::settings::Settings;
+use super::settings::{Settings, SwitchoverBandwidth};
 use super::timings::Timings;
 use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
 use crate::lacking::Collected;
@@ -286,6 +286,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::Pause => {
                 let predicted = self.session.predicted_downtime();
                 self.timings.pausing(predicted);
+                self.switch_bandwidth();
                 let paused = self.vm.pause();
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
@@ -310,6 +311,14 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::ServeAgain { pages } => self.serve_again(pages),
             Action::Resume => Some(self.resume()),
             Action::Finish(_) => None,
+        }
+    }
+
+    fn switch_bandwidth(&self) {
+        match self.ground.settings.switchover_bandwidth {
+            None => {}
+            Some(SwitchoverBandwidth::Unlimited) => self.ground.pacer.set(None),
+            Some(SwitchoverBandwidth::AtMost(rate)) => self.ground.pacer.set(Some(rate)),
         }
     }
 

@@ -13,7 +13,7 @@ mod throttle;
 mod timings;
 
 pub use events::{Outcome, Verification};
-pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, UrgentPath};
+pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
 
 use crate::channel::{Pacer, Uri, connect};
 use crate::monitor::{Monitor, thread_cpu_us};
@@ -86,7 +86,8 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
             "a timeout of the peer of 0 gives it up before it can answer".into(),
         ));
     }
-    if settings.max_bandwidth == Some(0) {
+    let stopped = settings.switchover_bandwidth == Some(SwitchoverBandwidth::AtMost(0));
+    if settings.max_bandwidth == Some(0) || stopped {
         return Err(MigrateError::Settings(
             "a bandwidth of 0 moves nothing; leave it out for no limit".into(),
         ));

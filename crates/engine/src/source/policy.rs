@@ -1,5 +1,6 @@
 //! When to stop the guest: a pure function of what was measured.
 
+use super::settings::{Settings, SwitchoverBandwidth};
 use std::time::Duration;
 use vmferry_memory::PAGE_SIZE;
 
@@ -17,6 +18,9 @@ const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
 
 /// A pass of fewer bytes says little about the link: latency and start-up dominate it.
 const TELLING_BYTES: u64 = 8 << 20;
+
+/// A link that carried this share of its cap may well carry more; one that carried less is at its own limit.
+const CAP_FELT: f64 = 0.8;
 
 /// What one live pass was like, from its first byte sent to the target's word that all had arrived.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,11 +50,20 @@ pub(crate) struct Convergence {
     bandwidth: Option<f64>,
     /// Pages that the previous pass had to send.
     previous: Option<u64>,
+    /// Bytes a second that passes may take, and what holds instead once the guest is stopped.
+    cap: Option<u64>,
+    stopped: Option<SwitchoverBandwidth>,
 }
 
 impl Convergence {
-    pub(crate) fn new(limit: Duration) -> Self {
-        Self { limit, bandwidth: None, previous: None }
+    pub(crate) fn of(settings: &Settings) -> Self {
+        Self {
+            limit: settings.downtime_limit,
+            bandwidth: None,
+            previous: None,
+            cap: settings.max_bandwidth,
+            stopped: settings.switchover_bandwidth,
+        }
     }
 
     /// Bytes a second that the link was seen to carry.
@@ -58,9 +71,19 @@ impl Convergence {
         self.bandwidth
     }
 
+    /// Bytes a second to expect once the guest is stopped. Without a limit then, no more than was seen: nobody knows better.
+    fn bandwidth_stopped(&self) -> Option<f64> {
+        let seen = self.bandwidth?;
+        let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
+        Some(match self.stopped {
+            Some(SwitchoverBandwidth::AtMost(rate)) if cap_felt || (rate as f64) < seen => rate as f64,
+            _ => seen,
+        })
+    }
+
     /// The downtime to expect for `remaining` pages on top of `fixed` costs.
     pub(crate) fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
-        let seconds = (remaining * PAGE_SIZE) as f64 / self.bandwidth?;
+        let seconds = (remaining * PAGE_SIZE) as f64 / self.bandwidth_stopped()?;
         // Not finite or beyond what a Duration holds: as good as forever.
         Some(fixed.saturating_add(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)))
     }
@@ -90,19 +113,43 @@ mod tests {
 
     const FIXED: Duration = Duration::from_millis(4);
 
+    fn converging(downtime_limit: Duration) -> Convergence {
+        Convergence::of(&Settings { downtime_limit, ..Settings::default() })
+    }
+
+    #[test]
+    fn a_limit_of_the_switchover_is_what_the_prediction_counts_on() {
+        // 10 MB/s are seen, and 1000 pages are left: 410 ms.
+        let predicted = |cap, stopped| {
+            let settings =
+                Settings { max_bandwidth: cap, switchover_bandwidth: stopped, ..Settings::default() };
+            let mut policy = Convergence::of(&settings);
+            let pass = PassOutcome { bytes: 10_000_000, elapsed: Duration::from_secs(1), remaining: 1000 };
+            policy.decide(pass, FIXED);
+            (policy.predict(1000, FIXED).unwrap() - FIXED).as_millis()
+        };
+        let at_most = |rate| Some(SwitchoverBandwidth::AtMost(rate));
+        assert_eq!(predicted(None, None), 409);
+        assert_eq!(predicted(None, at_most(5_000_000)), 819);
+        assert_eq!(predicted(None, at_most(20_000_000)), 409, "the link is slower");
+        assert_eq!(predicted(Some(10_000_000), at_most(20_000_000)), 204, "the cap was, not the link");
+        assert_eq!(predicted(Some(40_000_000), at_most(20_000_000)), 409, "the cap was not felt");
+        assert_eq!(predicted(Some(10_000_000), Some(SwitchoverBandwidth::Unlimited)), 409);
+    }
+
     fn pass(bytes: u64, millis: u64, remaining: u64) -> PassOutcome {
         PassOutcome { bytes, elapsed: Duration::from_millis(millis), remaining }
     }
 
     #[test]
     fn a_clean_guest_switches_after_one_pass() {
-        let mut policy = Convergence::new(Duration::from_millis(300));
+        let mut policy = converging(Duration::from_millis(300));
         assert_eq!(policy.decide(pass(1 << 30, 400, 0), FIXED), Decision::Switch);
     }
 
     #[test]
     fn passes_go_on_while_they_shrink_what_the_guest_would_wait_for() {
-        let mut policy = Convergence::new(Duration::from_millis(300));
+        let mut policy = converging(Duration::from_millis(300));
         // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
         assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
         assert_eq!(policy.decide(pass(100 << 20, 40, 4_000), FIXED), Decision::Continue);
@@ -111,21 +158,21 @@ mod tests {
         // Nor are 4 ms of pages, whatever the fixed costs, to somebody who allows 300 ms; to one who allows 30 they are.
         let fixed = Duration::from_micros(500);
         for (limit, decision) in [(300, Decision::Switch), (30, Decision::Continue)] {
-            let mut policy = Convergence::new(Duration::from_millis(limit));
+            let mut policy = converging(Duration::from_millis(limit));
             assert_eq!(policy.decide(pass(1 << 30, 400, 2_600), fixed), decision);
         }
     }
 
     #[test]
     fn a_guest_that_no_longer_shrinks_is_switched_once_it_fits() {
-        let mut policy = Convergence::new(Duration::from_millis(300));
+        let mut policy = converging(Duration::from_millis(300));
         assert_eq!(policy.decide(pass(1 << 30, 400, 60_000), FIXED), Decision::Continue);
         assert_eq!(policy.decide(pass(240 << 20, 92, 55_000), FIXED), Decision::Switch);
     }
 
     #[test]
     fn a_guest_that_dirties_faster_than_the_link_is_not_switched() {
-        let mut policy = Convergence::new(Duration::from_millis(300));
+        let mut policy = converging(Duration::from_millis(300));
         for _ in 0..100 {
             assert_eq!(policy.decide(pass(1 << 30, 4000, 260_000), FIXED), Decision::Continue);
         }
@@ -133,14 +180,14 @@ mod tests {
 
     #[test]
     fn fixed_costs_count_against_the_limit() {
-        let mut policy = Convergence::new(Duration::from_millis(10));
+        let mut policy = converging(Duration::from_millis(10));
         assert_eq!(policy.decide(pass(1 << 30, 400, 0), Duration::from_millis(11)), Decision::Continue);
         assert_eq!(policy.predict(0, FIXED), Some(FIXED));
     }
 
     #[test]
     fn nothing_is_predicted_before_anything_was_measured() {
-        let policy = Convergence::new(Duration::from_millis(10));
+        let policy = converging(Duration::from_millis(10));
         assert_eq!(policy.predict(1, FIXED), None);
     }
 }

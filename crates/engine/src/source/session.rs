@@ -150,7 +150,7 @@ impl Session {
             probe: settings.probe(),
         };
         let session = Self {
-            policy: Convergence::new(settings.downtime_limit),
+            policy: Convergence::of(&settings),
             settings,
             state: State::AwaitAccept,
             started: now,

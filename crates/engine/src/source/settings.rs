@@ -78,6 +78,17 @@ pub enum AutoConverge {
     Writers,
 }
 
+/// A limit of its own for the time in which the guest is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SwitchoverBandwidth {
+    /// As fast as it goes.
+    Unlimited,
+    /// Bytes a second, above or below [`Settings::max_bandwidth`]. Where that one is felt, it is also what the prediction of
+    /// the downtime counts on: whoever says it knows the link.
+    AtMost(u64),
+}
+
 /// How to migrate.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -96,7 +107,12 @@ pub struct Settings {
     /// The guest is stopped once its predicted downtime fits this.
     pub downtime_limit: Duration,
     /// Bytes a second on all channels together; `None` for as fast as it goes.
+    ///
+    /// It is a promise to whoever shares the link, and so it holds while the guest is stopped too, at the cost of downtime
+    /// (QEMU lifts its limit then), unless [`Settings::switchover_bandwidth`] says otherwise.
     pub max_bandwidth: Option<u64>,
+    /// What holds instead from the moment the guest is being stopped; `None` for no change.
+    pub switchover_bandwidth: Option<SwitchoverBandwidth>,
     /// How long a migration may take before [`Settings::on_timeout`].
     pub timeout: Option<Duration>,
     /// What then.
@@ -151,6 +167,7 @@ impl Default for Settings {
             channels: 2,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,
+            switchover_bandwidth: None,
             timeout: None,
             on_timeout: OnTimeout::Cancel,
             auto_converge: AutoConverge::Off,

@@ -3,7 +3,7 @@
 use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, page_text};
 use std::time::{Duration, Instant};
-use vmferry_engine::{Listener, MigrationState, Monitor, OnTimeout, Settings, Uri};
+use vmferry_engine::{Listener, MigrationState, Monitor, OnTimeout, Settings, SwitchoverBandwidth, Uri};
 use vmferry_memory::RegionId;
 
 #[test]
@@ -65,6 +65,33 @@ fn a_bandwidth_cap_is_kept() {
     let rate = report.bytes.wire as f64 / took;
     assert!(rate < 11_000_000.0, "{rate} bytes/s");
     assert!(rate > 2_000_000.0, "{rate} bytes/s is far below the cap");
+}
+
+/// The cap holds while the guest is stopped, unless that time has a limit of its own.
+#[test]
+fn the_switchover_keeps_the_cap_or_has_its_own() {
+    let last_pages = |switchover_bandwidth| {
+        // Dirties faster than the cap allows, so that much is left for the switchover.
+        let settings = Settings {
+            max_bandwidth: Some(8_000_000),
+            switchover_bandwidth,
+            downtime_limit: Duration::from_millis(1),
+            timeout: Some(Duration::from_millis(900)),
+            on_timeout: OnTimeout::Switch,
+            ..quick()
+        };
+        let (report, _) = move_well(Options::default(), &unix_uri(), &settings);
+        let pass = report.passes.last().unwrap();
+        assert!(pass.wire_bytes > 500_000, "{report:?}");
+        pass.wire_bytes as f64 / report.downtime.last_pages_ms * 1e3
+    };
+    // A burst of 10 ms is free, and the first slots of each channel are.
+    let kept = last_pages(None);
+    assert!(kept < 12_000_000.0, "{kept} bytes/s");
+    let lower = last_pages(Some(SwitchoverBandwidth::AtMost(2_000_000)));
+    assert!(lower < 4_000_000.0, "{lower} bytes/s");
+    let free = last_pages(Some(SwitchoverBandwidth::Unlimited));
+    assert!(free > 2.0 * kept, "{free} bytes/s, {kept} with the cap");
 }
 
 #[test]
@@ -295,6 +322,8 @@ fn what_cannot_begin_says_why_at_once() {
     assert!(none.contains("1 to 64"), "{none}");
     let still = fails(&unix_uri(), &Settings { max_bandwidth: Some(0), ..quick() });
     assert!(still.contains("moves nothing"), "{still}");
+    let stuck = Settings { switchover_bandwidth: Some(SwitchoverBandwidth::AtMost(0)), ..quick() };
+    assert!(fails(&unix_uri(), &stuck).contains("moves nothing"));
     let hasty = fails(&unix_uri(), &Settings { peer_timeout: Duration::ZERO, ..quick() });
     assert!(hasty.contains("timeout of the peer"), "{hasty}");
     assert!(source.works());

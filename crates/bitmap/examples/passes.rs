@@ -1,0 +1,63 @@
+//! What a pass of a migration costs in bitmaps, flat and with a summary: `cargo run --release -p vmferry-bitmap --example passes`.
+//!
+//! A pass takes a log in, counts, adds what was harvested to what remains, clears, and goes through the runs chunk by chunk.
+
+use std::hint::black_box;
+use std::time::Instant;
+use vmferry_bitmap::{Bitmap, SummaryBitmap};
+
+/// 512 GiB.
+const PAGES: u64 = 1 << 27;
+/// 8 MiB, as the log protects.
+const CHUNK: u64 = 2048;
+
+macro_rules! pass {
+    ($since:expr, $base:expr, $take:expr) => {{
+        $take;
+        let mut seen = $since.count();
+        $base.union(&$since);
+        $since.clear_all();
+        seen += $base.count();
+        for chunk in 0..PAGES / CHUNK {
+            let mut runs = $base.runs_in(chunk * CHUNK..(chunk + 1) * CHUNK);
+            if let Some(run) = runs.next() {
+                seen += run.end - run.start + runs.count() as u64;
+            }
+        }
+        $base.clear_all();
+        black_box(seen)
+    }};
+}
+
+fn main() {
+    let (mut since, mut base) = (Bitmap::full(PAGES), Bitmap::full(PAGES));
+    let (mut summary_since, mut summary_base) = (SummaryBitmap::full(PAGES), SummaryBitmap::full(PAGES));
+    since.clear_all();
+    base.clear_all();
+    summary_since.clear_all();
+    summary_base.clear_all();
+    for (name, step, run) in [
+        ("nothing", PAGES, 0),
+        ("1e-4 in runs of 64", 640_000, 64),
+        ("1e-4 single pages", 10_000, 1),
+        ("1e-2 single pages", 100, 1),
+        ("every second page", 2, 1),
+        ("all", 64, 64),
+    ] {
+        let mut log = Bitmap::new(PAGES);
+        (0..(PAGES - 64) / step).for_each(|at| log.set_range(at * step..at * step + run));
+        let log = log.words();
+        let mut times = [Vec::new(), Vec::new()];
+        for _ in 0..9 {
+            let begin = Instant::now();
+            let flat = pass!(since, base, since.union_words(log));
+            times[0].push(begin.elapsed());
+            let begin = Instant::now();
+            let summary = pass!(summary_since, summary_base, summary_since.union_words(0, log));
+            times[1].push(begin.elapsed());
+            assert_eq!(flat, summary, "both see the same");
+        }
+        times.iter_mut().for_each(|times| times.sort_unstable());
+        println!("{name:20} flat {:9.3?}, with a summary {:9.3?}", times[0][2], times[1][2]);
+    }
+}
