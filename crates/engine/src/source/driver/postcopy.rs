@@ -81,6 +81,8 @@ impl<'e> Driver<'_, 'e> {
             return Some(local("starting a channel's thread", &crate::VmError::new(error)));
         }
         self.begin_pass(number, claims.left());
+        // The guest stands still no more.
+        self.ground.pacer.set(self.ground.settings.max_bandwidth);
         self.pace(&claims);
         let job = Job::Rest { pass: number, claims, urgent: Arc::clone(&self.urgent) };
         self.give_out(&job);
