@@ -22,6 +22,7 @@ const ROUNDS: usize = 3;
 /// A mapping that is unmapped when dropped.
 struct Mapped {
     start: NonNull<u8>,
+    len: usize,
     pages: u64,
     file: Option<Arc<OwnedFd>>,
 }
@@ -55,14 +56,14 @@ impl Mapped {
             start
         };
         let start = NonNull::new(start.cast()).ok_or_else(|| VmError::new("mapped at 0"))?;
-        Ok(Self { start, pages, file })
+        Ok(Self { start, len, pages, file })
     }
 
     fn word(&self, page: u64) -> &AtomicU64 {
         assert!(page < self.pages);
-        // SAFETY: inside the mapping, aligned; everybody uses atomics or lets the kernel place pages. The product fits: the
-        // mapping's length does.
-        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add((page as usize) << 12).cast()) }
+        let at = usize::try_from(page << 12).unwrap_or(usize::MAX);
+        // SAFETY: inside the mapping, aligned; everybody uses atomics or lets the kernel place pages.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
     fn lazy(self: &Arc<Self>, stripes: usize) -> Result<UffdMemory, VmError> {
@@ -86,8 +87,8 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`; the length fits.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), (self.pages as usize) << 12) };
+        // SAFETY: mapped by `new`.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
