@@ -10,7 +10,7 @@ use std::ops::Range;
 use vmferry_memory::{MAX_PAGES, MAX_REGIONS, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
 /// Most chunks in all, and so most mappings that the kernel is left with. Each costs its registration, in the guest's
-/// downtime (begin of 1 GiB: see docs), and the kernel's limit for a process is 65530 by default.
+/// downtime, and the kernel's limit for a process is 65530 by default.
 const MAX_CHUNKS: u64 = 512;
 /// Pages of the smallest chunk, as a shift: 2 MiB, so that no huge page (before or after) has two owners.
 const MIN_CHUNK_SHIFT: u32 = 9;

@@ -498,3 +498,52 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
         Err(error) => say(&format!("userfaultfd as nobody: not run: setpriv: {error}")),
     }
 }
+
+extern "C" fn ignore(_: libc::c_int) {}
+
+/// A thread that sleeps on a page inside a system call is not interrupted by a signal: with one pending, the kernel tries the
+/// access again and again, and each try is a fault. Whoever reads faults must bear that, and the page must still help.
+#[test]
+fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
+    let Some(setup) = setup(Kind::Anonymous, 1) else { return };
+    if let Err(error) = Userfaultfd::open_full(0) {
+        return say(&format!("a signal to who sleeps in a system call: not run: {error}"));
+    }
+    // SAFETY: zeros are a valid sigaction, and the handler does nothing.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        let handler: extern "C" fn(libc::c_int) = ignore;
+        action.sa_sigaction = handler as libc::sighandler_t;
+        assert_eq!(libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut()), 0);
+    }
+    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    let thread = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| {
+            // SAFETY: takes nothing.
+            thread.store(unsafe { libc::pthread_self() }, Ordering::Release);
+            let zero = std::fs::File::open("/dev/zero").unwrap();
+            // SAFETY: a page of the mapping, which the kernel writes.
+            unsafe {
+                let to = setup.mapped.0[0].0.as_ptr().add(9 * PAGE_BYTES);
+                libc::read(std::os::fd::AsRawFd::as_raw_fd(&zero), to.cast(), 100)
+            }
+        });
+        let next = |within| setup.lazy.next_fault(0, within).unwrap();
+        let first = next(Duration::from_secs(10)).expect("a fault of a system call");
+        assert_eq!(next(Duration::from_millis(50)), None, "one sleeper, one fault");
+        // SAFETY: the thread is there: it cannot end before its page comes.
+        unsafe { libc::pthread_kill(thread.load(Ordering::Acquire), libc::SIGUSR2) };
+        let (begin, mut again) = (Instant::now(), 0_u64);
+        while begin.elapsed() < Duration::from_millis(100) {
+            if let Some(fault) = next(Duration::ZERO) {
+                assert_eq!((fault.region, fault.page), (first.region, first.page));
+                again += 1;
+            }
+        }
+        say(&format!("a signal to who sleeps in a system call: ran: {again} more faults in 100 ms"));
+        setup.lazy.place_zeros(first.region, PageRun::new(first.page, 1)).unwrap();
+        let read = reading.join().unwrap();
+        assert!(read == 100 || read == -1, "{read}");
+    });
+}

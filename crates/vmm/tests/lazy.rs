@@ -155,8 +155,11 @@ fn a_guest_runs_before_its_memory_has_come() {
             counts.others.load(Ordering::Relaxed)
         ));
         assert!((4096..=MEMORY >> 12).contains(&placed), "{placed} pages");
-        // Where KVM takes faults in a kernel worker for a vCPU that may then be interrupted, they are nobody's.
-        assert!(counts.of_vcpus.into_inner() > 0);
+        // KVM proper may hand a fault to a kernel worker and halt the vCPU meanwhile, so that an interrupt finds it; such a
+        // fault is nobody's. kvm_pvm takes them all in the vCPU's thread.
+        if std::path::Path::new("/sys/module/kvm_pvm").exists() {
+            assert!(counts.of_vcpus.into_inner() >= placed);
+        }
         // What was never asked for reads as zeros, and the guest does not miss it.
         let stats = verified(&moving.target.handle(), 8);
         assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());

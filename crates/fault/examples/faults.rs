@@ -1,0 +1,224 @@
+//! What local faults cost: how many a second by threads and stripes, how long one takes, and how long it takes to begin.
+//!
+//! `cargo run --release -p vmferry-fault --example faults`; about a minute. Prints tables.
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{LazyMemory, VmError};
+use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+
+/// Each thread touches so many pages of its share, in a scattered order.
+const FAULTS: u64 = 6000;
+const FAULT_PAGES: u64 = 65536;
+/// Memory of the begin table: 1 GiB.
+const BEGIN_PAGES: u64 = 1 << 18;
+const ROUNDS: usize = 3;
+
+/// A mapping that is unmapped when dropped.
+struct Mapped {
+    start: NonNull<u8>,
+    len: usize,
+    pages: u64,
+    file: Option<Arc<OwnedFd>>,
+}
+
+// SAFETY: an address; the bytes are reached by atomics only.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    fn new(pages: u64, memfd: bool, huge: bool) -> Result<Self, VmError> {
+        let len = usize::try_from(pages << 12).map_err(VmError::new)?;
+        let (access, hint) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+        let file = if memfd {
+            let file =
+                rustix::fs::memfd_create("faults", rustix::fs::MemfdFlags::CLOEXEC).map_err(VmError::new)?;
+            rustix::fs::ftruncate(&file, pages << 12).map_err(VmError::new)?;
+            Some(Arc::new(file))
+        } else {
+            None
+        };
+        // SAFETY: new mappings at addresses of the kernel's choice; the advice changes no content.
+        let start = unsafe {
+            let start = match &file {
+                Some(file) => mmap(hint, len, access, MapFlags::SHARED, file, 0),
+                None => mmap_anonymous(hint, len, access, MapFlags::PRIVATE | MapFlags::NORESERVE),
+            }
+            .map_err(VmError::new)?;
+            let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+            let _ = madvise(start, len, advice);
+            start
+        };
+        let start = NonNull::new(start.cast()).ok_or_else(|| VmError::new("mapped at 0"))?;
+        Ok(Self { start, len, pages, file })
+    }
+
+    fn word(&self, page: u64) -> &AtomicU64 {
+        assert!(page < self.pages);
+        let at = usize::try_from(page << 12).unwrap_or(usize::MAX);
+        // SAFETY: inside the mapping, aligned; everybody uses atomics or lets the kernel place pages.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
+    }
+
+    fn lazy(self: &Arc<Self>, stripes: usize) -> Result<UffdMemory, VmError> {
+        let backing = match &self.file {
+            Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+            None => Backing::Anonymous,
+        };
+        let host = self.start.addr().get() as u64;
+        let region = LazyRegion { id: RegionId(0), host, len: self.pages << 12, backing };
+        let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
+        (options.stripes, options.user_mode_only) = (stripes, true);
+        // SAFETY: the owner keeps the mapping, whose bytes are reached by atomics.
+        Ok(unsafe { UffdMemory::new(vec![region], Arc::clone(self) as _, &options) }?)
+    }
+
+    fn layout(&self) -> Result<Layout, VmError> {
+        let region = Region { id: RegionId(0), gpa: Gpa(0), len: self.pages << 12 };
+        Layout::new(vec![region]).map_err(VmError::new)
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Faults a second and the sorted times of all of them, in ns.
+fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), VmError> {
+    let mapped = Arc::new(Mapped::new(FAULT_PAGES, memfd, false)?);
+    let lazy = mapped.lazy(stripes)?;
+    lazy.begin(&PageSet::full(&mapped.layout()?))?;
+    let done = AtomicBool::new(false);
+    let (took, mut times) = std::thread::scope(|scope| {
+        for stripe in 0..stripes {
+            let (lazy, done) = (&lazy, &done);
+            scope.spawn(move || {
+                let page = [7; PAGE_BYTES];
+                while !done.load(Ordering::Acquire) {
+                    match lazy.next_fault(stripe, Duration::from_secs(1)) {
+                        Ok(Some(fault)) => {
+                            let run = PageRun::new(fault.page, 1);
+                            if let Err(error) = lazy.place(fault.region, run, &page) {
+                                eprintln!("{error}");
+                            }
+                        }
+                        Ok(None) => {}
+                        Err(error) => return eprintln!("{error}"),
+                    }
+                }
+            });
+        }
+        let began = Instant::now();
+        let touch = |thread: u64| {
+            let mapped = &mapped;
+            move || {
+                // An odd step meets every page of the (even) number once before it repeats; each thread has its residue.
+                let pages = FAULT_PAGES / threads;
+                let touch = |index: u64| {
+                    let page = index * 26_357 % pages * threads + thread;
+                    let begin = Instant::now();
+                    assert_ne!(mapped.word(page).load(Ordering::Relaxed), 0);
+                    u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX)
+                };
+                (0..FAULTS).map(touch).collect::<Vec<_>>()
+            }
+        };
+        let touching: Vec<_> = (0..threads).map(|thread| scope.spawn(touch(thread))).collect();
+        let times: Vec<u64> =
+            touching.into_iter().filter_map(|thread| thread.join().ok()).flatten().collect();
+        let took = began.elapsed();
+        done.store(true, Ordering::Release);
+        lazy.interrupt();
+        (took, times)
+    });
+    lazy.end()?;
+    times.sort_unstable();
+    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    Ok((times.len() as f64 / took.as_secs_f64(), times))
+}
+
+fn fault_table(memfd: bool) -> Result<(), VmError> {
+    println!(
+        "\n{}: threads x stripes, faults/s (median of {ROUNDS}), p50, p99 in us",
+        if memfd { "memfd" } else { "anonymous" }
+    );
+    for threads in [1, 2, 4] {
+        for stripes in [1, 2, 4] {
+            let mut rounds =
+                (0..ROUNDS).map(|_| faults(threads, stripes, memfd)).collect::<Result<Vec<_>, _>>()?;
+            rounds.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let (rate, times) = &rounds[ROUNDS / 2];
+            #[expect(clippy::cast_precision_loss, reason = "for people")]
+            let us = |of: usize| times[times.len() * of / 100] as f64 / 1000.0;
+            println!("{threads} x {stripes}: {rate:9.0}  {:7.1}  {:7.1}", us(50), us(99));
+        }
+    }
+    Ok(())
+}
+
+/// Milliseconds to begin and to end.
+fn begin(
+    stripes: usize,
+    memfd: bool,
+    huge: bool,
+    filled: bool,
+    missing: &PageSet,
+) -> Result<(f64, f64), VmError> {
+    let mapped = Arc::new(Mapped::new(BEGIN_PAGES, memfd, huge)?);
+    if filled {
+        (0..BEGIN_PAGES).for_each(|page| mapped.word(page).store(1, Ordering::Relaxed));
+    }
+    let lazy = mapped.lazy(stripes)?;
+    let start = Instant::now();
+    lazy.begin(missing)?;
+    let began = start.elapsed();
+    let start = Instant::now();
+    lazy.end()?;
+    Ok((began.as_secs_f64() * 1e3, start.elapsed().as_secs_f64() * 1e3))
+}
+
+fn begin_table() -> Result<(), VmError> {
+    println!("\n1 GiB: begin and end, ms (median of {ROUNDS})");
+    let layout = Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: BEGIN_PAGES << 12 }]);
+    let layout = layout.map_err(VmError::new)?;
+    let (nothing, everything) = (PageSet::empty(&layout), PageSet::full(&layout));
+    let mut scattered = PageSet::empty(&layout);
+    if let Some(map) = scattered.region_mut(RegionId(0)) {
+        (0..10_000).for_each(|page| _ = map.set(PageIndex(page * 26).0));
+    }
+    for (kind, memfd, huge) in
+        [("anonymous", false, false), ("huge pages", false, true), ("memfd", true, false)]
+    {
+        for (what, missing) in
+            [("nothing", &nothing), ("everything", &everything), ("10,000 scattered pages", &scattered)]
+        {
+            for stripes in [1, 4] {
+                let round = |_| begin(stripes, memfd, huge, true, missing);
+                let mut rounds = (0..ROUNDS).map(round).collect::<Result<Vec<_>, _>>()?;
+                rounds.sort_by(|a, b| a.0.total_cmp(&b.0));
+                let (began, ended) = rounds[ROUNDS / 2];
+                println!("{kind}, {what} to drop, {stripes} stripes: begin {began:.2}, end {ended:.2}");
+            }
+        }
+    }
+    let (began, ended) = begin(4, false, false, false, &everything)?;
+    println!("anonymous, never touched, everything to drop, 4 stripes: begin {began:.2}, end {ended:.2}");
+    Ok(())
+}
+
+fn main() {
+    let done = fault_table(false).and_then(|()| fault_table(true)).and_then(|()| begin_table());
+    if let Err(error) = done {
+        eprintln!("{error}");
+        std::process::exit(1);
+    }
+}

@@ -1,0 +1,145 @@
+//! A process guest that runs before its memory has come.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{GuestMemory, LazyMemory, SourceVm, TargetVm};
+use vmferry_guest_abi::{State, StatsSnapshot};
+use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
+use vmferry_process::{Error, ProcessGuest, ProcessHandle, ProcessOptions};
+
+const MEMORY: u64 = 32 << 20;
+const CPUS: u32 = 3;
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn options(memfd: bool) -> ProcessOptions {
+    let mut options = ProcessOptions::new(MEMORY, CPUS);
+    options.memfd = memfd;
+    options
+}
+
+struct Move {
+    source: ProcessGuest,
+    target: ProcessGuest,
+    lazy: Arc<dyn LazyMemory>,
+}
+
+/// The source paused, the target loaded and without any page; `None`, and why, where the host cannot do it.
+fn moving(memfd: bool) -> Option<Move> {
+    let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
+    let lazy = match target.lazy_memory() {
+        Ok(lazy) => lazy,
+        Err(error) => {
+            say(&format!("process guest with missing pages: not run: {error}"));
+            return None;
+        }
+    };
+    let mut source =
+        ProcessGuest::new(options(memfd), "uniform,ws=8M,data=16M,fill=mix:50".parse().unwrap()).unwrap();
+    source.start().unwrap();
+    let handle = source.handle();
+    wait("the fill", || handle.stats().is_ok_and(|stats| stats.state >= State::Running));
+    SourceVm::pause(&mut source).unwrap();
+    let saved = source.save().unwrap();
+    let memory = TargetVm::memory(&target);
+    for region in memory.layout().regions() {
+        let window = memory.window(region.id, region.run()).unwrap();
+        (0..window.pages()).for_each(|page| window.write_page(page, &[0xa5; PAGE_BYTES]));
+    }
+    lazy.begin(&PageSet::full(memory.layout())).unwrap();
+    target.load(&saved).unwrap();
+    Some(Move { source, target, lazy })
+}
+
+/// Serves the faults of `stripe`; counts those of vCPUs and of others.
+fn serve(
+    memory: &dyn GuestMemory,
+    lazy: &dyn LazyMemory,
+    stripe: usize,
+    done: &AtomicBool,
+    counts: &[AtomicU64; 2],
+) {
+    let mut page = [0; PAGE_BYTES];
+    while !done.load(Ordering::Acquire) {
+        let Some(fault) = lazy.next_fault(stripe, Duration::from_millis(200)).unwrap() else { continue };
+        assert!(fault.vcpu.is_none_or(|vcpu| vcpu < CPUS));
+        counts[usize::from(fault.vcpu.is_none())].fetch_add(1, Ordering::Relaxed);
+        let run = PageRun::new(fault.page, 1);
+        if memory.window(fault.region, run).unwrap().copy_page(0, &mut page) {
+            lazy.place_zeros(fault.region, run).unwrap();
+        } else {
+            lazy.place(fault.region, run, &page).unwrap();
+        }
+    }
+}
+
+fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
+    wait("a guest that can be asked", || handle.request_verify(request));
+    wait("the guest's check", || handle.stats().is_ok_and(|stats| stats.verified(request)));
+    let mut last = None;
+    wait("a report", || {
+        last = handle.stats().ok();
+        last.is_some()
+    });
+    last.unwrap()
+}
+
+#[test]
+fn a_guest_runs_before_its_memory_has_come() {
+    for memfd in [false, true] {
+        let Some(Move { source, mut target, lazy }) = moving(memfd) else { return };
+        let handle = target.handle();
+        assert!(handle.stats().is_err() && !handle.request_verify(1), "nobody who looks may sleep");
+        let (memory, done) = (SourceVm::memory(&source), AtomicBool::new(false));
+        let counts = [AtomicU64::new(0), AtomicU64::new(0)];
+        std::thread::scope(|scope| {
+            for stripe in 0..lazy.stripes() {
+                let (memory, lazy, done, counts) = (&*memory, &*lazy, &done, &counts);
+                scope.spawn(move || serve(memory, lazy, stripe, done, counts));
+            }
+            target.start().unwrap();
+            let stats = verified(&handle, 7);
+            assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
+            target.pause().unwrap();
+            lazy.end().unwrap();
+            target.start().unwrap();
+            done.store(true, Ordering::Release);
+            lazy.interrupt();
+        });
+        let [own, others] = counts.map(AtomicU64::into_inner);
+        say(&format!("process guest (memfd: {memfd}): ran: {own} faults of its threads, {others} of others"));
+        assert!(own > 4096, "its threads are known: {own} faults");
+        assert_eq!(others, 0, "nobody else touches its memory");
+        assert_eq!(verified(&handle, 8).corrupt(), 0);
+    }
+}
+
+#[test]
+fn a_guest_whose_pages_do_not_come_cannot_be_paused_and_says_so_and_can_be_dropped() {
+    let Some(Move { source, mut target, lazy }) = moving(false) else { return };
+    target.start().unwrap();
+    for stripe in 0..lazy.stripes() {
+        // Somebody sleeps.
+        let _ = lazy.next_fault(stripe, Duration::from_millis(100)).unwrap();
+    }
+    let begin = Instant::now();
+    let error = ProcessGuest::pause(&mut target).unwrap_err();
+    assert!(matches!(error, Error::Unresponsive { .. }), "{error}");
+    assert!((9..20).contains(&begin.elapsed().as_secs()), "{:?}", begin.elapsed());
+    let begin = Instant::now();
+    drop(target);
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+    drop((source, lazy));
+}
