@@ -64,19 +64,20 @@ impl ClaimBitmap {
         taken
     }
 
-    /// Takes what is left of the 64 pages from `first` on, a multiple of 64: bit `i` of the result is page `first + i`.
+    /// Takes what is left of the 64 pages from `first` on, a multiple of 64, that are set in `wanted`: bit `i` of it and of
+    /// the result is page `first + i`.
     ///
     /// # Panics
     /// If `first` is no multiple of 64.
-    pub fn take_64(&self, first: u64) -> u64 {
+    pub fn take_64(&self, first: u64, wanted: u64) -> u64 {
         assert!(first.is_multiple_of(64), "page {first} begins no word");
         let (word, _) = place(first);
         let Some(word) = self.words.get(word) else { return 0 };
-        // An empty word is only read: a swap would take its cache line from others.
-        if word.load(Ordering::SeqCst) == 0 {
+        // What is gone already is only read: a read-modify-write would take its cache line from others.
+        if word.load(Ordering::SeqCst) & wanted == 0 {
             return 0;
         }
-        let bits = word.swap(0, Ordering::SeqCst);
+        let bits = word.fetch_and(!wanted, Ordering::SeqCst) & wanted;
         self.left.fetch_sub(bits.count_ones().into(), Ordering::SeqCst);
         bits
     }
@@ -125,17 +126,20 @@ mod tests {
         fn what_is_taken_is_gone_and_counted(
             len in 1u64..300,
             pages in prop::collection::vec(0u64..300, 0..100),
-            steps in prop::collection::vec((0u8..3, 0u64..310, 0u64..80), 0..60),
+            steps in prop::collection::vec((0u8..3, 0u64..310, 0u64..80, any::<u64>()), 0..60),
         ) {
             let mut model = set(len, &pages);
             let claims = ClaimBitmap::new(&model);
-            for (what, at, count) in steps {
+            for (what, at, count, wanted) in steps {
                 match what {
                     0 => prop_assert_eq!(claims.take(at), at < len && model.test_and_clear(at)),
                     1 => {
                         let first = at / 64 * 64;
-                        let want: u64 = (0..64).filter(|i| first + i < len && model.test_and_clear(first + i)).map(|i| 1 << i).sum();
-                        prop_assert_eq!(claims.take_64(first), want);
+                        let want: u64 = (0..64)
+                            .filter(|i| wanted >> i & 1 == 1 && first + i < len && model.test_and_clear(first + i))
+                            .map(|i| 1 << i)
+                            .sum();
+                        prop_assert_eq!(claims.take_64(first, wanted), want);
                     }
                     _ => {
                         let range = at.min(len)..(at + count).min(len);
@@ -155,8 +159,9 @@ mod tests {
         const PAGES: u64 = 10_000;
         let claims = ClaimBitmap::new(&Bitmap::full(PAGES));
         let by_page = || (0..PAGES).filter(|page| claims.take(*page)).count() as u64;
-        let by_word =
-            || (0..PAGES).step_by(64).map(|first| u64::from(claims.take_64(first).count_ones())).sum();
+        let by_word = || {
+            (0..PAGES).step_by(64).map(|first| u64::from(claims.take_64(first, u64::MAX).count_ones())).sum()
+        };
         let by_range =
             || (0..PAGES).step_by(10).map(|first| claims.take_range(first..first + 10).0).sum::<u64>();
         let taken: u64 = std::thread::scope(|scope| {

@@ -3,6 +3,7 @@
 mod channel;
 mod error;
 mod lacking;
+mod latency;
 mod lazy;
 mod mapped;
 mod monitor;

@@ -72,6 +72,22 @@ impl<'a> IoBuf<'a> {
         Ok(())
     }
 
+    /// Whether it is used up.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.raw.iov_len == 0
+    }
+
+    /// Copies as much of `from` as fits, and goes on behind it; for a buffer that may be received into. Returns how much
+    /// that was.
+    pub(crate) fn put(&mut self, from: &[u8]) -> usize {
+        let len = from.len().min(self.raw.iov_len);
+        // SAFETY: the buffer's bytes are mapped and may be written (it was made to be received into, which callers keep, as
+        // for `recvmsg`), and cannot overlap `from`, which is a shared borrow of other bytes.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.raw.iov_base.cast(), len) };
+        self.advance(len);
+        len
+    }
+
     fn raw(start: *mut u8, len: usize) -> Self {
         Self { raw: libc::iovec { iov_base: start.cast(), iov_len: len }, bytes: PhantomData }
     }
@@ -233,6 +249,19 @@ impl Stream {
                 0 => return Ok(false),
                 1.. => return Ok(true),
                 _ => interrupted(io::Error::last_os_error())?,
+            }
+        }
+    }
+
+    /// Receives what there is, at least a byte, at most what `bytes` hold.
+    pub(crate) fn receive_some(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+        loop {
+            match self.call(&mut bufs, 0, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => return Ok(received),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(timed_out(error)),
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::driver::{Input, Numbered};
 use super::lazy::{UrgentLine, serve_faults};
-use super::receiver::{Arrivals, Mark, ReceiveError, Receiver as PageReceiver};
+use super::receiver::{Arrivals, Buffered, FrameSource, Mark, ReceiveError, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use crate::channel::{Incoming, Stream, answer, read_message};
 use crate::monitor::thread_cpu_us;
@@ -121,31 +121,13 @@ impl Link {
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
         let receive = move || {
-            let mut receiver = match role {
-                Role::Bulk => PageReceiver::new(&*memory, &arrivals, &*stream),
-                _ => PageReceiver::urgent(&*memory, &arrivals, &*stream),
-            };
-            let mut counted = 0;
-            loop {
-                let result = receiver.receive();
-                let used = thread_cpu_us();
-                cpu_us.fetch_add(used - counted, Ordering::Relaxed);
-                counted = used;
-                let input = match result {
-                    Ok(Mark::Barrier(pass)) => Input::Barrier { channel: index, pass },
-                    Ok(Mark::AllHere) => Input::AllHere,
-                    Ok(Mark::Probe(number)) => match echo(&stream, number) {
-                        Ok(()) => continue,
-                        Err(error) => Input::ChannelLost { role, channel: index, error },
-                    },
-                    Err(error) => Input::ChannelLost { role, channel: index, error },
-                };
-                let last = matches!(input, Input::ChannelLost { .. });
-                if last {
-                    arrivals.lost();
-                }
-                if inputs.send((attempt, input)).is_err() || last {
-                    return;
+            let serve = Serve { role, index, stream: &stream, arrivals: &arrivals, attempt, inputs: &inputs };
+            match role {
+                Role::Bulk => serve.all(PageReceiver::new(&*memory, &arrivals, &*stream), &cpu_us),
+                // Single pages, and probes: what counts is the time.
+                _ => {
+                    crate::latency::prefer_latency();
+                    serve.all(PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)), &cpu_us);
                 }
             }
         };
@@ -195,6 +177,50 @@ impl Link {
                 tracing::error!("a channel's thread panicked");
             }
         }
+    }
+}
+
+/// A channel's thread.
+struct Serve<'a> {
+    role: Role,
+    index: u16,
+    stream: &'a Stream,
+    arrivals: &'a Arrivals,
+    attempt: u64,
+    inputs: &'a SyncSender<Numbered>,
+}
+
+impl Serve<'_> {
+    /// Receives until the channel ends, and reports where it has got to.
+    fn all(&self, mut receiver: PageReceiver<'_, impl FrameSource>, cpu_us: &AtomicU64) {
+        let (role, channel) = (self.role, self.index);
+        let mut counted = 0;
+        loop {
+            let result = receiver.receive();
+            if let Ok(Mark::Probe(number)) = result {
+                match echo(self.stream, number) {
+                    Ok(()) => continue,
+                    Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
+                }
+            }
+            let used = thread_cpu_us();
+            cpu_us.fetch_add(used - counted, Ordering::Relaxed);
+            counted = used;
+            match result {
+                Ok(Mark::Barrier(pass)) => self.report(Input::Barrier { channel, pass }),
+                Ok(Mark::AllHere) => self.report(Input::AllHere),
+                Ok(Mark::Probe(_)) => {}
+                Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
+            }
+        }
+    }
+
+    fn report(&self, input: Input) {
+        if matches!(input, Input::ChannelLost { .. }) {
+            self.arrivals.lost();
+        }
+        // If nobody listens any more the stream is shut down as well, and the next receive ends the thread.
+        let _ = self.inputs.send((self.attempt, input));
     }
 }
 

@@ -4,6 +4,7 @@ use super::lazy::{Lazy, Stager};
 use super::session::MAX_NAMED_RUNS;
 use crate::channel::{IoBuf, Stream};
 use crate::vm::{GuestMemory, VmError};
+use std::cell::RefCell;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
@@ -208,6 +209,45 @@ pub(crate) trait FrameSource {
 impl FrameSource for &Stream {
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         self.receive(bufs)
+    }
+}
+
+/// Reads as much as there is, up to some frames of a single page: a small frame then takes one system call instead of three.
+pub(crate) struct Buffered<'a> {
+    stream: &'a Stream,
+    state: RefCell<Held>,
+}
+
+/// `start <= end <= bytes.len()`: what was read and not yet asked for.
+struct Held {
+    bytes: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl<'a> Buffered<'a> {
+    /// Four frames of a page.
+    const BYTES: usize = 4 * (FRAME_HEADER_BYTES + 16 + PAGE_BYTES);
+
+    pub(crate) fn new(stream: &'a Stream) -> Self {
+        let bytes = vec![0; Self::BYTES].into();
+        Self { stream, state: RefCell::new(Held { bytes, start: 0, end: 0 }) }
+    }
+}
+
+impl FrameSource for Buffered<'_> {
+    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        let held = &mut *self.state.borrow_mut();
+        for buf in bufs {
+            while !buf.is_empty() {
+                if held.start == held.end {
+                    held.start = 0;
+                    held.end = self.stream.receive_some(&mut held.bytes)?;
+                }
+                held.start += buf.put(&held.bytes[held.start..held.end]);
+            }
+        }
+        Ok(())
     }
 }
 

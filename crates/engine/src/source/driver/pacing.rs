@@ -3,8 +3,8 @@
 use super::Driver;
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::report::PaceFigures;
-use crate::source::pace::{Pace, Probe, TcpBulk};
-use crate::source::postcopy::Claims;
+use crate::source::pace::{Decision, Pace, Probe, TcpBulk};
+use crate::source::postcopy::{Claims, unsent_bytes};
 use crate::source::settings;
 use std::io;
 use std::os::fd::AsFd;
@@ -38,12 +38,23 @@ impl Probe for ProbeChannel {
     }
 }
 
+/// Keeps what leaves this host at once as short as the pace, of all channels together, wants it.
+fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
+    let each = rate / (streams.len() as u64).max(1);
+    claims.fit_frames(each);
+    let unsent = u32::try_from(unsent_bytes(each)).unwrap_or(u32::MAX);
+    for stream in streams {
+        // Without it the queue is longer, and that is all.
+        let _ = tcp::set_unsent_limit(stream.as_fd(), unsent);
+    }
+}
+
 impl<'e> Driver<'_, 'e> {
     /// Holds the bulk channels to the pace that was asked for. Failing to is no reason to stop: the guest waits longer then.
     pub(super) fn pace(&mut self, claims: &Arc<Claims>) {
         let paced = match self.ground.settings.pace {
             settings::Pace::Off => Ok(()),
-            settings::Pace::Rate(rate) => self.hold_to(rate),
+            settings::Pace::Rate(rate) => self.hold_to(rate, claims),
             settings::Pace::Auto => self.find_pace(Arc::clone(claims)),
         };
         if let Err(error) = paced {
@@ -51,8 +62,9 @@ impl<'e> Driver<'_, 'e> {
         }
     }
 
-    fn hold_to(&self, rate: u64) -> io::Result<()> {
+    fn hold_to(&self, rate: u64, claims: &Claims) -> io::Result<()> {
         let each = rate / u64::from(self.ground.settings.channels);
+        fit(&self.streams.bulk, claims, rate);
         self.streams.bulk.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
     }
 
@@ -65,11 +77,17 @@ impl<'e> Driver<'_, 'e> {
             return Ok(());
         }
         let work = move || {
+            crate::latency::prefer_latency();
             let bulk = TcpBulk::new(streams.iter().map(|stream| stream.as_fd()), || claims.left() > 0);
             let paced = bulk.and_then(|bulk| {
                 let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
-                let show = |decision: &crate::source::pace::Decision, _| {
-                    ground.monitor.update(|progress| progress.pace = Some(decision.rate));
+                let mut fitted = 0;
+                let show = |decision: &Decision, _| {
+                    if decision.rate.abs_diff(fitted) > fitted / 8 {
+                        fitted = decision.rate;
+                        fit(&streams, &claims, decision.rate);
+                        ground.monitor.update(|progress| progress.pace = Some(decision.rate));
+                    }
                 };
                 pace.run(|| ground.stop.load(Ordering::Relaxed), show)
             });

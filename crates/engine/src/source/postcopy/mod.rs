@@ -15,12 +15,23 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use vmferry_bitmap::ClaimBitmap;
-use vmferry_memory::{Layout, PageSet, RegionId};
+use vmferry_memory::{Layout, PAGE_SIZE, PageSet, RegionId};
 
 /// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
 /// them it claims 64 at a time, right before it sends them.
 const CHUNK_PAGES: u64 = 512;
+
+/// What a bulk channel may have on its way out of this host: so much time of its pace.
+const AT_ONCE: Duration = Duration::from_micros(500);
+
+/// The bytes that a channel sends within [`AT_ONCE`] at `rate` bytes a second: at least a page and its headers, at most a
+/// frame of 64.
+pub(crate) fn unsent_bytes(rate: u64) -> u64 {
+    let bytes = u128::from(rate) * AT_ONCE.as_nanos() / 1_000_000_000;
+    u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
+}
 
 /// A page that somebody waits for, in a queue.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +57,8 @@ pub(crate) struct Claims {
     queued: AtomicUsize,
     /// Bulk threads at work: they serve the queue.
     bulk_at_work: AtomicUsize,
+    /// Most pages of a bulk frame.
+    frame_pages: AtomicU64,
     /// Pages never touched on this side read as zeros on the other: looked up before they are read. False if all that
     /// is lacking was written.
     pub(crate) look_up_untouched: bool,
@@ -60,8 +73,21 @@ impl Claims {
             queue: Mutex::default(),
             queued: AtomicUsize::new(0),
             bulk_at_work: AtomicUsize::new(0),
+            frame_pages: AtomicU64::new(64),
             look_up_untouched,
         }
+    }
+
+    /// Most pages of a bulk frame: 1 to 64.
+    pub(crate) fn frame_pages(&self) -> u64 {
+        self.frame_pages.load(Ordering::Relaxed)
+    }
+
+    /// Makes bulk frames as long as a channel takes `AT_ONCE` for at `rate` bytes a second. Its pages are on their way from
+    /// the claim until the frame's end has arrived, and whoever needs one of them waits for as long.
+    pub(crate) fn fit_frames(&self, rate: u64) {
+        let pages = unsent_bytes(rate) / PAGE_SIZE;
+        self.frame_pages.store(pages.clamp(1, 64), Ordering::Relaxed);
     }
 
     /// Pages that nobody has claimed.

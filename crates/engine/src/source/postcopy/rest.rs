@@ -37,8 +37,15 @@ impl<S: FrameSink> Sender<'_, S> {
     ) -> Result<(), SenderError> {
         let (id, map) = &claims.regions[position];
         let mut touched = None;
-        for first in chunk.clone().step_by(64) {
-            let mut bits = map.take_64(first);
+        let mut at = chunk.start;
+        while at < chunk.end {
+            // A frame is a piece of a word, so that it is claimed at once and right before it is sent.
+            let pages = claims.frame_pages();
+            let (first, begin) = (at / 64 * 64, at % 64);
+            let end = (begin + pages).min(64);
+            let wanted = (u64::MAX >> (64 - (end - begin))) << begin;
+            at = first + end;
+            let mut bits = map.take_64(first, wanted);
             if bits == 0 {
                 continue;
             }

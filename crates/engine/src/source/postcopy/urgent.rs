@@ -31,6 +31,7 @@ impl<'a> UrgentOut<'a> {
 
 /// Reads requests from channel `channel` until it ends.
 pub(crate) fn serve_urgent(claims: &Claims, out: &UrgentOut<'_>, channel: usize) -> SenderError {
+    crate::latency::prefer_latency();
     let mut bytes = [0; REQUEST_BYTES];
     loop {
         if let Err(error) = out.stream.receive_bytes(&mut bytes) {

@@ -14,6 +14,7 @@ const AGAIN: Duration = Duration::from_millis(100);
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
 pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
+    crate::latency::prefer_latency();
     let mut ahead = Ahead::default();
     while !lazy.stopped() {
         let served = match lazy.memory.next_fault(stripe, LOOK) {
