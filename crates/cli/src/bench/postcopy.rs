@@ -1,0 +1,218 @@
+//! Our side of `bench postcopy`: a guest that is watched while it waits for its pages.
+
+use super::Finished;
+use crate::args::{BenchArgs, GuestKind};
+use crate::demo::{Folder, Runner, Setup};
+use crate::guest;
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use vmferry_bench::migrate::OurError;
+use vmferry_bench::postcopy::{
+    self, CaseSpec, Heard, Options, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch, Way,
+};
+use vmferry_bench::result::MigrationResult;
+use vmferry_bench::rtt::SourceCommand;
+use vmferry_bench::warm::Warm;
+
+/// How long a migration may take before it is taken for stuck.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How long the guest may take to report from the target.
+const REPORT: Duration = Duration::from_secs(10);
+/// Between two looks while the guest is being switched: the moment at which it runs is known no better.
+const SWITCH_POLL: Duration = Duration::from_millis(2);
+
+pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { Options::quick() } else { Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let mut progress = |what: &str| eprintln!("bench postcopy: {what}");
+    let source = SourceCommand::this_executable()?;
+    let Outcome { document, failures } =
+        postcopy::run(&options, &mut Ours { lacking: None }, &source, &mut progress);
+    let (table, page) = (postcopy::table(&document), postcopy::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
+}
+
+struct Ours {
+    /// Why no side of ours can run, once that is known.
+    lacking: Option<String>,
+}
+
+impl OurRunner for Ours {
+    fn run(&mut self, spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run, OurError> {
+        if let Some(why) = self.lacking.clone().or_else(guest::no_kvm) {
+            return Err(OurError::Unavailable(why));
+        }
+        match move_once(spec, way, watch) {
+            Ok(Ok(run)) => Ok(run),
+            Ok(Err(why)) => Err(OurError::Unavailable(self.lacking.insert(why).clone())),
+            Err(error) => Err(OurError::Failed(error.into())),
+        }
+    }
+}
+
+/// What the guest at one side was heard to say, on the clock of the command.
+struct Ear {
+    zero: Instant,
+    heard: Vec<Heard>,
+}
+
+impl Ear {
+    /// Asks once. A guest that is just being stopped or moved has no answer.
+    fn listen(&mut self, at: &mut Runner) -> Result<Option<&Heard>> {
+        let Ok(mut answer) = at.client.call("stalls", json!({})) else { return Ok(None) };
+        if answer["corrupt"] != 0 {
+            bail!("the guest found {} damaged pages", answer["corrupt"]);
+        }
+        let vcpus: Vec<Vcpu> =
+            serde_json::from_value(answer["vcpus"].take()).context("the guest's stalls do not fit")?;
+        let heard = Heard { at: since(self.zero), vcpus };
+        self.heard.push(heard);
+        Ok(self.heard.last())
+    }
+}
+
+fn since(zero: Instant) -> f64 {
+    zero.elapsed().as_secs_f64()
+}
+
+/// Moves the guest once. An inner error says why this vmferry cannot.
+fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Result<Run, String>> {
+    let stop = AtomicBool::new(false);
+    let setup = Setup {
+        guest: GuestKind::Kvm,
+        memory: spec.memory,
+        cpus: spec.vcpus,
+        workload: spec.workload(),
+        dirty_ring: None,
+        link: Some(watch.link),
+    };
+    let folder = Folder::new()?;
+    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
+    let uri = target.incoming(&stop)?;
+    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
+    source.running(&stop)?;
+    let warm = Warm::hold(spec.memory);
+    let zero = Instant::now();
+    let mut here = Ear { zero, heard: Vec::new() };
+    while zero.elapsed() < watch.before {
+        here.listen(&mut source)?;
+        std::thread::sleep(POLL);
+    }
+    drop(warm);
+    here.listen(&mut source)?;
+    let start = Instant::now();
+    if let Err(error) = source.client.call("migrate", request(way, &uri)) {
+        // Requests that it does not know it refuses as a whole.
+        let text = format!("{error:#}");
+        if text.contains("unknown field") || text.contains("unknown variant") {
+            return Ok(Err(format!("this vmferry cannot: {text}")));
+        }
+        return Err(error);
+    }
+    let mut there = Ear { zero: start, heard: Vec::new() };
+    let (report, switched, end) = follow(&mut source, &mut target, (&mut here, &mut there), start)?;
+    let before = (start - zero).as_secs_f64();
+    here.heard.iter_mut().for_each(|heard| heard.at -= before);
+    watch_on(&mut target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
+    let arrived = target.status()?;
+    Ok(Ok(Run {
+        own: own(&report).or_else(|| own(&arrived["vm"]["received"])).or_else(|| own(&arrived)),
+        result: result(&report)?,
+        source: here.heard,
+        target: there.heard,
+        switched,
+        end,
+    }))
+}
+
+/// Watches the guest until the source knows that everything is done. Gives its report, when the guest ran on the target, and
+/// when it was done, in seconds since `start`.
+fn follow(
+    source: &mut Runner,
+    target: &mut Runner,
+    (here, there): (&mut Ear, &mut Ear),
+    start: Instant,
+) -> Result<(Value, f64, f64)> {
+    let mut switched = None;
+    loop {
+        let status = source.status()?;
+        let outcome = &status["outcome"];
+        if outcome == "completed" {
+            return Ok((status, switched.unwrap_or_else(|| since(start)), since(start)));
+        }
+        if !outcome.is_null() {
+            bail!("the migration ended as {outcome}: {}", status["error"]);
+        }
+        if start.elapsed() > LIMIT {
+            bail!("the migration did not end within {LIMIT:?}");
+        }
+        if status["state"] == "postcopy" {
+            switched.get_or_insert_with(|| since(start));
+            there.listen(target)?;
+            std::thread::sleep(POLL);
+        } else {
+            here.listen(source)?;
+            std::thread::sleep(SWITCH_POLL);
+        }
+    }
+}
+
+/// Watches the guest on the target until it is as fast as before, or for so long.
+fn watch_on(
+    target: &mut Runner,
+    there: &mut Ear,
+    mut back: SpeedBack,
+    end: f64,
+    after: Duration,
+) -> Result<()> {
+    // At least one report of each vCPU after the end.
+    let (least, most) = (end + 2.0 * POLL.as_secs_f64(), end + after.as_secs_f64());
+    loop {
+        let zero = there.zero;
+        if let Some(heard) = there.listen(target)? {
+            let done = back.is_back(heard);
+            if heard.at > least && (done || heard.at > most) {
+                return Ok(());
+            }
+        }
+        if since(zero) > most + REPORT.as_secs_f64() {
+            bail!("the guest did not report from the target within {REPORT:?}");
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// What the control socket is asked for.
+fn request(way: Way, uri: &str) -> Value {
+    json!({
+        "uri": uri,
+        "mode": "postcopy",
+        "urgent": way.urgent(),
+        "pace": if way.is_paced() { "auto" } else { "off" },
+        "channels": 1,
+        "urgent-channels": 1,
+        "downtime-limit-ms": 300,
+        "peer-timeout-ms": 10_000,
+        "insecure": true,
+    })
+}
+
+/// The target's account of its faults, wherever it stands.
+fn own(status: &Value) -> Option<postcopy::Own> {
+    let postcopy = status.get("postcopy").filter(|postcopy| postcopy["faults"].is_number())?;
+    serde_json::from_value(postcopy.clone()).ok()
+}
+
+fn result(report: &Value) -> Result<MigrationResult> {
+    let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
+    Ok(MigrationResult {
+        total: time(&report["total_ms"]).context("no total time")?,
+        downtime: time(&report["downtime_ms"]).context("no downtime")?,
+        data_bytes: report["bytes"]["raw_pages"].as_u64().unwrap_or(0) * 4096,
+        wire_bytes: report["bytes"]["wire"].as_u64(),
+        ..MigrationResult::default()
+    })
+}
