@@ -27,9 +27,9 @@ pub fn page(document: &Document) -> String {
     for (chart, caption) in charts {
         page.drawing(&chart.render(), &caption);
     }
-    for (title, head, rows) in tables(document) {
-        page.heading(title);
-        page.table(&head, &rows);
+    for table in tables(document) {
+        page.heading(table.title);
+        page.table(&table.head, &table.rows);
     }
     let skips = skips(document);
     if !skips.is_empty() {

@@ -110,6 +110,12 @@ struct SideRuns {
     skipped: Option<String>,
 }
 
+/// Where it goes what happens meanwhile.
+struct Tell<'a> {
+    failures: &'a mut Vec<String>,
+    progress: &'a mut dyn FnMut(&str),
+}
+
 /// Everything that was done in one case.
 #[derive(Debug)]
 struct CaseRuns {
@@ -148,7 +154,14 @@ fn run_with(
             .shape
             .map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped))
         {
-            Ok(link) => run_case(options, spec, sides, (&link, source), ours, (&mut failures, progress)),
+            Ok(link) => run_case(
+                options,
+                spec,
+                sides,
+                (&link, source),
+                ours,
+                Tell { failures: &mut failures, progress },
+            ),
             Err(why) => {
                 sides.iter_mut().for_each(|runs| runs.skipped = Some(why.clone()));
                 CaseRuns { floors: Vec::new(), sides }
@@ -166,7 +179,7 @@ fn run_case(
     mut sides: Vec<SideRuns>,
     (link, source): (&Link, &SourceCommand),
     ours: &mut dyn OurRunner,
-    (failures, progress): (&mut Vec<String>, &mut dyn FnMut(&str)),
+    tell: Tell<'_>,
 ) -> CaseRuns {
     let mut floors = Vec::new();
     let watch = Watch { link, before: options.before, after: options.after };
@@ -177,7 +190,7 @@ fn run_case(
             floors.push(
                 rtt::floor(link, source)
                     .map_err(|error| {
-                        failures.push(format!(
+                        tell.failures.push(format!(
                             "{}/floor, round {}: {}",
                             spec.name,
                             round + 1,
@@ -192,13 +205,13 @@ fn run_case(
             if runs.skipped.is_some() {
                 continue;
             }
-            progress(&format!("{}/{}, round {} of {repeats}", spec.name, runs.side, round + 1));
+            (tell.progress)(&format!("{}/{}, round {} of {repeats}", spec.name, runs.side, round + 1));
             match run_side(spec, runs.side, watch, ours) {
                 Ok(run) => runs.rounds.push(Some(run)),
                 Err(Stop::Skip(why)) => runs.skipped = Some(why),
                 Err(Stop::Fail(why)) => {
                     runs.rounds.push(None);
-                    failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
+                    tell.failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
                 }
             }
         }

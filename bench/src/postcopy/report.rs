@@ -156,8 +156,15 @@ pub(super) fn cells(case: &Case, columns: &[(&str, &str, usize, bool)]) -> Vec<S
     [case.name.clone()].into_iter().chain(columns.iter().map(text)).collect()
 }
 
-/// The tables: title, head, rows.
-pub(super) fn tables(document: &Document) -> Vec<(&'static str, Vec<&'static str>, Vec<Vec<String>>)> {
+/// A table as text.
+pub(super) struct TextTable {
+    pub(super) title: &'static str,
+    pub(super) head: Vec<&'static str>,
+    pub(super) rows: Vec<Vec<String>>,
+}
+
+/// The tables that have rows.
+pub(super) fn tables(document: &Document) -> Vec<TextTable> {
     let mut tables = Vec::new();
     for (purpose, columns, title) in [
         (Purpose::Compare, COLUMNS, "Waits for a page"),
@@ -167,7 +174,7 @@ pub(super) fn tables(document: &Document) -> Vec<(&'static str, Vec<&'static str
         let ran = of_purpose(document, purpose).filter(|case| !case.metrics.is_empty());
         let rows: Vec<_> = ran.map(|case| cells(case, columns)).collect();
         let head = ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect();
-        tables.push((title, head, rows));
+        tables.push(TextTable { title, head, rows });
     }
     let list = |name: &str| document.summary.get(name).and_then(Value::as_array).into_iter().flatten();
     let number = |value: &Value| value.as_f64().map_or("-".into(), |value| format!("{value:.3}"));
@@ -184,13 +191,13 @@ pub(super) fn tables(document: &Document) -> Vec<(&'static str, Vec<&'static str
         "dedicated",
         "ours",
     ];
-    tables.push(("The published progression", head, published.collect()));
+    tables.push(TextTable { title: "The published progression", head, rows: published.collect() });
     let goals = list("goals").map(|goal| {
         let verdict = if goal["met"] == true { "met" } else { "missed" };
         vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"]), verdict.into()]
     });
-    tables.push(("Goals", vec!["goal", "want", "got", ""], goals.collect()));
-    tables.retain(|(_, _, rows)| !rows.is_empty());
+    tables.push(TextTable { title: "Goals", head: vec!["goal", "want", "got", ""], rows: goals.collect() });
+    tables.retain(|table| !table.rows.is_empty());
     tables
 }
 
@@ -204,7 +211,7 @@ pub(super) fn skips(document: &Document) -> Vec<String> {
 pub fn table(document: &Document) -> String {
     let mut text = conditions(document).join("\n");
     text.push('\n');
-    for (_, head, rows) in tables(document) {
+    for TextTable { head, rows, .. } in tables(document) {
         text.push_str(&format!("{}\n", grid(&head, &rows)));
     }
     for line in skips(document) {

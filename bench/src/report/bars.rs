@@ -51,7 +51,7 @@ impl Bars {
     fn x(&self, value: f64) -> Option<f64> {
         let (low, high) = (*self.bounds.first()?, *self.bounds.last()?);
         let share = (value / low).ln() / (high / low).ln();
-        (0.0..=1.0).contains(&share).then(|| LEFT + share * (WIDTH - LEFT - RIGHT))
+        (0.0..=1.0).contains(&share).then_some(LEFT + share * (WIDTH - LEFT - RIGHT))
     }
 
     /// The SVG element.
@@ -111,7 +111,7 @@ impl Bars {
                  <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
                 bottom + 5.0,
                 bottom + 19.0,
-                short(*bound)
+                bound.round()
             );
         }
         let _ = write!(
