@@ -70,6 +70,8 @@ pub(super) fn measure(spec: &CaseSpec, run: &Run, floor: Option<Floor>) -> Optio
         put("own_p50_us", Some(own.p50_us));
         put("own_p99_us", Some(own.p99_us));
         put("own_max_us", Some(own.max_us));
+        put("own_duplicates", Some(own.duplicates));
+        put("own_prefetched", Some(own.prefetched));
     }
     for (name, value) in speeds(run) {
         put(name, Some(value));

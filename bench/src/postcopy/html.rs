@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::report::{conditions, skips, tables};
+use super::report::{conditions, tables};
 use super::watch::WAIT_MIN_US;
 use crate::json::{Case, Document};
 use crate::reaper::to_f64;
@@ -31,10 +31,10 @@ pub fn page(document: &Document) -> String {
         page.heading(table.title);
         page.table(&table.head, &table.rows);
     }
-    let skips = skips(document);
-    if !skips.is_empty() {
+    let skipped = document.skipped_text();
+    if !skipped.is_empty() {
         page.heading("Skipped");
-        skips.iter().for_each(|line| page.note(line.trim_start_matches("skipped ")));
+        skipped.lines().for_each(|line| page.note(line.trim_start_matches("skipped ")));
     }
     page.finish()
 }

@@ -15,22 +15,18 @@ mod watch;
 
 use std::time::Duration;
 
-use crate::host::{Host, available_memory};
+use crate::host::Host;
 use crate::json::Document;
 use crate::link::{Link, Shaped, Tools};
-use crate::migrate::{OurError, with_sources};
-use crate::qemu::{self, QemuError};
+use crate::qemu;
+use crate::rounds::{Rounds, Stop, enough_memory};
 use crate::rtt::{self, Floor, SourceCommand};
-use crate::stats::turns;
 
-pub use crate::migrate::Outcome;
+pub use crate::rounds::{OurError, Outcome};
 pub use html::page;
 pub use report::table;
 pub use spec::{CaseSpec, Options, Purpose, Side, Way};
 pub use watch::{Heard, Own, Run, Vcpu};
-
-/// Memory that must stay free beside the guests, in bytes.
-const MEMORY_RESERVE: u64 = 512 << 20;
 
 /// Looks at a guest this often: its page of statistics remembers the longest stalls of 160 ms.
 pub const POLL: Duration = Duration::from_millis(20);
@@ -101,20 +97,8 @@ fn speed(from: (f64, u64), to: (f64, u64)) -> Option<f64> {
     (span > 0.0).then(|| crate::reaper::to_f64(to.1.saturating_sub(from.1)) / span)
 }
 
-/// Everything that one side did in one case.
-#[derive(Debug)]
-struct SideRuns {
-    side: Side,
-    /// A round in which the side failed has None.
-    rounds: Vec<Option<Run>>,
-    skipped: Option<String>,
-}
-
-/// Where it goes what happens meanwhile.
-struct Tell<'a> {
-    failures: &'a mut Vec<String>,
-    progress: &'a mut dyn FnMut(&str),
-}
+/// What a side did in one case.
+type SideRuns = crate::rounds::SideRuns<Side, Run>;
 
 /// Everything that was done in one case.
 #[derive(Debug)]
@@ -122,6 +106,20 @@ struct CaseRuns {
     /// One for each round. None: it could not be measured.
     floors: Vec<Option<Floor>>,
     sides: Vec<SideRuns>,
+}
+
+/// Whose turn it is in a round.
+#[derive(Debug, Clone, Copy)]
+enum Turn {
+    Floor,
+    Side(Side),
+}
+
+/// What it came to.
+#[derive(Debug)]
+enum Came {
+    Floor(Floor),
+    Run(Box<Run>),
 }
 
 /// Runs the bench. `source` starts the process that the floor is measured with; `progress` is told what begins.
@@ -142,106 +140,62 @@ fn run_with(
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
     let mut document = Document::new("postcopy", Host::describe());
-    let mut failures = Vec::new();
+    let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
-        let wanted = spec.sides.iter().filter(|side| options.wants(spec, **side));
-        let mut sides: Vec<SideRuns> =
-            wanted.map(|&side| SideRuns { side, rounds: Vec::new(), skipped: None }).collect();
-        if sides.is_empty() {
+        let sides = spec.sides.iter().copied().filter(|side| options.wants(spec, *side));
+        let turns: Vec<Turn> = sides.map(Turn::Side).collect();
+        if turns.is_empty() {
             continue;
         }
-        let runs = match spec
-            .shape
-            .map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped))
-        {
-            Ok(link) => run_case(
-                options,
-                spec,
-                sides,
-                (&link, source),
-                ours,
-                Tell { failures: &mut failures, progress },
-            ),
-            Err(why) => {
-                sides.iter_mut().for_each(|runs| runs.skipped = Some(why.clone()));
-                CaseRuns { floors: Vec::new(), sides }
-            }
-        };
-        report::add_case(&mut document, options, spec, &runs);
+        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        rounds.repeats = options.repeats.min(spec.rounds);
+        let runs = rounds.run(
+            [Turn::Floor].into_iter().chain(turns),
+            |turn| match turn {
+                Turn::Floor => format!("{}/floor", spec.name),
+                Turn::Side(side) => format!("{}/{side}", spec.name),
+            },
+            |turn, _| {
+                let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
+                let watch = Watch { link, before: options.before, after: options.after };
+                match turn {
+                    Turn::Floor => Ok(Came::Floor(rtt::floor(link, source)?)),
+                    Turn::Side(side) => Ok(Came::Run(Box::new(run_side(spec, side, watch, ours)?))),
+                }
+            },
+        );
+        report::add_case(&mut document, options, spec, &sorted(runs));
     }
+    let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
 }
 
-fn run_case(
-    options: &Options,
-    spec: &CaseSpec,
-    mut sides: Vec<SideRuns>,
-    (link, source): (&Link, &SourceCommand),
-    ours: &mut dyn OurRunner,
-    tell: Tell<'_>,
-) -> CaseRuns {
-    let mut floors = Vec::new();
-    let watch = Watch { link, before: options.before, after: options.after };
-    let repeats = options.repeats.min(spec.rounds);
-    for round in 0..repeats {
-        // What nobody is compared with need not be known.
-        if sides.iter().any(|runs| runs.skipped.is_none()) {
-            floors.push(
-                rtt::floor(link, source)
-                    .map_err(|error| {
-                        tell.failures.push(format!(
-                            "{}/floor, round {}: {}",
-                            spec.name,
-                            round + 1,
-                            with_sources(&error)
-                        ));
-                    })
-                    .ok(),
-            );
-        }
-        for turn in turns(sides.len(), round) {
-            let runs = &mut sides[turn];
-            if runs.skipped.is_some() {
-                continue;
+/// The floors and the sides apart.
+fn sorted(runs: Vec<crate::rounds::SideRuns<Turn, Came>>) -> CaseRuns {
+    let mut sorted = CaseRuns { floors: Vec::new(), sides: Vec::new() };
+    for runs in runs {
+        match runs.side {
+            Turn::Floor => {
+                let floor = |came| if let Some(Came::Floor(floor)) = came { Some(floor) } else { None };
+                sorted.floors = runs.rounds.into_iter().map(floor).collect();
             }
-            (tell.progress)(&format!("{}/{}, round {} of {repeats}", spec.name, runs.side, round + 1));
-            match run_side(spec, runs.side, watch, ours) {
-                Ok(run) => runs.rounds.push(Some(run)),
-                Err(Stop::Skip(why)) => runs.skipped = Some(why),
-                Err(Stop::Fail(why)) => {
-                    runs.rounds.push(None);
-                    tell.failures.push(format!("{}/{}, round {}: {why}", spec.name, runs.side, round + 1));
-                }
+            Turn::Side(side) => {
+                let run = |came| if let Some(Came::Run(run)) = came { Some(*run) } else { None };
+                let rounds = runs.rounds.into_iter().map(run).collect();
+                sorted.sides.push(SideRuns { side, rounds, skipped: runs.skipped });
             }
         }
     }
-    CaseRuns { floors, sides }
-}
-
-/// Why a side gave no result.
-#[derive(Debug, PartialEq, Eq)]
-enum Stop {
-    Skip(String),
-    Fail(String),
+    sorted
 }
 
 fn run_side(spec: &CaseSpec, side: Side, watch: Watch<'_>, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
-    let needed = spec.memory.saturating_mul(2).saturating_add(MEMORY_RESERVE);
-    if let Some(available) = available_memory().filter(|available| *available < needed) {
-        let (needed, available) = (needed >> 20, available >> 20);
-        return Err(Stop::Skip(format!("needs {needed} MiB of memory, {available} MiB are available")));
-    }
-    match side {
-        Side::Ours(way) => ours.run(spec, way, watch).map_err(|e| match e {
-            OurError::Unavailable(why) => Stop::Skip(why),
-            OurError::Failed(_) => Stop::Fail(with_sources(&e)),
-        }),
-        Side::Qemu { preempt } => qemu::postcopy(spec, preempt, watch).map_err(|e| match e {
-            QemuError::Unavailable(why) => Stop::Skip(why),
-            e => Stop::Fail(with_sources(&e)),
-        }),
-    }
+    enough_memory(spec.memory)?;
+    Ok(match side {
+        Side::Ours(way) => ours.run(spec, way, watch)?,
+        Side::Qemu { preempt } => qemu::postcopy(spec, preempt, watch)?,
+    })
 }
 
 #[cfg(test)]

@@ -14,9 +14,6 @@ use crate::reaper::to_f64;
 use crate::rtt::Floor;
 use crate::stats::Spread;
 
-/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
-const BUSY_LOAD: f64 = 0.5;
-
 /// Columns of the table: title, metric, digits, whether the spread is shown.
 pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
     ("mean us", "mean_us", 0, true),
@@ -85,11 +82,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, floors: &[Option
     let names: BTreeSet<&String> = measured.iter().flat_map(|measured| measured.figures.keys()).collect();
     for name in names {
         let values = measured.iter().filter_map(|measured| measured.figures.get(name).copied());
-        if let Some(spread) = Spread::of(values) {
-            case.metric(name, spread.median);
-            case.metric(format!("{name}_min"), spread.min);
-            case.metric(format!("{name}_max"), spread.max);
-        }
+        case.spread(name, Spread::of(values));
     }
     case.hist_us = histogram(measured.iter());
     case
@@ -120,12 +113,7 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
         host.qemu.as_deref().unwrap_or("not installed"),
         number("rounds"),
     )];
-    if host.load_1m > BUSY_LOAD {
-        lines.push(format!(
-            "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.",
-            host.load_1m
-        ));
-    }
+    lines.extend(host.busy_text().map(|line| line.trim_end().to_owned()));
     lines.push(format!(
         "Times are the guest's own: stalls of {} us and more of its vCPUs, from the command until the end, each vCPU's downtime \
          left out. Shorter ones are faults that the host answers itself. Mean, count and maximum are exact; percentiles lie in the \
@@ -201,12 +189,6 @@ pub(super) fn tables(document: &Document) -> Vec<TextTable> {
     tables
 }
 
-/// A line for each side that did not run.
-pub(super) fn skips(document: &Document) -> Vec<String> {
-    let skipped = document.cases.iter().filter_map(|case| Some((&case.name, case.skipped.as_ref()?)));
-    skipped.map(|(name, why)| format!("skipped {name}: {why}")).collect()
-}
-
 /// The document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let mut text = conditions(document).join("\n");
@@ -214,10 +196,7 @@ pub fn table(document: &Document) -> String {
     for TextTable { head, rows, .. } in tables(document) {
         text.push_str(&format!("{}\n", grid(&head, &rows)));
     }
-    for line in skips(document) {
-        text.push_str(&line);
-        text.push('\n');
-    }
+    text.push_str(&document.skipped_text());
     text.push_str(&document.failures_text());
     text
 }

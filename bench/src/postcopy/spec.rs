@@ -191,7 +191,7 @@ impl Options {
             cases,
             repeats: 3,
             before: Duration::from_millis(500),
-            after: Duration::from_millis(500),
+            after: Duration::from_millis(2000),
             only: Vec::new(),
         }
     }

@@ -81,6 +81,10 @@ pub struct Own {
     pub p99_us: f64,
     /// The longest, in microseconds.
     pub max_us: f64,
+    /// Pages that came twice.
+    pub duplicates: f64,
+    /// Pages asked for ahead of a run of faults.
+    pub prefetched: f64,
 }
 
 /// One migration, watched.

@@ -2,15 +2,14 @@
 
 use super::Finished;
 use crate::args::{BenchArgs, GuestKind};
-use crate::demo::{Folder, Runner, Setup};
+use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_bench::migrate::OurError;
 use vmferry_bench::postcopy::{
-    self, CaseSpec, Heard, Options, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch, Way,
+    self, CaseSpec, Heard, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch, Way,
 };
 use vmferry_bench::result::MigrationResult;
 use vmferry_bench::rtt::SourceCommand;
@@ -89,22 +88,18 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Result<Run, 
         dirty_ring: None,
         link: Some(watch.link),
     };
-    let folder = Folder::new()?;
-    let mut target = Runner::start(&setup, folder.path(), "target", true)?;
-    let uri = target.incoming(&stop)?;
-    let mut source = Runner::start(&setup, folder.path(), "source", false)?;
-    source.running(&stop)?;
+    let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
     let zero = Instant::now();
     let mut here = Ear { zero, heard: Vec::new() };
     while zero.elapsed() < watch.before {
-        here.listen(&mut source)?;
+        here.listen(&mut pair.source)?;
         std::thread::sleep(POLL);
     }
     drop(warm);
-    here.listen(&mut source)?;
+    here.listen(&mut pair.source)?;
     let start = Instant::now();
-    if let Err(error) = source.client.call("migrate", request(way, &uri)) {
+    if let Err(error) = pair.source.client.call("migrate", request(way, &pair.uri)) {
         // Requests that it does not know it refuses as a whole.
         let text = format!("{error:#}");
         if text.contains("unknown field") || text.contains("unknown variant") {
@@ -113,11 +108,11 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Result<Run, 
         return Err(error);
     }
     let mut there = Ear { zero: start, heard: Vec::new() };
-    let (report, switched, end) = follow(&mut source, &mut target, (&mut here, &mut there), start)?;
+    let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
     let before = (start - zero).as_secs_f64();
     here.heard.iter_mut().for_each(|heard| heard.at -= before);
-    watch_on(&mut target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
-    let arrived = target.status()?;
+    watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
+    let arrived = pair.target.status()?;
     Ok(Ok(Run {
         own: own(&report).or_else(|| own(&arrived["vm"]["received"])).or_else(|| own(&arrived)),
         result: result(&report)?,
