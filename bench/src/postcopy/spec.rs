@@ -14,24 +14,8 @@ pub enum Way {
     Interleaved,
     /// In its own channel, sent at once by whoever got the request.
     Dedicated,
-    /// The same, beside bulk that is paced: the default.
+    /// The same, beside bulk that is paced: what vmferry does of its own accord. The others are unpaced.
     Ours,
-}
-
-impl Way {
-    /// The name that `migrate` knows the path by.
-    pub fn urgent(self) -> &'static str {
-        match self {
-            Way::Shared => "shared",
-            Way::Interleaved => "interleaved",
-            Way::Dedicated | Way::Ours => "dedicated",
-        }
-    }
-
-    /// Whether the bulk stream finds its own pace.
-    pub fn is_paced(self) -> bool {
-        self == Way::Ours
-    }
 }
 
 /// Who migrates, and how.
@@ -61,8 +45,10 @@ impl Side {
 impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Side::Ours(Way::Shared) => "shared",
+            Side::Ours(Way::Interleaved) => "interleaved",
+            Side::Ours(Way::Dedicated) => "dedicated",
             Side::Ours(Way::Ours) => "ours",
-            Side::Ours(way) => way.urgent(),
             Side::Qemu { preempt: false } => "qemu",
             Side::Qemu { preempt: true } => "qemu-preempt",
         })

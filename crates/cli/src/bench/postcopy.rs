@@ -1,7 +1,9 @@
 //! Our side of `bench postcopy`: a guest that is watched while it waits for its pages.
 
 use super::Finished;
+use crate::api::MigrateRequest;
 use crate::args::{BenchArgs, GuestKind};
+use crate::choices::{ModeArg, PaceArg, UrgentArg};
 use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
 use anyhow::{Context, Result, bail};
@@ -14,6 +16,7 @@ use vmferry_bench::postcopy::{
 use vmferry_bench::result::MigrationResult;
 use vmferry_bench::rtt::SourceCommand;
 use vmferry_bench::warm::Warm;
+use vmferry_engine::Pace;
 
 /// How long a migration may take before it is taken for stuck.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -28,27 +31,19 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     options.only.clone_from(&args.only);
     let mut progress = |what: &str| eprintln!("bench postcopy: {what}");
     let source = SourceCommand::this_executable()?;
-    let Outcome { document, failures } =
-        postcopy::run(&options, &mut Ours { lacking: None }, &source, &mut progress);
+    let Outcome { document, failures } = postcopy::run(&options, &mut Ours, &source, &mut progress);
     let (table, page) = (postcopy::table(&document), postcopy::page(&document));
     Ok(Finished { table, page: Some(page), document, failures })
 }
 
-struct Ours {
-    /// Why no side of ours can run, once that is known.
-    lacking: Option<String>,
-}
+struct Ours;
 
 impl OurRunner for Ours {
     fn run(&mut self, spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run, OurError> {
-        if let Some(why) = self.lacking.clone().or_else(guest::no_kvm) {
+        if let Some(why) = guest::no_kvm() {
             return Err(OurError::Unavailable(why));
         }
-        match move_once(spec, way, watch) {
-            Ok(Ok(run)) => Ok(run),
-            Ok(Err(why)) => Err(OurError::Unavailable(self.lacking.insert(why).clone())),
-            Err(error) => Err(OurError::Failed(error.into())),
-        }
+        move_once(spec, way, watch).map_err(|error| OurError::Failed(error.into()))
     }
 }
 
@@ -77,8 +72,7 @@ fn since(zero: Instant) -> f64 {
     zero.elapsed().as_secs_f64()
 }
 
-/// Moves the guest once. An inner error says why this vmferry cannot.
-fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Result<Run, String>> {
+fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
         guest: GuestKind::Kvm,
@@ -99,28 +93,21 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Result<Run, 
     drop(warm);
     here.listen(&mut pair.source)?;
     let start = Instant::now();
-    if let Err(error) = pair.source.client.call("migrate", request(way, &pair.uri)) {
-        // Requests that it does not know it refuses as a whole.
-        let text = format!("{error:#}");
-        if text.contains("unknown field") || text.contains("unknown variant") {
-            return Ok(Err(format!("this vmferry cannot: {text}")));
-        }
-        return Err(error);
-    }
+    pair.migrate(&request(way, &pair.uri))?;
     let mut there = Ear { zero: start, heard: Vec::new() };
     let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
     let before = (start - zero).as_secs_f64();
     here.heard.iter_mut().for_each(|heard| heard.at -= before);
     watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
     let arrived = pair.target.status()?;
-    Ok(Ok(Run {
+    Ok(Run {
         own: own(&report).or_else(|| own(&arrived["vm"]["received"])).or_else(|| own(&arrived)),
         result: result(&report)?,
         source: here.heard,
         target: there.heard,
         switched,
         end,
-    }))
+    })
 }
 
 /// Watches the guest until the source knows that everything is done. Gives its report, when the guest ran on the target, and
@@ -180,19 +167,16 @@ fn watch_on(
     }
 }
 
-/// What the control socket is asked for.
-fn request(way: Way, uri: &str) -> Value {
-    json!({
-        "uri": uri,
-        "mode": "postcopy",
-        "urgent": way.urgent(),
-        "pace": if way.is_paced() { "auto" } else { "off" },
-        "channels": 1,
-        "urgent-channels": 1,
-        "downtime-limit-ms": 300,
-        "peer-timeout-ms": 10_000,
-        "insecure": true,
-    })
+/// The published ways have one channel of each kind; ours is what `migrate` does of its own accord.
+fn request(way: Way, uri: &str) -> MigrateRequest {
+    let usual = MigrateRequest { mode: ModeArg::Postcopy, insecure: true, ..MigrateRequest::to(uri) };
+    let urgent = match way {
+        Way::Shared => UrgentArg::Shared,
+        Way::Interleaved => UrgentArg::Interleaved,
+        Way::Dedicated => UrgentArg::Dedicated,
+        Way::Ours => return usual,
+    };
+    MigrateRequest { urgent, pace: PaceArg(Pace::Off), channels: 1, urgent_channels: 1, ..usual }
 }
 
 /// The target's account of its faults, wherever it stands.
