@@ -174,7 +174,8 @@ impl Waits {
             let high = if last { reaper::to_f64(self.max_us).max(low * 2.0) } else { low * 2.0 };
             let place = ((mean - low) / (high - low)).clamp(0.05, 0.95);
             let power = (1.0 - place) / place;
-            return Some(low + (high - low) * (left / count).powf(power));
+            let found = low + (high - low) * (left / count).powf(power);
+            return Some(if self.max_us > 0 { found.min(reaper::to_f64(self.max_us)) } else { found });
         }
         None
     }
@@ -318,6 +319,9 @@ mod tests {
         assert!(low.quantile_us(0.5).unwrap() < 72.0);
         let high = low.quantile_us(0.99).unwrap();
         assert!((256.0..=512.0).contains(&high), "{high}");
+        // None is longer than the longest.
+        let known = Waits { max_us: 300, ..low };
+        assert_eq!(known.quantile_us(0.99), Some(high.min(300.0)));
         // Short ones are no waits.
         assert_eq!(of(&[8, 31]).quantile_us(0.5), None);
         assert_eq!(of(&[8, 31]).mean_us(), None);
