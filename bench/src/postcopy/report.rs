@@ -116,7 +116,7 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
     lines.extend(host.busy_text().map(|line| line.trim_end().to_owned()));
     lines.push(format!(
         "Times are the guest's own: stalls of {} us and more of its vCPUs, from the command until the end, each vCPU's downtime \
-         left out. Shorter ones are faults that the host answers itself. Mean, count and maximum are exact; percentiles lie in the \
+         left out. Shorter ones are faults that the host answers itself. Mean and count are exact; percentiles lie in the \
          right power of two, and where in it follows from the mean of those in it. Waits before: as many such stalls has the \
          guest when nothing moves.",
         number("wait_min_us")
