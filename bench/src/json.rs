@@ -72,6 +72,10 @@ pub struct Case {
     /// What was measured over time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub series: Option<Series>,
+    /// Times of single events: how many of them, of all rounds, were shorter than so many microseconds and not shorter than
+    /// the bound before.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub hist_us: BTreeMap<u64, u64>,
     /// Why it did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,

@@ -14,6 +14,7 @@ use super::qmp::Qmp;
 use crate::child::Reaped;
 use crate::cpu::CpuMeter;
 use crate::host::QEMU;
+use crate::link::{End, Link};
 
 /// How long QEMU may take to open its control socket.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -41,6 +42,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) cmdline: &'a str,
     /// The machine.
     pub(crate) spec: &'a QemuSpec,
+    /// Between which ends the two run.
+    pub(crate) link: &'a Link,
 }
 
 impl Machine {
@@ -55,6 +58,8 @@ impl Machine {
         if incoming {
             command.args(["-incoming", "defer"]);
         }
+        let end = if incoming { End::Destination } else { End::Source };
+        setup.link.enter(end, &mut command).map_err(QemuError::io("enter its network namespace"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut child = Reaped::spawn(&mut command).map_err(QemuError::io("start it"))?;
 
@@ -99,6 +104,11 @@ impl Machine {
     ) -> Result<T, QemuError> {
         let answer = self.execute(command, json!({}))?;
         take(&answer).ok_or_else(|| self.qmp.strange(command, &answer, wanted))
+    }
+
+    /// When QEMU said that `event` happened: the first time that it did, if it was among what was read so far.
+    pub(crate) fn when(&self, event: &str) -> Option<Instant> {
+        self.qmp.when(event)
     }
 
     /// Fails when the process has ended.
@@ -180,8 +190,13 @@ mod tests {
     #[test]
     fn the_command_line_follows_the_spec() {
         let spec = QemuSpec { memory: 1 << 30, vcpus: 2, dirty_ring: Some(4096), ..QemuSpec::default() };
-        let setup =
-            Setup { folder: Path::new("/t"), kernel: Path::new("/t/guest"), cmdline: "a=b c", spec: &spec };
+        let setup = Setup {
+            folder: Path::new("/t"),
+            kernel: Path::new("/t/guest"),
+            cmdline: "a=b c",
+            spec: &spec,
+            link: &Link::Loopback,
+        };
         let arguments = arguments("source", Path::new("/t/source.qmp"), setup);
         let text = arguments.join(" ".as_ref()).into_string().unwrap();
         for part in [

@@ -6,6 +6,7 @@
 
 mod error;
 mod machine;
+mod postcopy;
 mod qmp;
 mod serial;
 mod timeline;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::host::kvm_usable;
+use crate::link::Link;
 use crate::reaper;
 use crate::result::MigrationResult;
 use crate::warm::Warm;
@@ -23,6 +25,7 @@ use machine::{Machine, Setup};
 use serial::Serial;
 
 pub use error::QemuError;
+pub use postcopy::postcopy;
 
 /// How long a guest may take from power-on until its memory is filled.
 const READY_LIMIT: Duration = Duration::from_secs(120);
@@ -107,7 +110,8 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
     let kernel = folder.path().join("guest.elf");
     fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
     let cmdline = serial::cmdline(&spec.workload)?;
-    let setup = Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec };
+    let setup =
+        Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec, link: &Link::Loopback };
 
     let mut pair = Pair {
         source: Machine::start("source", false, setup)?,

@@ -6,7 +6,7 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
@@ -16,6 +16,9 @@ use super::error::QemuError;
 /// busy with the end of a migration.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
+/// Events that are remembered: a migration has a dozen.
+const MOST_EVENTS: usize = 64;
+
 /// The longest line that is accepted.
 const LINE_LIMIT: u64 = 1 << 20;
 
@@ -24,6 +27,7 @@ const LINE_LIMIT: u64 = 1 << 20;
 pub(crate) struct Qmp {
     side: &'static str,
     reader: BufReader<UnixStream>,
+    events: Vec<(String, Instant)>,
 }
 
 impl Qmp {
@@ -44,7 +48,7 @@ impl Qmp {
             .set_read_timeout(limit)
             .and_then(|()| stream.set_write_timeout(limit))
             .map_err(QemuError::io("set up its control socket"))?;
-        let mut qmp = Qmp { side, reader: BufReader::new(stream) };
+        let mut qmp = Qmp { side, reader: BufReader::new(stream), events: Vec::new() };
         let greeting = qmp.line("the greeting")?;
         if greeting.get("QMP").is_none() {
             return Err(qmp.strange("the greeting", &greeting, "QMP"));
@@ -60,7 +64,8 @@ impl Qmp {
         self.reader.get_mut().write_all(line.as_bytes()).map_err(QemuError::io("send a command"))?;
         loop {
             let mut answer = self.line(command)?;
-            if answer.get("event").is_some() {
+            if let Some(event) = answer.get("event") {
+                self.remember(event, &answer["timestamp"]);
                 continue;
             }
             if let Some(error) = answer.get("error") {
@@ -76,6 +81,19 @@ impl Qmp {
                 None => Err(self.strange(command, &answer, "return")),
             };
         }
+    }
+
+    fn remember(&mut self, event: &Value, timestamp: &Value) {
+        if let (Some(name), Some(at)) = (event.as_str(), instant(timestamp))
+            && self.events.len() < MOST_EVENTS
+        {
+            self.events.push((name.into(), at));
+        }
+    }
+
+    /// When `event` happened for the first time, of what came before the answers so far.
+    pub(crate) fn when(&self, event: &str) -> Option<Instant> {
+        self.events.iter().find(|(name, _)| name == event).map(|(_, at)| *at)
     }
 
     /// An answer in which something is missing.
@@ -105,6 +123,17 @@ impl Qmp {
             Err(e) => Err(QemuError::io("read an answer")(e)),
         }
     }
+}
+
+/// QEMU's time of an event, which is the host's wall clock, on ours.
+fn instant(timestamp: &Value) -> Option<Instant> {
+    let of = |name: &str| timestamp.get(name).and_then(Value::as_u64);
+    let at = UNIX_EPOCH
+        .checked_add(Duration::from_secs(of("seconds")?))?
+        .checked_add(Duration::from_micros(of("microseconds")?))?;
+    // One that seems to lie ahead is the wall clock's doing.
+    let ago = SystemTime::now().duration_since(at).unwrap_or_default();
+    Instant::now().checked_sub(ago)
 }
 
 #[cfg(test)]

@@ -71,9 +71,13 @@ impl Page {
 
     /// A chart, with what it shows below it.
     pub fn figure(&mut self, chart: &Chart, caption: &str) {
+        self.drawing(&chart.render(), caption);
+    }
+
+    /// An SVG element that is ready, with what it shows below it.
+    pub(crate) fn drawing(&mut self, svg: &str, caption: &str) {
         let caption = escape(caption);
-        self.body
-            .push_str(&format!("<figure>{}<figcaption>{caption}</figcaption></figure>\n", chart.render()));
+        self.body.push_str(&format!("<figure>{svg}<figcaption>{caption}</figcaption></figure>\n"));
     }
 
     /// The whole file.

@@ -1,5 +1,6 @@
 //! Pages with charts, for people: one file each, without scripts and without anything from elsewhere.
 
+pub mod bars;
 pub mod html;
 pub mod svg;
 

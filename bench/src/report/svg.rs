@@ -23,7 +23,7 @@ pub enum Tone {
 }
 
 impl Tone {
-    fn class(self) -> &'static str {
+    pub(super) fn class(self) -> &'static str {
         match self {
             Tone::Grey => "grey",
             Tone::Vermilion => "vermilion",
@@ -70,19 +70,19 @@ pub struct Chart {
     pub lines: Vec<Line>,
 }
 
-const WIDTH: f64 = 960.0;
-const HEIGHT: f64 = 380.0;
-const LEFT: f64 = 78.0;
-const RIGHT: f64 = 24.0;
-const TOP: f64 = 52.0;
-const BOTTOM: f64 = 78.0;
+pub(super) const WIDTH: f64 = 960.0;
+pub(super) const HEIGHT: f64 = 380.0;
+pub(super) const LEFT: f64 = 78.0;
+pub(super) const RIGHT: f64 = 24.0;
+pub(super) const TOP: f64 = 52.0;
+pub(super) const BOTTOM: f64 = 78.0;
 /// Decades that a logarithmic axis shows at most.
 const DECADES: f64 = 5.0;
 /// Width of a letter of the legend, about.
-const LETTER: f64 = 7.6;
+pub(super) const LETTER: f64 = 7.6;
 
 /// Inside the SVG, so that the file alone looks right too. The names are our own: a page may hold many charts.
-const STYLE: &str = "\
+pub(super) const STYLE: &str = "\
 .vf{--text:#1f2328;--soft:#59636e;--rule:#d1d9e0;--ground:#fff;--grey:#6b7280;--vermilion:#d1495b;--amber:#c77f00;\
 --green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c}\
 @media(prefers-color-scheme:dark){.vf{--text:#e6edf3;--soft:#9198a1;--rule:#30363d;--ground:#0d1117;--grey:#a0a7b0;\
@@ -158,7 +158,7 @@ impl Scale {
 }
 
 /// About `count` round values from `low` to `high`.
-fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
+pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let rough = (high - low) / count;
     let decade = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * decade).into_iter().find(|step| *step >= rough);

@@ -10,10 +10,10 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::link::Link;
 use super::samples::Samples;
 use super::{RttError, SourceCommand};
 use crate::child::Reaped;
+use crate::link::Link;
 
 /// Bytes of a request.
 pub(super) const REQUEST: usize = 16;
@@ -59,8 +59,8 @@ pub(super) struct Round {
 
 /// Measures once.
 pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> Result<Round, RttError> {
-    let urgent = link.connect()?;
-    let bulk = if plan.bulk == Bulk::None { None } else { Some(link.connect()?) };
+    let urgent = link.connect().map_err(RttError::Link)?;
+    let bulk = if plan.bulk == Bulk::None { None } else { Some(link.connect().map_err(RttError::Link)?) };
     for pair in [Some(&urgent), bulk.as_ref()].into_iter().flatten() {
         for socket in [&pair.source, &pair.destination] {
             if let Some(name) = plan.congestion {

@@ -6,7 +6,6 @@
 
 mod exchange;
 mod fault;
-mod link;
 mod report;
 mod samples;
 
@@ -19,10 +18,10 @@ use vmferry_sys::SysError;
 
 use crate::host::Host;
 use crate::json::Document;
+use crate::link::{Link, LinkError, Shape, Shaped, Tools};
 use crate::rounds::{Outcome, Rounds, Stop};
 use exchange::{Bulk, Plan, Round};
 use fault::Handler;
-use link::{Link, SHAPED_BITS_PER_S, Shaped, Tools};
 use samples::Figures;
 
 pub use exchange::source_main;
@@ -46,6 +45,9 @@ pub enum RttError {
         /// The system's answer.
         source: io::Error,
     },
+    /// A connection could not be made.
+    #[error(transparent)]
+    Link(LinkError),
     /// The congestion control that was asked for cannot be had.
     #[error("cannot use TCP congestion control {name}: {source}")]
     Congestion {
@@ -144,6 +146,13 @@ impl Options {
     }
 }
 
+/// The shaped link. Its sockets ask for their congestion control themselves.
+const SHAPE: Shape = Shape { bits_per_s: 2_000_000_000, congestion: None };
+
+/// What the shaped link carries, in bits a second, headers included.
+#[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+const SHAPED_BITS_PER_S: f64 = SHAPE.bits_per_s as f64;
+
 /// Between an answer and the next request. Back to back, the answers alone would take 0.5 Gb/s and more, and beside a
 /// stream at 90 % of the link they would be the queue.
 const GAP: Duration = Duration::from_millis(1);
@@ -222,6 +231,35 @@ impl Side {
     }
 }
 
+/// What no postcopy over a link can be faster than.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Floor {
+    /// Mean round trip of a page on the idle link, in microseconds.
+    pub rtt_us: f64,
+    /// Mean of a fault that is handled on the spot, by a handler that sleeps, in microseconds.
+    pub local_fault_us: f64,
+}
+
+impl Floor {
+    /// The sum.
+    pub fn us(self) -> f64 {
+        self.rtt_us + self.local_fault_us
+    }
+}
+
+/// Measures the floor of a link once, in about half a second.
+///
+/// # Errors
+/// [`RttError::Unavailable`] if this host or this user has no userfaultfd.
+pub fn floor(link: &Link, source: &SourceCommand) -> Result<Floor, RttError> {
+    let options = Options { measure: Duration::from_millis(300), ..Options::quick() };
+    let empty = || RttError::Usage("nothing was measured".into());
+    let plan = plan(&options, None, Beside::Idle, None)?;
+    let rtt = exchange::measure(link, plan, source)?.rtt.figures().ok_or_else(empty)?;
+    let fault = fault::measure(Handler::Blocking, options.faults)?.figures().ok_or_else(empty)?;
+    Ok(Floor { rtt_us: rtt.mean_us, local_fault_us: fault.mean_us })
+}
+
 /// Runs the bench. `source` starts the process that sends pages; `progress` is told what begins.
 pub fn run(options: &Options, source: &SourceCommand, progress: &mut dyn FnMut(&str)) -> Outcome {
     run_with(options, source, &Tools::here(), progress)
@@ -236,7 +274,7 @@ fn run_with(
     let mut document = Document::new("rtt", Host::describe());
     let sides = sides(options);
     let shaped = if sides.iter().any(|side| side.link.starts_with("shaped")) {
-        Shaped::new(tools).map(Link::Shaped)
+        Shaped::new(tools, SHAPE).map(Link::Shaped)
     } else {
         Err("not wanted".into())
     };

@@ -328,6 +328,8 @@ pub(crate) enum BenchName {
     Scan,
     /// What tracking dirty pages costs the guest: the log, and rings by each policy
     Reaper,
+    /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
+    Postcopy,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
     Rtt,
     /// Everything there is
@@ -351,7 +353,7 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (bench reaper)
+    /// Write the results as a page with charts to this file (bench reaper, bench postcopy)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

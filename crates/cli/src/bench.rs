@@ -1,5 +1,6 @@
 //! `vmferry bench`: our side of the comparisons.
 
+mod postcopy;
 mod reaper;
 
 use crate::api::MigrateRequest;
@@ -31,8 +32,8 @@ struct Finished {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
-    if args.html.is_some() && !matches!(args.name, BenchName::Reaper | BenchName::All) {
-        bail!("only bench reaper draws a page; leave --html out");
+    if args.html.is_some() && !matches!(args.name, BenchName::Postcopy | BenchName::Reaper | BenchName::All) {
+        bail!("only bench reaper and bench postcopy draw a page; leave --html out");
     }
     // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
@@ -41,8 +42,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Scan => &[scan],
         BenchName::Migrate => &[migrate],
         BenchName::Reaper => &[reaper::bench],
+        BenchName::Postcopy => &[postcopy::bench],
         BenchName::Rtt => &[rtt],
-        BenchName::All => &[scan, rtt, migrate, reaper::bench],
+        BenchName::All => &[scan, rtt, migrate, reaper::bench, postcopy::bench],
     };
     let mut status = Status::Done;
     for bench in wanted {
@@ -122,6 +124,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
         dirty_ring: None,
+        link: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

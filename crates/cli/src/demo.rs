@@ -6,12 +6,14 @@ use crate::choices::OnTimeoutArg;
 use crate::{Status, guest, migrate, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+use std::net::Ipv4Addr;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_bench::link::{End, Link};
 use vmferry_guest_abi::Workload;
 
 /// How long a process may take to come up, and a guest to fill its memory.
@@ -25,13 +27,15 @@ const CHECK: Duration = Duration::from_secs(60);
 const DEFAULT_RING: u32 = 4096;
 
 /// A machine for two: what both `run`s of a demonstration or a measurement are started with.
-pub(crate) struct Setup {
+pub(crate) struct Setup<'a> {
     pub(crate) guest: GuestKind,
     pub(crate) memory: u64,
     pub(crate) cpus: u32,
     pub(crate) workload: String,
     /// Entries of each vCPU's dirty ring.
     pub(crate) dirty_ring: Option<u32>,
+    /// Between which ends they run. None: on loopback.
+    pub(crate) link: Option<&'a Link>,
 }
 
 /// A `vmferry run` of our own.
@@ -42,7 +46,7 @@ pub(crate) struct Runner {
 
 impl Runner {
     /// Starts one; it waits for a guest if `incoming`.
-    fn start(setup: &Setup, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
+    fn start(setup: &Setup<'_>, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
         let api = folder.join(format!("{name}.sock"));
         let log = folder.join(format!("{name}.log"));
         let mut command = Command::new(std::env::current_exe().context("cannot find this executable")?);
@@ -53,11 +57,18 @@ impl Runner {
             command.args(["--dirty-ring", &entries.to_string()]);
         }
         if incoming {
-            command.args(["--incoming", "tcp:127.0.0.1:0"]);
+            let address = setup.link.map_or(Ipv4Addr::LOCALHOST, |link| link.address(End::Destination));
+            command.args(["--incoming", &format!("tcp:{address}:0")]);
+            if !address.is_loopback() {
+                command.arg("--insecure");
+            }
         } else {
             command.args(["--workload", &setup.workload]);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
+        if let Some(link) = setup.link {
+            link.enter(if incoming { End::Destination } else { End::Source }, &mut command)?;
+        }
         // A group of its own: Ctrl-C on the terminal is for the demonstration, which then tidies up.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start another vmferry")?;
@@ -157,7 +168,7 @@ pub(crate) struct Pair {
 
 impl Pair {
     /// Brings both up; given up when `stop` is set.
-    pub(crate) fn start(setup: &Setup, stop: &AtomicBool) -> Result<Self> {
+    pub(crate) fn start(setup: &Setup<'_>, stop: &AtomicBool) -> Result<Self> {
         let folder = Folder::new()?;
         let mut target = Runner::start(setup, folder.path(), "target", true)?;
         let uri = target.incoming(stop)?;
@@ -226,6 +237,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         workload: workload.to_string(),
         // The tracker has to be there from the start.
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
+        link: None,
     };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",

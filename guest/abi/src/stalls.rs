@@ -24,6 +24,8 @@ pub struct Stalls {
     pub(crate) window_max_ns: u64,
     /// How many of which length.
     pub hist: [u64; HIST_BUCKETS],
+    /// Their sums in nanoseconds: how long those of a length were on average.
+    pub hist_sum_ns: [u64; HIST_BUCKETS],
 }
 
 impl Stalls {
@@ -50,7 +52,9 @@ impl Stalls {
         self.sum_ns += gap_ns;
         self.max_ns = self.max_ns.max(gap_ns);
         self.window_max_ns = self.window_max_ns.max(gap_ns);
-        self.hist[bucket(gap_ns / 1000)] += 1;
+        let bucket = bucket(gap_ns / 1000);
+        self.hist[bucket] += 1;
+        self.hist_sum_ns[bucket] += gap_ns;
     }
 
     /// The longest stall since the last call, in nanoseconds.
@@ -89,6 +93,7 @@ mod tests {
         assert_eq!(stalls.count, 1);
         stalls.tick(2_000_100);
         assert_eq!((stalls.count, stalls.hist[6]), (2, 1));
+        assert_eq!((stalls.hist_sum_ns[0], stalls.hist_sum_ns[6]), (8_000, 1_000_000));
         assert_eq!(stalls.take_window(), 1_000_000);
         assert_eq!(stalls.take_window(), 0);
     }

@@ -83,6 +83,7 @@ pub mod offset {
     pub(crate) const VERIFY_DONE: usize = 14;
     pub(crate) const HIST: usize = 16;
     pub(crate) const WINDOW: usize = 32;
+    pub(crate) const HIST_SUM: usize = 48;
 }
 
 /// How far a guest is.
@@ -197,6 +198,9 @@ impl CpuBlock {
         put(at::VERIFY_DONE, report.verify_done);
         for (bucket, count) in report.hist.iter().enumerate() {
             put(at::HIST + bucket, *count);
+        }
+        for (bucket, sum) in report.hist_sum_us.iter().enumerate() {
+            put(at::HIST_SUM + bucket, *sum);
         }
         let reports = self.words[at::REPORTS].load(Ordering::Relaxed);
         put(at::WINDOW + window_slot(reports), report.window_max_us);
@@ -350,6 +354,8 @@ pub struct CpuSnapshot {
     pub verify_done: u64,
     /// Stalls since start by length, see [`HIST_BUCKETS`].
     pub hist: [u64; HIST_BUCKETS],
+    /// The sum of those of each length, in microseconds.
+    pub hist_sum_us: [u64; HIST_BUCKETS],
     /// Longest stall in microseconds of the last 16 windows: the window that report `n` (from 0) closed is at `n % 16`.
     window_max_us: [u64; WINDOWS],
 }
@@ -361,6 +367,13 @@ impl CpuSnapshot {
     pub fn stall_max_since(&self, reports: u64) -> u64 {
         let oldest = reports.max(self.reports.saturating_sub(WINDOWS as u64));
         (oldest..self.reports).map(|report| self.window_max_us[window_slot(report)]).max().unwrap_or(0)
+    }
+
+    /// The longest stall, in microseconds, of each of the last windows, at most 16: the oldest first. The last one was
+    /// closed by report `reports - 1`.
+    pub fn windows(&self) -> impl Iterator<Item = u64> {
+        let oldest = self.reports.saturating_sub(WINDOWS as u64);
+        (oldest..self.reports).map(|report| self.window_max_us[window_slot(report)])
     }
 }
 
@@ -490,6 +503,7 @@ fn copy_block(load: &mut impl FnMut(usize) -> u64) -> CpuSnapshot {
         sweeps: load(at::SWEEPS),
         verify_done: load(at::VERIFY_DONE),
         hist: core::array::from_fn(|bucket| load(at::HIST + bucket)),
+        hist_sum_us: core::array::from_fn(|bucket| load(at::HIST_SUM + bucket)),
         window_max_us: core::array::from_fn(|window| load(at::WINDOW + window)),
     }
 }

@@ -27,6 +27,7 @@ fn report(n: u64) -> Report {
         sweeps: n,
         verify_done: n,
         hist: [n; HIST_BUCKETS],
+        hist_sum_us: [n; HIST_BUCKETS],
     }
 }
 
@@ -57,6 +58,8 @@ fn what_was_published_is_read() {
     assert_eq!(snapshot.cpus().len(), 2);
     let cpu = snapshot.cpus()[1];
     assert_eq!((cpu.t_us, cpu.writes, cpu.hist, cpu.reports), (7, 7, [7; 16], 1));
+    assert_eq!(cpu.hist_sum_us, [7; 16]);
+    assert!(cpu.windows().eq([7]));
     assert_eq!(snapshot.cpus()[0], CpuSnapshot::default());
     assert_eq!((snapshot.writes(), snapshot.corrupt()), (7, 1));
     assert_eq!(snapshot.first_corrupt().unwrap().page, 7);

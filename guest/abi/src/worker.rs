@@ -71,6 +71,8 @@ pub struct Report {
     pub verify_done: u64,
     /// Stalls by length.
     pub hist: [u64; HIST_BUCKETS],
+    /// The sum of those of each length, in microseconds.
+    pub hist_sum_us: [u64; HIST_BUCKETS],
 }
 
 /// Pages a second that each vCPU checks at least: all of 1 GiB in about a minute, at about 1 % of a core.
@@ -231,6 +233,7 @@ impl Worker {
             sweeps: self.sweeps,
             verify_done: self.verify_done,
             hist: self.stalls.hist,
+            hist_sum_us: self.stalls.hist_sum_ns.map(|ns| ns / 1000),
         }
     }
 
@@ -325,7 +328,7 @@ pub struct SavedWorker {
 
 impl SavedWorker {
     /// Words of the state.
-    pub const WORDS: usize = 19 + HIST_BUCKETS;
+    pub const WORDS: usize = 19 + 2 * HIST_BUCKETS;
 }
 
 impl Worker {
@@ -357,14 +360,17 @@ impl Worker {
         ];
         let mut words = [0; SavedWorker::WORDS];
         words[..head.len()].copy_from_slice(&head);
-        words[head.len()..].copy_from_slice(&self.stalls.hist);
+        let (hist, sums) = words[head.len()..].split_at_mut(HIST_BUCKETS);
+        hist.copy_from_slice(&self.stalls.hist);
+        sums.copy_from_slice(&self.stalls.hist_sum_ns);
         SavedWorker { words }
     }
 
     /// Continues where the saved worker stopped. `self` is a new worker of the same workload, layout and vCPU; values that cannot
     /// be (a peer sent them) are brought into range, so nothing panics later.
     pub fn restore(&mut self, saved: &SavedWorker) {
-        let (head, hist) = saved.words.split_at(SavedWorker::WORDS - HIST_BUCKETS);
+        let (head, hists) = saved.words.split_at(SavedWorker::WORDS - 2 * HIST_BUCKETS);
+        let (hist, sums) = hists.split_at(HIST_BUCKETS);
         let len = self.share.len();
         self.picker.set_state([head[0], head[1]]);
         self.filled = head[2].min(len);
@@ -384,6 +390,7 @@ impl Worker {
         });
         self.stalls = Stalls { count: head[16], sum_ns: head[17], max_ns: head[18], ..Stalls::default() };
         self.stalls.hist.copy_from_slice(hist);
+        self.stalls.hist_sum_ns.copy_from_slice(sums);
     }
 }
 

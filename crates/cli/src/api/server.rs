@@ -18,6 +18,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_engine::{Arrival, MigrationState, Monitor, RestWatch};
+use vmferry_guest_abi::CpuSnapshot;
 
 /// Most clients at once; further ones are turned away.
 const MOST_CLIENTS: usize = 16;
@@ -183,6 +184,22 @@ impl Shared {
         Ok(json!({ "vcpus": stats.cpus().iter().map(|cpu| [cpu.t_us, cpu.writes]).collect::<Vec<_>>() }))
     }
 
+    /// What each vCPU's guest says of its stalls, besides that.
+    fn stalls(&self) -> Result<Value> {
+        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
+        let vcpu = |cpu: &CpuSnapshot| {
+            json!({
+                "t_us": cpu.t_us,
+                "writes": cpu.writes,
+                "reports": cpu.reports,
+                "windows": cpu.windows().collect::<Vec<_>>(),
+                "hist": cpu.hist,
+                "hist_sum_us": cpu.hist_sum_us,
+            })
+        };
+        Ok(json!({ "corrupt": stats.corrupt(), "vcpus": stats.cpus().iter().map(vcpu).collect::<Vec<_>>() }))
+    }
+
     fn vm(&self) -> Value {
         let stats = match self.probe.stats() {
             Ok(stats) => {
@@ -215,6 +232,7 @@ impl Shared {
         match command {
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
+            "stalls" => return self.stalls(),
             "cancel" => match (&*lock(&self.migration), self.place()) {
                 (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.cancel(),
                 _ => bail!("no migration is under way"),

@@ -101,6 +101,7 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
         dirty_ring: side.entries(),
+        link: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     // The working set and little more is what will be touched there.

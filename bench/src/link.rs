@@ -1,23 +1,57 @@
-//! Where requests travel: loopback, or a shaped veth pair between two network namespaces made for this run.
+//! Where pages travel: loopback, or a shaped veth pair between two network namespaces made for this run.
 
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-use super::RttError;
+/// What a link is shaped to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// What it carries each way, in bits a second, headers included.
+    pub bits_per_s: u64,
+    /// TCP congestion control of sockets in the two namespaces that ask for none. None: the host's default.
+    pub congestion: Option<&'static str>,
+}
 
-/// What the shaped link carries, in bits a second, headers included.
-pub(super) const SHAPED_BITS_PER_S: f64 = 2e9;
+impl Shape {
+    /// The shaper's words for `tc`, a token bucket: its queue (20 ms deep) is the one before which postcopy's pages wait. A
+    /// millisecond's worth of tokens, as many as a timer that is late lets pass at once.
+    fn words(self) -> Vec<String> {
+        let (rate, burst) = (format!("{}bit", self.bits_per_s), format!("{}b", self.bits_per_s / 8 / 950));
+        ["tbf", "rate", &rate, "burst", &burst, "latency", "20ms"].map(String::from).into()
+    }
+}
 
-/// The shaper, a token bucket: its queue (20 ms deep) is the one before which postcopy's pages would wait.
-const SHAPER: [&str; 7] = ["tbf", "rate", "2gbit", "burst", "256kb", "latency", "20ms"];
+/// One of the two ends of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Whoever sends pages.
+    Source,
+    /// Whoever gets them.
+    Destination,
+}
+
+/// What could not be done with a socket.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action}: {source}")]
+pub struct LinkError {
+    action: &'static str,
+    source: io::Error,
+}
+
+impl LinkError {
+    fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| LinkError { action, source }
+    }
+}
 
 /// Inside the namespaces only: TEST-NET-1 (RFC 5737), which no real network uses.
 const ADDRESSES: [(Ipv4Addr, &str); 2] =
@@ -34,52 +68,86 @@ static LINKS: AtomicU32 = AtomicU32::new(0);
 
 /// The programs that make a shaped link.
 #[derive(Debug, Clone)]
-pub(super) struct Tools {
-    pub(super) ip: OsString,
-    pub(super) tc: OsString,
-    pub(super) root: bool,
+pub struct Tools {
+    pub(crate) ip: OsString,
+    pub(crate) tc: OsString,
+    pub(crate) root: bool,
 }
 
 impl Tools {
     /// Those of this host, as this user.
-    pub(super) fn here() -> Self {
+    pub fn here() -> Self {
         Tools { ip: "ip".into(), tc: "tc".into(), root: rustix::process::geteuid().is_root() }
     }
 }
 
 /// A way from the source to the destination.
 #[derive(Debug)]
-pub(super) enum Link {
+pub enum Link {
+    /// No shaper, no namespaces.
     Loopback,
+    /// Two namespaces, and a shaper at either end.
     Shaped(Shaped),
 }
 
 /// One connection: the two ends of it.
 #[derive(Debug)]
-pub(super) struct Pair {
+pub(crate) struct Pair {
     /// For the process that sends pages.
-    pub(super) source: TcpStream,
+    pub(crate) source: TcpStream,
     /// For the one that asks for them.
-    pub(super) destination: TcpStream,
+    pub(crate) destination: TcpStream,
 }
 
 impl Link {
+    fn namespace(&self, end: End) -> Option<&Namespace> {
+        match self {
+            Link::Loopback => None,
+            Link::Shaped(shaped) => Some(&shaped.ends[end as usize]),
+        }
+    }
+
+    /// The address of an end: to be used inside its namespace, or from the other.
+    pub fn address(&self, end: End) -> Ipv4Addr {
+        self.namespace(end).map_or(Ipv4Addr::LOCALHOST, |_| ADDRESSES[end as usize].0)
+    }
+
+    /// What it carries each way, in bits a second, headers included. None: it is not shaped.
+    pub fn bits_per_s(&self) -> Option<u64> {
+        match self {
+            Link::Loopback => None,
+            Link::Shaped(shaped) => Some(shaped.shape.bits_per_s),
+        }
+    }
+
+    /// Lets a process that has yet to be started run at an end. Only its network is another; files and sockets in the file
+    /// system are the same.
+    ///
+    /// # Errors
+    /// If the process is out of file descriptors.
+    pub fn enter(&self, end: End, command: &mut Command) -> io::Result<()> {
+        let Some(namespace) = self.namespace(end) else { return Ok(()) };
+        let handle = OwnedFd::from(namespace.handle.try_clone()?);
+        let enter = move || Ok(move_into_link_name_space(handle.as_fd(), Some(LinkNameSpaceType::Network))?);
+        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes one system call on a
+        // descriptor that it owns; its error is a number, for which nothing is allocated.
+        unsafe { command.pre_exec(enter) };
+        Ok(())
+    }
+
     /// Connects the destination to the source.
-    pub(super) fn connect(&self) -> Result<Pair, RttError> {
-        let [source, destination] = match self {
-            Link::Loopback => [None, None],
-            Link::Shaped(shaped) => [Some(&shaped.ends[0]), Some(&shaped.ends[1])],
-        };
-        let address = source.map_or(Ipv4Addr::LOCALHOST, |_| ADDRESSES[0].0);
+    pub(crate) fn connect(&self) -> Result<Pair, LinkError> {
+        let [source, destination] = [End::Source, End::Destination].map(|end| self.namespace(end));
+        let address = self.address(End::Source);
         let listener =
-            inside(source, move || TcpListener::bind((address, 0))).map_err(RttError::io("listen"))?;
-        let to = listener.local_addr().map_err(RttError::io("listen"))?;
+            inside(source, move || TcpListener::bind((address, 0))).map_err(LinkError::io("listen"))?;
+        let to = listener.local_addr().map_err(LinkError::io("listen"))?;
         let destination = inside(destination, move || TcpStream::connect_timeout(&to, IO_LIMIT))
-            .map_err(RttError::io("connect to the source"))?;
-        let from = destination.local_addr().map_err(RttError::io("connect to the source"))?;
-        let source = accept(&listener, from).map_err(RttError::io("accept the destination"))?;
+            .map_err(LinkError::io("connect to the source"))?;
+        let from = destination.local_addr().map_err(LinkError::io("connect to the source"))?;
+        let source = accept(&listener, from).map_err(LinkError::io("accept the destination"))?;
         for socket in [&source, &destination] {
-            prepare(socket).map_err(RttError::io("set up a socket"))?;
+            prepare(socket).map_err(LinkError::io("set up a socket"))?;
         }
         Ok(Pair { source, destination })
     }
@@ -121,7 +189,8 @@ fn inside<T: Send>(
 
 /// Two namespaces joined by a shaped veth pair; the source is in the first.
 #[derive(Debug)]
-pub(super) struct Shaped {
+pub struct Shaped {
+    shape: Shape,
     ends: [Namespace; 2],
 }
 
@@ -130,14 +199,14 @@ impl Shaped {
     ///
     /// # Errors
     /// Why this host or this user cannot have it.
-    pub(super) fn new(tools: &Tools) -> Result<Self, String> {
+    pub fn new(tools: &Tools, shape: Shape) -> Result<Self, String> {
         if !tools.root {
             return Err("network namespaces need root: run it with sudo".into());
         }
         execute(&tools.ip, &["-V"])?;
         execute(&tools.tc, &["-V"])?;
         let number = LINKS.fetch_add(1, Ordering::Relaxed);
-        let name = |end: &str| format!("vmferry-rtt-{}-{number}{end}", std::process::id());
+        let name = |end: &str| format!("vmferry-link-{}-{number}{end}", std::process::id());
         let ends = [Namespace::new(tools, name("a"))?, Namespace::new(tools, name("b"))?];
         let [first, second] = [&ends[0].name, &ends[1].name];
         let ip = |arguments: &[&str]| execute(&tools.ip, arguments);
@@ -146,10 +215,22 @@ impl Shaped {
             ip(&["-n", end, "addr", "add", address, "dev", DEVICE])?;
             ip(&["-n", end, "link", "set", DEVICE, "up"])?;
             let qdisc = ["-n", end, "qdisc", "add", "dev", DEVICE, "root"];
-            execute(&tools.tc, &[&qdisc[..], &SHAPER].concat())?;
+            let shaper = shape.words();
+            let words: Vec<&str> = qdisc.into_iter().chain(shaper.iter().map(String::as_str)).collect();
+            execute(&tools.tc, &words)?;
         }
-        Ok(Shaped { ends })
+        if let Some(congestion) = shape.congestion {
+            ends.iter().try_for_each(|end| set_congestion(end, congestion))?;
+        }
+        Ok(Shaped { shape, ends })
     }
+}
+
+/// Sets the TCP congestion control of sockets that will be made in a namespace.
+fn set_congestion(namespace: &Namespace, name: &str) -> Result<(), String> {
+    // What a thread finds under /proc/sys/net is its own namespace's.
+    let write = || std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
+    inside(Some(namespace), write).map_err(|error| format!("TCP congestion control {name}: {error}"))
 }
 
 /// A named network namespace of ours, removed when dropped.
@@ -177,7 +258,7 @@ impl Drop for Namespace {
     fn drop(&mut self) {
         // Its devices and sockets go with it once nothing holds it any more.
         if let Err(why) = execute(&self.ip, &["netns", "del", &self.name]) {
-            eprintln!("bench rtt: {why}; remove it with: ip netns del {}", self.name);
+            eprintln!("vmferry bench: {why}; remove it with: ip netns del {}", self.name);
         }
     }
 }
@@ -202,17 +283,25 @@ mod tests {
     use std::io::{Read, Write, stdout};
 
     #[test]
+    fn shapers_have_a_millisecond_of_tokens() {
+        let words = Shape { bits_per_s: 2_000_000_000, congestion: None }.words().join(" ");
+        assert_eq!(words, "tbf rate 2000000000bit burst 263157b latency 20ms");
+    }
+
+    const SHAPE: Shape = Shape { bits_per_s: 2_000_000_000, congestion: Some("reno") };
+
+    #[test]
     fn what_is_missing_is_said() {
         let here = Tools::here();
-        let why = Shaped::new(&Tools { root: false, ..here.clone() }).unwrap_err();
+        let why = Shaped::new(&Tools { root: false, ..here.clone() }, SHAPE).unwrap_err();
         assert!(why.contains("root"), "{why}");
         let without = Tools { root: true, ip: "/nonexistent/ip".into(), ..here };
-        let why = Shaped::new(&without).unwrap_err();
+        let why = Shaped::new(&without, SHAPE).unwrap_err();
         assert!(why.contains("/nonexistent/ip is not installed"), "{why}");
     }
 
     fn namespaces() -> Vec<String> {
-        let ours = format!("vmferry-rtt-{}-", std::process::id());
+        let ours = format!("vmferry-link-{}-", std::process::id());
         let entries = std::fs::read_dir("/run/netns").into_iter().flatten().flatten();
         entries
             .map(|e| e.file_name().to_string_lossy().into_owned())
@@ -223,13 +312,19 @@ mod tests {
     #[test]
     fn a_shaped_link_carries_and_leaves_nothing_behind() {
         let tools = Tools::here();
-        let shaped = match Shaped::new(&tools) {
+        let shaped = match Shaped::new(&tools, SHAPE) {
             Ok(shaped) => shaped,
             Err(why) => return writeln!(stdout(), "not run: {why}").unwrap(),
         };
         let names = [shaped.ends[0].name.clone(), shaped.ends[1].name.clone()];
         assert!(names.iter().all(|name| namespaces().contains(name)));
-        let mut pair = Link::Shaped(shaped).connect().unwrap();
+        let link = Link::Shaped(shaped);
+        let mut child = Command::new("cat");
+        child.arg("/proc/sys/net/ipv4/tcp_congestion_control");
+        link.enter(End::Destination, &mut child).unwrap();
+        assert_eq!(child.output().unwrap().stdout, b"reno\n");
+        let mut pair = link.connect().unwrap();
+        drop(link);
         assert_eq!(pair.destination.peer_addr().unwrap().ip(), ADDRESSES[0].0);
         assert_eq!(pair.source.peer_addr().unwrap().ip(), ADDRESSES[1].0);
         pair.source.write_all(b"over").unwrap();
@@ -245,9 +340,9 @@ mod tests {
         std::fs::write(&broken, "#!/bin/sh\n[ \"$1\" = -V ] && exit 0\necho no shaper >&2\nexit 1\n")
             .unwrap();
         rustix::fs::chmod(&broken, rustix::fs::Mode::from_raw_mode(0o700)).unwrap();
-        let why = Shaped::new(&Tools { tc: broken.into(), ..tools }).unwrap_err();
+        let why = Shaped::new(&Tools { tc: broken.into(), ..tools }, SHAPE).unwrap_err();
         assert!(why.contains("no shaper"), "{why}");
-        let made = format!("vmferry-rtt-{}-{before}", std::process::id());
+        let made = format!("vmferry-link-{}-{before}", std::process::id());
         assert!(!namespaces().iter().any(|name| name.starts_with(&made)), "{:?}", namespaces());
     }
 }

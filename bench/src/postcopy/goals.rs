@@ -1,0 +1,179 @@
+//! What is promised, and what was published.
+
+use serde_json::{Value, json};
+
+use super::report::of_purpose;
+use super::{Purpose, Side, Way};
+use crate::json::{Case, Document};
+
+/// Ours, compared with `shared` at most.
+const OF_SHARED: f64 = 1.0 / 20.0;
+/// Ours, compared with QEMU's preempt at most.
+const OF_PREEMPT: f64 = 1.0 / 10.0;
+/// Ours, compared with the floor at most: the mean and the 99th of 100.
+const OF_FLOOR: (f64, f64) = (1.5, 4.0);
+/// The whole migration, compared with what the link needs for the bytes.
+const OF_LINK: f64 = 1.1;
+
+/// Published means in microseconds at 10 Gb/s, 18 GB written of 20: shared, interleaved, dedicated.
+const PUBLISHED: [(&str, [f64; 3]); 2] =
+    [("random", [12093.0, 496.0, 229.0]), ("sequential", [1487.0, 1582.0, 439.0])];
+
+/// The sides of one case.
+struct Sides<'a> {
+    name: &'a str,
+    cases: Vec<&'a Case>,
+}
+
+/// A figure of a side, over the rounds.
+#[derive(Clone, Copy)]
+struct Figure {
+    median: f64,
+    max: f64,
+}
+
+impl Sides<'_> {
+    fn figure(&self, side: Side, metric: &str) -> Option<Figure> {
+        let name = format!("{}/{side}", self.name);
+        let metrics = &self.cases.iter().find(|case| case.name == name)?.metrics;
+        let of = |suffix: &str| metrics.get(&format!("{metric}{suffix}")).copied();
+        Some(Figure { median: of("")?, max: of("_max").or(of(""))? })
+    }
+
+    fn of(&self, side: Side, metric: &str) -> Option<f64> {
+        self.figure(side, metric).map(|figure| figure.median)
+    }
+
+    fn param(&self, name: &str) -> Option<&Value> {
+        self.cases.first()?.params.get(name)
+    }
+}
+
+const OURS: Side = Side::Ours(Way::Ours);
+const PREEMPT: Side = Side::Qemu { preempt: true };
+
+/// The sides of each case of a purpose, in order.
+fn compared(document: &Document, purpose: Purpose) -> Vec<Sides<'_>> {
+    let mut all: Vec<Sides> = Vec::new();
+    for case in of_purpose(document, purpose) {
+        let Some(name) = case.params.get("case").and_then(Value::as_str) else { continue };
+        match all.iter_mut().find(|sides| sides.name == name) {
+            Some(sides) => sides.cases.push(case),
+            None => all.push(Sides { name, cases: vec![case] }),
+        }
+    }
+    all
+}
+
+fn goal(name: String, want: String, got: f64, met: bool) -> Value {
+    json!({ "name": name, "want": want, "got": got, "met": met })
+}
+
+/// One that a ratio must not exceed.
+fn at_most(name: String, most: f64, got: Option<f64>) -> Option<Value> {
+    let got = got.filter(|got| got.is_finite())?;
+    Some(goal(name, format!("<= {most}"), got, got <= most))
+}
+
+/// The goals that could be looked at, each with what it came to.
+pub(super) fn goals(document: &Document) -> Vec<Value> {
+    let mut goals = Vec::new();
+    for sides in compared(document, Purpose::Compare) {
+        goals.extend(of_case(&sides));
+    }
+    goals.extend(of_vcpus(&compared(document, Purpose::Vcpus)));
+    goals
+}
+
+fn of_case(sides: &Sides<'_>) -> Vec<Value> {
+    let shaped = sides.param("link_gbps").is_some_and(Value::is_number);
+    let random = sides.param("pattern").is_some_and(|pattern| pattern == "random");
+    let name = |what: &str| format!("{} {what}", sides.name);
+    let mean = |side| sides.of(side, "mean_us");
+    let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+    let mut goals = Vec::new();
+    if shaped {
+        let [shared, interleaved, dedicated] =
+            [Way::Shared, Way::Interleaved, Way::Dedicated].map(|way| mean(Side::Ours(way)));
+        if let (Some(a), Some(b), Some(c)) = (shared, interleaved, dedicated)
+            && random
+        {
+            // The smaller of the two steps decides.
+            let what = name("mean, shared > interleaved > dedicated: the smaller step");
+            goals.push(goal(what, "> 1".into(), (a / b).min(b / c), a > b && b > c));
+        }
+        goals.extend(at_most(name("mean, ours to shared"), OF_SHARED, ratio(mean(OURS), shared)));
+        goals.extend(at_most(
+            name("mean, ours to QEMU preempt"),
+            OF_PREEMPT,
+            ratio(mean(OURS), mean(PREEMPT)),
+        ));
+        goals.extend(at_most(
+            name("time, ours to the link's limit"),
+            OF_LINK,
+            sides.of(OURS, "ratio_to_link"),
+        ));
+    }
+    goals.extend(at_most(name("mean, ours to the floor"), OF_FLOOR.0, sides.of(OURS, "ratio_to_floor")));
+    goals.extend(at_most(name("p99, ours to the floor"), OF_FLOOR.1, sides.of(OURS, "p99_to_floor")));
+    goals.extend(back(sides, name("back at 90 %, ours to the sooner QEMU")));
+    goals
+}
+
+/// Sooner than either QEMU; one that was not seen to come back at all took at least as long as it was watched.
+fn back(sides: &Sides<'_>, name: String) -> Option<Value> {
+    let qemu = [false, true].into_iter().filter_map(|preempt| {
+        let side = Side::Qemu { preempt };
+        sides.of(side, "back_90_ms").or(sides.of(side, "watched_ms"))
+    });
+    let qemu = qemu.reduce(f64::min)?;
+    // Ours must have been seen.
+    sides.of(OURS, "watched_ms")?;
+    let ours = sides.of(OURS, "back_90_ms");
+    let got = ours.or(sides.of(OURS, "watched_ms"))? / qemu;
+    Some(goal(name, "< 1".into(), got, ours.is_some() && got < 1.0))
+}
+
+/// Waits a second do not fall from each number of vCPUs to the next, or not by more than the rounds differ.
+fn of_vcpus(cases: &[Sides<'_>]) -> Vec<Value> {
+    let of = |sides: &Sides<'_>| sides.figure(OURS, "waits_per_s");
+    let mut goals = Vec::new();
+    for pair in cases.windows(2) {
+        if let (Some(fewer), Some(more)) = (of(&pair[0]), of(&pair[1])) {
+            let got = more.median / fewer.median;
+            let name = format!("pages a second, {} to {}", pair[1].name, pair[0].name);
+            goals.push(goal(
+                name,
+                ">= 1, or within the spread".into(),
+                got,
+                got >= 1.0 || more.max >= fewer.median,
+            ));
+        }
+    }
+    goals
+}
+
+/// The published progression beside ours, as ratios to `shared`.
+pub(super) fn published(document: &Document) -> Vec<Value> {
+    let mut rows = Vec::new();
+    for sides in compared(document, Purpose::Compare) {
+        let row = PUBLISHED.iter().find(|row| sides.param("pattern").is_some_and(|p| p == row.0));
+        let (Some((_, [shared, interleaved, dedicated])), true) =
+            (row, sides.param("link_gbps").is_some_and(Value::is_number))
+        else {
+            continue;
+        };
+        let mean = |way| sides.of(Side::Ours(way), "mean_us");
+        let Some(ours) = mean(Way::Shared) else { continue };
+        let to = |way| mean(way).map(|mean| mean / ours);
+        rows.push(json!({
+            "name": sides.name,
+            "published_interleaved": interleaved / shared,
+            "interleaved": to(Way::Interleaved),
+            "published_dedicated": dedicated / shared,
+            "dedicated": to(Way::Dedicated),
+            "ours": to(Way::Ours),
+        }));
+    }
+    rows
+}

@@ -1,0 +1,202 @@
+//! `bench postcopy`: how long a guest waits for a page that has not arrived yet.
+//!
+//! A guest that writes to most of its memory as fast as it can is moved by postcopy, by each side in turn: vmferry with each
+//! of its ways for urgent pages, and QEMU. All sides run the same guest file, and what a page took is taken from the guest's
+//! own clock: a vCPU's loop takes well below a microsecond, so a gap of 32 us and more is a page that was waited for (or,
+//! seldom, a processor that was busy: the same guest's gaps before the migration are reported beside). The floor of the same
+//! link is measured in the same round.
+
+mod figures;
+mod goals;
+mod html;
+mod report;
+mod spec;
+mod watch;
+
+use std::time::Duration;
+
+use crate::host::Host;
+use crate::json::Document;
+use crate::link::{Link, Shaped, Tools};
+use crate::qemu;
+use crate::rounds::{Rounds, Stop, enough_memory};
+use crate::rtt::{self, Floor, SourceCommand};
+
+pub use crate::rounds::{OurError, Outcome};
+pub use html::page;
+pub use report::table;
+pub use spec::{CaseSpec, Options, Purpose, Side, Way};
+pub use watch::{Heard, Own, Run, Vcpu};
+
+/// Looks at a guest this often: its page of statistics remembers the longest stalls of 160 ms.
+pub const POLL: Duration = Duration::from_millis(20);
+
+/// How the guest is watched, which is the same for all sides.
+#[derive(Debug, Clone, Copy)]
+pub struct Watch<'a> {
+    /// Between which two ends it moves: start each process at its own.
+    pub link: &'a Link,
+    /// How long it is watched before the command.
+    pub before: Duration,
+    /// How long at least, and at most, it is watched after the end: at least until it reported, at most while
+    /// [`SpeedBack`] waits.
+    pub after: Duration,
+}
+
+/// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
+pub trait OurRunner {
+    /// Boots the guest of `spec` at the source's end of the link, watches it, moves it by postcopy at once, watches it until
+    /// that is done and [`SpeedBack`] has seen enough, and ends both processes.
+    ///
+    /// # Errors
+    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    fn run(&mut self, spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run, OurError>;
+}
+
+/// Says how long a guest is to be watched after its migration: until it is as fast as before for a while.
+#[derive(Debug)]
+pub struct SpeedBack {
+    /// Writes a second before.
+    wanted: f64,
+    last: Option<(f64, u64)>,
+    fast: u32,
+}
+
+impl SpeedBack {
+    /// From what was heard on the source.
+    pub fn new(source: &[Heard]) -> Self {
+        let command = source.iter().rfind(|heard| heard.at <= 0.0);
+        let speed = source.first().zip(command).and_then(|(first, last)| speed(mark(first), mark(last)));
+        SpeedBack { wanted: speed.unwrap_or(0.0) * figures::BACK, last: None, fast: 0 }
+    }
+
+    /// Whether it has been as fast for long enough, now that this was heard, too.
+    pub fn is_back(&mut self, heard: &Heard) -> bool {
+        let now = mark(heard);
+        let Some(last) = self.last else {
+            self.last = Some(now);
+            return false;
+        };
+        // Much of a window, so that one late report is no slow guest.
+        if now.0 - last.0 < 0.08 {
+            return false;
+        }
+        self.fast =
+            if speed(last, now).is_some_and(|speed| speed >= self.wanted) { self.fast + 1 } else { 0 };
+        self.last = Some(now);
+        self.fast >= 5
+    }
+}
+
+fn mark(heard: &Heard) -> (f64, u64) {
+    (heard.at, heard.vcpus.iter().map(|vcpu| vcpu.writes).sum())
+}
+
+fn speed(from: (f64, u64), to: (f64, u64)) -> Option<f64> {
+    let span = to.0 - from.0;
+    (span > 0.0).then(|| crate::reaper::to_f64(to.1.saturating_sub(from.1)) / span)
+}
+
+/// What a side did in one case.
+type SideRuns = crate::rounds::SideRuns<Side, Run>;
+
+/// Everything that was done in one case.
+#[derive(Debug)]
+struct CaseRuns {
+    /// One for each round. None: it could not be measured.
+    floors: Vec<Option<Floor>>,
+    sides: Vec<SideRuns>,
+}
+
+/// Whose turn it is in a round.
+#[derive(Debug, Clone, Copy)]
+enum Turn {
+    Floor,
+    Side(Side),
+}
+
+/// What it came to.
+#[derive(Debug)]
+enum Came {
+    Floor(Floor),
+    Run(Box<Run>),
+}
+
+/// Runs the bench. `source` starts the process that the floor is measured with; `progress` is told what begins.
+pub fn run(
+    options: &Options,
+    ours: &mut dyn OurRunner,
+    source: &SourceCommand,
+    progress: &mut dyn FnMut(&str),
+) -> Outcome {
+    run_with(options, ours, source, &Tools::here(), progress)
+}
+
+fn run_with(
+    options: &Options,
+    ours: &mut dyn OurRunner,
+    source: &SourceCommand,
+    tools: &Tools,
+    progress: &mut dyn FnMut(&str),
+) -> Outcome {
+    let mut document = Document::new("postcopy", Host::describe());
+    let mut rounds = Rounds::new(options.repeats, progress);
+    for spec in &options.cases {
+        let sides = spec.sides.iter().copied().filter(|side| options.wants(spec, *side));
+        let turns: Vec<Turn> = sides.map(Turn::Side).collect();
+        if turns.is_empty() {
+            continue;
+        }
+        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        rounds.repeats = options.repeats.min(spec.rounds);
+        let runs = rounds.run(
+            [Turn::Floor].into_iter().chain(turns),
+            |turn| match turn {
+                Turn::Floor => format!("{}/floor", spec.name),
+                Turn::Side(side) => format!("{}/{side}", spec.name),
+            },
+            |turn, _| {
+                let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
+                let watch = Watch { link, before: options.before, after: options.after };
+                match turn {
+                    Turn::Floor => Ok(Came::Floor(rtt::floor(link, source)?)),
+                    Turn::Side(side) => Ok(Came::Run(Box::new(run_side(spec, side, watch, ours)?))),
+                }
+            },
+        );
+        report::add_case(&mut document, options, spec, &sorted(runs));
+    }
+    let failures = rounds.failures;
+    report::finish(&mut document, options, &failures);
+    Outcome { document, failures }
+}
+
+/// The floors and the sides apart.
+fn sorted(runs: Vec<crate::rounds::SideRuns<Turn, Came>>) -> CaseRuns {
+    let mut sorted = CaseRuns { floors: Vec::new(), sides: Vec::new() };
+    for runs in runs {
+        match runs.side {
+            Turn::Floor => {
+                let floor = |came| if let Some(Came::Floor(floor)) = came { Some(floor) } else { None };
+                sorted.floors = runs.rounds.into_iter().map(floor).collect();
+            }
+            Turn::Side(side) => {
+                let run = |came| if let Some(Came::Run(run)) = came { Some(*run) } else { None };
+                let rounds = runs.rounds.into_iter().map(run).collect();
+                sorted.sides.push(SideRuns { side, rounds, skipped: runs.skipped });
+            }
+        }
+    }
+    sorted
+}
+
+fn run_side(spec: &CaseSpec, side: Side, watch: Watch<'_>, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
+    enough_memory(spec.memory)?;
+    Ok(match side {
+        Side::Ours(way) => ours.run(spec, way, watch)?,
+        Side::Qemu { preempt } => qemu::postcopy(spec, preempt, watch)?,
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,193 @@
+//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+
+use super::*;
+use crate::result::MigrationResult;
+use std::collections::BTreeSet;
+use vmferry_guest_abi::Workload;
+
+/// A runner whose guests wait for as long as the way makes them.
+struct Scripted(fn(Way) -> u64);
+
+fn usual(way: Way) -> u64 {
+    match way {
+        Way::Shared => 12_000,
+        Way::Interleaved => 500,
+        Way::Dedicated => 230,
+        Way::Ours => 40,
+    }
+}
+
+/// A guest with 100 waits, each in a window of its own that was heard of, and a downtime before them.
+fn scripted(spec: &CaseSpec, us: u64) -> Run {
+    let bucket = (us / 8).ilog2() as usize;
+    let vcpu = |writes: u64, waits: u64, windows: &[u64]| {
+        let mut vcpu = Vcpu { writes, reports: 10 + waits, windows: windows.into(), ..Vcpu::default() };
+        vcpu.hist[bucket] = waits.saturating_sub(1);
+        vcpu.hist_sum_us[bucket] = waits.saturating_sub(1) * us;
+        if waits > 0 {
+            vcpu.hist[13] += 1;
+            vcpu.hist_sum_us[13] += 70_000;
+        }
+        vcpu
+    };
+    let heard = |at: f64, mut one: Vcpu| {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "seconds")]
+        let t_us = ((at + 10.0) * 1e6) as u64;
+        one.t_us = t_us;
+        Heard { at, vcpus: vec![one; spec.vcpus as usize] }
+    };
+    Run {
+        source: vec![heard(-1.0, vcpu(0, 0, &[])), heard(0.0, vcpu(100_000, 0, &[]))],
+        target: vec![
+            heard(0.2, vcpu(100_100, 1, &[70_000])),
+            heard(1.0, vcpu(100_900, 101, &[us])),
+            heard(3.0, vcpu(300_900, 101, &[])),
+        ],
+        switched: 0.1,
+        end: 1.0,
+        result: MigrationResult {
+            total: Duration::from_secs(1),
+            downtime: Duration::from_millis(70),
+            ..MigrationResult::default()
+        },
+        own: Some(Own { faults: 100.0, mean_us: 30.0, ..Own::default() }),
+    }
+}
+
+impl OurRunner for Scripted {
+    fn run(&mut self, spec: &CaseSpec, way: Way, _: Watch<'_>) -> Result<Run, OurError> {
+        match way {
+            Way::Interleaved if spec.shape.is_none() => Err(OurError::Failed("the link broke".into())),
+            _ => Ok(scripted(spec, (self.0)(way))),
+        }
+    }
+}
+
+fn options() -> Options {
+    let mut options = Options { repeats: 2, ..Options::quick() };
+    for case in &mut options.cases {
+        case.memory = 1 << 20;
+        case.sides.retain(|side| matches!(side, Side::Ours(_)));
+    }
+    options
+}
+
+/// The floor is measured by a process that is not there: those failures are none of ours.
+fn bench(options: &Options, waits: fn(Way) -> u64) -> (Document, Vec<String>) {
+    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let tools = Tools { root: false, ..Tools::here() };
+    let outcome = run_with(options, &mut Scripted(waits), &nobody, &tools, &mut |_| {});
+    let ours = outcome.failures.into_iter().filter(|failure| !failure.contains("/floor")).collect();
+    (outcome.document, ours)
+}
+
+/// Fills a document as if all links could be made.
+fn document(waits: fn(Way) -> u64) -> Document {
+    let options = options();
+    let mut document = Document::new("postcopy", Host::default());
+    let floor = Some(Floor { rtt_us: 20.0, local_fault_us: 12.0 });
+    for spec in &options.cases {
+        let runs = |side: &Side| {
+            let Side::Ours(way) = *side else { unreachable!("only ours are left") };
+            let rounds = vec![Some(scripted(spec, waits(way))), None];
+            SideRuns { side: *side, rounds, skipped: None }
+        };
+        let runs = CaseRuns { floors: vec![floor, None], sides: spec.sides.iter().map(runs).collect() };
+        report::add_case(&mut document, &options, spec, &runs);
+    }
+    report::finish(&mut document, &options, &[]);
+    document
+}
+
+#[test]
+fn failures_and_skips_are_told_apart() {
+    let (document, failures) = bench(&options(), usual);
+    let case = |name: &str| document.cases.iter().find(|case| case.name == name).unwrap();
+    let why = case("2gbit-bbr-random/shared").skipped.as_deref().unwrap();
+    assert!(why.contains("need root"), "{why}");
+    assert_eq!(failures.len(), 2, "{failures:?}");
+    assert_eq!(failures[0], "loopback-random/interleaved, round 1: the link broke");
+    let shared = case("loopback-random/shared");
+    assert_eq!((shared.metrics["mean_us"], shared.metrics["waits"]), (12_000.0, 100.0));
+    let text = table(&document);
+    for part in
+        ["skipped 10gbit-bbr-random/ours: network namespaces need root", "FAILED loopback-random/interleaved"]
+    {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+}
+
+#[test]
+fn figures_are_of_the_guests_clock_without_the_downtime() {
+    let document = document(usual);
+    let ours = document.cases.iter().find(|case| case.name == "2gbit-bbr-random/ours").unwrap();
+    let close = |name: &str, want: f64| {
+        let got = ours.metrics[name];
+        assert!((got - want).abs() < want.abs() * 1e-6 + 1e-9, "{name}: {got}, want {want}");
+    };
+    close("mean_us", 40.0);
+    close("max_us", 40.0);
+    close("ratio_to_floor", 1.25);
+    close("guest_downtime_ms", 70.0);
+    close("before_waits_per_s", 0.0);
+    close("waits_per_s", 100.0 / 0.9);
+    close("own_mean_us", 30.0);
+    close("writes_before_per_s", 100_000.0);
+    close("after_of_before", 1.0);
+    // 460 MiB at 2 Gb/s of frames.
+    close("ratio_to_link", 1.0 / (460.0 * 1_048_576.0 * 8.0 / 2e9 / (1448.0 / 1514.0)));
+    assert!((1000.0..=1200.0).contains(&ours.metrics["back_90_ms"]), "{:?}", ours.metrics);
+    assert_eq!(ours.hist_us[&64], 100);
+    let html = page(&document);
+    assert_eq!(html.matches("<svg").count(), 6);
+    assert!(html.contains("floor 32 us") && !html.contains("<script"));
+}
+
+#[test]
+fn goals_are_met_or_missed() {
+    let met = |document: &Document, name: &str| {
+        let goals = document.summary["goals"].as_array().unwrap();
+        goals.iter().find(|goal| goal["name"] == name).unwrap_or_else(|| panic!("{name}: {goals:#?}"))["met"]
+            == true
+    };
+    let good = document(usual);
+    let bad = document(|way| usual(if way == Way::Ours { Way::Shared } else { Way::Dedicated }));
+    for name in [
+        "2gbit-bbr-random mean, shared > interleaved > dedicated: the smaller step",
+        "2gbit-bbr-random mean, ours to shared",
+        "loopback-random mean, ours to the floor",
+        "loopback-random p99, ours to the floor",
+    ] {
+        assert!(met(&good, name) && !met(&bad, name), "{name}");
+    }
+    assert!(met(&good, "pages a second, 10gbit-bbr-random-2cpu to 10gbit-bbr-random-1cpu"));
+    let published = &good.summary["published"][0];
+    assert!((published["ours"].as_f64().unwrap() - 40.0 / 12_000.0).abs() < 1e-9, "{published}");
+}
+
+#[test]
+fn a_guest_is_back_when_it_stays_fast() {
+    let heard = |at: f64, writes: u64| Heard { at, vcpus: vec![Vcpu { writes, ..Vcpu::default() }] };
+    let mut back = SpeedBack::new(&[heard(-1.0, 0), heard(-0.1, 900), heard(0.1, 5000)]);
+    let mut writes = 1000;
+    let mut is_back = |step: u32, by: u64| {
+        writes += by;
+        back.is_back(&heard(f64::from(step) * 0.1, writes))
+    };
+    assert!(!(0..10).any(|step| is_back(step, 50)), "half as fast");
+    let seen: Vec<bool> = (10..16).map(|step| is_back(step, 100)).collect();
+    assert_eq!(seen, [false, false, false, false, true, true]);
+}
+
+#[test]
+fn what_is_run_can_be_run() {
+    for options in [Options::quick(), Options::full()] {
+        let mut names = BTreeSet::new();
+        for case in &options.cases {
+            let workload: Workload = case.workload().parse().unwrap();
+            // Room for the guest itself and its counters.
+            assert!(workload.ws.unwrap() + (16 << 20) <= case.memory, "{}", case.name);
+            assert!(names.insert(&case.name), "{} is there twice", case.name);
+        }
+    }
+}

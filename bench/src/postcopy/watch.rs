@@ -1,0 +1,329 @@
+//! What was heard of a guest while it moved, and the waits that follow from it.
+
+use serde::Deserialize;
+use vmferry_guest_abi::{CpuSnapshot, HIST_BUCKETS};
+
+use crate::reaper::{self, Recorder};
+use crate::result::MigrationResult;
+
+/// The first bucket whose stalls count as waits for a page: those of 32 us and more.
+///
+/// A fault that goes to another process and back takes longer than that everywhere (the floor is measured in the same run).
+/// Below lie faults that the host answers itself: the first touch of a page that is there already costs a guest 5 to 13 us,
+/// and after a postcopy that is every page. They would hide the others in the mean.
+pub(super) const WAIT_BUCKET: usize = 2;
+
+/// The shortest wait, in microseconds.
+pub(super) const WAIT_MIN_US: u64 = 8 << WAIT_BUCKET;
+
+/// A stall of at least this share of the downtime is the downtime. The guest sees all of it; QEMU's account of it can be of a
+/// little more.
+const OF_DOWNTIME: f64 = 0.7;
+
+/// What one vCPU says of itself. Everything is since its start.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+pub struct Vcpu {
+    /// Guest clock in microseconds.
+    pub t_us: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Reports: each closes a window of 10 ms.
+    pub reports: u64,
+    /// The longest stall in microseconds of each of the last windows, the oldest first.
+    pub windows: Vec<u64>,
+    /// Stalls by length: bucket `i` counts those from `8 << i` microseconds to below twice that.
+    pub hist: [u64; HIST_BUCKETS],
+    /// The sum of those of each length, in microseconds.
+    pub hist_sum_us: [u64; HIST_BUCKETS],
+}
+
+impl From<&CpuSnapshot> for Vcpu {
+    fn from(cpu: &CpuSnapshot) -> Self {
+        Vcpu {
+            t_us: cpu.t_us,
+            writes: cpu.writes,
+            reports: cpu.reports,
+            windows: cpu.windows().collect(),
+            hist: cpu.hist,
+            hist_sum_us: cpu.hist_sum_us,
+        }
+    }
+}
+
+impl Vcpu {
+    /// The window's longest stalls, from that which report number `from` closed.
+    fn windows_since(&self, from: u64) -> impl Iterator<Item = (u64, u64)> {
+        let oldest = self.reports.saturating_sub(self.windows.len() as u64);
+        (oldest..self.reports).zip(self.windows.iter().copied()).filter(move |(report, _)| *report >= from)
+    }
+}
+
+/// What was heard at once of all vCPUs.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Heard {
+    /// Seconds since the command to migrate; negative before.
+    pub at: f64,
+    /// One for each vCPU.
+    pub vcpus: Vec<Vcpu>,
+}
+
+/// What vmferry's target says of its faults, by its own clock: from the fault read to the page placed.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(default)]
+pub struct Own {
+    /// How many.
+    pub faults: f64,
+    /// Their mean in microseconds.
+    pub mean_us: f64,
+    /// Half took no longer, in microseconds.
+    pub p50_us: f64,
+    /// 99 of 100 took no longer, in microseconds.
+    pub p99_us: f64,
+    /// The longest, in microseconds.
+    pub max_us: f64,
+    /// Pages that came twice.
+    pub duplicates: f64,
+    /// Pages asked for ahead of a run of faults.
+    pub prefetched: f64,
+}
+
+/// One migration, watched.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Run {
+    /// What the guest said on the source: before the command, and from then until it stopped.
+    pub source: Vec<Heard>,
+    /// What it said on the target.
+    pub target: Vec<Heard>,
+    /// When the guest ran on the target, in seconds since the command.
+    pub switched: f64,
+    /// When the source knew that everything was done, likewise.
+    pub end: f64,
+    /// What the migrating program says of it.
+    pub result: MigrationResult,
+    /// What vmferry's target says of its faults.
+    pub own: Option<Own>,
+}
+
+/// Stalls by length, with their sums.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct Waits {
+    pub(super) hist: [u64; HIST_BUCKETS],
+    pub(super) sum_us: [u64; HIST_BUCKETS],
+    /// The longest that is known. 0: none is.
+    pub(super) max_us: u64,
+}
+
+impl Waits {
+    /// What was added from `before` to `after`.
+    fn between(before: &Vcpu, after: &Vcpu) -> Self {
+        let minus = |after: &[u64; HIST_BUCKETS], before: &[u64; HIST_BUCKETS]| {
+            std::array::from_fn(|bucket| after[bucket].saturating_sub(before[bucket]))
+        };
+        Waits {
+            hist: minus(&after.hist, &before.hist),
+            sum_us: minus(&after.hist_sum_us, &before.hist_sum_us),
+            max_us: 0,
+        }
+    }
+
+    /// Leaves out one stall.
+    fn remove(&mut self, us: u64) {
+        let bucket = bucket(us);
+        self.hist[bucket] = self.hist[bucket].saturating_sub(1);
+        self.sum_us[bucket] = self.sum_us[bucket].saturating_sub(us);
+    }
+
+    fn add(&mut self, other: &Self) {
+        for bucket in 0..HIST_BUCKETS {
+            self.hist[bucket] += other.hist[bucket];
+            self.sum_us[bucket] += other.sum_us[bucket];
+        }
+        self.max_us = self.max_us.max(other.max_us);
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.hist[WAIT_BUCKET..].iter().sum()
+    }
+
+    /// Shorter than a wait for a page.
+    pub(super) fn short(&self) -> u64 {
+        self.hist[..WAIT_BUCKET].iter().sum()
+    }
+
+    /// In microseconds. None: there are none.
+    pub(super) fn mean_us(&self) -> Option<f64> {
+        let (sum, count) = (self.sum_us[WAIT_BUCKET..].iter().sum(), self.count());
+        (count > 0).then(|| reaper::to_f64(sum) / reaper::to_f64(count))
+    }
+
+    /// The time that a share of the waits do not exceed, in microseconds. It lies in the right bucket, a factor of two wide;
+    /// where in it follows from the bucket's mean: the waits are taken to lie as a power of their rank does that has this mean.
+    pub(super) fn quantile_us(&self, share: f64) -> Option<f64> {
+        let total = self.count();
+        let mut left = reaper::to_f64(total) * share;
+        for bucket in WAIT_BUCKET..HIST_BUCKETS {
+            let count = reaper::to_f64(self.hist[bucket]);
+            if count == 0.0 || left > count {
+                left -= count;
+                continue;
+            }
+            let low = reaper::to_f64(8 << bucket);
+            let mean = reaper::to_f64(self.sum_us[bucket]) / count;
+            // The last one has no upper bound but the longest.
+            let last = bucket == HIST_BUCKETS - 1;
+            let high = if last { reaper::to_f64(self.max_us).max(low * 2.0) } else { low * 2.0 };
+            let place = ((mean - low) / (high - low)).clamp(0.05, 0.95);
+            let power = (1.0 - place) / place;
+            let found = low + (high - low) * (left / count).powf(power);
+            return Some(if self.max_us > 0 { found.min(reaper::to_f64(self.max_us)) } else { found });
+        }
+        None
+    }
+}
+
+/// The bucket of a stall.
+fn bucket(us: u64) -> usize {
+    ((us / 8).max(1).ilog2() as usize).min(HIST_BUCKETS - 1)
+}
+
+/// What a guest waited for, and when.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct Waited {
+    /// From the command until the end, without the downtime.
+    pub(super) during: Waits,
+    /// In as many seconds before.
+    pub(super) before: (Waits, f64),
+    /// The stall of each vCPU that was the downtime, in microseconds. None: it was not found.
+    pub(super) downtime_us: Vec<Option<u64>>,
+}
+
+impl Run {
+    /// The waits of all vCPUs. None: too little was heard.
+    pub(super) fn waited(&self) -> Option<Waited> {
+        let command = self.source.iter().rfind(|heard| heard.at <= 0.0)?;
+        let first = self.source.first()?;
+        let end = self.target.iter().find(|heard| heard.at >= self.end).or(self.target.last())?;
+        let mut waited = Waited { before: (Waits::default(), command.at - first.at), ..Waited::default() };
+        for (vcpu, after) in end.vcpus.iter().enumerate() {
+            let (before, first) = (command.vcpus.get(vcpu)?, first.vcpus.get(vcpu)?);
+            waited.before.0.add(&Waits::between(first, before));
+            let mut during = Waits::between(before, after);
+            let (downtime, longest) = self.longest(vcpu, before.reports, after.reports);
+            if let Some(us) = downtime {
+                during.remove(us);
+            }
+            during.max_us = longest;
+            waited.during.add(&during);
+            waited.downtime_us.push(downtime);
+        }
+        Some(waited)
+    }
+
+    /// The downtime as vCPU `vcpu` saw it, and its longest other stall, of the windows that reports `from..to` closed. Only
+    /// windows that were heard of are known: those of the last 160 ms at each time.
+    fn longest(&self, vcpu: usize, from: u64, to: u64) -> (Option<u64>, u64) {
+        let least = self.result.downtime.as_secs_f64() * 1e6 * OF_DOWNTIME;
+        let (mut next, mut downtime, mut longest) = (from, None, 0);
+        let sides =
+            self.source.iter().map(|heard| (false, heard)).chain(self.target.iter().map(|h| (true, h)));
+        for (moved, heard) in sides {
+            let Some(vcpu) = heard.vcpus.get(vcpu) else { continue };
+            for (report, stall) in vcpu.windows_since(next).filter(|(report, _)| *report < to) {
+                next = report + 1;
+                if moved && downtime.is_none() && reaper::to_f64(stall) >= least {
+                    downtime = Some(stall);
+                } else {
+                    longest = longest.max(stall);
+                }
+            }
+        }
+        (downtime, longest)
+    }
+
+    /// The guest's writes over time.
+    pub(super) fn timeline(&self) -> reaper::Timeline {
+        let mut recorder = Recorder::default();
+        let written = |heard: &Heard| heard.vcpus.iter().map(|vcpu| (vcpu.t_us, vcpu.writes)).collect();
+        self.source.iter().for_each(|heard| recorder.add(heard.at, written(heard)));
+        recorder.moved();
+        self.target.iter().for_each(|heard| recorder.add(heard.at, written(heard)));
+        recorder.finish(0.0, self.switched)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    /// A vCPU that had these stalls, each in a window of its own.
+    fn vcpu(stalls: &[u64]) -> Vcpu {
+        let mut vcpu = Vcpu { reports: stalls.len() as u64, ..Vcpu::default() };
+        for us in stalls {
+            vcpu.hist[bucket(*us)] += 1;
+            vcpu.hist_sum_us[bucket(*us)] += us;
+        }
+        vcpu.windows = stalls[stalls.len().saturating_sub(16)..].to_vec();
+        vcpu
+    }
+
+    fn heard(at: f64, stalls: &[u64]) -> Heard {
+        Heard { at, vcpus: vec![vcpu(stalls)] }
+    }
+
+    fn run() -> Run {
+        let stalls = [10, 40, 9, 5000, 100, 12, 300, 9000, 50];
+        Run {
+            source: vec![heard(-1.0, &stalls[..1]), heard(-0.1, &stalls[..2]), heard(0.1, &stalls[..3])],
+            target: vec![
+                heard(0.2, &stalls[..3]),
+                heard(0.3, &stalls[..6]),
+                heard(2.5, &stalls[..8]),
+                heard(3.0, &stalls),
+            ],
+            switched: 0.15,
+            end: 2.0,
+            result: MigrationResult { downtime: Duration::from_millis(6), ..MigrationResult::default() },
+            own: None,
+        }
+    }
+
+    #[test]
+    fn the_downtime_is_the_first_stall_of_its_length_on_the_target() {
+        let waited = run().waited().unwrap();
+        assert_eq!(waited.downtime_us, [Some(5000)]);
+        // 100, 300 and 9000; what came before the command, after the end, and the short ones do not count.
+        assert_eq!((waited.during.count(), waited.during.short()), (3, 2));
+        assert_eq!(waited.during.max_us, 9000);
+        assert!((waited.during.mean_us().unwrap() - 9400.0 / 3.0).abs() < 1e-9);
+        assert_eq!((waited.before.0.count(), waited.before.0.short()), (1, 0));
+        assert!((waited.before.1 - 0.9).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_downtime_that_was_not_heard_of_is_not_guessed() {
+        let mut run = run();
+        run.result.downtime = Duration::from_secs(1);
+        let waited = run.waited().unwrap();
+        assert_eq!((waited.downtime_us, waited.during.count()), (vec![None], 4));
+        assert_eq!(Run::default().waited(), None);
+    }
+
+    #[test]
+    fn quantiles_lie_in_their_bucket_and_follow_its_mean() {
+        let of = |stalls: &[u64]| Waits::between(&Vcpu::default(), &vcpu(stalls));
+        let even = of(&[64, 80, 96, 112, 127]);
+        let middle = even.quantile_us(0.5).unwrap();
+        assert!((middle - 96.0).abs() < 3.0, "{middle}");
+        let low = of(&[64, 65, 66, 67, 300]);
+        assert!(low.quantile_us(0.5).unwrap() < 72.0);
+        let high = low.quantile_us(0.99).unwrap();
+        assert!((256.0..=512.0).contains(&high), "{high}");
+        // None is longer than the longest.
+        let known = Waits { max_us: 300, ..low };
+        assert_eq!(known.quantile_us(0.99), Some(high.min(300.0)));
+        // Short ones are no waits.
+        assert_eq!(of(&[8, 31]).quantile_us(0.5), None);
+        assert_eq!(of(&[8, 31]).mean_us(), None);
+    }
+}

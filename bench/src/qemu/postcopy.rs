@@ -1,0 +1,316 @@
+//! Moves the guest by QEMU's postcopy, watched by the guest's own page of statistics.
+//!
+//! From QEMU's docs/devel/migration/postcopy.rst and qapi/migration.json: `postcopy-ram` on both sides, `migrate`, then
+//! `migrate-start-postcopy`. The guest's page is read by `pmemsave`, so that nothing goes over the serial line and all sides
+//! of a comparison are measured alike.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vmferry_guest_abi::{GuestArgs, STATS_GPA, State, StatsError, StatsSink, StatsSnapshot, offset};
+
+use super::machine::{Machine, Setup};
+use super::{MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, from_info};
+use crate::link::End;
+use crate::postcopy::{CaseSpec, Heard, POLL, Run, SpeedBack, Vcpu, Watch};
+use crate::warm::Warm;
+
+/// Between two looks at the state of a migration, which QEMU's main thread answers beside its own work.
+const STATE_POLL: Duration = Duration::from_millis(5);
+
+/// How often `migrate-start-postcopy` is tried: a migration that has only just been asked for may refuse it.
+const START_TRIES: u32 = 100;
+
+/// Boots the guest, moves it by postcopy at once, and watches it meanwhile.
+///
+/// # Errors
+/// [`QemuError::Unavailable`] when QEMU or KVM cannot be used here: skip the case. Everything else is a failure.
+pub fn postcopy(spec: &CaseSpec, preempt: bool, watch: Watch<'_>) -> Result<Run, QemuError> {
+    available()?;
+    let folder = tempfile::Builder::new()
+        .prefix("vmferry-bench-")
+        .tempdir()
+        .map_err(QemuError::io("create a folder for its sockets"))?;
+    let kernel = folder.path().join("guest.elf");
+    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    let workload = spec.workload();
+    let workload = workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
+    let cmdline = GuestArgs { stats: StatsSink::Page, ..GuestArgs::new(workload) }.to_string();
+    let machine = QemuSpec { memory: spec.memory, vcpus: spec.vcpus, ..QemuSpec::default() };
+    let setup =
+        Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec: &machine, link: watch.link };
+    let mut pair = Pair {
+        source: Guest::start("source", false, setup)?,
+        destination: Guest::start("destination", true, setup)?,
+    };
+    pair.source.wait_until_ready()?;
+    let warm = Warm::hold(spec.memory);
+    let zero = Instant::now();
+    let mut before = Vec::new();
+    while zero.elapsed() < watch.before {
+        before.extend(pair.source.look()?);
+        std::thread::sleep(POLL);
+    }
+    drop(warm);
+    pair.configure(preempt)?;
+    let run = pair.migrate(before, watch)?;
+    pair.source.machine.quit();
+    pair.destination.machine.quit();
+    Ok(run)
+}
+
+/// What was heard, and when.
+type Look = (Instant, Vec<Vcpu>);
+
+/// One QEMU, and how its guest is looked at.
+#[derive(Debug)]
+struct Guest {
+    side: &'static str,
+    machine: Machine,
+    page: PathBuf,
+    bytes: usize,
+}
+
+impl Guest {
+    fn start(side: &'static str, incoming: bool, setup: Setup<'_>) -> Result<Self, QemuError> {
+        let blocks = usize::try_from(setup.spec.vcpus).unwrap_or(usize::MAX).min(64) * offset::BLOCK_WORDS;
+        let bytes = (offset::BLOCKS + blocks) * 8;
+        let page = setup.folder.join(format!("{side}.page"));
+        Ok(Guest { side, machine: Machine::start(side, incoming, setup)?, page, bytes })
+    }
+
+    /// Reads the guest's statistics. None: it has none yet, or was just writing them.
+    fn stats(&mut self) -> Result<Option<StatsSnapshot>, QemuError> {
+        let Some(name) = self.page.to_str() else {
+            return Err(QemuError::Usage("the folder for temporary files has no name in UTF-8".into()));
+        };
+        let place = json!({ "val": STATS_GPA, "size": self.bytes, "filename": name });
+        self.machine.execute("pmemsave", place)?;
+        let bytes = fs::read(&self.page).map_err(QemuError::io("read the guest's statistics"))?;
+        match StatsSnapshot::read(|word| word_of(&bytes, word)) {
+            Ok(stats) if matches!(stats.state, State::Corrupt | State::Panicked) => Err(QemuError::Guest(
+                format!("state {:?}, first damage {:?}", stats.state, stats.first_corrupt()),
+            )),
+            Ok(stats) => Ok(Some(stats)),
+            Err(StatsError::NotYet | StatsError::Busy { .. }) => Ok(None),
+            Err(error) => Err(QemuError::Guest(error.to_string())),
+        }
+    }
+
+    fn look(&mut self) -> Result<Option<Look>, QemuError> {
+        let stats = self.stats()?;
+        Ok(stats.map(|stats| (Instant::now(), stats.cpus().iter().map(Vcpu::from).collect())))
+    }
+
+    fn wait_until_ready(&mut self) -> Result<(), QemuError> {
+        let deadline = Instant::now() + READY_LIMIT;
+        loop {
+            self.machine.still_runs()?;
+            let ready = |stats: &StatsSnapshot| {
+                stats.state == State::Running && stats.cpus().iter().all(|cpu| cpu.reports > 0)
+            };
+            if self.stats()?.as_ref().is_some_and(ready) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(self.late("the guest's first report", READY_LIMIT));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn late(&self, what: &'static str, limit: Duration) -> QemuError {
+        QemuError::Timeout { side: self.side, what, limit, detail: self.machine.last_words() }
+    }
+}
+
+/// A word of a copy of the page; beyond its end, as after its guest's last vCPU, is nothing.
+fn word_of(bytes: &[u8], word: usize) -> u64 {
+    let word = bytes.get(word * 8..).and_then(|rest| rest.first_chunk());
+    word.map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+#[derive(Debug)]
+struct Pair {
+    source: Guest,
+    destination: Guest,
+}
+
+impl Pair {
+    fn configure(&mut self, preempt: bool) -> Result<(), QemuError> {
+        let capabilities = json!({ "capabilities": [
+            { "capability": "postcopy-ram", "state": true },
+            { "capability": "postcopy-preempt", "state": preempt },
+        ]});
+        for guest in [&mut self.source, &mut self.destination] {
+            guest.machine.execute("migrate-set-capabilities", capabilities.clone()).map_err(|error| {
+                // An older QEMU, or a user who may not have userfaultfd.
+                match error {
+                    QemuError::Refused { description, .. } => QemuError::Unavailable(description),
+                    other => other,
+                }
+            })?;
+            let parameters = json!({ "max-bandwidth": UNLIMITED_BYTES_PER_S });
+            guest.machine.execute("migrate-set-parameters", parameters)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the destination listen on a free port of its end, and says where.
+    fn listen(&mut self, watch: Watch<'_>) -> Result<String, QemuError> {
+        let address = watch.link.address(End::Destination);
+        let machine = &mut self.destination.machine;
+        machine.execute("migrate-incoming", json!({ "uri": format!("tcp:{address}:0") }))?;
+        let port = machine.ask("query-migrate", "socket-address", |answer| {
+            Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
+        })?;
+        Ok(format!("tcp:{address}:{port}"))
+    }
+
+    fn migrate(&mut self, mut source: Vec<Look>, watch: Watch<'_>) -> Result<Run, QemuError> {
+        let uri = self.listen(watch)?;
+        source.extend(self.source.look()?);
+        let start = Instant::now();
+        self.source.machine.execute("migrate", json!({ "uri": uri }))?;
+        self.start_postcopy()?;
+        let mut target = Vec::new();
+        let info = self.follow(start, &mut source, &mut target)?;
+        let end = Instant::now();
+        let (stopped, resumed) = (self.source.machine.when("STOP"), self.destination.machine.when("RESUME"));
+        let (Some(stopped), Some(resumed)) = (stopped, resumed) else {
+            return Err(self.destination.late("the running guest", MIGRATION_LIMIT));
+        };
+        let heard = |looks: Vec<Look>| -> Vec<Heard> {
+            looks.into_iter().map(|(at, vcpus)| Heard { at: seconds(start, at), vcpus }).collect()
+        };
+        let source = heard(source);
+        let mut target = heard(target);
+        let mut back = SpeedBack::new(&source);
+        // At least one report of each vCPU after the end.
+        let least = end + POLL * 2;
+        loop {
+            if let Some((at, vcpus)) = self.destination.look()? {
+                let heard = Heard { at: seconds(start, at), vcpus };
+                let done = back.is_back(&heard);
+                target.push(heard);
+                if at > least && (done || at > end + watch.after) {
+                    break;
+                }
+            }
+            if Instant::now() > end + watch.after + super::AFTER_LIMIT {
+                return Err(self.destination.late("a report of the guest", super::AFTER_LIMIT));
+            }
+            std::thread::sleep(POLL);
+        }
+        let result = from_info(&info)?;
+        Ok(Run {
+            source,
+            target,
+            switched: seconds(start, resumed),
+            end: seconds(start, end),
+            // QEMU's own figure is the source's part of it.
+            result: crate::result::MigrationResult { downtime: resumed - stopped, ..result },
+            own: None,
+        })
+    }
+
+    fn start_postcopy(&mut self) -> Result<(), QemuError> {
+        for _ in 0..START_TRIES {
+            match self.source.machine.execute("migrate-start-postcopy", json!({})) {
+                Err(QemuError::Refused { .. }) => std::thread::sleep(Duration::from_millis(1)),
+                other => return other.map(drop),
+            }
+        }
+        self.source.machine.execute("migrate-start-postcopy", json!({})).map(drop)
+    }
+
+    /// Looks at the guest, wherever it runs, until the migration is complete; gives QEMU's account of it.
+    fn follow(
+        &mut self,
+        start: Instant,
+        source: &mut Vec<Look>,
+        target: &mut Vec<Look>,
+    ) -> Result<Value, QemuError> {
+        let mut next_look = Instant::now();
+        loop {
+            let (status, info) = self.source.machine.ask("query-migrate", "status", |answer| {
+                Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
+            })?;
+            match status.as_str() {
+                "completed" => return Ok(info),
+                "failed" | "cancelled" | "cancelling" | "postcopy-paused" => {
+                    let words = info.get("error-desc").and_then(Value::as_str).unwrap_or("without a reason");
+                    let detail = format!(
+                        "{words}; source: {}; destination: {}",
+                        self.source.machine.last_words(),
+                        self.destination.machine.last_words()
+                    );
+                    return Err(QemuError::Migration { status, detail });
+                }
+                _ if start.elapsed() > MIGRATION_LIMIT => {
+                    return Err(self.source.late("the end of the migration", MIGRATION_LIMIT));
+                }
+                _ => {}
+            }
+            self.source.machine.still_runs()?;
+            self.destination.machine.still_runs()?;
+            if self.destination.machine.when("RESUME").is_none() {
+                // Its memory must not be looked at yet: nobody would send what is missing. The answer brings the event.
+                self.destination.machine.execute("query-status", json!({}))?;
+                if self.source.machine.when("STOP").is_none() {
+                    source.extend(self.source.look()?);
+                }
+            } else if Instant::now() >= next_look {
+                target.extend(self.destination.look()?);
+                next_look = Instant::now() + POLL;
+            }
+            std::thread::sleep(STATE_POLL);
+        }
+    }
+}
+
+/// Seconds from `start` to `at`, negative if that was before.
+fn seconds(start: Instant, at: Instant) -> f64 {
+    at.saturating_duration_since(start).as_secs_f64() - start.saturating_duration_since(at).as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::Link;
+    use crate::postcopy::{Options, Side};
+    use std::io::Write;
+
+    #[test]
+    fn words_beyond_the_copy_are_nothing() {
+        let bytes: Vec<u8> = (1..=12).collect();
+        assert_eq!(word_of(&bytes, 0), u64::from_le_bytes([1, 2, 3, 4, 5, 6, 7, 8]));
+        assert_eq!((word_of(&bytes, 1), word_of(&bytes, 1 << 40)), (0, 0));
+    }
+
+    /// The whole way with a small guest, where QEMU, KVM and userfaultfd are there.
+    #[test]
+    fn a_writing_guest_moves_before_its_memory() {
+        // Written, not printed: the test harness holds back what a passing test prints.
+        let mut out = std::io::stdout();
+        let mut spec = Options::quick().cases.remove(0);
+        (spec.memory, spec.data, spec.sides) = (128 << 20, 64 << 20, vec![Side::Qemu { preempt: true }]);
+        let after = Duration::from_millis(200);
+        let watch = Watch { link: &Link::Loopback, before: after, after };
+        let run = match postcopy(&spec, true, watch) {
+            Ok(run) => run,
+            Err(QemuError::Unavailable(why)) => {
+                return writeln!(out, "KVM: not run: QEMU's postcopy: {why}").unwrap();
+            }
+            Err(error) => panic!("{error}"),
+        };
+        writeln!(out, "KVM: ran: QEMU's postcopy").unwrap();
+        assert!(run.switched > 0.0 && run.switched < run.end, "{run:?}");
+        assert!(run.result.data_bytes >= spec.data, "{run:?}");
+        let writes = |heard: &Heard| heard.vcpus[0].writes;
+        let (Some(before), Some(after)) = (run.source.last(), run.target.last()) else { panic!("{run:?}") };
+        assert!(writes(after) > writes(before), "{run:?}");
+    }
+}

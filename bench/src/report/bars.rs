@@ -1,0 +1,192 @@
+//! Histograms of several sides as grouped bars.
+
+use std::fmt::Write;
+
+use super::escape;
+use super::svg::{BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, STYLE, TOP, Tone, WIDTH, short, ticks};
+
+/// One side's bars.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Group {
+    /// What the legend calls it.
+    pub name: String,
+    /// Its colour.
+    pub tone: Tone,
+    /// One for each interval.
+    pub values: Vec<f64>,
+}
+
+/// Bars side by side over intervals that are equally wide on paper.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Bars {
+    /// Above it.
+    pub title: String,
+    /// Below the x axis, with its unit.
+    pub x_label: String,
+    /// Beside the y axis, with its unit.
+    pub y_label: String,
+    /// Where the intervals begin, and where the last one ends: powers of the same number, ascending.
+    pub bounds: Vec<f64>,
+    /// A value on the x axis that is marked, and what it is.
+    pub mark: Option<(f64, String)>,
+    /// The sides.
+    pub groups: Vec<Group>,
+}
+
+/// Of an interval's width, what stays free.
+const GAP: f64 = 0.16;
+
+impl Bars {
+    fn width(&self) -> f64 {
+        (WIDTH - LEFT - RIGHT) / count(self.bounds.len().saturating_sub(1).max(1))
+    }
+
+    fn highest(&self) -> f64 {
+        let values = self.groups.iter().flat_map(|group| group.values.iter().copied());
+        let highest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
+        if highest > 0.0 { highest * 1.06 } else { 1.0 }
+    }
+
+    /// Where a value lies on the logarithmic x axis. None: outside.
+    fn x(&self, value: f64) -> Option<f64> {
+        let (low, high) = (*self.bounds.first()?, *self.bounds.last()?);
+        let share = (value / low).ln() / (high / low).ln();
+        (0.0..=1.0).contains(&share).then_some(LEFT + share * (WIDTH - LEFT - RIGHT))
+    }
+
+    /// The SVG element.
+    pub fn render(&self) -> String {
+        let title = escape(&self.title);
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+             aria-label=\"{title}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\
+             <text class=\"title\" x=\"{LEFT}\" y=\"22\">{title}</text>",
+        );
+        self.axes(&mut svg);
+        self.draw(&mut svg);
+        self.legend(&mut svg);
+        svg.push_str("</svg>");
+        svg
+    }
+
+    fn draw(&self, svg: &mut String) {
+        let (highest, width) = (self.highest(), self.width());
+        let bar = width * (1.0 - GAP) / count(self.groups.len().max(1));
+        for (side, group) in self.groups.iter().enumerate() {
+            for (interval, value) in group.values.iter().enumerate().filter(|(_, value)| **value > 0.0) {
+                let x = LEFT + width * (count(interval) + GAP / 2.0) + bar * count(side);
+                let height = (value / highest * (HEIGHT - TOP - BOTTOM)).max(0.5);
+                let y = HEIGHT - BOTTOM - height;
+                let _ = write!(
+                    svg,
+                    "<path class=\"{}\" d=\"M{x:.1} {y:.1}h{:.1}v{height:.1}h-{:.1}z\"><title>{}: {value:.1}</title></path>",
+                    group.tone.class(),
+                    bar * 0.92,
+                    bar * 0.92,
+                    escape(&group.name)
+                );
+            }
+        }
+    }
+
+    fn axes(&self, svg: &mut String) {
+        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        let highest = self.highest();
+        for tick in ticks(0.0, highest, 5.0) {
+            let y = bottom - tick / highest * (bottom - TOP);
+            let _ = write!(
+                svg,
+                "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                LEFT - 8.0,
+                y + 4.0,
+                short(tick)
+            );
+        }
+        for (index, bound) in self.bounds.iter().enumerate() {
+            let x = LEFT + self.width() * count(index);
+            let _ = write!(
+                svg,
+                "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                bottom + 5.0,
+                bottom + 19.0,
+                bound.round()
+            );
+        }
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
+             <text transform=\"translate(16 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+            f64::midpoint(LEFT, right),
+            bottom + 38.0,
+            escape(&self.x_label),
+            f64::midpoint(TOP, bottom),
+            escape(&self.y_label)
+        );
+        if let Some((x, what)) = self.mark.as_ref().and_then(|(at, what)| Some((self.x(*at)?, what))) {
+            let _ = write!(
+                svg,
+                "<line class=\"start\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                TOP - 5.0,
+                escape(what)
+            );
+        }
+    }
+
+    fn legend(&self, svg: &mut String) {
+        let y = HEIGHT - 14.0;
+        let mut x = LEFT;
+        for group in &self.groups {
+            let _ = write!(
+                svg,
+                "<path class=\"{}\" d=\"M{x:.1} {:.1}h14v10h-14z\"/><text x=\"{:.1}\" y=\"{}\">{}</text>",
+                group.tone.class(),
+                y - 5.0,
+                x + 20.0,
+                y + 4.0,
+                escape(&group.name)
+            );
+            x += 38.0 + count(group.name.chars().count()) * LETTER;
+        }
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a number of things that are drawn")]
+fn count(number: usize) -> f64 {
+    number as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_side_has_a_bar_where_it_has_a_value() {
+        let group =
+            |name: &str, tone, values: &[f64]| Group { name: name.into(), tone, values: values.into() };
+        let bars = Bars {
+            title: "a < b".into(),
+            bounds: vec![32.0, 64.0, 128.0],
+            mark: Some((64.0, "floor".into())),
+            groups: vec![group("x & y", Tone::Blue, &[75.0, 25.0]), group("z", Tone::Grey, &[0.0, f64::NAN])],
+            ..Bars::default()
+        };
+        let svg = bars.render();
+        // Two bars and a key of the first, a key of the second.
+        assert_eq!(
+            (svg.matches("path class=\"blue\"").count(), svg.matches("path class=\"grey\"").count()),
+            (3, 1)
+        );
+        assert!(svg.contains("a &lt; b") && svg.contains("x &amp; y") && !svg.contains("NaN"), "{svg}");
+        assert_eq!(bars.x(64.0), Some(f64::midpoint(LEFT, WIDTH - RIGHT)));
+        assert_eq!(bars.x(10.0), None);
+    }
+
+    #[test]
+    fn no_bars_are_a_chart() {
+        let svg = Bars::default().render();
+        assert!(svg.ends_with("</svg>") && !svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    }
+}
