@@ -13,11 +13,13 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::RttError;
 
-/// What the shaped link carries, in bits a second, headers included.
-pub(super) const SHAPED_BITS_PER_S: f64 = 2e9;
+/// What the shaped link carries, in 10^9 bits a second, headers included.
+pub(super) const SHAPED_GBPS: u32 = 2;
 
 /// The shaper, a token bucket: its queue (20 ms deep) is the one before which postcopy's pages would wait.
-const SHAPER: [&str; 7] = ["tbf", "rate", "2gbit", "burst", "256kb", "latency", "20ms"];
+fn shaper(gbps: u32) -> [String; 7] {
+    ["tbf", "rate", &format!("{gbps}gbit"), "burst", "256kb", "latency", "20ms"].map(str::to_owned)
+}
 
 /// Inside the namespaces only: TEST-NET-1 (RFC 5737), which no real network uses.
 const ADDRESSES: [(Ipv4Addr, &str); 2] =
@@ -61,6 +63,18 @@ pub(super) struct Pair {
     pub(super) source: TcpStream,
     /// For the one that asks for them.
     pub(super) destination: TcpStream,
+}
+
+impl Pair {
+    /// Has both ends use the TCP congestion control `name`; None: the host's default.
+    pub(super) fn set_congestion(&self, name: Option<&str>) -> Result<(), RttError> {
+        let Some(name) = name else { return Ok(()) };
+        for socket in [&self.source, &self.destination] {
+            rustix::net::sockopt::set_tcp_congestion(socket, name)
+                .map_err(|source| RttError::Congestion { name: name.into(), source: source.into() })?;
+        }
+        Ok(())
+    }
 }
 
 impl Link {
@@ -123,14 +137,15 @@ fn inside<T: Send>(
 #[derive(Debug)]
 pub(super) struct Shaped {
     ends: [Namespace; 2],
+    tc: OsString,
 }
 
 impl Shaped {
-    /// Makes it. What was made is removed when it goes, also if the rest cannot be made.
+    /// Makes it, for `gbps` 10^9 bits a second. What was made is removed when it goes, also if the rest cannot be made.
     ///
     /// # Errors
     /// Why this host or this user cannot have it.
-    pub(super) fn new(tools: &Tools) -> Result<Self, String> {
+    pub(super) fn new(tools: &Tools, gbps: u32) -> Result<Self, String> {
         if !tools.root {
             return Err("network namespaces need root: run it with sudo".into());
         }
@@ -145,10 +160,25 @@ impl Shaped {
         for (end, (_, address)) in [first, second].into_iter().zip(ADDRESSES) {
             ip(&["-n", end, "addr", "add", address, "dev", DEVICE])?;
             ip(&["-n", end, "link", "set", DEVICE, "up"])?;
-            let qdisc = ["-n", end, "qdisc", "add", "dev", DEVICE, "root"];
-            execute(&tools.tc, &[&qdisc[..], &SHAPER].concat())?;
         }
-        Ok(Shaped { ends })
+        let shaped = Shaped { ends, tc: tools.tc.clone() };
+        shaped.shape("add", gbps)?;
+        Ok(shaped)
+    }
+
+    /// From now on, the link carries so many 10^9 bits a second, either way.
+    pub(super) fn change(&self, gbps: u32) -> Result<(), String> {
+        self.shape("change", gbps)
+    }
+
+    fn shape(&self, how: &str, gbps: u32) -> Result<(), String> {
+        let shaper = shaper(gbps);
+        for end in &self.ends {
+            let mut arguments = vec!["-n", &end.name, "qdisc", how, "dev", DEVICE, "root"];
+            arguments.extend(shaper.iter().map(String::as_str));
+            execute(&self.tc, &arguments)?;
+        }
+        Ok(())
     }
 }
 
@@ -204,10 +234,10 @@ mod tests {
     #[test]
     fn what_is_missing_is_said() {
         let here = Tools::here();
-        let why = Shaped::new(&Tools { root: false, ..here.clone() }).unwrap_err();
+        let why = Shaped::new(&Tools { root: false, ..here.clone() }, SHAPED_GBPS).unwrap_err();
         assert!(why.contains("root"), "{why}");
         let without = Tools { root: true, ip: "/nonexistent/ip".into(), ..here };
-        let why = Shaped::new(&without).unwrap_err();
+        let why = Shaped::new(&without, SHAPED_GBPS).unwrap_err();
         assert!(why.contains("/nonexistent/ip is not installed"), "{why}");
     }
 
@@ -223,7 +253,7 @@ mod tests {
     #[test]
     fn a_shaped_link_carries_and_leaves_nothing_behind() {
         let tools = Tools::here();
-        let shaped = match Shaped::new(&tools) {
+        let shaped = match Shaped::new(&tools, SHAPED_GBPS) {
             Ok(shaped) => shaped,
             Err(why) => return writeln!(stdout(), "not run: {why}").unwrap(),
         };
@@ -245,7 +275,7 @@ mod tests {
         std::fs::write(&broken, "#!/bin/sh\n[ \"$1\" = -V ] && exit 0\necho no shaper >&2\nexit 1\n")
             .unwrap();
         rustix::fs::chmod(&broken, rustix::fs::Mode::from_raw_mode(0o700)).unwrap();
-        let why = Shaped::new(&Tools { tc: broken.into(), ..tools }).unwrap_err();
+        let why = Shaped::new(&Tools { tc: broken.into(), ..tools }, SHAPED_GBPS).unwrap_err();
         assert!(why.contains("no shaper"), "{why}");
         let made = format!("vmferry-rtt-{}-{before}", std::process::id());
         assert!(!namespaces().iter().any(|name| name.starts_with(&made)), "{:?}", namespaces());

@@ -4,9 +4,11 @@
 //! a fault takes that is resolved on the spot: no postcopy can be faster than their sum. Beside an unpaced stream the
 //! page waits in the link's queue; a stream paced below the link's rate leaves none.
 
+mod contest;
 mod exchange;
 mod fault;
 mod link;
+mod probe;
 mod report;
 mod samples;
 
@@ -21,9 +23,10 @@ use crate::host::Host;
 use crate::json::Document;
 use crate::migrate::Outcome;
 use crate::stats::turns;
+use contest::{Contest, Times};
 use exchange::{Bulk, Plan, Round};
 use fault::Handler;
-use link::{Link, SHAPED_BITS_PER_S, Shaped, Tools};
+use link::{Link, SHAPED_GBPS, Shaped, Tools};
 use samples::Figures;
 
 pub use exchange::source_main;
@@ -55,9 +58,6 @@ pub enum RttError {
         /// The system's answer.
         source: io::Error,
     },
-    /// The bulk stream cannot be paced.
-    #[error("cannot pace the bulk stream: {0}")]
-    Pace(#[source] SysError),
     /// A fault could not be handled.
     #[error("cannot handle faults: {0}")]
     Fault(#[source] SysError),
@@ -104,6 +104,8 @@ pub struct Options {
     pub settle: Duration,
     /// Pages whose faults are measured in a turn.
     pub faults: usize,
+    /// Also a link of 10 Gb/s, and the controller with others on its link.
+    pub extra: bool,
     /// Only cases whose names have one of these in them. Empty: all.
     pub only: Vec<String>,
 }
@@ -116,6 +118,7 @@ impl Options {
             measure: Duration::from_millis(2000),
             settle: Duration::from_millis(1000),
             faults: 16384,
+            extra: true,
             only: Vec::new(),
         }
     }
@@ -127,6 +130,7 @@ impl Options {
             measure: Duration::from_millis(700),
             settle: Duration::from_millis(400),
             faults: 4096,
+            extra: false,
             only: Vec::new(),
         }
     }
@@ -151,6 +155,8 @@ enum Beside {
     Unpaced,
     /// A stream held to so many percent of the link: of its rate, or on loopback of what the unpaced stream reached.
     Paced(u32),
+    /// A stream whose pace the engine's controller finds.
+    Found,
 }
 
 impl Beside {
@@ -160,6 +166,7 @@ impl Beside {
             Beside::IdleBackToBack => "idle-back-to-back".into(),
             Beside::Unpaced => "unpaced".into(),
             Beside::Paced(percent) => format!("paced-{percent}"),
+            Beside::Found => "found".into(),
         }
     }
 
@@ -169,15 +176,46 @@ impl Beside {
     }
 }
 
-/// One comparison's links, each with its congestion control; None: the host's default.
-const LINKS: &[(&str, Option<&str>, &[Beside])] = &[
-    ("loopback", None, &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90)]),
-    ("shaped-bbr", Some("bbr"), SHAPED_SIDES),
-    ("shaped-cubic", Some("cubic"), SHAPED_SIDES),
+/// One comparison's link.
+#[derive(Debug)]
+struct On {
+    name: &'static str,
+    /// 10^9 bits a second, headers included. None: loopback.
+    gbps: Option<u32>,
+    /// None: the host's default.
+    congestion: Option<&'static str>,
+    sides: &'static [Beside],
+}
+
+const LINKS: &[On] = &[
+    On {
+        name: "loopback",
+        gbps: None,
+        congestion: None,
+        sides: &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90), Beside::Found],
+    },
+    On { name: "shaped-bbr", gbps: Some(SHAPED_GBPS), congestion: Some("bbr"), sides: SHAPED_SIDES },
+    On { name: "shaped-cubic", gbps: Some(SHAPED_GBPS), congestion: Some("cubic"), sides: SHAPED_SIDES },
+    On { name: "fast-bbr", gbps: Some(FAST_GBPS), congestion: Some("bbr"), sides: FAST_SIDES },
+    On { name: "fast-cubic", gbps: Some(FAST_GBPS), congestion: Some("cubic"), sides: FAST_SIDES },
 ];
 
-const SHAPED_SIDES: &[Beside] =
-    &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90), Beside::Paced(95)];
+/// What the faster shaped link carries, in 10^9 bits a second.
+const FAST_GBPS: u32 = 10;
+
+const SHAPED_SIDES: &[Beside] = &[
+    Beside::Idle,
+    Beside::IdleBackToBack,
+    Beside::Unpaced,
+    Beside::Paced(90),
+    Beside::Paced(95),
+    Beside::Found,
+];
+
+const FAST_SIDES: &[Beside] = &[Beside::Idle, Beside::Unpaced, Beside::Paced(90), Beside::Found];
+
+/// Contests take long, and say the same after three rounds.
+const CONTEST_ROUNDS: usize = 3;
 
 /// One side, and what it came to round by round.
 #[derive(Debug)]
@@ -193,6 +231,7 @@ struct SideRuns {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Requests { congestion: Option<&'static str>, beside: Beside },
+    Contest { congestion: Option<&'static str>, contest: Contest },
     Faults(Handler),
 }
 
@@ -202,6 +241,8 @@ struct Measured {
     times: Figures,
     bulk_gbps: Option<f64>,
     pace_gbps: Option<f64>,
+    /// What the other stream of a contest got, or the same one while its link had its half.
+    other_gbps: Option<f64>,
 }
 
 impl SideRuns {
@@ -209,10 +250,16 @@ impl SideRuns {
         SideRuns { link, what, rounds: Vec::new(), skipped: None }
     }
 
+    /// It needs no further round.
+    fn has_enough(&self) -> bool {
+        matches!(self.what, What::Contest { .. }) && self.rounds.len() >= CONTEST_ROUNDS
+    }
+
     /// The case's name.
     fn name(&self) -> String {
         match self.what {
             What::Requests { beside, .. } => format!("{}/{}", self.link, beside.name()),
+            What::Contest { contest, .. } => format!("{}/{}", self.link, contest.name()),
             What::Faults(handler) => format!("{}/{}", self.link, handler.name()),
         }
     }
@@ -232,20 +279,16 @@ fn run_with(
     let mut document = Document::new("rtt", Host::describe());
     let mut failures = Vec::new();
     let mut sides = sides(options);
-    let shaped = if sides.iter().any(|side| side.link.starts_with("shaped")) {
-        Shaped::new(tools).map(Link::Shaped)
-    } else {
-        Err("not wanted".into())
-    };
+    let links = Shapes::new(tools, &sides);
     for round in 0..options.repeats {
         for turn in turns(sides.len(), round) {
-            if sides[turn].skipped.is_some() {
+            if sides[turn].skipped.is_some() || sides[turn].has_enough() {
                 continue;
             }
             let name = sides[turn].name();
             progress(&format!("{name}, round {} of {}", round + 1, options.repeats));
             let unpaced = latest_bulk(&sides, sides[turn].link);
-            match run_side(options, &sides[turn], unpaced, source, &shaped) {
+            match run_side(options, &sides[turn], unpaced, source, &links) {
                 Ok(measured) => sides[turn].rounds.push(Some(measured)),
                 Err(RttError::Unavailable(why)) => sides[turn].skipped = Some(why),
                 Err(error) => {
@@ -259,16 +302,43 @@ fn run_with(
     Outcome { document, failures }
 }
 
+/// The shaped links, each made once. Err: why this host has none.
+struct Shapes(Vec<(&'static str, Result<Link, String>)>);
+
+impl Shapes {
+    fn new(tools: &Tools, sides: &[SideRuns]) -> Self {
+        let wanted = |on: &&On| sides.iter().any(|side| side.link == on.name);
+        let make = |on: &On| (on.name, on.gbps.map_or(Ok(Link::Loopback), |gbps| shape(tools, gbps)));
+        Shapes(LINKS.iter().filter(wanted).map(make).collect())
+    }
+
+    fn get(&self, name: &str) -> Result<&Link, RttError> {
+        match self.0.iter().find(|(link, _)| *link == name) {
+            Some((_, Ok(link))) => Ok(link),
+            Some((_, Err(why))) => Err(RttError::Unavailable(why.clone())),
+            None => Err(RttError::Usage(format!("there is no link {name}"))),
+        }
+    }
+}
+
+fn shape(tools: &Tools, gbps: u32) -> Result<Link, String> {
+    Shaped::new(tools, gbps).map(Link::Shaped)
+}
+
 /// The sides that are wanted, in the order of the first round: unpaced before paced, which needs its speed.
 fn sides(options: &Options) -> Vec<SideRuns> {
-    let requests = LINKS.iter().flat_map(|(link, congestion, sides)| {
-        sides
-            .iter()
-            .map(|beside| SideRuns::new(link, What::Requests { congestion: *congestion, beside: *beside }))
+    let links = || LINKS.iter().filter(|on| options.extra || on.gbps != Some(FAST_GBPS));
+    let requests = links().flat_map(|on| {
+        let side = |beside: &Beside| What::Requests { congestion: on.congestion, beside: *beside };
+        on.sides.iter().map(move |beside| SideRuns::new(on.name, side(beside)))
+    });
+    let contests = links().filter(|on| options.extra && on.gbps == Some(SHAPED_GBPS)).flat_map(|on| {
+        let side = |contest| What::Contest { congestion: on.congestion, contest };
+        Contest::ALL.into_iter().map(move |contest| SideRuns::new(on.name, side(contest)))
     });
     let faults =
         [Handler::Blocking, Handler::Spinning].map(|handler| SideRuns::new("fault", What::Faults(handler)));
-    requests.chain(faults).filter(|side| options.wants(&side.name())).collect()
+    requests.chain(contests).chain(faults).filter(|side| options.wants(&side.name())).collect()
 }
 
 /// What the unpaced stream of `link` reached last, in 10^9 bits a second.
@@ -284,29 +354,35 @@ fn run_side(
     side: &SideRuns,
     unpaced: Option<f64>,
     source: &SourceCommand,
-    shaped: &Result<Link, String>,
+    links: &Shapes,
 ) -> Result<Measured, RttError> {
     let empty = || RttError::Usage("nothing was measured".into());
     let (congestion, beside) = match side.what {
         What::Faults(handler) => {
             let times = fault::measure(handler, options.faults)?.figures().ok_or_else(empty)?;
-            return Ok(Measured { times, bulk_gbps: None, pace_gbps: None });
+            return Ok(Measured { times, bulk_gbps: None, pace_gbps: None, other_gbps: None });
+        }
+        What::Contest { congestion, contest } => {
+            let link = links.get(side.link)?;
+            let round = contest::measure(link, contest, congestion, Times::FULL, source)?;
+            return Ok(Measured {
+                times: round.rtt.figures().ok_or_else(empty)?,
+                bulk_gbps: Some(round.bulk_gbps),
+                pace_gbps: None,
+                other_gbps: Some(round.other_gbps),
+            });
         }
         What::Requests { congestion, beside } => (congestion, beside),
     };
-    let link = match (side.link, shaped) {
-        ("loopback", _) => &Link::Loopback,
-        (_, Ok(link)) => link,
-        (_, Err(why)) => return Err(RttError::Unavailable(why.clone())),
-    };
     let plan = plan(options, congestion, beside, capacity(side.link, unpaced))?;
-    let Round { rtt, bulk_gbps, pace_gbps } = exchange::measure(link, plan, source)?;
-    Ok(Measured { times: rtt.figures().ok_or_else(empty)?, bulk_gbps, pace_gbps })
+    let Round { rtt, bulk_gbps, pace_gbps } = exchange::measure(links.get(side.link)?, plan, source)?;
+    Ok(Measured { times: rtt.figures().ok_or_else(empty)?, bulk_gbps, pace_gbps, other_gbps: None })
 }
 
 /// What a link carries, in 10^9 bits a second: loopback, as much as an unpaced stream has reached.
 fn capacity(link: &str, unpaced: Option<f64>) -> Option<f64> {
-    if link == "loopback" { unpaced } else { Some(SHAPED_BITS_PER_S / 1e9) }
+    let shaped = LINKS.iter().find(|on| on.name == link).and_then(|on| on.gbps);
+    shaped.map(f64::from).or(unpaced)
 }
 
 fn plan<'a>(
@@ -326,13 +402,19 @@ fn plan<'a>(
             })?;
             Bulk::Paced(pace(capacity, percent))
         }
+        Beside::Found => Bulk::Found,
     };
     Ok(Plan {
         congestion,
         gap: beside.gap(),
         bulk,
         // An idle link has no speed to find; but the processes have to start.
-        settle: if bulk == Bulk::None { options.settle / 8 } else { options.settle },
+        settle: match bulk {
+            Bulk::None => options.settle / 8,
+            // The start of the controller takes a quarter of a second, and its first cuts are not its last.
+            Bulk::Found => options.settle * 2,
+            _ => options.settle,
+        },
         measure: options.measure,
     })
 }

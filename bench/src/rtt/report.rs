@@ -3,10 +3,11 @@
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::{Map, Value, json};
 
+use super::contest::Contest;
 use super::exchange::{ANSWER, REQUEST};
 use super::fault::Handler;
 use super::samples::count;
-use super::{Beside, LINKS, Measured, Options, SHAPED_BITS_PER_S, SideRuns, What};
+use super::{Beside, LINKS, Measured, Options, SideRuns, What, capacity};
 use crate::json::{Case, Document};
 use crate::stats::Spread;
 
@@ -21,6 +22,7 @@ const FIGURES: &[(&str, Figure)] = &[
     ("max_us", |round| Some(round.times.max_us)),
     ("bulk_gbps", |round| round.bulk_gbps),
     ("pace_gbps", |round| round.pace_gbps),
+    ("other_gbps", |round| round.other_gbps),
 ];
 
 /// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
@@ -50,13 +52,13 @@ pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns]
     let fault = |handler: Handler| median(&format!("fault/{}", handler.name()), "local_fault_us");
     let (blocking, spinning) = (fault(Handler::Blocking), fault(Handler::Spinning));
     let mut links = Map::new();
-    for (link, ..) in LINKS {
+    for link in LINKS.iter().map(|on| on.name) {
         let Some(rtt) = median(&format!("{link}/idle"), "rtt_us") else { continue };
         let mut floor = floor(rtt, blocking, spinning);
         if let Some(rtt) = median(&format!("{link}/idle-back-to-back"), "rtt_us") {
             floor.insert("rtt_back_to_back_us".into(), json!(rtt));
         }
-        links.insert((*link).to_owned(), Value::Object(floor));
+        links.insert(link.to_owned(), Value::Object(floor));
     }
     // The contract's fields are loopback's.
     if let Some(Value::Object(loopback)) = links.get("loopback") {
@@ -93,7 +95,7 @@ fn case_of(options: &Options, sides: &[SideRuns], side: &SideRuns) -> Case {
     .param("link", side.link)
     .param("rounds", side.rounds.iter().flatten().count());
     let (mean_name, count_name) = match side.what {
-        What::Requests { .. } => ("rtt_us", "requests"),
+        What::Requests { .. } | What::Contest { .. } => ("rtt_us", "requests"),
         What::Faults(_) => ("local_fault_us", "faults"),
     };
     add_spread(&mut case, mean_name, Spread::of(by_round(side, mean).into_iter().flatten()));
@@ -106,6 +108,10 @@ fn case_of(options: &Options, sides: &[SideRuns], side: &SideRuns) -> Case {
     }
     match side.what {
         What::Faults(handler) => case.param("handler", handler.name()).param("pages", options.faults),
+        What::Contest { congestion, contest } => {
+            add_contest(&mut case, sides, side, contest);
+            describe(case, side.link, congestion, Beside::Found)
+        }
         What::Requests { congestion, beside } => {
             add_ratios(&mut case, sides, side, beside);
             describe(case, side.link, congestion, beside)
@@ -118,16 +124,41 @@ fn add_ratios(case: &mut Case, sides: &[SideRuns], side: &SideRuns, beside: Besi
     if matches!(beside, Beside::Idle | Beside::IdleBackToBack) {
         return;
     }
-    if let Some(idle) = find(sides, side.link, Beside::Idle) {
-        add_spread(case, "ratio_to_idle", Spread::of_ratios(&by_round(side, mean), &by_round(idle, mean)));
-    }
+    add_idle_ratios(case, sides, side);
     let bulk = by_round(side, |round| round.bulk_gbps);
     let capacity = match find(sides, side.link, Beside::Unpaced) {
         Some(unpaced) if side.link == "loopback" => by_round(unpaced, |round| round.bulk_gbps),
         _ if side.link == "loopback" => Vec::new(),
-        _ => vec![Some(SHAPED_BITS_PER_S / 1e9); bulk.len()],
+        _ => vec![capacity(side.link, None); bulk.len()],
     };
     add_spread(case, "bulk_share", Spread::of_ratios(&bulk, &capacity));
+}
+
+fn add_idle_ratios(case: &mut Case, sides: &[SideRuns], side: &SideRuns) {
+    let Some(idle) = find(sides, side.link, Beside::Idle) else { return };
+    let p99: Figure = |round| Some(round.times.p99_us);
+    for (name, figure) in [("ratio_to_idle", mean as Figure), ("p99_ratio_to_idle", p99)] {
+        add_spread(case, name, Spread::of_ratios(&by_round(side, figure), &by_round(idle, figure)));
+    }
+}
+
+/// What each gets of the link, and how alike.
+fn add_contest(case: &mut Case, sides: &[SideRuns], side: &SideRuns, contest: Contest) {
+    add_idle_ratios(case, sides, side);
+    let capacity = vec![capacity(side.link, None); side.rounds.len()];
+    let half: Vec<Option<f64>> = capacity.iter().map(|gbps| gbps.map(|gbps| gbps / 2.0)).collect();
+    let [bulk, other] = [by_round(side, |round| round.bulk_gbps), by_round(side, |round| round.other_gbps)];
+    add_spread(case, "bulk_share", Spread::of_ratios(&bulk, &capacity));
+    if contest == Contest::Change {
+        add_spread(case, "share_of_half", Spread::of_ratios(&other, &half));
+        return;
+    }
+    add_spread(case, "other_share", Spread::of_ratios(&other, &capacity));
+    let jain = |(a, b): (&Option<f64>, &Option<f64>)| {
+        let (a, b) = ((*a)?, (*b)?);
+        Some((a + b).powi(2) / (2.0 * (a * a + b * b)))
+    };
+    add_spread(case, "jain", Spread::of(bulk.iter().zip(&other).filter_map(jain)));
 }
 
 fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) -> Case {
@@ -137,8 +168,8 @@ fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) ->
         .param("gap_us", u64::try_from(beside.gap().as_micros()).unwrap_or(u64::MAX))
         .param("congestion", congestion.unwrap_or("default"))
         .param("beside", beside.name());
-    if link != "loopback" {
-        case = case.param("link_gbps", SHAPED_BITS_PER_S / 1e9);
+    if let Some(gbps) = capacity(link, None) {
+        case = case.param("link_gbps", gbps);
     }
     if let Beside::Paced(percent) = beside {
         case = case.param("pace_percent", percent);
@@ -170,7 +201,8 @@ pub fn table(document: &Document) -> String {
     text.push_str(&cases_table(document).to_string());
     text.push_str(
         "\nMedians of rounds, and how far the farthest round lies from them. 1 ms between requests, but back to back. / idle: the\n\
-         means compared. Share: of the shaped link, or of what loopback carries unpaced.\n",
+         means compared. Share: of the shaped link, or of what loopback carries unpaced. Other: the second stream; of\n\
+         found-changing, the same stream while its link had half of its rate.\n",
     );
     for case in &document.cases {
         if let Some(why) = &case.skipped {
@@ -200,8 +232,11 @@ fn cases_table(document: &Document) -> Table {
         ("p99", "p99_us", 1),
         ("max", "max_us", 0),
         ("/ idle", "ratio_to_idle", 2),
+        ("p99 / idle", "p99_ratio_to_idle", 2),
         ("bulk Gb/s", "bulk_gbps", 2),
         ("share", "bulk_share", 2),
+        ("other Gb/s", "other_gbps", 2),
+        ("Jain", "jain", 3),
     ];
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
