@@ -52,6 +52,9 @@ const FAR: f64 = 1.2;
 /// How long a short queue has to stay until it is cut: another window of round trips, and long enough that whoever shares
 /// the link sees it and gives way, too. If only one of two gave way, it would always be the same.
 const HOLD: Duration = Duration::from_millis(6);
+/// A deep queue has to stay for so long only: it grows by up to a millisecond in each. A processor that is busy for one
+/// slice of the scheduler looks the same, but not for as long.
+const HOLD_DEEP: Duration = Duration::from_millis(4);
 /// What was delivered in this time before a cut is what the link carries.
 const MEASURE: Duration = Duration::from_millis(20);
 /// The pace after a queue, of what was delivered: the mean of the way back up is 0.96 of it.
@@ -272,9 +275,9 @@ impl Controller {
 
     fn hold(&mut self, now: Duration, queue: Queue, until: Duration) {
         match queue {
-            Queue::Deep => self.cut(now, queue),
+            Queue::Deep if now + HOLD >= until + HOLD_DEEP => self.cut(now, queue),
             Queue::Short if now >= until => self.cut(now, queue),
-            Queue::Short => {}
+            Queue::Short | Queue::Deep => {}
             // Gone by itself: it was noise.
             Queue::Clear | Queue::Unknown => self.state = State::Climb { passed: None, deaf: now },
         }
