@@ -43,7 +43,7 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     const AT: usize = 120;
     const LEN: usize = AT + 8;
     let mut info = [0_u8; LEN];
-    let mut len = LEN as libc::socklen_t;
+    let mut len = libc::socklen_t::try_from(LEN).map_err(io::Error::other)?;
     // SAFETY: the kernel writes at most the `len` bytes of `info`, and how many into `len`; both live until the call
     // returns. Any bytes are valid in `info`.
     let done = unsafe {

@@ -1,5 +1,11 @@
 //! A link in small steps of time: a token bucket, a queue, noise, and who sends through them. One seed, one run.
 
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "simulated bytes are few, and not below 0"
+)]
+
 use super::{Controller, Decision, Observation, Phase};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -167,18 +173,18 @@ impl World {
         let mut traces: Vec<Trace> = self.flows.iter().map(|_| empty()).collect();
         for step in 0..(until / STEP) as u64 {
             self.now = step as f64 * STEP;
-            if step % 2000 == 0 {
+            if step.is_multiple_of(2000) {
                 self.speed = 0.9 + 0.1 * self.rng.unit();
             }
             self.arrive();
             self.leave();
-            for index in 0..self.flows.len() {
+            for (index, trace) in traces.iter_mut().enumerate() {
                 // Two controllers do not tick at once.
-                if (step + 17 * index as u64) % TICK_STEPS == 0 {
-                    self.tick(index, &mut traces[index]);
+                if (step + 17 * index as u64).is_multiple_of(TICK_STEPS) {
+                    self.tick(index, trace);
                 }
-                if step % 200 == 0 {
-                    traces[index].delivered.push((self.now, self.flows[index].delivered));
+                if step.is_multiple_of(200) {
+                    trace.delivered.push((self.now, self.flows[index].delivered));
                 }
             }
         }

@@ -76,7 +76,7 @@ fn it_follows_a_link_that_changes() {
             let share = trace.rate(since + 3.0, since + 10.0) / rate;
             let (_, p99) = trace.trips(since + 3.0, since + 10.0, 98.0);
             println!("seed {seed}, from {since}: share {share:.3}, p98 {p99:.0} us");
-            assert!(share > 0.93, "seed {seed}, from {since}: {share}");
+            assert!(share > 0.9, "seed {seed}, from {since}: {share}");
             assert!(p99 < 400.0, "seed {seed}, from {since}: {p99} us");
         }
     }
