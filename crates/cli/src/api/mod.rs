@@ -53,6 +53,8 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
+    pub(crate) keep_running: bool,
+    #[serde(default)]
     pub(crate) insecure: bool,
     pub(crate) peer_timeout_ms: u64,
 }
@@ -106,6 +108,7 @@ impl MigrateRequest {
             on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
             verify: false,
+            keep_running: false,
             insecure: false,
             peer_timeout_ms: millis(peer_timeout),
         }
