@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{
     Arrival, GuestMemory, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate,
-    receive,
+    receive, restore, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
@@ -295,6 +295,22 @@ fn the_engine_moves_it_and_every_page_agrees() {
     assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
     let writes = after.writes();
     wait("writes on the other side", || stats(&target.handle()).is_some_and(|stats| stats.writes() > writes));
+}
+
+#[test]
+fn a_guest_goes_into_a_file_and_out_of_it() {
+    for memfd in [false, true] {
+        let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
+        let path = std::env::temp_dir().join(format!("vmferry-process-file-{}-{memfd}", std::process::id()));
+        let report = save(&mut source, &path, &Monitor::new()).unwrap();
+        assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+        let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
+        let restored = restore(&mut target, &path);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
+        let after = verified(&target.handle(), 3);
+        assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
-    Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+    Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive, restore, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
@@ -186,6 +186,24 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
         assert_eq!(corrupt_after_a_check(&target), 0);
         vm = target;
     }
+}
+
+#[test]
+fn a_guest_goes_into_a_file_and_out_of_it() {
+    if !kvm() {
+        return;
+    }
+    let mut source = running();
+    let path = std::env::temp_dir().join(format!("vmferry-vmm-file-{}", std::process::id()));
+    let report = save(&mut source, &path, &Monitor::new()).unwrap();
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.incoming = true;
+    let mut target = Vm::new(options).unwrap();
+    let restored = restore(&mut target, &path);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
+    assert_eq!(corrupt_after_a_check(&target), 0);
 }
 
 /// By dirty rings so small that they are full again and again, under each policy.

@@ -71,8 +71,8 @@ impl<'a, O: PageOrigin> Filler<'a, O> {
         }
         // The one that somebody waits for goes first, and alone.
         self.bring(fault.region, PageRun::new(fault.page, 1), true);
-        self.fill.latency.add(heard.elapsed());
         if pages.is_placed(fault.page) {
+            self.fill.latency.add(heard.elapsed());
             // Another thread may have placed it before this fault was made known, and its wake-up gone by.
             let _ = self.fill.memory.wake(fault.region, fault.page);
         }

@@ -42,7 +42,7 @@ pub struct LazyProgress {
     /// Why the first of them cannot, and which it is.
     pub error: Option<String>,
     /// From hearing of a fault to its page being in memory: how many took less than 1 us, 2 us, 4 us, and so on; the last
-    /// is for all that took longer.
+    /// is for all that took longer. Without those whose page another thread was just bringing.
     pub hist_us: Vec<u64>,
 }
 
