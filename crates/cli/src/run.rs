@@ -15,8 +15,8 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    FillState, LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report,
-    TrackerKind, Uri, migrate, receive, restore, restore_lazy, save, save_copy,
+    LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri,
+    migrate, receive, restore, restore_lazy, save, save_copy,
 };
 
 /// How often the machine's owner looks whether the guest has ended.
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
 enum Arrived {
     Nobody,
     /// A guest; perhaps one whose pages still come.
-    Here(Option<LazyRestore>),
+    Here(Option<Box<LazyRestore>>),
 }
 
 /// Waits for a guest, or takes it out of a file.
@@ -103,12 +103,12 @@ fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Sh
 }
 
 /// Runs the guest in a file: at once, where pages can come later, or else when all of them have been read.
-fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Option<LazyRestore>> {
+fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Option<Box<LazyRestore>>> {
     match restore_lazy(machine.target(), path) {
         Ok(restore) => {
             shared.set_received(serde_json::to_value(restore.received())?);
             shared.set_restore(restore.watch());
-            Ok(Some(restore))
+            Ok(Some(Box::new(restore)))
         }
         Err(error @ MigrateError::NotLazy { .. }) => {
             eprintln!("vmferry: {error}; it starts when all of the file has been read");
