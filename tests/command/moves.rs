@@ -60,6 +60,23 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
         fourth.wait("the guest out of the file", |s| s["vm"]["place"] == "running");
         fourth.goes_on();
         fourth.whole();
+        fourth.wait("all of its pages", |s| {
+            s["vm"]["restore"].is_null() || s["vm"]["restore"]["state"] == "completed"
+        });
+        // A copy: the guest goes on here and there.
+        let file = format!("file:{}", folder.path("copy"));
+        let output = fourth.migrate(&file, &["--keep-running", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        let id = document(&output)["id"].clone();
+        fourth.goes_on();
+        let fifth = Run::start(kind, &folder, "fifth", &["--incoming", &file]);
+        let status = fifth.wait("the copy out of the file", |s| s["vm"]["place"] == "running");
+        let received = &status["vm"]["received"];
+        assert!(received["copy_of"] == id && received["id"] != id, "{status}");
+        fifth.goes_on();
+        fifth.whole();
+        let output = fifth.migrate("unix:/nonexistent/x", &["--keep-running"]);
+        assert!(code(&output) == 1 && errors(&output).contains("--keep-running"), "{output:?}");
     }
 }
 

@@ -253,6 +253,9 @@ pub(crate) struct MigrateArgs {
     /// Compare every page on both sides while the guest is stopped
     #[arg(long)]
     pub(crate) verify: bool,
+    /// With file:PATH: the guest goes on here when it has been written, and the file is a copy of it
+    #[arg(long)]
+    pub(crate) keep_running: bool,
     /// Allow an unencrypted connection to another host
     #[arg(long)]
     pub(crate) insecure: bool,

@@ -68,6 +68,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         on_timeout: args.on_timeout,
         auto_converge: args.auto_converge,
         verify: args.verify,
+        keep_running: args.keep_running,
         insecure: args.insecure,
         peer_timeout_ms: millis(args.peer_timeout),
     }

@@ -8,14 +8,15 @@ use crate::speed::{EVERY, Sample};
 use crate::{Status, dirty_rate, output};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    Listener, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri, migrate, receive, restore,
-    save,
+    LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri,
+    migrate, receive, restore, restore_lazy, save, save_copy,
 };
 
 /// How often the machine's owner looks whether the guest has ended.
@@ -44,32 +45,39 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     })?;
     let result = match &args.incoming {
         Some(uri) => await_guest(uri, args.insecure, &mut machine, &shared),
-        None => machine.start().map(|()| true),
+        None => machine.start().map(|()| Arrived::Here(None)),
     };
-    let result = match result {
-        Ok(true) => {
+    let (result, restore) = match result {
+        Ok(Arrived::Here(restore)) => {
             shared.set_place(Place::Running);
-            serve(&mut machine, &shared, &errands)
+            (serve(&mut machine, &shared, &errands), restore)
         }
-        Ok(false) => Ok(Status::Done),
-        Err(error) => Err(error),
+        Ok(Arrived::Nobody) => (Ok(Status::Done), None),
+        Err(error) => (Err(error), None),
     };
     if shared.lacks_pages() {
         // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
         drop(server);
         std::process::exit(result.map_or(Status::Failed, |status| status) as i32);
     }
+    // Pages out of a file go on coming until the vCPUs have stopped.
     machine.stop();
+    drop(restore);
     drop(server);
     result
 }
 
-/// Waits for a guest, or takes it out of a file; says whether one came.
-fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Shared>) -> Result<bool> {
+/// Who came.
+enum Arrived {
+    Nobody,
+    /// A guest; perhaps one whose pages still come.
+    Here(Option<Box<LazyRestore>>),
+}
+
+/// Waits for a guest, or takes it out of a file.
+fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
     if let Uri::File(path) = uri {
-        let received = restore(machine.target(), path)?;
-        shared.set_received(serde_json::to_value(received)?);
-        return Ok(true);
+        return take_out(path, machine, shared).map(Arrived::Here);
     }
     let listener = Listener::bind(uri, insecure)?;
     let at = listener.uri()?.to_string();
@@ -87,9 +95,27 @@ fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Sh
                     .name("rest".into())
                     .spawn(move || drop(rest.finish(&listener, &watched.arrival)))?;
             }
-            Ok(true)
+            Ok(Arrived::Here(None))
         }
-        Err(ReceiveFailure::Stopped) => Ok(false),
+        Err(ReceiveFailure::Stopped) => Ok(Arrived::Nobody),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Runs the guest in a file: at once, where pages can come later, or else when all of them have been read.
+fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Option<Box<LazyRestore>>> {
+    match restore_lazy(machine.target(), path) {
+        Ok(restore) => {
+            shared.set_received(serde_json::to_value(restore.received())?);
+            shared.set_restore(restore.watch());
+            Ok(Some(Box::new(restore)))
+        }
+        Err(error @ MigrateError::NotLazy { .. }) => {
+            eprintln!("vmferry: {error}; it starts when all of the file has been read");
+            let received = restore(machine.target(), path)?;
+            shared.set_received(serde_json::to_value(received)?);
+            Ok(None)
+        }
         Err(error) => Err(error.into()),
     }
 }
@@ -118,7 +144,8 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
         }
         let result = match order {
             Order::DirtyRate(request) => {
-                let measured = dirty_rate::measure(machine, shared, &request);
+                let measured =
+                    shared.all_here().and_then(|()| dirty_rate::measure(machine, shared, &request));
                 let _ = reply.send(measured.map_err(|error| format!("{error:#}")));
                 continue;
             }
@@ -169,6 +196,12 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<Tra
     let tracker = tracker(request.tracker.as_deref())?;
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
     let uri = request.uri.parse()?;
+    if request.keep_running && !matches!(uri, Uri::File(_)) {
+        bail!(
+            "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
+        );
+    }
+    shared.all_here()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     shared.begin_migration(Arc::new(Monitor::new()));
     Ok((uri, tracker, reaper))
@@ -197,6 +230,7 @@ fn move_away(
     let speed_before = shared.speed.recent();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
     let result = match uri {
+        Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
         Uri::File(path) => save(machine.source(), path, &monitor),
         _ => migrate(machine.source(), uri, tracker, &request.settings(), &monitor),
     };
@@ -205,6 +239,7 @@ fn move_away(
     let (mut report, place) = match result {
         Ok(report) => {
             let place = match report.state {
+                MigrationState::Completed if request.keep_running => Place::Running,
                 MigrationState::Completed => Place::Moved,
                 MigrationState::Unknown => Place::Unknown,
                 // It ran elsewhere; nothing that is here of it may run.

@@ -1,5 +1,6 @@
 //! What can fail before and around a migration, as a person reads it.
 
+use crate::snapshot::RestoreError;
 use std::io;
 use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
 
@@ -76,6 +77,20 @@ pub enum MigrateError {
         uri: String,
         /// Why.
         source: io::Error,
+    },
+    /// The guest cannot be taken out of a file.
+    #[error("{uri}: {source}")]
+    Snapshot {
+        /// Which.
+        uri: String,
+        /// Why.
+        source: RestoreError,
+    },
+    /// Pages cannot come while the guest runs.
+    #[error("pages cannot come while the guest runs: {why}")]
+    NotLazy {
+        /// What is missing, and how to permit it.
+        why: String,
     },
     /// The settings ask for something impossible.
     #[error("{0}")]

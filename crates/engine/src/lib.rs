@@ -2,6 +2,7 @@
 
 mod channel;
 mod error;
+mod fill;
 mod lacking;
 mod latency;
 mod lazy;
@@ -17,6 +18,7 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
+pub use fill::{FillState, LazyProgress};
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
@@ -24,7 +26,7 @@ pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
     ThrottleFigures, VcpuRing,
 };
-pub use snapshot::{restore, save};
+pub use snapshot::{LazyRestore, RestoreError, restore, restore_lazy, save, save_copy};
 pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate, pace,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{
-    Arrival, GuestMemory, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate,
-    receive,
+    Arrival, FillState, GuestMemory, Listener, MigrateError, MigrationState, Monitor, Settings, SourceVm,
+    TargetVm, Uri, migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
@@ -295,6 +295,41 @@ fn the_engine_moves_it_and_every_page_agrees() {
     assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
     let writes = after.writes();
     wait("writes on the other side", || stats(&target.handle()).is_some_and(|stats| stats.writes() > writes));
+}
+
+#[test]
+fn a_guest_goes_into_a_file_and_out_of_it() {
+    for memfd in [false, true] {
+        let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
+        let path = std::env::temp_dir().join(format!("vmferry-process-file-{}-{memfd}", std::process::id()));
+        let report = save(&mut source, &path, &Monitor::new()).unwrap();
+        assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+        let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
+        let mut lazy = ProcessGuest::new_incoming(options(memfd)).unwrap();
+        let restored = restore(&mut target, &path);
+        let comes = restore_lazy(&mut lazy, &path);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
+        let after = verified(&target.handle(), 3);
+        assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
+        match comes {
+            Ok(comes) => {
+                let progress = comes.wait(Duration::from_secs(60));
+                assert_eq!(progress.state, FillState::Completed, "{progress:?}");
+                assert_eq!(
+                    (progress.pages, progress.placed),
+                    (report.bytes.raw_pages, report.bytes.raw_pages)
+                );
+                assert_eq!(verified(&lazy.handle(), 4).corrupt(), 0);
+                println!("lazily, memfd {memfd}: {progress:?}");
+            }
+            Err(MigrateError::NotLazy { why }) => {
+                use std::io::Write;
+                writeln!(std::io::stdout(), "lazy restore: not run: {why}").unwrap();
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 #[test]

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
-    Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+    Arrival, AutoConverge, DirtyTracker, FillState, GuestMemory, Listener, MachineConfig, MigrateError,
+    MigrationState, Monitor, Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError,
+    migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
@@ -185,6 +186,39 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
         assert!(report.passes.len() >= 2, "the guest wrote while it was moved: {report:?}");
         assert_eq!(corrupt_after_a_check(&target), 0);
         vm = target;
+    }
+}
+
+#[test]
+fn a_guest_goes_into_a_file_and_out_of_it() {
+    if !kvm() {
+        return;
+    }
+    let mut source = running();
+    let path = std::env::temp_dir().join(format!("vmferry-vmm-file-{}", std::process::id()));
+    let report = save(&mut source, &path, &Monitor::new()).unwrap();
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.incoming = true;
+    let mut target = Vm::new(options.clone()).unwrap();
+    let mut lazy = Vm::new(options).unwrap();
+    let restored = restore(&mut target, &path);
+    let comes = restore_lazy(&mut lazy, &path);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
+    assert_eq!(corrupt_after_a_check(&target), 0);
+    match comes {
+        Ok(comes) => {
+            let progress = comes.wait(Duration::from_secs(60));
+            assert_eq!(progress.state, FillState::Completed, "{progress:?}");
+            assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
+            assert_eq!(corrupt_after_a_check(&lazy), 0);
+            println!("lazily: {progress:?}");
+        }
+        Err(MigrateError::NotLazy { why }) => {
+            let _ = writeln!(std::io::stdout(), "lazy restore: not run: {why}");
+        }
+        Err(error) => panic!("{error}"),
     }
 }
 

@@ -15,6 +15,7 @@ mod frame;
 mod hello;
 mod machine;
 mod request;
+mod snapshot;
 
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
@@ -31,6 +32,11 @@ pub use hello::{
 };
 pub use machine::{MachineConfig, Section};
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
+pub use snapshot::{
+    MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES,
+    SNAPSHOT_VERSION, SnapshotError, SnapshotHeader, SnapshotMap, SnapshotPart, SnapshotRegion, TABLE_BYTES,
+    TABLE_PAGES, TableIndex, decode_part, encode_machine, encode_state,
+};
 
 use crc_fast::{CrcAlgorithm, checksum};
 

@@ -55,6 +55,8 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
+    pub(crate) keep_running: bool,
+    #[serde(default)]
     pub(crate) insecure: bool,
     pub(crate) peer_timeout_ms: u64,
 }
@@ -109,6 +111,7 @@ impl MigrateRequest {
             on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
             verify: false,
+            keep_running: false,
             insecure: false,
             peer_timeout_ms: millis(peer_timeout),
         }

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use vmferry_engine::{Arrival, MigrationState, Monitor, RestWatch};
+use vmferry_engine::{Arrival, FillState, LazyProgress, MigrationState, Monitor, RestWatch};
 use vmferry_guest_abi::CpuSnapshot;
 
 /// Most clients at once; further ones are turned away.
@@ -67,6 +67,9 @@ pub(crate) struct Migration {
     pub(crate) report: Option<Value>,
 }
 
+/// Looks at a restore.
+type Watch = Box<dyn Fn() -> LazyProgress + Send + Sync>;
+
 /// What all threads of a `run` share.
 pub(crate) struct Shared {
     pub(crate) kind: String,
@@ -82,6 +85,8 @@ pub(crate) struct Shared {
     received: Mutex<Option<Value>>,
     /// What is still to come of a guest that came before its memory.
     rest: Mutex<Option<RestWatch>>,
+    /// How far a guest that already runs has come out of its file.
+    restore: Mutex<Option<Watch>>,
     orders: SyncSender<Errand>,
     clients: AtomicUsize,
 }
@@ -109,6 +114,7 @@ impl Shared {
             incoming: Mutex::default(),
             received: Mutex::default(),
             rest: Mutex::default(),
+            restore: Mutex::default(),
             orders,
             clients: AtomicUsize::new(0),
         }
@@ -134,9 +140,33 @@ impl Shared {
         *lock(&self.rest) = Some(rest);
     }
 
-    /// Whether the guest runs here and its source still has pages of it.
+    pub(crate) fn set_restore(&self, watch: impl Fn() -> LazyProgress + Send + Sync + 'static) {
+        *lock(&self.restore) = Some(Box::new(watch));
+    }
+
+    fn restore(&self) -> Option<LazyProgress> {
+        lock(&self.restore).as_ref().map(|watch| watch())
+    }
+
+    /// Whether the guest runs here and its source still has pages of it, or its file some that cannot be had.
     pub(crate) fn lacks_pages(&self) -> bool {
         lock(&self.rest).as_ref().is_some_and(|rest| rest.now().state != MigrationState::Completed)
+            || self.restore().is_some_and(|restore| restore.state == FillState::Failed)
+    }
+
+    /// Fails while pages of the guest are elsewhere: whoever read all of its memory now would wait for them.
+    pub(crate) fn all_here(&self) -> Result<()> {
+        match self.restore() {
+            Some(LazyProgress { state: FillState::Completed, .. }) => Ok(()),
+            Some(LazyProgress { error: Some(why), .. }) => {
+                bail!("pages of the guest are in its file and cannot be had: {why}")
+            }
+            Some(LazyProgress { placed, pages, .. }) => {
+                bail!("{placed} of {pages} pages of the guest have come out of its file; wait for the rest")
+            }
+            None if self.lacks_pages() => bail!("pages of the guest are still at its source; wait for them"),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn begin_migration(&self, monitor: Arc<Monitor>) {
@@ -224,6 +254,7 @@ impl Shared {
             "place": self.place(),
             "incoming": *lock(&self.incoming),
             "received": *lock(&self.received),
+            "restore": self.restore(),
             "guest": stats,
         })
     }

@@ -1,6 +1,5 @@
 //! A connected socket that sends and receives straight out of and into guest memory.
 
-use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -38,38 +37,6 @@ impl<'a> IoBuf<'a> {
     /// To send or receive guest memory.
     pub(crate) fn from_window(window: Window<'a>) -> Self {
         Self::raw(window.as_ptr(), window.len())
-    }
-
-    /// Writes all of `bufs` to `file` at its position; uses them up.
-    pub(crate) fn write_all(mut bufs: &mut [Self], file: &File) -> io::Result<()> {
-        while let Some(rest) = skip_empty(bufs) {
-            bufs = rest;
-            let count = libc::c_int::try_from(bufs.len().min(MOST_BUFS)).map_err(io::Error::other)?;
-            // SAFETY: as for `sendmsg`: IoBufs are iovecs whose bytes are mapped; the kernel only reads them.
-            let written = unsafe { libc::writev(file.as_raw_fd(), bufs.as_ptr().cast(), count) };
-            match usize::try_from(written) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => consume(bufs, written),
-                Err(_) => interrupted(io::Error::last_os_error())?,
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills all of `bufs` from `file` at its position; uses them up. `UnexpectedEof` if the file ends before.
-    pub(crate) fn read_all(mut bufs: &mut [Self], file: &File) -> io::Result<()> {
-        while let Some(rest) = skip_empty(bufs) {
-            bufs = rest;
-            let count = libc::c_int::try_from(bufs.len().min(MOST_BUFS)).map_err(io::Error::other)?;
-            // SAFETY: as for `recvmsg`: what is received into was made of unique borrows or of guest memory.
-            let read = unsafe { libc::readv(file.as_raw_fd(), bufs.as_mut_ptr().cast(), count) };
-            match usize::try_from(read) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => consume(bufs, read),
-                Err(_) => interrupted(io::Error::last_os_error())?,
-            }
-        }
-        Ok(())
     }
 
     /// Whether it is used up.

@@ -253,7 +253,6 @@ impl<'s, 'e> Driver<'s, 'e> {
     fn channel_failed(&mut self, error: SenderError) -> Event {
         match error {
             SenderError::Stopped => Event::Tick,
-            SenderError::File(error) => Event::PeerLost(error.to_string()),
             SenderError::Vm(error) => local("reading guest memory", &error),
             SenderError::Link(SendError { error, .. }, peer) => {
                 let why = format!("the link to {peer} failed while pages were sent: {error}");

@@ -31,8 +31,6 @@ pub(crate) enum SenderError {
     Stopped,
     /// The socket.
     Link(SendError, String),
-    /// The file.
-    File(std::io::Error),
     /// The VMM's memory or tracker.
     Vm(VmError),
 }
@@ -54,7 +52,7 @@ pub(crate) struct Shared<'a> {
     pub(crate) channels: u16,
 }
 
-/// Where frames go: a socket, or a file.
+/// Where frames go.
 pub(crate) trait FrameSink {
     /// Takes all of `bufs`, a frame; uses them up.
     fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;

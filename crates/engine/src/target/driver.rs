@@ -117,6 +117,7 @@ impl<'a> Driver<'a> {
             load_ms: self.load.as_secs_f64() * 1e3,
             cpu_ms: (threads + own_cpu_us) as f64 / 1e3,
             rest: None,
+            copy_of: None,
         };
         let rest = runs_lazily.then(|| Rest::new(self.session, self.link, self.fault_threads));
         Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }

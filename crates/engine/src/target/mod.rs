@@ -54,6 +54,8 @@ impl Arrival {
 pub struct Received {
     /// Name of the migration, 32 hexadecimal digits.
     pub id: String,
+    /// The snapshot that it is a copy of, whose guest went on; its own name is then a new one.
+    pub copy_of: Option<String>,
     /// Where it came from.
     pub source: String,
     /// Pages received, counting a page each time it came.

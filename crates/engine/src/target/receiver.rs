@@ -200,7 +200,7 @@ impl Arrivals {
     }
 }
 
-/// Where frames come from: a socket, or a file.
+/// Where frames come from.
 pub(crate) trait FrameSource {
     /// Fills all of `bufs`.
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;

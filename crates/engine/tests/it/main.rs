@@ -1,9 +1,11 @@
 //! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
 
+mod faulting;
 mod liars;
 mod links;
 mod moves;
 mod proxy;
 mod rig;
+mod snapshots;
 mod strangers;
 mod toy;

@@ -3,16 +3,17 @@
 //! The vCPUs keep a ledger of what each page must hold, which is moved as device state: so the guest itself finds a page
 //! that was lost, whatever the engine says.
 
+use crate::faulting::Faulting;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU64, fence};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
-    TrackerKind, VmError,
+    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm,
+    TargetVm, TrackerKind, VmError,
 };
 use vmferry_memory::{Gpa, Layout, PageIndex, PageRun, PageSet, Region, RegionId, Window};
 
@@ -65,6 +66,10 @@ pub(crate) struct Options {
     pub(crate) vcpus: u32,
     /// Bytes of a further section of device state.
     pub(crate) ballast: usize,
+    /// As a target, it can take pages while its guest runs.
+    pub(crate) lazy: bool,
+    /// A page that loading the state touches.
+    pub(crate) load_touches: Option<(usize, u64)>,
 }
 
 impl Default for Options {
@@ -79,6 +84,8 @@ impl Default for Options {
             zero_one_in: 16,
             vcpus: 2,
             ballast: 0,
+            lazy: false,
+            load_touches: None,
         }
     }
 }
@@ -97,12 +104,16 @@ pub(crate) struct Board {
     layout: Layout,
     rams: Vec<Ram>,
     writes: AtomicU64,
+    /// Pages that a vCPU found otherwise than it had left them.
+    surprises: AtomicU64,
     /// A vCPU works while it holds this for reading and finds it true.
     running: RwLock<bool>,
     power: AtomicBool,
     /// Whether it ever ran.
     ran: AtomicBool,
     fail: Mutex<Option<(Method, u32)>>,
+    /// Where pages are that have not come yet.
+    lazy: OnceLock<Arc<Faulting>>,
     /// How often which method was called.
     calls: Mutex<Vec<Method>>,
 }
@@ -124,8 +135,27 @@ impl Board {
         }
     }
 
+    /// Sleeps until `page` is there; gives up when the power goes.
+    fn touch(&self, ram: &Ram, page: u64) -> bool {
+        let Some(lazy) = self.lazy.get() else { return true };
+        while self.power.load(Relaxed) {
+            if lazy.touch(ram.region.id, page, Duration::from_millis(50)) {
+                return true;
+            }
+        }
+        false
+    }
+
     fn write(&self, ram: &Ram, page: u64, stamp: u64) {
         let index = usize::try_from(page).unwrap();
+        if !self.touch(ram, page) {
+            return;
+        }
+        // What it finds there is what it wrote last.
+        let (found, known) = (ram.pages[index].0[0].load(Relaxed), ram.ledger[index].load(Relaxed));
+        if found != known {
+            self.surprises.fetch_add(1, Relaxed);
+        }
         for word in STAMPED {
             ram.pages[index].0[word].store(stamp, Relaxed);
         }
@@ -289,10 +319,12 @@ impl Toy {
             layout,
             rams,
             writes: 0.into(),
+            surprises: 0.into(),
             running: RwLock::new(running),
             power: true.into(),
             ran: running.into(),
             fail: Mutex::new(None),
+            lazy: OnceLock::new(),
             calls: Mutex::default(),
             options,
         });
@@ -347,6 +379,16 @@ impl Toy {
 
     pub(crate) fn writes(&self) -> u64 {
         self.board.writes.load(Relaxed)
+    }
+
+    /// How often a vCPU found a page otherwise than it had left it.
+    pub(crate) fn surprises(&self) -> u64 {
+        self.board.surprises.load(Relaxed)
+    }
+
+    /// The memory whose pages come later, once the engine has asked for it.
+    pub(crate) fn faulting(&self) -> Option<Arc<Faulting>> {
+        self.board.lazy.get().cloned()
     }
 
     /// What the guest finds missing, stopped for as long as it looks.
@@ -452,8 +494,27 @@ impl TargetVm for Toy {
         self.memory()
     }
 
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        if !self.board.options.lazy {
+            return Err(VmError::new("this toy has no faults"));
+        }
+        let board = Arc::downgrade(&self.board);
+        let write = move |region: RegionId, page: u64, bytes: &[u8]| {
+            let Some(board) = board.upgrade() else { return };
+            let ram = board.rams.iter().find(|ram| ram.region.id == region).unwrap();
+            let words = &ram.pages[usize::try_from(page).unwrap()].0;
+            for (word, bytes) in words.iter().zip(bytes.chunks_exact(8)) {
+                word.store(u64::from_le_bytes(bytes.try_into().unwrap()), Relaxed);
+            }
+        };
+        Ok(self.board.lazy.get_or_init(|| Arc::new(Faulting::new(Box::new(write)))).clone())
+    }
+
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         self.board.trip(Method::Load)?;
+        if let Some((ram, page)) = self.board.options.load_touches {
+            assert!(self.board.touch(&self.board.rams[ram], page));
+        }
         for Section { name, instance, payload, .. } in sections {
             let ledger =
                 self.board.rams.iter().find(|ram| ram.region.id.0 == *instance).map(|ram| &ram.ledger);
@@ -478,7 +539,8 @@ impl TargetVm for Toy {
         if let Some(twin) = &self.twin {
             let stopped = !*twin.running.read().unwrap();
             assert!(stopped, "the guest runs on both sides");
-            self.arrived_equal = Some(self.board.equals(twin));
+            // Pages that have yet to come differ.
+            self.arrived_equal = self.board.lazy.get().is_none().then(|| self.board.equals(twin));
         }
         self.board.ran.store(true, Relaxed);
         *self.board.running.write().unwrap() = true;

@@ -1,0 +1,228 @@
+//! An opened snapshot: what it is of, and its pages one by one.
+
+use super::pio;
+use crate::vm::{TargetVm, VmError};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use vmferry_memory::{Layout, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, Window};
+use vmferry_wire::{
+    MachineConfig, MigrationId, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES, Section,
+    SnapshotError, SnapshotHeader, SnapshotMap, SnapshotPart, TABLE_BYTES, TABLE_PAGES, TableIndex,
+    decode_part,
+};
+
+/// Why a guest cannot be taken out of a file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The file is no whole snapshot.
+    #[error("{0}")]
+    Format(#[from] SnapshotError),
+    /// The host cannot read it.
+    #[error("the {part} at byte {at:#x} cannot be read: {source}")]
+    Read {
+        /// Which part.
+        part: SnapshotPart,
+        /// Where it begins in the file, in bytes.
+        at: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// It is the snapshot of another machine.
+    #[error("the machines differ: {0} (here = this machine, there = the file's)")]
+    Machine(String),
+    /// The tables and the header do not agree.
+    #[error("the snapshot has {found} pages with content, its header says {said}")]
+    Pages {
+        /// Pages that the tables have.
+        found: u64,
+        /// Pages that the header has.
+        said: u64,
+    },
+    /// The VMM.
+    #[error("{0}")]
+    Vm(#[from] VmError),
+}
+
+/// A snapshot that fits this machine; its pages are read when they are wanted.
+#[derive(Debug)]
+pub(super) struct SnapshotPages {
+    file: File,
+    header: SnapshotHeader,
+    map: SnapshotMap,
+    layout: Layout,
+    /// In the map's order.
+    indexes: Vec<TableIndex>,
+}
+
+impl SnapshotPages {
+    /// Reads the beginning of `file` and compares it with the machine that is to take the guest.
+    ///
+    /// What is allocated is bounded by that machine, whatever the file says: its layout is compared first.
+    pub(super) fn open(file: File, vm: &dyn TargetVm) -> Result<Self, RestoreError> {
+        let read = |source| RestoreError::Read { part: SnapshotPart::Header, at: 0, source };
+        let len = file.metadata().map_err(read)?.len();
+        let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
+        file.read_exact_at(&mut bytes, 0).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                SnapshotError::Length { has: len, wants: SNAPSHOT_HEADER_BYTES as u64 }.into()
+            }
+            _ => read(error),
+        })?;
+        let (header, map) = SnapshotHeader::decode(&bytes, len)?;
+        let machine: MachineConfig =
+            part(&file, header.machine, SnapshotPart::Machine, map.machine, decode_part)?;
+        if let Some(difference) = vm.config().difference(&machine) {
+            return Err(RestoreError::Machine(difference));
+        }
+        let layout = header.layout()?;
+        if &layout != vm.memory().layout() {
+            return Err(RestoreError::Machine("its memory is not what it says of itself".into()));
+        }
+        let mut indexes = Vec::with_capacity(map.regions.len());
+        for (place, region) in map.regions.iter().zip(&header.regions) {
+            let (bytes, name) = (u32::try_from(place.index_bytes()), SnapshotPart::Index(place.id));
+            let sum = PartSum { bytes: bytes.unwrap_or(u32::MAX), sum: region.index_sum };
+            let decode = |bytes: &[u8], sum: PartSum, _, at| TableIndex::decode(bytes, sum.sum, place.id, at);
+            indexes.push(part(&file, sum, name, place.index, decode)?);
+        }
+        Ok(Self { file, header, map, layout, indexes })
+    }
+
+    pub(super) fn id(&self) -> MigrationId {
+        self.header.id
+    }
+
+    pub(super) fn is_copy(&self) -> bool {
+        self.header.copy
+    }
+
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(super) fn places(&self) -> &[RegionPlace] {
+        &self.map.regions
+    }
+
+    /// How many pages have content, as the header says.
+    pub(super) fn contents(&self) -> u64 {
+        // Each is at most its region's pages.
+        self.header.regions.iter().map(|region| region.contents).sum()
+    }
+
+    /// The device state.
+    pub(super) fn sections(&self) -> Result<Vec<Section>, RestoreError> {
+        part(&self.file, self.header.state, SnapshotPart::State, self.map.state, decode_part)
+    }
+
+    /// Every page that may have content: those of tables that were written. The tables themselves are not read, so that
+    /// this takes no longer for a large guest.
+    pub(super) fn lacking(&self) -> PageSet {
+        let mut lacking = PageSet::empty(&self.layout);
+        for (place, index) in self.map.regions.iter().zip(&self.indexes) {
+            let Some(map) = lacking.region_mut(place.id) else { continue };
+            for block in (0..place.blocks()).filter(|block| index.table(*block).is_some()) {
+                map.set_range(place.run(block).range());
+            }
+        }
+        lacking
+    }
+
+    /// Reads table `block` of the region at `position`; `None` if none of its pages has content.
+    pub(super) fn table(&self, position: usize, block: u64) -> Result<Option<PageTable>, RestoreError> {
+        let place = &self.map.regions[position];
+        let Some(sum) = self.indexes[position].table(block) else { return Ok(None) };
+        let (run, at) = (place.run(block), place.table(block));
+        let mut bytes = [0; TABLE_BYTES];
+        self.file.read_exact_at(&mut bytes, at).map_err(|source| RestoreError::Read {
+            part: SnapshotPart::Table(place.id, run),
+            at,
+            source,
+        })?;
+        let pages = usize::try_from(run.count).unwrap_or(TABLE_PAGES);
+        Ok(Some(PageTable::decode(&bytes, sum, (place.id, run.first, pages), at)?))
+    }
+
+    /// Reads the pages from `first` on straight into guest memory. They are checked by their digests in `table`, theirs;
+    /// one that does not fit is an error, and is in memory.
+    pub(super) fn read_into(
+        &self,
+        position: usize,
+        first: PageIndex,
+        to: Window<'_>,
+        table: &PageTable,
+        scratch: &mut [u8; PAGE_BYTES],
+    ) -> Result<(), RestoreError> {
+        let place = &self.map.regions[position];
+        pio::read_at(&self.file, to, place.content(first))
+            .map_err(|source| unreadable(place, first, source))?;
+        // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
+        for page in (0..to.pages()).rev() {
+            let index = PageIndex(first.0 + page as u64);
+            if !table.fits(slot(index), to.digest(page, scratch)) {
+                return Err(damaged(place, index));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the pages from `first` on, which all have content, into `to`; checked like [`read_into`](Self::read_into).
+    pub(super) fn read(
+        &self,
+        position: usize,
+        first: PageIndex,
+        to: &mut [u8],
+        table: &PageTable,
+    ) -> Result<(), RestoreError> {
+        let place = &self.map.regions[position];
+        let read = self.file.read_exact_at(to, place.content(first));
+        read.map_err(|source| unreadable(place, first, source))?;
+        for (index, page) in (first.0..).map(PageIndex).zip(to.chunks_exact(PAGE_BYTES)) {
+            if !table.fits(slot(index), Some(PageDigest::of(page))) {
+                return Err(damaged(place, index));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the kernel that the contents of these pages will be read soon.
+    pub(super) fn will_need(&self, position: usize, run: PageRun) {
+        pio::will_need(&self.file, self.map.regions[position].content(run.first), run.bytes());
+    }
+}
+
+/// A page's place in its table.
+pub(super) fn slot(page: PageIndex) -> usize {
+    usize::try_from(page.0 % TABLE_PAGES as u64).unwrap_or(0)
+}
+
+fn damaged(place: &RegionPlace, page: PageIndex) -> RestoreError {
+    SnapshotError::Damaged { part: SnapshotPart::Page(place.id, page), at: place.content(page) }.into()
+}
+
+fn unreadable(place: &RegionPlace, page: PageIndex, source: io::Error) -> RestoreError {
+    RestoreError::Read { part: SnapshotPart::Page(place.id, page), at: place.content(page), source }
+}
+
+/// Reads a part whose length was checked, and decodes it.
+fn part<T>(
+    file: &File,
+    sum: PartSum,
+    part: SnapshotPart,
+    at: u64,
+    decode: impl Fn(&[u8], PartSum, SnapshotPart, u64) -> Result<T, SnapshotError>,
+) -> Result<T, RestoreError> {
+    let mut bytes = vec![0; usize::try_from(sum.bytes).unwrap_or(usize::MAX)];
+    file.read_exact_at(&mut bytes, at).map_err(|source| RestoreError::Read { part, at, source })?;
+    Ok(decode(&bytes, sum, part, at)?)
+}
+
+/// Opens the file at `path` for the guest of `vm`.
+pub(super) fn open(path: &Path, vm: &dyn TargetVm) -> Result<SnapshotPages, crate::MigrateError> {
+    let uri = super::uri(path);
+    let file = File::open(path).map_err(|source| crate::MigrateError::File { uri: uri.clone(), source })?;
+    SnapshotPages::open(file, vm).map_err(|source| crate::MigrateError::Snapshot { uri, source })
+}

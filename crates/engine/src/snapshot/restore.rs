@@ -1,0 +1,123 @@
+//! Taking a guest out of a file before it runs.
+
+use super::open::{RestoreError, SnapshotPages, open};
+use super::{identity, ms, threads, uri};
+use crate::MigrateError;
+use crate::monitor::thread_cpu_us;
+use crate::target::{ReceiveFailure, Received};
+use crate::vm::{GuestMemory, TargetVm};
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+use vmferry_memory::{PAGE_BYTES, PageIndex};
+use vmferry_wire::{Refusal, RefusalCode, RegionPlace};
+
+/// Takes the guest in the file at `path` into `vm` and runs it.
+///
+/// # Errors
+/// If the file is not a whole guest that fits this machine: the guest has not run, the file is as it was.
+pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFailure> {
+    let source = uri(path);
+    let broken =
+        |why: String| ReceiveFailure::Failed(Refusal::new(RefusalCode::Memory, format!("{source}: {why}")));
+    let pages = open(path, vm).map_err(|error| match error {
+        MigrateError::Snapshot { source, .. } => broken(source.to_string()),
+        other => other.into(),
+    })?;
+    let (id, copy_of) = identity(&pages)?;
+    let sections = pages.sections().map_err(|error| broken(error.to_string()))?;
+    let memory = vm.memory();
+    let reading = Reading {
+        memory: &*memory,
+        pages: &pages,
+        next: AtomicU64::new(0),
+        stop: AtomicBool::new(false),
+        found: AtomicU64::new(0),
+        cpu_us: AtomicU64::new(0),
+    };
+    reading.read().map_err(|error| broken(error.to_string()))?;
+    let began = Instant::now();
+    vm.load(&sections).map_err(|error| broken(error.to_string()))?;
+    let load_ms = ms(began.elapsed());
+    vm.start().map_err(|error| broken(error.to_string()))?;
+    let cpu_ms = reading.cpu_us.into_inner() as f64 / 1e3;
+    Ok(Received { id, copy_of, pages: reading.found.into_inner(), load_ms, cpu_ms, source, rest: None })
+}
+
+/// Several threads, each taking the next table and its pages.
+struct Reading<'a> {
+    memory: &'a dyn GuestMemory,
+    pages: &'a SnapshotPages,
+    /// The next table, counted over all regions.
+    next: AtomicU64,
+    stop: AtomicBool,
+    found: AtomicU64,
+    cpu_us: AtomicU64,
+}
+
+impl Reading<'_> {
+    fn read(&self) -> Result<(), RestoreError> {
+        let first = Mutex::new(None);
+        let work = || {
+            let before = thread_cpu_us();
+            if let Err(error) = self.work() {
+                self.stop.store(true, Ordering::Relaxed);
+                first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(error);
+            }
+            self.cpu_us.fetch_add(thread_cpu_us() - before, Ordering::Relaxed);
+        };
+        std::thread::scope(|scope| {
+            for number in 1..threads() {
+                let name = format!("restore-{number}");
+                // With fewer threads it only takes longer: this one works, too.
+                let _ = std::thread::Builder::new().name(name).spawn_scoped(scope, work);
+            }
+            work();
+        });
+        if let Some(error) = first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+            return Err(error);
+        }
+        let (found, said) = (self.found.load(Ordering::Relaxed), self.pages.contents());
+        if found == said { Ok(()) } else { Err(RestoreError::Pages { found, said }) }
+    }
+
+    fn work(&self) -> Result<(), RestoreError> {
+        let mut scratch = Box::new([0; PAGE_BYTES]);
+        while !self.stop.load(Ordering::Relaxed) {
+            let mut block = self.next.fetch_add(1, Ordering::Relaxed);
+            let mut places = self.pages.places().iter().enumerate();
+            let found = places.find(|(_, place)| {
+                let here = block < place.blocks();
+                block -= if here { 0 } else { place.blocks() };
+                here
+            });
+            let Some((position, place)) = found else { break };
+            self.read_block(position, place, block, &mut scratch)?;
+        }
+        Ok(())
+    }
+
+    fn read_block(
+        &self,
+        position: usize,
+        place: &RegionPlace,
+        block: u64,
+        scratch: &mut [u8; PAGE_BYTES],
+    ) -> Result<(), RestoreError> {
+        let Some(table) = self.pages.table(position, block)? else { return Ok(()) };
+        let run = place.run(block);
+        let mut page = run.first.0;
+        while page < run.end() {
+            let content = |page: &u64| table.has_content(super::open::slot(PageIndex(*page)));
+            let count = (page..run.end()).take_while(content).count() as u64;
+            if count > 0 {
+                let window = self.memory.window(place.id, (page..page + count).into())?;
+                self.pages.read_into(position, PageIndex(page), window, &table, scratch)?;
+            }
+            page += count.max(1);
+        }
+        self.found.fetch_add(table.contents(), Ordering::Relaxed);
+        Ok(())
+    }
+}

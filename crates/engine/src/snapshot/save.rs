@@ -1,0 +1,139 @@
+//! Moving a guest into a file.
+
+use super::write::{Stop, Written, write};
+use super::{ms, uri};
+use crate::monitor::{MigrationState, Monitor};
+use crate::report::{Bytes, Downtime, PassReport, Report};
+use crate::vm::SourceVm;
+use crate::{MigrateError, random};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use vmferry_wire::{MigrationId, SnapshotMap};
+
+/// The temporary file; removed unless it was given its name.
+struct Partial {
+    path: PathBuf,
+    named: bool,
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.named {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// What becomes of the guest here when it is in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Afterwards {
+    Gone,
+    GoesOn,
+}
+
+/// Moves the guest of `vm` into the file at `path`: it stops, and its memory and state are written. When this returns
+/// with [`MigrationState::Completed`], the guest is in the file and must not run here any more; with any other, it runs
+/// here again.
+///
+/// # Errors
+/// If nothing was begun, because the file cannot be made.
+pub fn save(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
+    store(vm, path, monitor, Afterwards::Gone)
+}
+
+/// Copies the guest of `vm` into the file at `path`: it stands still while it is written, and then goes on here, whatever
+/// became of the file. The file says that it is a copy, and each restore of it gets an identity of its own.
+///
+/// # Errors
+/// As for [`save`].
+pub fn save_copy(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
+    store(vm, path, monitor, Afterwards::GoesOn)
+}
+
+fn store(
+    vm: &mut dyn SourceVm,
+    path: &Path,
+    monitor: &Monitor,
+    afterwards: Afterwards,
+) -> Result<Report, MigrateError> {
+    let began = Instant::now();
+    let failed = |source| MigrateError::File { uri: uri(path), source };
+    let id = MigrationId(random()?);
+    let (mut partial, file) = create(path, id).map_err(failed)?;
+    // Whether a file can be so long at all is found out while the guest still runs. It is one hole so far.
+    file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
+    monitor.update(|progress| progress.state = MigrationState::Switchover);
+    let pause = Instant::now();
+    let copy = afterwards == Afterwards::GoesOn;
+    let written = write(vm, &file, (id, copy), monitor).and_then(|written| {
+        file.sync_all().map_err(Stop::File)?;
+        std::fs::rename(&partial.path, path).map_err(Stop::File)?;
+        partial.named = true;
+        // A directory that cannot be synced (some network file systems) still has the entry.
+        let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
+        Ok(written)
+    });
+    let resumed = if copy || written.is_err() { vm.resume() } else { Ok(()) };
+    let (mut report, state) = match &written {
+        Ok(written) => (account(written), MigrationState::Completed),
+        Err(Stop::Cancelled) => (Report::default(), MigrationState::Cancelled),
+        Err(_) => (Report::default(), MigrationState::Failed),
+    };
+    let why = written.err().map(|stop| stop.to_string());
+    report.error = match resumed {
+        Ok(()) => why,
+        Err(error) => {
+            let why = why.map_or_else(String::new, |why| format!("{why}; and "));
+            Some(format!("{why}the guest could not be resumed: {error}"))
+        }
+    };
+    report.state = state;
+    report.outcome = crate::report::word(state);
+    (report.id, report.mode, report.tracker) = (id.to_string(), "file".into(), "none".into());
+    (report.total_ms, report.downtime_ms) = (ms(began.elapsed()), ms(pause.elapsed()));
+    monitor.update(|progress| progress.state = state);
+    Ok(report)
+}
+
+/// Makes the temporary file, in the folder of `path`.
+fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
+    let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
+    name.push(format!(".partial-{id}"));
+    let path = path.with_file_name(name);
+    // Readable by its owner only: it is somebody's memory.
+    let file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
+    Ok((Partial { path, named: false }, file))
+}
+
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn account(written: &Written) -> Report {
+    let pages = ms(written.took);
+    Report {
+        downtime: Downtime {
+            pause_ms: ms(written.pause),
+            device_state_ms: ms(written.state),
+            last_pages_ms: pages,
+            ..Downtime::default()
+        },
+        bytes: Bytes {
+            wire: written.bytes,
+            raw_pages: written.raw_pages,
+            zero_pages: written.zero_pages,
+            ..Bytes::default()
+        },
+        passes: vec![PassReport {
+            pages: written.raw_pages + written.zero_pages,
+            wire_bytes: written.bytes,
+            ms: pages,
+            ..PassReport::default()
+        }],
+        throughput_mbps: if pages > 0.0 { written.bytes as f64 * 8e-3 / pages } else { 0.0 },
+        ..Report::default()
+    }
+}

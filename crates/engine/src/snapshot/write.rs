@@ -1,0 +1,239 @@
+//! Writing a paused guest: pages by several threads, the header last.
+
+use super::{pio, threads};
+use crate::monitor::Monitor;
+use crate::vm::{GuestMemory, SourceVm, VmError};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{PAGE_BYTES, PAGE_SIZE, PageRun, Window};
+use vmferry_wire::{
+    MigrationId, PageTable, RegionPlace, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader, SnapshotMap,
+    SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,
+};
+
+/// Tables that a thread takes at a time, with their 16 MiB of pages: few enough for all threads to end together.
+const UNIT_BLOCKS: u64 = 8;
+/// Most pages of one write: a megabyte is digested and then copied by the kernel while a second-level cache still holds it.
+const PIECE_PAGES: usize = 256;
+/// How often a piece that changed while it was written is written again.
+const MOST_TRIES: u32 = 4;
+
+/// Why writing stopped.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Stop {
+    #[error("cancelled on request")]
+    Cancelled,
+    #[error("the file could not be written: {0}; the guest goes on here")]
+    File(io::Error),
+    #[error("{0}")]
+    Vm(#[from] VmError),
+    #[error("{0}")]
+    Format(#[from] SnapshotError),
+}
+
+/// What was written, and how long it took.
+#[derive(Debug)]
+pub(super) struct Written {
+    pub(super) pause: Duration,
+    pub(super) state: Duration,
+    pub(super) took: Duration,
+    pub(super) bytes: u64,
+    pub(super) raw_pages: u64,
+    pub(super) zero_pages: u64,
+}
+
+/// Pauses the guest and writes all of it; on success and failure alike it is left paused.
+pub(super) fn write(
+    vm: &mut dyn SourceVm,
+    file: &File,
+    (id, copy): (MigrationId, bool),
+    monitor: &Monitor,
+) -> Result<Written, Stop> {
+    let (machine, machine_sum) = encode_machine(&vm.config())?;
+    let pausing = Instant::now();
+    vm.pause()?;
+    let paused = Instant::now();
+    let (state, state_sum) = encode_state(&vm.save()?)?;
+    let saved = Instant::now();
+    let memory = vm.memory();
+    let map = SnapshotMap::new(memory.layout(), machine_sum.bytes, state_sum.bytes);
+    monitor.begin_pass(0, memory.layout().pages());
+    let pages = Pages::new(&*memory, file, &map, monitor);
+    pages.write()?;
+    let put = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(Stop::File);
+    put(&machine, map.machine)?;
+    put(&state, map.state)?;
+    let mut bytes = pages.bytes.into_inner() + (machine.len() + state.len() + SNAPSHOT_HEADER_BYTES) as u64;
+    let mut regions = Vec::new();
+    for ((region, place), own) in memory.layout().regions().iter().zip(&map.regions).zip(pages.regions) {
+        let index = TableIndex::new(own.index.into_iter().map(AtomicU64::into_inner).collect());
+        let (encoded, index_sum) = index.encode();
+        put(&encoded, place.index)?;
+        bytes += encoded.len() as u64;
+        regions.push(SnapshotRegion { region: *region, index_sum, contents: own.contents.into_inner() });
+    }
+    file.set_len(map.len).map_err(Stop::File)?;
+    let header = SnapshotHeader { id, copy, machine: machine_sum, state: state_sum, regions };
+    let raw_pages = header.regions.iter().map(|region| region.contents).sum();
+    put(&header.encode()?, 0)?;
+    Ok(Written {
+        pause: paused - pausing,
+        state: saved - paused,
+        took: saved.elapsed(),
+        bytes,
+        raw_pages,
+        zero_pages: memory.layout().pages() - raw_pages,
+    })
+}
+
+/// What the threads know of a region; in the layout's order, like the map's.
+struct RegionSums {
+    index: Vec<AtomicU64>,
+    contents: AtomicU64,
+}
+
+/// The pages on their way into the file.
+struct Pages<'a> {
+    memory: &'a dyn GuestMemory,
+    file: &'a File,
+    map: &'a SnapshotMap,
+    monitor: &'a Monitor,
+    regions: Vec<RegionSums>,
+    /// The next unit to be taken, counted over all regions.
+    next: AtomicU64,
+    stop: AtomicBool,
+    bytes: AtomicU64,
+}
+
+impl<'a> Pages<'a> {
+    fn new(memory: &'a dyn GuestMemory, file: &'a File, map: &'a SnapshotMap, monitor: &'a Monitor) -> Self {
+        let sums = |place: &RegionPlace| RegionSums {
+            index: (0..place.blocks()).map(|_| AtomicU64::new(0)).collect(),
+            contents: AtomicU64::new(0),
+        };
+        let regions = map.regions.iter().map(sums).collect();
+        let (next, stop, bytes) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU64::new(0));
+        Self { memory, file, map, monitor, regions, next, stop, bytes }
+    }
+
+    fn write(&self) -> Result<(), Stop> {
+        let first = Mutex::new(None);
+        let work = || {
+            if let Err(stop) = self.work() {
+                self.stop.store(true, Ordering::Relaxed);
+                // What comes after the first is its consequence.
+                first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(stop);
+            }
+            self.monitor.counters.add_thread_cpu();
+        };
+        std::thread::scope(|scope| {
+            for number in 1..threads() {
+                let name = format!("snapshot-{number}");
+                // With fewer threads it only takes longer: this one works, too.
+                let _ = std::thread::Builder::new().name(name).spawn_scoped(scope, work);
+            }
+            work();
+        });
+        first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+
+    /// One thread's share.
+    fn work(&self) -> Result<(), Stop> {
+        let mut scratch = Box::new([0; PAGE_BYTES]);
+        let mut touched: Option<(usize, Bitmap)> = None;
+        loop {
+            let mut unit = self.next.fetch_add(1, Ordering::Relaxed);
+            let mut regions = self.map.regions.iter().enumerate();
+            let found = regions.find(|(_, place)| {
+                let units = place.blocks().div_ceil(UNIT_BLOCKS);
+                let here = unit < units;
+                unit -= if here { 0 } else { units };
+                here
+            });
+            let Some((position, place)) = found else { return Ok(()) };
+            let map = match &mut touched {
+                Some((own, map)) if *own == position => map,
+                other => &mut other.insert((position, Bitmap::new(place.pages))).1,
+            };
+            let blocks = unit * UNIT_BLOCKS..((unit + 1) * UNIT_BLOCKS).min(place.blocks());
+            let run = place.run(blocks.start).first.0..place.run(blocks.end - 1).end();
+            self.memory.touched(place.id, run.into(), map)?;
+            for block in blocks {
+                self.write_block(position, place, block, map, &mut scratch)?;
+            }
+        }
+    }
+
+    fn write_block(
+        &self,
+        position: usize,
+        place: &RegionPlace,
+        block: u64,
+        touched: &Bitmap,
+        scratch: &mut [u8; PAGE_BYTES],
+    ) -> Result<(), Stop> {
+        let (run, mut table) = (place.run(block), PageTable::default());
+        for some in touched.runs_in(run.range()) {
+            let window = self.memory.window(place.id, some.clone().into())?;
+            for at in (0..window.pages()).step_by(PIECE_PAGES) {
+                let piece = window.slice(at, PIECE_PAGES.min(window.pages() - at));
+                self.write_piece(place, some.start + at as u64, piece, &mut table, scratch)?;
+            }
+        }
+        let contents = table.contents();
+        if let Some((bytes, sum)) = table.encode() {
+            self.file.write_all_at(&bytes, place.table(block)).map_err(Stop::File)?;
+            let sums = &self.regions[position];
+            // Only this thread has this block; whoever collects them has joined all threads.
+            sums.index[usize::try_from(block).unwrap_or(usize::MAX)].store(sum, Ordering::Relaxed);
+            sums.contents.fetch_add(contents, Ordering::Relaxed);
+            self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
+        }
+        let counters = &self.monitor.counters;
+        let wrote = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
+        counters.count_frame(wrote, contents, run.count - contents);
+        Ok(())
+    }
+
+    /// Writes the pages of `window`, the first of which is `first`, and enters what they were into `table`.
+    ///
+    /// The guest is paused, but a page that somebody (a device, the control socket) writes between its digest and its
+    /// write would be found damaged when it is too late. So it is looked at again.
+    fn write_piece(
+        &self,
+        place: &RegionPlace,
+        first: u64,
+        window: Window<'_>,
+        table: &mut PageTable,
+        scratch: &mut [u8; PAGE_BYTES],
+    ) -> Result<(), Stop> {
+        if self.stop.load(Ordering::Relaxed) || self.monitor.cancelled() {
+            return Err(Stop::Cancelled);
+        }
+        let slot = |page: usize| usize::try_from(first % TABLE_PAGES as u64).unwrap_or(0) + page;
+        for _ in 0..MOST_TRIES {
+            for page in 0..window.pages() {
+                table.set(slot(page), window.digest(page, scratch));
+            }
+            let mut page = 0;
+            while page < window.pages() {
+                let count = (page..window.pages()).take_while(|page| table.has_content(slot(*page))).count();
+                if count > 0 {
+                    let at = place.data + (first + page as u64) * PAGE_SIZE;
+                    pio::write_at(self.file, window.slice(page, count), at).map_err(Stop::File)?;
+                }
+                page += count.max(1);
+            }
+            if (0..window.pages()).all(|page| table.fits(slot(page), window.digest(page, scratch))) {
+                return Ok(());
+            }
+        }
+        let run = PageRun::from(first..first + window.pages() as u64);
+        Err(VmError::new(format!("{} {run} change although the guest is paused", place.id)).into())
+    }
+}

@@ -1,0 +1,157 @@
+//! Memory whose pages come later, without a kernel: whoever touches a page that is missing sleeps on a condition.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
+use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
+
+const STRIPES: usize = 3;
+
+/// Copies a page's bytes into memory.
+pub(crate) type Write = Box<dyn Fn(RegionId, u64, &[u8]) + Send + Sync>;
+
+#[derive(Default)]
+struct State {
+    begun: bool,
+    ended: bool,
+    /// Pages that are there, and how often they were placed.
+    placed: HashMap<(u32, u64), u32>,
+    queues: [VecDeque<Fault>; STRIPES],
+    interrupted: [bool; STRIPES],
+}
+
+/// A [`LazyMemory`] over memory that `write` writes.
+pub(crate) struct Faulting {
+    state: Mutex<State>,
+    changed: Condvar,
+    write: Write,
+    pub(crate) touches: AtomicU64,
+}
+
+impl std::fmt::Debug for Faulting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Faulting")
+    }
+}
+
+impl Faulting {
+    pub(crate) fn new(write: Write) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), write, touches: 0.into() }
+    }
+
+    /// Sleeps until `page` is there, at most `within`; says whether it is.
+    pub(crate) fn touch(&self, region: RegionId, page: u64, within: Duration) -> bool {
+        let deadline = Instant::now() + within;
+        let mut state = self.state.lock().unwrap();
+        let mut told = false;
+        while state.begun && !state.ended && !state.placed.contains_key(&(region.0, page)) {
+            if !told {
+                told = true;
+                self.touches.fetch_add(1, Ordering::Relaxed);
+                let stripe = self.stripe_of(region, PageIndex(page));
+                let fault = Fault { region, page: PageIndex(page), write: true, vcpu: None };
+                state.queues[stripe].push_back(fault);
+                self.changed.notify_all();
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap().0;
+        }
+        true
+    }
+
+    pub(crate) fn ended(&self) -> bool {
+        self.state.lock().unwrap().ended
+    }
+
+    pub(crate) fn is_placed(&self, region: RegionId, page: u64) -> bool {
+        self.state.lock().unwrap().placed.contains_key(&(region.0, page))
+    }
+
+    /// Whether some page was given twice.
+    pub(crate) fn any_twice(&self) -> bool {
+        self.state.lock().unwrap().placed.values().any(|times| *times > 1)
+    }
+
+    fn put(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
+        let mut state = self.state.lock().unwrap();
+        if !state.begun || state.ended {
+            return Err(VmError::new("not begun"));
+        }
+        let mut result = Placed::default();
+        for (at, page) in run.range().enumerate() {
+            let times = state.placed.entry((region.0, page)).or_default();
+            *times += 1;
+            if *times > 1 {
+                result.there += 1;
+                continue;
+            }
+            if let Some(bytes) = bytes {
+                (self.write)(region, page, &bytes[at * PAGE_BYTES..][..PAGE_BYTES]);
+            }
+            result.pages += 1;
+        }
+        self.changed.notify_all();
+        Ok(result)
+    }
+}
+
+impl LazyMemory for Faulting {
+    fn stripes(&self) -> usize {
+        STRIPES
+    }
+
+    fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
+        usize::try_from((page.0 / 64 + u64::from(region.0)) % STRIPES as u64).unwrap()
+    }
+
+    fn begin(&self, _: &PageSet) -> Result<(), VmError> {
+        // Nobody has touched this memory yet: no page of it is there.
+        self.state.lock().unwrap().begun = true;
+        Ok(())
+    }
+
+    fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        let deadline = Instant::now() + within;
+        let mut state = self.state.lock().unwrap();
+        loop {
+            if let Some(fault) = state.queues[stripe].pop_front() {
+                return Ok(Some(fault));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || std::mem::take(&mut state.interrupted[stripe]) {
+                return Ok(None);
+            }
+            state = self.changed.wait_timeout(state, left).unwrap().0;
+        }
+    }
+
+    fn interrupt(&self) {
+        self.state.lock().unwrap().interrupted = [true; STRIPES];
+        self.changed.notify_all();
+    }
+
+    fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
+        assert_eq!(bytes.len() as u64, run.bytes());
+        self.put(region, run, Some(bytes))
+    }
+
+    fn place_zeros(&self, region: RegionId, run: PageRun) -> Result<Placed, VmError> {
+        self.put(region, run, None)
+    }
+
+    fn wake(&self, _: RegionId, _: PageIndex) -> Result<(), VmError> {
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), VmError> {
+        self.state.lock().unwrap().ended = true;
+        self.changed.notify_all();
+        Ok(())
+    }
+}

@@ -1,0 +1,469 @@
+//! Guests in files: taken out at once, while they run, and out of files that something has happened to.
+
+use crate::toy::{Method, Options, Toy};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    DirtyTracker, FillState, GuestMemory, LazyRestore, MachineConfig, MigrateError, MigrationState, Monitor,
+    Report, Section, SourceVm, TrackerKind, VmError, restore, restore_lazy, save, save_copy,
+};
+use vmferry_memory::RegionId;
+use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap};
+
+/// A folder of a test's own.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vmferry-snap-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self) -> PathBuf {
+        self.0.join("guest")
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.0).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn saved(source: &mut Toy, path: &Path) -> Report {
+    let report = save(source, path, &Monitor::new()).unwrap();
+    assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+    assert!(!source.running());
+    report
+}
+
+/// Where everything lies in the file.
+fn map(path: &Path) -> (SnapshotHeader, SnapshotMap) {
+    let file = File::open(path).unwrap();
+    let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    SnapshotHeader::decode(&bytes, file.metadata().unwrap().len()).unwrap()
+}
+
+fn flip(path: &Path, at: u64) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+}
+
+/// Lets the guest run for a while, and checks everything that it knows.
+fn goes_on(target: &Toy) {
+    assert!(target.works(), "the guest stands still");
+    target.halt();
+    assert_eq!(target.lost(), [], "the guest misses pages");
+    assert_eq!(target.surprises(), 0);
+}
+
+fn lazy(options: Options) -> Options {
+    Options { lazy: true, ..options }
+}
+
+fn done(lazy: &LazyRestore) {
+    let progress = lazy.wait(Duration::from_secs(20));
+    assert_eq!(progress.state, FillState::Completed, "{progress:?}");
+    assert_eq!((progress.placed, progress.failed_pages), (progress.pages, 0), "{progress:?}");
+}
+
+#[test]
+fn a_guest_comes_out_of_a_file_as_it_went_in() {
+    for pages in [vec![1200, 700], vec![600], vec![9000, 2], vec![513, 4096, 4097]] {
+        let folder = Folder::new();
+        let mut source = Toy::new(Options { pages: pages.clone(), ..Options::default() }, true);
+        assert!(source.works());
+        let report = saved(&mut source, &folder.file());
+        assert_eq!(folder.names(), ["guest"]);
+        let all: u64 = pages.iter().sum();
+        assert_eq!(report.bytes.raw_pages + report.bytes.zero_pages, all);
+        let mut target = source.target();
+        let received = restore(&mut target, &folder.file()).unwrap();
+        assert_eq!(target.arrived_equal(), Some(true));
+        assert_eq!((received.pages, received.copy_of), (report.bytes.raw_pages, None));
+        assert_eq!(received.id, report.id);
+        goes_on(&target);
+    }
+}
+
+#[test]
+fn a_file_takes_the_room_of_the_pages_with_content() {
+    let folder = Folder::new();
+    let options = Options { pages: vec![40_000, 9000], used: 600, ..Options::default() };
+    let mut source = Toy::new(options, true);
+    let report = saved(&mut source, &folder.file());
+    let found = std::fs::metadata(folder.file()).unwrap();
+    let contents = report.bytes.raw_pages * 4096;
+    assert!(found.len() > 49_000 * 4096, "every page has its place");
+    let room = found.blocks() * 512;
+    assert!(room >= contents, "{room} bytes for {contents}");
+    // Two tables, indexes, the header and a ledger of 8 bytes a page; and what a file system rounds up.
+    assert!(room < contents + (1 << 20), "{room} bytes for {contents}");
+    assert_eq!(found.mode() & 0o777, 0o600, "it is somebody's memory");
+    // What it says it wrote is what there is.
+    assert!(report.bytes.wire >= contents && report.bytes.wire < contents + (1 << 20), "{report:?}");
+}
+
+#[test]
+fn a_guest_runs_while_its_memory_comes() {
+    for round in 0..10 {
+        let folder = Folder::new();
+        let options = Options { pages: vec![3000, 700], used: 2500, writers: 2, ..Options::default() };
+        let mut source = Toy::new(lazy(options), true);
+        let report = saved(&mut source, &folder.file());
+        let before = source.writes();
+        let mut target = source.target();
+        let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+        assert!(target.running());
+        assert_eq!(restored.received().id, report.id);
+        done(&restored);
+        let faulting = target.faulting().unwrap();
+        assert!(faulting.ended() && !faulting.any_twice(), "round {round}");
+        assert_eq!(restored.progress().pages, report.bytes.raw_pages);
+        let progress = restored.watch()();
+        assert!((1..=progress.faults).contains(&progress.hist_us.iter().sum()), "{progress:?}");
+        goes_on(&target);
+        assert!(target.writes() > before);
+    }
+}
+
+#[test]
+fn a_touched_page_comes_before_all_others() {
+    let folder = Folder::new();
+    let options = Options { pages: vec![20_000], used: 20_000, zero_one_in: u64::MAX, ..Options::default() };
+    let mut source = Toy::new(lazy(options.clone()), true);
+    saved(&mut source, &folder.file());
+    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
+    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    // The page, its neighbours at most, and nothing of the 19,984 before.
+    assert!((1..=16).contains(&restored.received().pages), "{}", restored.received().pages);
+    done(&restored);
+    goes_on(&target);
+}
+
+#[test]
+fn pages_of_zeros_come_when_they_are_touched() {
+    let folder = Folder::new();
+    // The guest itself touches nothing that it did not use.
+    let options = Options { pages: vec![20_000], used: 4, writers: 1, ..Options::default() };
+    let mut source = Toy::new(lazy(options.clone()), true);
+    saved(&mut source, &folder.file());
+    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
+    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    done(&restored);
+    let faulting = target.faulting().unwrap();
+    // It is a page of zeros, and its neighbours came with it; pages far from anybody's touch did not.
+    assert!(faulting.is_placed(RegionId(0), 19_999) && faulting.is_placed(RegionId(0), 19_990));
+    assert!(!faulting.is_placed(RegionId(0), 10_000));
+    assert!(restored.progress().zero_pages >= 16);
+    goes_on(&target);
+}
+
+#[test]
+fn a_vm_without_faults_says_so_and_can_be_filled_first() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    saved(&mut source, &folder.file());
+    let mut target = source.target();
+    let error = restore_lazy(&mut target, &folder.file()).unwrap_err();
+    assert!(matches!(&error, MigrateError::NotLazy { why } if why.contains("no faults")), "{error}");
+    restore(&mut target, &folder.file()).unwrap();
+    goes_on(&target);
+}
+
+#[test]
+fn a_copy_leaves_the_guest_here_and_gets_names_of_its_own() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    let report = save_copy(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+    assert!(source.works());
+    let mut names = vec![report.id.clone()];
+    for _ in 0..2 {
+        let mut copy = Toy::new(Options::default(), false);
+        let received = restore(&mut copy, &folder.file()).unwrap();
+        assert_eq!(received.copy_of, Some(report.id.clone()));
+        assert!(!names.contains(&received.id), "{names:?}");
+        names.push(received.id);
+        goes_on(&copy);
+    }
+    goes_on(&source);
+}
+
+/// A VM that writes on while it is paused, as a device that was forgotten would.
+struct Restless(Toy);
+
+impl SourceVm for Restless {
+    fn config(&self) -> MachineConfig {
+        SourceVm::config(&self.0)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&self.0)
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        self.0.tracker(kind)
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        SourceVm::save(&mut self.0)
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        SourceVm::resume(&mut self.0)
+    }
+}
+
+/// A file whose pages are not what their digests say would lose the guest: it is noticed while the guest is still here.
+#[test]
+fn memory_that_changes_while_it_is_written_is_noticed() {
+    let mut noticed = 0;
+    for _ in 0..20 {
+        let folder = Folder::new();
+        let options = Options { writers: 1, rest: Duration::ZERO, ..Options::default() };
+        let mut source = Restless(Toy::new(options, true));
+        let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+        if report.state == MigrationState::Completed {
+            restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &folder.file())
+                .unwrap();
+            continue;
+        }
+        noticed += 1;
+        assert!(report.error.unwrap().contains("change although the guest is paused"));
+        assert_eq!(folder.names(), [""; 0]);
+    }
+    let _ = writeln!(std::io::stdout(), "changes while paused: noticed in {noticed} of 20 saves");
+}
+
+/// A save that fails or is cancelled in any of its steps leaves no file, and the guest where it was.
+#[test]
+fn an_interrupted_save_leaves_nothing_behind() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    for (method, after) in [
+        (Method::Pause, 0),
+        (Method::Save, 0),
+        (Method::Window, 0),
+        (Method::Window, 1),
+        (Method::Touched, 1),
+    ] {
+        source.fail(method, after);
+        let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+        assert_eq!(report.state, MigrationState::Failed);
+        assert!(report.error.unwrap().contains("injected"), "{method:?}");
+        assert_eq!(folder.names(), [""; 0], "{method:?}");
+        assert!(source.works());
+    }
+    let monitor = Monitor::new();
+    monitor.cancel();
+    let report = save(&mut source, &folder.file(), &monitor).unwrap();
+    assert_eq!(report.state, MigrationState::Cancelled);
+    assert_eq!(folder.names(), [""; 0]);
+    // An older snapshot of that name stays as it was.
+    std::fs::write(folder.file(), b"older").unwrap();
+    source.fail(Method::Touched, 1);
+    save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    assert_eq!((folder.names().len(), std::fs::read(folder.file()).unwrap()), (1, b"older".to_vec()));
+    goes_on(&source);
+}
+
+#[test]
+fn a_full_disk_leaves_the_guest_here() {
+    let folder = Folder::new();
+    let mounted = std::process::Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=1m", "none"])
+        .arg(&folder.0)
+        .output();
+    if !mounted.as_ref().is_ok_and(|output| output.status.success()) {
+        let _ = writeln!(std::io::stdout(), "full disk: not run: a small file system cannot be mounted here");
+        return;
+    }
+    let mut source = Toy::new(Options::default(), true);
+    let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let names = folder.names();
+    std::process::Command::new("umount").arg(&folder.0).status().unwrap();
+    assert_eq!(report.state, MigrationState::Failed);
+    assert!(report.error.as_ref().is_some_and(|why| why.contains("could not be written")), "{report:?}");
+    assert_eq!(names, [""; 0]);
+    goes_on(&source);
+}
+
+/// A place to damage a file at, and words of the error that must follow.
+fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
+    let mut target = source.target();
+    let eager = restore(&mut target, path).unwrap_err().to_string();
+    assert!(!target.ran(), "{what}: it ran");
+    let lazy = restore_lazy(&mut source.target(), path).unwrap_err().to_string();
+    for (way, text) in [("eager", eager), ("lazy", lazy)] {
+        assert!(words.iter().all(|word| text.contains(word)), "{what}, {way}: {words:?} in: {text}");
+    }
+}
+
+#[test]
+fn damage_before_the_tables_is_found_before_the_guest_runs() {
+    let folder = Folder::new();
+    let mut source = Toy::new(lazy(Options::default()), true);
+    saved(&mut source, &folder.file());
+    let (header, map) = map(&folder.file());
+    let parts = [
+        ("header", 8, SNAPSHOT_HEADER_BYTES as u64, "header"),
+        ("machine", map.machine, map.machine + u64::from(header.machine.bytes), "description of the machine"),
+        ("state", map.state, map.state + u64::from(header.state.bytes), "device state"),
+        (
+            "index",
+            map.regions[1].index,
+            map.regions[1].index + map.regions[1].index_bytes(),
+            "index of region 3",
+        ),
+    ];
+    for (part, start, end, words) in parts {
+        let step = usize::try_from((end - start) / 40).unwrap().max(1) | 1;
+        for at in (start..end).step_by(step) {
+            flip(&folder.file(), at);
+            refused(&folder.file(), &source, &format!("{part} at {at}"), &["guest: ", words, "damaged"]);
+            flip(&folder.file(), at);
+        }
+    }
+    flip(&folder.file(), 3);
+    refused(&folder.file(), &source, "magic", &["no snapshot"]);
+    flip(&folder.file(), 3);
+    restore(&mut source.target(), &folder.file()).unwrap();
+}
+
+#[test]
+fn files_that_were_cut_off_or_never_finished_are_refused() {
+    let folder = Folder::new();
+    let mut source = Toy::new(lazy(Options::default()), true);
+    saved(&mut source, &folder.file());
+    let (_, map) = map(&folder.file());
+    let copy = folder.0.join("copy");
+    let lengths = (0..map.len).step_by(usize::try_from(map.len / 50).unwrap() | 1);
+    for len in lengths.chain([1, 4095, 4096, 4097, map.len - 1, map.len + 1]) {
+        std::fs::copy(folder.file(), &copy).unwrap();
+        OpenOptions::new().write(true).open(&copy).unwrap().set_len(len).unwrap();
+        refused(&copy, &source, &format!("{len} bytes"), &[&format!("the file has {len} bytes"), "cut off"]);
+    }
+    std::fs::copy(folder.file(), &copy).unwrap();
+    let file = OpenOptions::new().write(true).open(&copy).unwrap();
+    file.write_all_at(&[0; SNAPSHOT_HEADER_BYTES], 0).unwrap();
+    refused(&copy, &source, "no header", &["never finished"]);
+    std::fs::write(&copy, vec![b'x'; 9000]).unwrap();
+    refused(&copy, &source, "a stranger", &["no snapshot of a guest"]);
+    let other = Toy::new(lazy(Options { vcpus: 7, ..Options::default() }), false);
+    refused(&folder.file(), &other, "another machine", &["the machines differ: vCPUs: 7 here and 2 there"]);
+    let missing = restore(&mut source.target(), &folder.0.join("nothing")).unwrap_err().to_string();
+    assert!(missing.contains("cannot use file:"), "{missing}");
+}
+
+/// Restores eagerly from a file that is damaged at `at`; the words must be in the error.
+fn not_eagerly(folder: &Folder, source: &Toy, words: &[&str]) {
+    let mut target = source.target();
+    let text = restore(&mut target, &folder.file()).unwrap_err().to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{words:?} in: {text}");
+    assert!(!target.ran());
+}
+
+#[test]
+fn a_damaged_table_is_found() {
+    let folder = Folder::new();
+    let options = Options { pages: vec![1200, 700], used: 600, ..Options::default() };
+    let mut source = Toy::new(lazy(options), true);
+    saved(&mut source, &folder.file());
+    let (_, map) = map(&folder.file());
+    // Pages 512 to 599 of the first region are in its second table.
+    for at in (0..4096).step_by(173) {
+        let at = map.regions[0].table(1) + at;
+        flip(&folder.file(), at);
+        not_eagerly(&folder, &source, &["table for region 0 pages 0x200..0x400", "damaged"]);
+        flip(&folder.file(), at);
+    }
+    flip(&folder.file(), map.regions[0].table(1) + 5);
+    let mut target = source.target();
+    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let progress = restored.wait(Duration::from_secs(20));
+    assert_eq!(progress.state, FillState::Failed);
+    assert!(progress.error.is_some_and(|why| why.contains("table for region 0 pages 0x200..0x400")));
+    settled(&restored);
+    let faulting = target.faulting().unwrap();
+    assert!((512..1024).all(|page| !faulting.is_placed(RegionId(0), page)));
+    assert!((0..512).all(|page| faulting.is_placed(RegionId(0), page) || source.lost().is_empty()));
+    assert!(!faulting.ended());
+}
+
+/// Waits until nothing more is placed.
+fn settled(restored: &LazyRestore) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let mut last = u64::MAX;
+    while restored.progress().placed != last {
+        last = restored.progress().placed;
+        assert!(Instant::now() < deadline);
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+#[test]
+fn a_damaged_page_is_named_and_never_placed() {
+    let folder = Folder::new();
+    let options = Options { pages: vec![1200, 700], used: 600, zero_one_in: u64::MAX, ..Options::default() };
+    let mut source = Toy::new(lazy(options), true);
+    saved(&mut source, &folder.file());
+    let (_, map) = map(&folder.file());
+    let page = 0x123;
+    flip(&folder.file(), map.regions[1].data + page * 4096 + 77);
+    not_eagerly(&folder, &source, &["content of region 3 page 0x123", "damaged"]);
+    let mut target = source.target();
+    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let progress = restored.wait(Duration::from_secs(20));
+    assert_eq!(progress.state, FillState::Failed);
+    assert!(progress.error.as_ref().is_some_and(|why| why.contains("region 3 page 0x123")), "{progress:?}");
+    settled(&restored);
+    let progress = restored.progress();
+    // All others came, its neighbours too; whoever touches it sleeps.
+    assert_eq!((progress.placed, progress.failed_pages), (progress.pages - 1, 1), "{progress:?}");
+    let faulting = target.faulting().unwrap();
+    assert!(!faulting.is_placed(RegionId(3), page) && faulting.is_placed(RegionId(3), page + 1));
+    assert!(!faulting.touch(RegionId(3), page, Duration::from_millis(100)));
+    assert!(faulting.touch(RegionId(3), 650, Duration::from_secs(10)), "others are still answered");
+    assert!(!faulting.ended() && target.surprises() == 0);
+    restored.stop();
+    drop(restored);
+    assert!(!faulting.ended(), "it would read as zeros");
+}
+
+/// The state cannot be loaded because it touches a page that cannot be had: the load ends, and the guest does not run.
+#[test]
+fn a_page_that_the_state_needs_and_nobody_has_ends_the_restore() {
+    let folder = Folder::new();
+    let options = Options { zero_one_in: u64::MAX, ..lazy(Options::default()) };
+    let mut source = Toy::new(options.clone(), true);
+    saved(&mut source, &folder.file());
+    let (_, map) = map(&folder.file());
+    flip(&folder.file(), map.regions[0].data + 5 * 4096);
+    let mut target = Toy::new(Options { load_touches: Some((0, 5)), ..options.clone() }, false);
+    let error = restore_lazy(&mut target, &folder.file()).unwrap_err().to_string();
+    assert!(error.contains("content of region 0 page 0x5 at byte"), "{error}");
+    assert!(!target.ran() && target.faulting().unwrap().ended());
+    for method in [Method::Load, Method::Start] {
+        let mut target = Toy::new(options.clone(), false);
+        target.fail(method, 0);
+        let error = restore_lazy(&mut target, &folder.file()).unwrap_err().to_string();
+        assert!(error.contains("injected"), "{error}");
+        assert!(!target.ran() && target.faulting().unwrap().ended());
+    }
+}

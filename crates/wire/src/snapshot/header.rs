@@ -1,0 +1,232 @@
+//! The first 4096 bytes, and the two parts that are decoded as a whole.
+
+use super::{SnapshotError, SnapshotMap, SnapshotPart};
+use crate::{Fields, MAX_STATE_BYTES, MachineConfig, MigrationId, Section, crc};
+use serde::{Serialize, de::DeserializeOwned};
+use vmferry_memory::{Gpa, Layout, MAX_REGIONS, Region, RegionId};
+
+/// Bytes of the header.
+pub const SNAPSHOT_HEADER_BYTES: usize = 4096;
+/// The format's version. Like the protocol's it is a draft until that is frozen.
+pub const SNAPSHOT_VERSION: u16 = 1;
+/// Most bytes of the machine's description.
+pub const MAX_MACHINE_BYTES: usize = 1 << 20;
+/// Most bytes of the device state with its names and lengths.
+pub const MAX_STATE_PART_BYTES: usize = MAX_STATE_BYTES + (1 << 20);
+
+const MAGIC: [u8; 8] = *b"VMFSNAP\n";
+/// The guest went on when this was written. Optional to know: the low 32 bits are.
+const FEATURE_COPY: u64 = 1;
+const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
+/// Bytes before the entries of regions.
+const FIXED_BYTES: usize = 72;
+const REGION_BYTES: usize = 40;
+const SUM_AT: usize = SNAPSHOT_HEADER_BYTES - 8;
+const _: () = assert!(FIXED_BYTES + MAX_REGIONS * REGION_BYTES <= SUM_AT);
+
+/// Length and checksum of a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartSum {
+    /// Its bytes.
+    pub bytes: u32,
+    /// Its checksum.
+    pub sum: u64,
+}
+
+/// A region, as the header has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SnapshotRegion {
+    /// The region.
+    pub region: Region,
+    /// The checksum of its index.
+    pub index_sum: u64,
+    /// How many of its pages have content.
+    pub contents: u64,
+}
+
+/// The header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SnapshotHeader {
+    /// The snapshot's name: random bits.
+    pub id: MigrationId,
+    /// The guest went on where it was: this is a copy of it.
+    pub copy: bool,
+    /// The machine's description.
+    pub machine: PartSum,
+    /// The device state.
+    pub state: PartSum,
+    /// The regions, by guest-physical address.
+    pub regions: Vec<SnapshotRegion>,
+}
+
+impl SnapshotHeader {
+    /// The memory of its guest.
+    ///
+    /// # Errors
+    /// If it cannot be a guest's, or its regions are not in order.
+    pub fn layout(&self) -> Result<Layout, SnapshotError> {
+        let regions: Vec<Region> = self.regions.iter().map(|entry| entry.region).collect();
+        let layout = Layout::new(regions.clone())?;
+        if layout.regions() != regions {
+            return Err(field("regions out of order", regions.len() as u64, "by address"));
+        }
+        Ok(layout)
+    }
+
+    /// Its bytes.
+    ///
+    /// # Errors
+    /// As for [`layout`](Self::layout).
+    pub fn encode(&self) -> Result<[u8; SNAPSHOT_HEADER_BYTES], SnapshotError> {
+        let map = SnapshotMap::new(&self.layout()?, self.machine.bytes, self.state.bytes);
+        let mut bytes = Vec::with_capacity(SNAPSHOT_HEADER_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(SNAPSHOT_VERSION.to_le_bytes());
+        // At most MAX_REGIONS: it is a layout.
+        bytes.extend(u16::try_from(self.regions.len()).unwrap_or(u16::MAX).to_le_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(if self.copy { FEATURE_COPY } else { 0 }.to_le_bytes());
+        bytes.extend(self.id.0);
+        bytes.extend(map.len.to_le_bytes());
+        bytes.extend(self.machine.bytes.to_le_bytes());
+        bytes.extend(self.state.bytes.to_le_bytes());
+        bytes.extend(self.machine.sum.to_le_bytes());
+        bytes.extend(self.state.sum.to_le_bytes());
+        for SnapshotRegion { region, index_sum, contents } in &self.regions {
+            bytes.extend(region.id.0.to_le_bytes());
+            bytes.extend([0; 4]);
+            let words = [region.gpa.0, region.len, *index_sum, *contents];
+            bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
+        }
+        bytes.resize(SUM_AT, 0);
+        bytes.extend(crc(&bytes).to_le_bytes());
+        Ok(bytes.try_into().expect("fixed size"))
+    }
+
+    /// Reads the header of a file of `file_bytes` bytes and checks every limit; with it comes where everything lies.
+    ///
+    /// # Errors
+    /// If it is no header, or damaged, or the file is not as long as it should be.
+    pub fn decode(
+        bytes: &[u8; SNAPSHOT_HEADER_BYTES],
+        file_bytes: u64,
+    ) -> Result<(Self, SnapshotMap), SnapshotError> {
+        let mut fields = Fields(bytes);
+        let magic = fields.take();
+        if magic != MAGIC {
+            let empty = bytes.iter().all(|byte| *byte == 0);
+            return Err(if empty { SnapshotError::Unfinished } else { SnapshotError::Foreign(magic) });
+        }
+        let (body, sum) = bytes.split_at(SUM_AT);
+        if sum != crc(body).to_le_bytes() {
+            return Err(SnapshotError::Damaged { part: SnapshotPart::Header, at: 0 });
+        }
+        let version = fields.u16();
+        if version != SNAPSHOT_VERSION {
+            return Err(SnapshotError::Version(version));
+        }
+        let (count, _, features) = (usize::from(fields.u16()), fields.u32(), fields.u64());
+        if features & MUST_UNDERSTAND != 0 {
+            return Err(SnapshotError::Features(features & MUST_UNDERSTAND));
+        }
+        let (id, len) = (MigrationId(fields.take()), fields.u64());
+        let (machine_bytes, state_bytes) = (fields.u32(), fields.u32());
+        let (machine_sum, state_sum) = (fields.u64(), fields.u64());
+        let within = |bytes: u32, limit| usize::try_from(bytes).is_ok_and(|bytes| bytes <= limit);
+        if !within(machine_bytes, MAX_MACHINE_BYTES) {
+            return Err(field("bytes of the machine's description", machine_bytes.into(), "up to 1 MiB"));
+        }
+        if !within(state_bytes, MAX_STATE_PART_BYTES) {
+            return Err(field("bytes of device state", state_bytes.into(), "up to 65 MiB"));
+        }
+        if count == 0 || count > MAX_REGIONS {
+            return Err(field("regions", count as u64, "1 to 64"));
+        }
+        let regions = (0..count).map(|_| region(&mut fields)).collect::<Result<_, _>>()?;
+        let header = Self {
+            id,
+            copy: features & FEATURE_COPY != 0,
+            machine: PartSum { bytes: machine_bytes, sum: machine_sum },
+            state: PartSum { bytes: state_bytes, sum: state_sum },
+            regions,
+        };
+        let map = SnapshotMap::new(&header.layout()?, machine_bytes, state_bytes);
+        if len != map.len {
+            return Err(field("length of the file", len, "what its parts add up to"));
+        }
+        if file_bytes != len {
+            return Err(SnapshotError::Length { has: file_bytes, wants: len });
+        }
+        Ok((header, map))
+    }
+}
+
+fn region(fields: &mut Fields<'_>) -> Result<SnapshotRegion, SnapshotError> {
+    let (id, _) = (RegionId(fields.u32()), fields.u32());
+    let region = Region { id, gpa: Gpa(fields.u64()), len: fields.u64() };
+    let (index_sum, contents) = (fields.u64(), fields.u64());
+    if contents > region.pages() {
+        return Err(field("pages with content", contents, "as many as the region has"));
+    }
+    Ok(SnapshotRegion { region, index_sum, contents })
+}
+
+fn field(what: &'static str, value: u64, allowed: &'static str) -> SnapshotError {
+    SnapshotError::Field { part: SnapshotPart::Header, what, value, allowed }
+}
+
+/// The bytes of the machine's description, and what the header says of them.
+///
+/// # Errors
+/// If they exceed [`MAX_MACHINE_BYTES`].
+pub fn encode_machine(machine: &MachineConfig) -> Result<(Vec<u8>, PartSum), SnapshotError> {
+    encode_part(machine, SnapshotPart::Machine, MAX_MACHINE_BYTES)
+}
+
+/// The bytes of the device state, and what the header says of them.
+///
+/// # Errors
+/// If they exceed [`MAX_STATE_PART_BYTES`].
+pub fn encode_state(sections: &[Section]) -> Result<(Vec<u8>, PartSum), SnapshotError> {
+    encode_part(sections, SnapshotPart::State, MAX_STATE_PART_BYTES)
+}
+
+fn encode_part<T: Serialize + ?Sized>(
+    value: &T,
+    part: SnapshotPart,
+    limit: usize,
+) -> Result<(Vec<u8>, PartSum), SnapshotError> {
+    let bytes = postcard::to_stdvec(value).map_err(|error| SnapshotError::Unreadable {
+        part,
+        at: 0,
+        why: error.to_string(),
+    })?;
+    match u32::try_from(bytes.len()) {
+        Ok(len) if bytes.len() <= limit => {
+            let sum = crc(&bytes);
+            Ok((bytes, PartSum { bytes: len, sum }))
+        }
+        _ => Err(SnapshotError::TooLarge { part, bytes: bytes.len(), limit }),
+    }
+}
+
+/// Reads a [`MachineConfig`] or a `Vec<Section>` out of all the bytes of its part, which begins at byte `at`.
+///
+/// # Errors
+/// If they are damaged or no such thing.
+pub fn decode_part<T: DeserializeOwned>(
+    bytes: &[u8],
+    sum: PartSum,
+    part: SnapshotPart,
+    at: u64,
+) -> Result<T, SnapshotError> {
+    if crc(bytes) != sum.sum {
+        return Err(SnapshotError::Damaged { part, at });
+    }
+    let unreadable = |why| SnapshotError::Unreadable { part, at, why };
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(unreadable(format!("{} bytes are left over", rest.len()))),
+        Err(error) => Err(unreadable(error.to_string())),
+    }
+}
