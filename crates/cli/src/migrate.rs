@@ -133,6 +133,10 @@ fn source_died(error: &anyhow::Error) -> Value {
 fn advice(report: &Value, uri: &Uri) -> String {
     let why = report["error"].as_str().unwrap_or("no reason was given");
     match report["outcome"].as_str() {
+        None if report["progress"]["runs_there"] != true => format!(
+            "the link to {uri} was lost while the guest was handed over ({why}), and nobody knows whether it runs there. When the \
+             link is back say `vmferry recover` here; `vmferry recover --abandon` ends the attempts"
+        ),
         None => format!(
             "the link to {uri} is lost ({why}). The guest runs there until it needs a page that is still here. When the link is \
              back say `vmferry recover` here; `vmferry recover --abandon` gives the guest up"

@@ -24,6 +24,9 @@ const TICK: Duration = Duration::from_millis(20);
 /// How long the report of a completed migration waits to be read before the process ends.
 const GRACE: Duration = Duration::from_secs(10);
 
+/// How long it is kept for others after somebody has read it.
+const LINGER: Duration = Duration::from_millis(200);
+
 /// Runs until the guest ends, moves away, or somebody says so.
 pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     if args.die_with_parent {
@@ -58,7 +61,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     if shared.lacks_pages() {
         // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
         drop(server);
-        std::process::exit(result.map_or(Status::Failed, |status| status) as i32);
+        let status = result.unwrap_or_else(|error| {
+            eprintln!("vmferry: {error:#}");
+            Status::Failed
+        });
+        std::process::exit(status as i32);
     }
     // Pages out of a file go on coming until the vCPUs have stopped.
     machine.stop();
@@ -128,7 +135,8 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
             return Ok(Status::Done);
         }
         if let Some(since) = moved
-            && (shared.seen.load(Ordering::Acquire) || since.elapsed() > GRACE)
+            // Whoever else watches must see it as well, or would think that this process died.
+            && (shared.seen.load(Ordering::Acquire) && since.elapsed() > LINGER || since.elapsed() > GRACE)
         {
             return Ok(Status::Done);
         }

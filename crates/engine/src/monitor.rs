@@ -92,6 +92,8 @@ pub struct Progress {
     pub left_pages: Option<u64>,
     /// The pace of the bulk in bytes a second, once one was found.
     pub pace: Option<u64>,
+    /// The target has said that it runs the guest, and not yet that it has all of its memory.
+    pub runs_there: bool,
     /// Why the link is lost in postcopy, while it is.
     pub interrupted: Option<String>,
     /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].

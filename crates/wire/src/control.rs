@@ -88,6 +88,8 @@ pub struct LazyFigures {
     pub ahead_used: u64,
     /// Microseconds from the guest's start until the last page was here.
     pub elapsed_us: u64,
+    /// Microseconds of CPU that the target's engine threads have used.
+    pub cpu_us: u64,
     /// How long all faults took.
     pub all: FaultLatency,
     /// How long those of each vCPU took, from reading the fault to the page being placed; the last is everybody else.
@@ -220,8 +222,6 @@ pub enum ToSource {
     Lacking(LackingPages),
     /// After a new control channel came up: that was all; open the other channels anew with these tokens.
     Resume {
-        /// Whether the guest runs here; if not, it has not and will not: it is the source's again.
-        running: bool,
         /// How many pages are lacking.
         pages: u64,
         /// For bulk channels.

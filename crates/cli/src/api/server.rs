@@ -324,6 +324,10 @@ impl Shared {
         match arguments["take"].as_bool() {
             None => monitor.recover(),
             Some(false) => monitor.abandon(),
+            Some(true) if !monitor.progress().runs_there => bail!(
+                "nobody knows yet whether the target runs this guest: say recover --abandon to end the attempts to ask it, and then \
+                 decide with --take or --abandon"
+            ),
             Some(true) => bail!(
                 "the guest has run on the target since: what is here of it is old and must not run; --abandon gives it up"
             ),

@@ -211,13 +211,13 @@ impl<'s, 'e> Driver<'s, 'e> {
         if let Some((_, why)) = self.held.take_if(|(deadline, _)| Instant::now() >= *deadline) {
             return Event::PeerLost(why);
         }
+        if let Some(asked) = self.asked() {
+            return asked;
+        }
         // By the clock, not only when nothing comes: a target that never stops talking would stop all timeouts.
         if self.ticked.elapsed() >= TICK {
             self.ticked = Instant::now();
             return Event::Tick;
-        }
-        if let Some(asked) = self.asked() {
-            return asked;
         }
         let peer = &self.control.peer;
         match self.inputs.1.recv_timeout(TICK) {
@@ -256,7 +256,8 @@ impl<'s, 'e> Driver<'s, 'e> {
             SenderError::Vm(error) => local("reading guest memory", &error),
             SenderError::Link(SendError { error, .. }, peer) => {
                 let why = format!("the link to {peer} failed while pages were sent: {error}");
-                if self.session.handed_over() {
+                // Once the guest is known to run there nothing is to be waited for. Before, its target's own word decides.
+                if self.session.runs_there() {
                     return Event::PeerLost(why);
                 }
                 // Often the target closed its channels after saying why on the control channel: hear it out.
@@ -489,6 +490,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             progress.predicted_downtime = session.predicted_downtime();
             progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
             progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
+            progress.runs_there = session.runs_there();
             progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
         });
     }

@@ -125,6 +125,10 @@ impl Timings {
             }
             ToSource::Ready { .. } => self.ready = Some(now),
             ToSource::Running { .. } => self.running = Some(now),
+            // The word that the guest runs was lost: an upper bound.
+            ToSource::Resume { .. } => {
+                self.running.get_or_insert(now);
+            }
             ToSource::Complete(_) => self.complete = Some(now),
             _ => {}
         }

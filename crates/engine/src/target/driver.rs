@@ -131,7 +131,12 @@ impl<'a> Driver<'a> {
                     return outcome;
                 }
                 if let Some(event) = self.perform(action) {
-                    actions.extend(self.session.handle(event));
+                    let more = self.session.handle(event);
+                    if self.session.ended() {
+                        // A state must not be loaded over memory that could not be prepared, nor a guest accepted.
+                        actions.clear();
+                    }
+                    actions.extend(more);
                 }
             }
             if let Some(event) = self.wait() {
@@ -220,7 +225,7 @@ impl<'a> Driver<'a> {
     fn perform(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Send(message) => self.send(&message),
-            Action::PrepareLazily => self.prepare_lazily(),
+            Action::PrepareLazily => Some(self.prepare_lazily()),
             Action::AwaitChannels(channels) => {
                 self.link.await_channels(channels);
                 None
@@ -259,13 +264,13 @@ impl<'a> Driver<'a> {
         )))
     }
 
-    fn prepare_lazily(&mut self) -> Option<Event> {
+    fn prepare_lazily(&mut self) -> Event {
         match self.vm.lazy_memory() {
             Ok(memory) => {
                 self.lazy_memory = Some(memory);
-                None
+                Event::Prepared
             }
-            Err(error) => Some(Event::LocalFailure(Refusal::new(RefusalCode::Feature, error.to_string()))),
+            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Feature, error.to_string())),
         }
     }
 

@@ -32,6 +32,8 @@ pub struct Rest {
     watch: RestWatch,
     peer_timeout: Duration,
     suspended_at: Option<Instant>,
+    /// What happened while something else was done, oldest first.
+    pending: VecDeque<Event>,
 }
 
 /// A view of a [`Rest`] for other threads.
@@ -95,6 +97,7 @@ impl Rest {
             watch: RestWatch(Arc::new(watched)),
             peer_timeout: Duration::ZERO,
             suspended_at: None,
+            pending: VecDeque::new(),
         }
     }
 
@@ -154,13 +157,12 @@ impl Rest {
             self.show();
             if let Some(event) = self.wait(inputs) {
                 actions.extend(self.session.handle(event));
-            } else if self.nobody_asks_any_more() {
-                actions.extend(self.session.over());
             }
         }
     }
 
-    /// All is here, and the source, which does not know it, has stayed away: that is its own affair.
+    /// All is here, and the source, which does not know it, stays away: this side is done, but goes on listening, so that the
+    /// source can hear it whenever it comes.
     fn nobody_asks_any_more(&self) -> bool {
         self.session.complete()
             && self.suspended_at.is_some_and(|since| since.elapsed() > self.peer_timeout.saturating_mul(2))
@@ -173,8 +175,13 @@ impl Rest {
         } else if !suspended {
             self.suspended_at = None;
         }
+        let unheard = self.nobody_asks_any_more();
         self.watch.update(|state| {
-            state.state = if suspended { MigrationState::PostcopyPaused } else { MigrationState::Postcopy };
+            state.state = match suspended {
+                true if unheard => MigrationState::Completed,
+                true => MigrationState::PostcopyPaused,
+                false => MigrationState::Postcopy,
+            };
             if !suspended {
                 state.why = None;
             }
@@ -182,6 +189,9 @@ impl Rest {
     }
 
     fn wait(&mut self, inputs: &Receiver<Numbered>) -> Option<Event> {
+        if let Some(event) = self.pending.pop_front() {
+            return Some(event);
+        }
         let (attempt, input) = inputs.recv_timeout(TICK).ok()?;
         if attempt != self.link.attempt && !matches!(input, Input::Connected(_)) {
             return None;
@@ -189,9 +199,11 @@ impl Rest {
         match input {
             Input::Connected(incoming) => self.connected(*incoming, inputs),
             Input::Message(message) => Some(Event::Message(message)),
-            Input::AllHere => self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures())),
+            Input::AllHere => self.all_here(),
             Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
             Input::ControlLost(error) => self.lost(format!("the control channel is lost: {error}")),
+            // Once it knows that all is here the source closes its channels, the control channel last and with a last word.
+            Input::ChannelLost { .. } if self.session.complete() => None,
             Input::ChannelLost { role, channel, error } => {
                 self.lost(format!("{role:?} channel {channel} is lost: {error}").to_lowercase())
             }
@@ -230,7 +242,10 @@ impl Rest {
             return None;
         }
         match self.take_up(incoming, inputs) {
-            Ok(()) => Some(Event::ControlBack),
+            Ok(()) => {
+                self.pending.push_back(Event::ControlBack);
+                self.pending.pop_front()
+            }
             Err(error) => self.lost(format!("the new control channel cannot be used: {error}")),
         }
     }
@@ -246,17 +261,30 @@ impl Rest {
     }
 
     fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
+        // First: whoever asks on one of them must not be waited for.
+        self.link.shutdown();
+        self.link.control.shutdown();
         if let Some(lazy) = self.link.arrivals.lazy() {
             lazy.ask_on(Vec::new());
         }
-        self.link.shutdown();
-        self.link.control.shutdown();
         // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
         // is tried again by its source.
         while self.link.at_work() {
             let _ = inputs.recv_timeout(Duration::from_millis(1));
         }
         self.link.join();
+        // The last page may have come in the meantime, and the word of it been dropped with the rest.
+        let all_here = self.link.arrivals.lazy().is_some_and(|lazy| lazy.left() == 0);
+        if all_here && !self.session.complete() {
+            let event = self.all_here();
+            self.pending.extend(event);
+        }
+    }
+
+    fn all_here(&self) -> Option<Event> {
+        let mut figures = self.link.arrivals.lazy()?.figures();
+        figures.cpu_us = self.link.cpu_us.load(Ordering::Relaxed);
+        Some(Event::AllHere(figures))
     }
 
     fn perform(&mut self, action: Action, inputs: &Receiver<Numbered>) -> Option<Event> {

@@ -51,6 +51,8 @@ pub(crate) enum Event {
     /// The vCPUs could not be started; none has run.
     StartFailed(Refusal),
     PeerLost(String),
+    /// This host can take pages while the guest runs.
+    Prepared,
     /// No page is lacking any more.
     AllHere(LazyFigures),
     /// The source has opened a new control channel.
@@ -80,7 +82,7 @@ impl Channels {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     Send(ToSource),
-    /// Make sure that this host can take pages while the guest runs; report [`Event::LocalFailure`] if not.
+    /// Make sure that this host can take pages while the guest runs: report [`Event::Prepared`], or [`Event::LocalFailure`].
     PrepareLazily,
     /// Take these channels, with the tokens that `Accept` or `Resume` names.
     AwaitChannels(Channels),
@@ -123,6 +125,7 @@ pub(crate) enum Outcome {
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 enum State {
     AwaitSetup,
+    Preparing,
     AwaitChannels {
         missing: u32,
     },
@@ -213,6 +216,11 @@ impl Session {
         !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Starting)
     }
 
+    /// Whether it is over: what was still to be done is moot.
+    pub(crate) fn ended(&self) -> bool {
+        self.state == State::Done
+    }
+
     /// Takes in what happened; gives out what to do, in this order.
     pub(crate) fn handle(&mut self, event: Event) -> Vec<Action> {
         if self.state == State::Done {
@@ -248,6 +256,7 @@ impl Session {
             }
             _ if self.state == State::Starting => Vec::new(),
             Event::Message(message) => self.message(message),
+            Event::Prepared if self.state == State::Preparing => self.accept(),
             Event::ChannelUp => self.channel_up(),
             Event::Barrier { channel, pass } => self.barrier(channel, pass),
             Event::Suspects { pass, pages, runs } => {
@@ -266,6 +275,7 @@ impl Session {
             Event::Loaded { .. }
             | Event::Started { .. }
             | Event::StartFailed(_)
+            | Event::Prepared
             | Event::ControlBack
             | Event::Retold { .. } => {
                 self.fail(Refusal::new(RefusalCode::Protocol, "a step was reported twice"), true)
@@ -342,16 +352,22 @@ impl Session {
             );
             return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
         }
-        self.state = State::AwaitChannels { missing: channels.count() };
-        self.accepted = true;
         self.mode = mode;
         self.channels = channels;
         self.barriers = vec![0; usize::from(bulk)];
+        if !mode.may_be_lazy() {
+            return self.accept();
+        }
+        // A host that cannot do it says so before anything else, and goes on waiting for somebody else.
+        self.state = State::Preparing;
+        vec![Action::PrepareLazily]
+    }
+
+    fn accept(&mut self) -> Vec<Action> {
+        self.state = State::AwaitChannels { missing: self.channels.count() };
+        self.accepted = true;
         let Tokens { bulk, urgent, resume } = self.tokens;
-        let prepare = mode.may_be_lazy().then_some(Action::PrepareLazily);
-        let accept =
-            [Action::AwaitChannels(channels), Action::Send(ToSource::Accept { bulk, urgent, resume })];
-        prepare.into_iter().chain(accept).collect()
+        vec![Action::AwaitChannels(self.channels), Action::Send(ToSource::Accept { bulk, urgent, resume })]
     }
 
     fn channel_up(&mut self) -> Vec<Action> {

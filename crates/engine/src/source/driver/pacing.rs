@@ -89,12 +89,14 @@ impl<'e> Driver<'_, 'e> {
                         ground.monitor.update(|progress| progress.pace = Some(decision.rate));
                     }
                 };
-                pace.run(|| ground.stop.load(Ordering::Relaxed), show)
+                // Its end is mostly that of its channel.
+                let ended = pace.run(|| ground.stop.load(Ordering::Relaxed), show);
+                ground.monitor.set_pace(PaceFigures::from(&pace.figures()));
+                ended
             });
             ground.monitor.counters.add_thread_cpu();
-            match paced {
-                Ok(figures) => ground.monitor.set_pace(PaceFigures::from(&figures)),
-                Err(error) => tracing::debug!("the pace ended: {error}"),
+            if let Err(error) = paced {
+                tracing::debug!("the pace ended: {error}");
             }
         };
         Builder::new().name("source-pace".into()).spawn_scoped(self.scope, work).map(drop)

@@ -117,6 +117,11 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
         Ok(self.figures)
     }
 
+    /// What it has come to so far.
+    pub fn figures(&self) -> Figures {
+        self.figures
+    }
+
     /// One probe, the wait for echoes, and a decision: takes a few milliseconds.
     ///
     /// # Errors

@@ -33,6 +33,9 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
 }
 
+/// Requests that wait for bulk threads, at most: more than a guest has vCPUs.
+const MOST_QUEUED: usize = 4096;
+
 /// A page that somebody waits for, in a queue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
@@ -120,7 +123,16 @@ impl Claims {
 
     /// Leaves a request to a bulk thread. False if none is at work.
     fn leave(&self, wanted: Wanted) -> bool {
+        let (_, map) = &self.regions[wanted.region];
+        if wanted.ahead == 0 && !wanted.again && !map.test(wanted.page) {
+            // On its way already.
+            return true;
+        }
         let mut queue = self.queue();
+        // A target can ask faster than bulk threads send; then the asking thread sends, and reads no further meanwhile.
+        if queue.len() >= MOST_QUEUED {
+            return false;
+        }
         // Under the lock: the last bulk thread takes itself out under it, too, and then finds what is here.
         if self.bulk_at_work.load(Ordering::Relaxed) == 0 {
             return false;

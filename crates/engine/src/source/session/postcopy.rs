@@ -102,6 +102,7 @@ impl Session {
                 State::Postcopy | State::Hearing | State::Reopening { .. },
                 Event::Message(ToSource::Complete(figures)),
             ) => {
+                self.target_cpu = Duration::from_micros(figures.cpu_us);
                 self.figures = Some(figures);
                 self.ended = Some(Outcome::Completed);
                 let mut actions = vec![Action::Send(ToTarget::Thanks)];
@@ -128,7 +129,7 @@ impl Session {
                 Vec::new()
             }
             (State::Hearing, Event::Message(ToSource::Lacking(piece))) => vec![Action::TakeLacking(piece)],
-            (State::Hearing, Event::Message(ToSource::Resume { running: true, pages, bulk, urgent })) => {
+            (State::Hearing, Event::Message(ToSource::Resume { pages, bulk, urgent })) => {
                 self.recovery.running = true;
                 if pages == 0 {
                     // `Complete` follows.
@@ -201,6 +202,11 @@ impl Session {
         self.recovery.pause = (after * 2).clamp(FIRST_TRY, LONGEST_BETWEEN_TRIES);
         self.state = State::Reconnecting;
         vec![Action::Reconnect { after }]
+    }
+
+    /// Whether the target has said that it runs the guest before all of its memory is there.
+    pub(crate) fn runs_there(&self) -> bool {
+        self.recovery.running
     }
 
     /// Whether somebody has to say `recover`, and why the link is lost.

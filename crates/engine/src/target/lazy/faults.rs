@@ -3,40 +3,37 @@
 use super::ahead::{Ahead, Guess};
 use super::{Lazy, Place};
 use crate::lazy::Fault;
-use crate::vm::VmError;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 /// How long a thread sleeps at most before it looks whether it is to stop, should the interrupt be lost.
 const LOOK: Duration = Duration::from_secs(1);
 /// A host that fails at reading faults is asked again after this long: giving up would leave the guest asleep.
-const AGAIN: Duration = Duration::from_millis(100);
+pub(super) const AGAIN: Duration = Duration::from_millis(100);
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
 pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
     crate::latency::prefer_latency();
     let mut ahead = Ahead::default();
     while !lazy.stopped() {
-        let served = match lazy.memory.next_fault(stripe, LOOK) {
-            Ok(None) => continue,
+        match lazy.memory.next_fault(stripe, LOOK) {
+            Ok(None) => {}
             Ok(Some(fault)) => lazy.serve(fault, &mut ahead),
-            Err(error) => Err(error),
-        };
-        if let Err(error) = served {
-            tracing::error!("a fault of the guest cannot be taken: {error}; trying again");
-            std::thread::sleep(AGAIN);
+            Err(error) => {
+                tracing::error!("faults of the guest cannot be read: {error}; trying again");
+                std::thread::sleep(AGAIN);
+            }
         }
     }
 }
 
 impl Lazy {
-    fn serve(&self, fault: Fault, ahead: &mut Ahead) -> Result<(), VmError> {
+    fn serve(&self, fault: Fault, ahead: &mut Ahead) {
         let now = self.now();
         let Some(place) = self.place_of(fault.region, fault.page) else {
-            return Err(VmError::new(format!(
-                "a fault on page {} of {}, which is not there",
-                fault.page, fault.region
-            )));
+            // The embedder's `LazyMemory` and its layout disagree; nobody can answer that.
+            tracing::error!("a fault on page {} of {}, which is not there", fault.page, fault.region);
+            return;
         };
         if !self.lacks(place) {
             return self.answer_here(place);
@@ -55,13 +52,12 @@ impl Lazy {
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
         self.ask(place, ahead, false);
-        Ok(())
     }
 
     /// The page is zero, or came in the meantime.
-    fn answer_here(&self, place: Place) -> Result<(), VmError> {
+    fn answer_here(&self, place: Place) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
-        self.zero(place)
+        self.zero_at_last(place);
     }
 
     pub(super) fn now(&self) -> u64 {

@@ -94,10 +94,14 @@ pub(crate) struct Lazy {
     counters: Counters,
     /// Where to ask; empty while the link is down.
     lines: RwLock<Vec<Arc<UrgentLine>>>,
+    /// Pages that came damaged on these lines.
+    damaged_here: AtomicU64,
     /// Faults are not answered any more.
     stop: AtomicBool,
     fate: AtomicU8,
     began: Instant,
+    /// Nanoseconds from `began` to the guest's start.
+    started: AtomicU64,
     /// Nanoseconds from `began` to the last page; 0 while there are pages to come.
     ended: AtomicU64,
 }
@@ -132,9 +136,11 @@ impl Lazy {
             latencies: Latencies::new(vcpus),
             counters: Counters::default(),
             lines: RwLock::default(),
+            damaged_here: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             fate: AtomicU8::new(OPEN),
             began: Instant::now(),
+            started: AtomicU64::new(0),
             ended: AtomicU64::new(0),
         }
     }
@@ -160,6 +166,7 @@ impl Lazy {
     pub(crate) fn ask_on(&self, lines: Vec<Arc<UrgentLine>>) {
         let again = !lines.is_empty();
         *self.lines.write().unwrap_or_else(PoisonError::into_inner) = lines;
+        self.damaged_here.store(0, Ordering::Relaxed);
         for region in &self.regions {
             let mut forgotten = vmferry_bitmap::Bitmap::new(region.asked.len());
             region.asked.harvest(&mut forgotten);
@@ -173,6 +180,7 @@ impl Lazy {
 
     /// The guest is about to be started. False if it must not be, because its pages will not come.
     pub(crate) fn commit(&self) -> bool {
+        self.started.store(self.now(), Ordering::Relaxed);
         self.fate.compare_exchange(OPEN, COMMITTED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
@@ -218,10 +226,13 @@ impl Lazy {
         if region.asked.set(place.page) && !again {
             return;
         }
-        let lines = self.lines.read().unwrap_or_else(PoisonError::into_inner);
         let page = PageIndex(place.page);
         let stripe = self.memory.stripe_of(region.id, page);
-        let Some(line) = lines.get(stripe % lines.len().max(1)) else {
+        let lines = self.lines.read().unwrap_or_else(PoisonError::into_inner);
+        let line = lines.get(stripe % lines.len().max(1)).cloned();
+        // Not held while something is sent: whoever ends the lines must not wait for that.
+        drop(lines);
+        let Some(line) = line else {
             // The link is down: whoever waits is asked for when it is up again.
             region.asked.test_and_clear(place.page);
             return;
@@ -229,6 +240,8 @@ impl Lazy {
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
         if let Err(error) = line.ask(Request::Page { region: region.id, page, ahead, again }) {
             tracing::warn!("{} {} could not be asked for: {error}", region.id, PageRun::new(page, 1));
+            // Half a request may have left: nothing that follows could be understood.
+            line.stream.shutdown();
         }
     }
 
@@ -247,10 +260,22 @@ impl Lazy {
 
     fn zero(&self, place: Place) -> Result<(), VmError> {
         let (region, page) = (self.regions[place.region].id, PageIndex(place.page));
-        if self.memory.place_zeros(region, PageRun::new(page, 1))?.there > 0 {
-            self.memory.wake(region, page)?;
+        let placed = self
+            .memory
+            .place_zeros(region, PageRun::new(page, 1))
+            .and_then(|placed| if placed.there > 0 { self.memory.wake(region, page) } else { Ok(()) });
+        // Once faults have ended everything is there, and nothing can be placed.
+        if self.stopped() { Ok(()) } else { placed }
+    }
+
+    /// Like `zero`, as often as it takes: nobody else will do it, and somebody waits.
+    fn zero_at_last(&self, place: Place) {
+        while let Err(error) = self.zero(place) {
+            tracing::error!(
+                "a page of zeros cannot be placed for somebody who waits for it: {error}; trying again"
+            );
+            std::thread::sleep(faults::AGAIN);
         }
-        Ok(())
     }
 
     /// How it has gone so far.
@@ -260,6 +285,7 @@ impl Lazy {
             0 => self.began.elapsed(),
             ns => Duration::from_nanos(ns),
         };
+        let elapsed = elapsed.saturating_sub(Duration::from_nanos(self.started.load(Ordering::Relaxed)));
         LazyFigures {
             pages: load(&self.counters.pages),
             zero_pages: load(&self.counters.zero_pages),
@@ -269,6 +295,7 @@ impl Lazy {
             requests: load(&self.counters.requests),
             ahead: load(&self.counters.ahead),
             ahead_used: load(&self.counters.ahead_used),
+            cpu_us: 0,
             elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
             all: self.latencies.all(),
             latency: self.latencies.figures(),

@@ -36,7 +36,7 @@ impl Stager {
         let (mut contents, mut digests, mut last) = (&*contents, table.digests(), false);
         for entry in table.runs() {
             last |= match entry.kind {
-                RunKind::Zero => lazy.take_zeros(position, entry.run)?,
+                RunKind::Zero => lazy.take_zeros(position, entry.run),
                 RunKind::Data => {
                     let (own, rest) =
                         contents.split_at(usize::try_from(entry.run.bytes()).unwrap_or(usize::MAX));
@@ -51,18 +51,15 @@ impl Stager {
 
 impl Lazy {
     /// Pages of zeros: nothing is placed unless somebody waits.
-    fn take_zeros(&self, region: usize, run: PageRun) -> Result<bool, ReceiveError> {
+    fn take_zeros(&self, region: usize, run: PageRun) -> bool {
         let (taken, last) = self.arrived(region, run);
         self.counters.zero_pages.fetch_add(taken, Ordering::Relaxed);
         self.counters.duplicates.fetch_add(run.count - taken, Ordering::Relaxed);
-        let mut failed = None;
         self.waiters.take(region, run.range(), |waiter| {
-            if let Err(error) = self.zero(Place { region, page: waiter.page }) {
-                failed = Some(error);
-            }
+            self.zero_at_last(Place { region, page: waiter.page });
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });
-        failed.map_or(Ok(last), |error| Err(error.into()))
+        last
     }
 
     /// Pages with content: those that match their digest are placed, run by run; the others are asked for again.
@@ -112,7 +109,8 @@ impl Lazy {
     }
 
     fn damaged(&self, place: Place) -> Result<(), ReceiveError> {
-        if self.counters.damaged.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
+        self.counters.damaged.fetch_add(1, Ordering::Relaxed);
+        if self.damaged_here.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
             return Err(WireError::Damaged { what: "content of thousands of pages" }.into());
         }
         self.ask(place, 0, true);

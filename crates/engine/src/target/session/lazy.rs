@@ -26,7 +26,8 @@ impl Session {
         let mut actions = vec![Action::Send(ToSource::Running { start_us, cpu_us })];
         if self.lost {
             actions = self.suspend();
-        } else if let Some(figures) = self.complete.clone() {
+        }
+        if let Some(figures) = self.complete.clone() {
             actions.extend(self.all_here(figures));
         }
         actions.push(Action::Finish(Outcome::RunsLazily));
@@ -53,31 +54,20 @@ impl Session {
 
     pub(super) fn lazily(&mut self, event: Event) -> Vec<Action> {
         match (self.state, event) {
-            (State::Lazy, Event::AllHere(figures)) => self.all_here(figures),
-            // It may come in while the link is down, or being taken up again: told as soon as there is one.
-            (_, Event::AllHere(figures)) => {
-                self.complete = Some(figures);
-                Vec::new()
-            }
+            (_, Event::AllHere(figures)) => self.all_here(figures),
             (State::Thanking, Event::Message(ToTarget::Thanks)) => self.over(),
-            (State::Suspended, Event::ControlBack) => {
+            // Often the source notices first that the link is lost. The old channels have been ended by now.
+            (_, Event::ControlBack) => {
                 self.state = State::Retelling;
                 vec![Action::Retell]
             }
-            // The source noticed first that the link is lost.
-            (State::Lazy | State::Thanking | State::Reopening { .. }, Event::ControlBack) => {
-                let mut actions = self.suspend();
-                self.state = State::Retelling;
-                actions.push(Action::Retell);
-                actions
-            }
             (State::Retelling, Event::Retold { pages, tokens: (bulk, urgent) }) => {
                 self.state = State::Reopening { missing: self.channels.count() };
-                let resume = ToSource::Resume { running: true, pages, bulk, urgent };
+                let resume = ToSource::Resume { pages, bulk, urgent };
                 let mut actions = vec![Action::AwaitChannels(self.channels), Action::Send(resume)];
-                if let Some(figures) = self.complete.clone() {
+                if self.complete.is_some() {
                     // Nothing to open channels for.
-                    actions.extend(self.all_here(figures));
+                    actions.extend(self.tell());
                 }
                 actions
             }
@@ -104,10 +94,19 @@ impl Session {
         }
     }
 
+    /// It may come in while the link is down, or being taken up again: then it is told as soon as there is one.
     fn all_here(&mut self, figures: LazyFigures) -> Vec<Action> {
+        self.complete = Some(figures);
+        let mut actions = vec![Action::EndLazily];
+        if self.state == State::Lazy {
+            actions.extend(self.tell());
+        }
+        actions
+    }
+
+    fn tell(&mut self) -> Option<Action> {
         self.state = State::Thanking;
-        self.complete = Some(figures.clone());
-        vec![Action::EndLazily, Action::Send(ToSource::Complete(figures))]
+        self.complete.clone().map(|figures| Action::Send(ToSource::Complete(figures)))
     }
 
     /// The link is lost, and the guest runs: its vCPUs go on until they need a page that is not here.
@@ -116,8 +115,8 @@ impl Session {
         vec![Action::Disconnect]
     }
 
-    /// The source knows, or has stayed away for so long that it no longer matters.
-    pub(crate) fn over(&mut self) -> Vec<Action> {
+    /// The source knows.
+    fn over(&mut self) -> Vec<Action> {
         self.state = State::Done;
         vec![Action::Finish(Outcome::Completed)]
     }
