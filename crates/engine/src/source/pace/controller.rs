@@ -42,19 +42,12 @@ const YOUNG_CUTS: u64 = 4;
 const YOUNG_BEYOND: f64 = 0.95;
 /// Then the climb doubles in this time,
 const DOUBLING: Duration = Duration::from_millis(50);
-/// up to this share of the pace a second: seen 12 ms too late, that is 1 % too much,
-const NEAR_CLIMB: f64 = 1.0;
-/// and 6 % too much, but only
+/// up to this share of the pace a second: seen 12 ms too late, that is 6 % too much.
 const MOST_CLIMB: f64 = 5.0;
-/// beyond this multiple of where a queue formed last: it is not likely to form there again.
-const FAR: f64 = 1.2;
 
 /// How long a short queue has to stay until it is cut: another window of round trips, and long enough that whoever shares
 /// the link sees it and gives way, too. If only one of two gave way, it would always be the same.
 const HOLD: Duration = Duration::from_millis(6);
-/// A deep queue has to stay for so long only: it grows by up to a millisecond in each. A processor that is busy for one
-/// slice of the scheduler looks the same, but not for as long.
-const HOLD_DEEP: Duration = Duration::from_millis(4);
 /// What was delivered in this time before a cut is what the link carries.
 const MEASURE: Duration = Duration::from_millis(20);
 /// The pace after a queue, of what was delivered: the mean of the way back up is 0.96 of it.
@@ -266,8 +259,7 @@ impl Controller {
         let passed = more.then(|| passed.unwrap_or(now));
         if let Some(since) = passed {
             let doublings = now.saturating_sub(since).as_secs_f64() / DOUBLING.as_secs_f64();
-            let most = if self.rate > FAR * self.level { MOST_CLIMB } else { NEAR_CLIMB };
-            slope = (slope * doublings.exp2()).min(most * self.rate);
+            slope = (slope * doublings.exp2()).min(MOST_CLIMB * self.rate);
         }
         self.rate += slope * elapsed.as_secs_f64();
         self.state = State::Climb { passed, deaf };
@@ -275,9 +267,9 @@ impl Controller {
 
     fn hold(&mut self, now: Duration, queue: Queue, until: Duration) {
         match queue {
-            Queue::Deep if now + HOLD >= until + HOLD_DEEP => self.cut(now, queue),
+            Queue::Deep => self.cut(now, queue),
             Queue::Short if now >= until => self.cut(now, queue),
-            Queue::Short | Queue::Deep => {}
+            Queue::Short => {}
             // Gone by itself: it was noise.
             Queue::Clear | Queue::Unknown => self.state = State::Climb { passed: None, deaf: now },
         }
