@@ -23,6 +23,16 @@ const _: () = assert!(size_of::<Attributes>() == 48);
 /// `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an earlier deadline). It gets no larger share of a
 /// processor. A kernel that does not know it refuses, or takes no notice.
 pub(crate) fn prefer_latency() {
+    change(|attributes| attributes.runtime = SLICE);
+}
+
+/// Gives way to every other thread from now on (`SCHED_IDLE`): this one sends or places pages that nobody waits for, and must
+/// not keep a processor from those that somebody does, or from the guest. There is no way back for an ordinary user.
+pub(crate) fn give_way() {
+    change(|attributes| attributes.policy = libc::SCHED_IDLE.unsigned_abs());
+}
+
+fn change(how: impl FnOnce(&mut Attributes)) {
     let mut attributes = Attributes { size: 48, ..Attributes::default() };
     // SAFETY: the kernel writes at most `size` bytes of `attributes`, of this very thread.
     let known = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, 48u32, 0u32) };
@@ -30,7 +40,7 @@ pub(crate) fn prefer_latency() {
     if known != 0 || attributes.policy != libc::SCHED_OTHER.unsigned_abs() {
         return;
     }
-    attributes.runtime = SLICE;
+    how(&mut attributes);
     // SAFETY: the kernel reads `size` bytes of `attributes`.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0u32) };
 }

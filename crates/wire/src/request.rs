@@ -30,6 +30,9 @@ pub enum Request {
     Echo {
         /// The probe's number.
         number: u64,
+        /// How long the target had it before it sent this, in nanoseconds: from its arrival in the kernel, where that is
+        /// known. What is left of the round trip was spent on the way.
+        held_ns: u32,
     },
 }
 
@@ -39,7 +42,7 @@ impl Request {
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let (kind, ahead, region, value) = match *self {
             Self::Page { region, page, ahead, again } => (u8::from(again), ahead, region.0, page.0),
-            Self::Echo { number } => (2, 0, 0, number),
+            Self::Echo { number, held_ns } => (2, 0, held_ns, number),
         };
         let mut bytes = [0; REQUEST_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -68,13 +71,16 @@ impl Request {
             return Err(WireError::Damaged { what: "request" });
         }
         let (kind, _, ahead) = (fields.u8(), fields.u8(), fields.u16());
-        let (region, _, value) = (RegionId(fields.u32()), fields.u32(), fields.u64());
+        let (third, _, value) = (fields.u32(), fields.u32(), fields.u64());
         if ahead > MAX_AHEAD {
             return Err(field("pages asked for ahead", ahead.into(), "up to 256"));
         }
         match kind {
-            0 | 1 => Ok(Self::Page { region, page: PageIndex(value), ahead, again: kind == 1 }),
-            2 => Ok(Self::Echo { number: value }),
+            0 | 1 => {
+                let (region, page) = (RegionId(third), PageIndex(value));
+                Ok(Self::Page { region, page, ahead, again: kind == 1 })
+            }
+            2 => Ok(Self::Echo { number: value, held_ns: third }),
             other => Err(field("request kind", other.into(), "0 to 2")),
         }
     }
@@ -87,16 +93,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn requests_survive_the_wire(region: u32, page: u64, ahead in 0..=MAX_AHEAD, again: bool, number: u64) {
+        fn requests_survive_the_wire(region: u32, page: u64, ahead in 0..=MAX_AHEAD, again: bool, held_ns: u32) {
+            let page_number = page;
             let page = Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again };
             prop_assert_eq!(Request::decode(&page.encode()), Ok(page));
-            let echo = Request::Echo { number };
+            let echo = Request::Echo { number: page_number, held_ns };
             prop_assert_eq!(Request::decode(&echo.encode()), Ok(echo));
         }
 
         #[test]
         fn a_damaged_bit_is_found(at in 0usize..REQUEST_BYTES * 8) {
-            let mut bytes = Request::Echo { number: 7 }.encode();
+            let mut bytes = Request::Echo { number: 7, held_ns: 9 }.encode();
             bytes[at / 8] ^= 1 << (at % 8);
             prop_assert!(Request::decode(&bytes).is_err());
         }

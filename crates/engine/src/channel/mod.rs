@@ -13,5 +13,7 @@ pub(crate) use control::{read_message, send_message};
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
+#[cfg(test)]
+pub(crate) use stream::test_pair;
 pub(crate) use stream::{IoBuf, SendError, Stream};
 pub use uri::{Uri, UriError};

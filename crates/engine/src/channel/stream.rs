@@ -3,7 +3,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use vmferry_memory::Window;
 
 /// As many as the kernel takes at once (UIO_MAXIOV).
@@ -233,6 +233,51 @@ impl Stream {
         }
     }
 
+    /// Asks the kernel to note when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
+    /// [`receive_stamped`](Self::receive_stamped).
+    pub(crate) fn stamp_arrivals(&self) -> io::Result<()> {
+        let on: libc::c_int = 1;
+        // SAFETY: the kernel reads the four bytes of `on`.
+        let done = unsafe {
+            libc::setsockopt(
+                self.fd.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_TIMESTAMPNS,
+                (&raw const on).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Fills `bytes`. Returns for how long the last of them had been in this host's kernel by then, if it knows: what a busy
+    /// processor adds to a round trip is no part of the link's.
+    pub(crate) fn receive_stamped(&self, bytes: &mut [u8]) -> io::Result<Option<Duration>> {
+        // Aligned as a cmsghdr, with room for one timespec.
+        let mut control = [0u64; 8];
+        // SAFETY: msghdr is plain data; all zero is its empty value.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+        message.msg_iov = bufs.as_mut_ptr().cast();
+        message.msg_iovlen = bufs.len();
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&control) as _;
+        let received = recvmsg(self.fd.as_raw_fd(), &mut message, libc::MSG_WAITALL);
+        let now = SystemTime::now();
+        match usize::try_from(received) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(received) => consume(&mut bufs, received),
+            Err(_) => interrupted(io::Error::last_os_error()).map_err(timed_out)?,
+        }
+        let stamp = arrival(&message);
+        // Cut short by a signal or the end: then the stamp is not that of the last byte, and the rest says so.
+        if bufs[0].is_empty() {
+            return Ok(stamp.and_then(|stamp| now.duration_since(stamp).ok()));
+        }
+        self.receive(&mut bufs)?;
+        Ok(None)
+    }
+
     /// Fills `bytes`.
     pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.receive(&mut [IoBuf::from_bytes_mut(bytes)])
@@ -288,6 +333,26 @@ fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> i
     unsafe { libc::recvmsg(fd, message, flags) }
 }
 
+/// When the kernel got what `message` received, if it says.
+fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
+    // SAFETY: `message` was filled by recvmsg; the macro looks only within its control bytes.
+    let header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    if header.is_null() {
+        return None;
+    }
+    // SAFETY: the first header lies whole within the control bytes, as the macro has checked.
+    let kind = unsafe { ((*header).cmsg_level, (*header).cmsg_type, (*header).cmsg_len) };
+    // SAFETY: a length computed from a length.
+    let len = unsafe { libc::CMSG_LEN(size_of::<libc::timespec>() as u32) };
+    if kind != (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS, len as _) {
+        return None;
+    }
+    // SAFETY: its data are a timespec, by its kind and length; not necessarily aligned.
+    let time = unsafe { libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned() };
+    let (seconds, nanos) = (u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?);
+    SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, nanos))
+}
+
 /// The bufs from the first that has bytes; `None` when all are used up.
 fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
@@ -319,6 +384,15 @@ fn interrupted(error: io::Error) -> io::Result<()> {
 /// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
 fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
+}
+
+/// Two ends of a TCP connection on this host.
+#[cfg(test)]
+pub(crate) fn test_pair() -> (Stream, Stream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let there = listener.accept().unwrap().0;
+    (Stream::new(here.into(), "there".into()).unwrap(), Stream::new(there.into(), "here".into()).unwrap())
 }
 
 #[cfg(test)]

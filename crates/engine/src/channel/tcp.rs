@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 /// Limits what `socket` sends to `bytes_per_s`, counted without headers (`SO_MAX_PACING_RATE`, Linux
 /// `include/net/sock.h`). TCP paces itself: no queueing discipline is needed.
@@ -42,8 +43,29 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     /// Of `tcpi_bytes_acked` in `struct tcp_info` (Linux `include/uapi/linux/tcp.h`; fields are only ever appended).
     const AT: usize = 120;
     const LEN: usize = AT + 8;
-    let mut info = [0_u8; LEN];
-    let mut len = libc::socklen_t::try_from(LEN).map_err(io::Error::other)?;
+    let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
+    let known = len >= LEN;
+    let bytes: [u8; 8] = info[AT..].try_into().map_err(io::Error::other)?;
+    Ok(known.then(|| u64::from_ne_bytes(bytes)))
+}
+
+/// The smoothed round trip of `socket` (`tcpi_rtt` of `TCP_INFO`, microseconds): measured between the two kernels, whatever
+/// their processes are doing.
+///
+/// # Errors
+/// If it is no TCP socket.
+pub fn smoothed_round_trip(socket: BorrowedFd<'_>) -> io::Result<Duration> {
+    /// Of `tcpi_rtt` in `struct tcp_info`.
+    const AT: usize = 68;
+    let info: [u8; AT + 4] = tcp_info(socket)?.0;
+    let bytes = info[AT..].try_into().map_err(io::Error::other)?;
+    Ok(Duration::from_micros(u32::from_ne_bytes(bytes).into()))
+}
+
+/// The first `N` bytes of `TCP_INFO`, and how many the kernel knows.
+fn tcp_info<const N: usize>(socket: BorrowedFd<'_>) -> io::Result<([u8; N], usize)> {
+    let mut info = [0_u8; N];
+    let mut len = libc::socklen_t::try_from(N).map_err(io::Error::other)?;
     // SAFETY: the kernel writes at most the `len` bytes of `info`, and how many into `len`; both live until the call
     // returns. Any bytes are valid in `info`.
     let done = unsafe {
@@ -58,9 +80,7 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     if done != 0 {
         return Err(io::Error::last_os_error());
     }
-    let known = usize::try_from(len).is_ok_and(|len| len >= LEN);
-    let bytes: [u8; 8] = info[AT..].try_into().map_err(io::Error::other)?;
-    Ok(known.then(|| u64::from_ne_bytes(bytes)))
+    Ok((info, usize::try_from(len).unwrap_or(0)))
 }
 
 #[cfg(test)]
@@ -69,7 +89,7 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -528,7 +528,10 @@ fn send_jobs(
         let result = match &job {
             Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),
             Job::Digests { pass } => sender.send_digests(*pass),
-            Job::Rest { pass, claims, urgent } => sender.send_rest(*pass, claims, urgent),
+            Job::Rest { pass, claims, urgent } => {
+                crate::latency::give_way();
+                sender.send_rest(*pass, claims, urgent)
+            }
         };
         drop(job);
         let failed = result.is_err();

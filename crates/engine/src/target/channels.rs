@@ -2,7 +2,8 @@
 
 use super::driver::{Input, Numbered};
 use super::lazy::{UrgentLine, serve_faults};
-use super::receiver::{Arrivals, Buffered, FrameSource, Mark, ReceiveError, Receiver as PageReceiver};
+use super::probe::echo_probes;
+use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use crate::channel::{Incoming, Stream, answer, read_message};
 use crate::monitor::thread_cpu_us;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::thread::{Builder, JoinHandle};
-use vmferry_wire::{MigrationId, RefusalCode, Request, Role, Token};
+use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
 /// What a source's connections are, and who serves them. Each reports with the number of the attempt at which it was
 /// begun, so that what is left of an earlier one is told apart.
@@ -121,10 +122,14 @@ impl Link {
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
         let receive = move || {
-            let serve = Serve { role, index, stream: &stream, arrivals: &arrivals, attempt, inputs: &inputs };
+            let serve = Serve { role, index, arrivals: &arrivals, attempt, inputs: &inputs };
             match role {
                 Role::Bulk => serve.all(PageReceiver::new(&*memory, &arrivals, &*stream), &cpu_us),
-                // Single pages, and probes: what counts is the time.
+                Role::Probe => {
+                    crate::latency::prefer_latency();
+                    serve.report(Input::ChannelLost { role, channel: index, error: echo_probes(&stream) });
+                }
+                // Single pages: what counts is the time.
                 _ => {
                     crate::latency::prefer_latency();
                     serve.all(PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)), &cpu_us);
@@ -184,7 +189,6 @@ impl Link {
 struct Serve<'a> {
     role: Role,
     index: u16,
-    stream: &'a Stream,
     arrivals: &'a Arrivals,
     attempt: u64,
     inputs: &'a SyncSender<Numbered>,
@@ -197,19 +201,12 @@ impl Serve<'_> {
         let mut counted = 0;
         loop {
             let result = receiver.receive();
-            if let Ok(Mark::Probe(number)) = result {
-                match echo(self.stream, number) {
-                    Ok(()) => continue,
-                    Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
-                }
-            }
             let used = thread_cpu_us();
             cpu_us.fetch_add(used - counted, Ordering::Relaxed);
             counted = used;
             match result {
                 Ok(Mark::Barrier(pass)) => self.report(Input::Barrier { channel, pass }),
                 Ok(Mark::AllHere) => self.report(Input::AllHere),
-                Ok(Mark::Probe(_)) => {}
                 Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
             }
         }
@@ -222,11 +219,4 @@ impl Serve<'_> {
         // If nobody listens any more the stream is shut down as well, and the next receive ends the thread.
         let _ = self.inputs.send((self.attempt, input));
     }
-}
-
-fn echo(stream: &Stream, number: u64) -> Result<(), ReceiveError> {
-    let bytes = Request::Echo { number }.encode();
-    stream
-        .send(&mut [crate::channel::IoBuf::from_bytes(&bytes)])
-        .map_err(|failed| ReceiveError::Link(failed.error))
 }

@@ -3,6 +3,7 @@
 mod channels;
 mod driver;
 pub(crate) mod lazy;
+mod probe;
 pub(crate) mod receiver;
 mod rest;
 pub(crate) mod session;

@@ -58,8 +58,6 @@ pub(crate) struct Arrivals {
 pub(crate) enum Mark {
     /// Everything of this pass has come on this channel.
     Barrier(u32),
-    /// A probe, to be echoed.
-    Probe(u64),
     /// No page is lacking any more.
     AllHere,
 }
@@ -262,6 +260,8 @@ pub(crate) struct Receiver<'a, S> {
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
     stager: Stager,
+    /// Since the handover this thread gives way to those that somebody waits for.
+    gave_way: bool,
     /// Whether pages may be written directly before memory is sealed: on a bulk channel.
     direct: bool,
 }
@@ -276,6 +276,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             stager: Stager::default(),
+            gave_way: false,
             direct: false,
             memory,
             arrivals,
@@ -304,7 +305,12 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             self.sequence += 1;
             match header.kind {
                 FrameKind::Barrier => return Ok(Mark::Barrier(header.pass)),
-                FrameKind::Probe => return Ok(Mark::Probe(header.base.0)),
+                FrameKind::Probe => {
+                    let (what, value) = ("a probe of number", header.base.0);
+                    return Err(
+                        WireError::Field { what, value, allowed: "none but on a probe channel" }.into()
+                    );
+                }
                 FrameKind::Pages | FrameKind::Digests => {
                     if self.receive_frame(&header)? {
                         return Ok(Mark::AllHere);
@@ -335,6 +341,9 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         let table = Table::decode(header, bytes, region.written.len())?;
         let all_here = match (lazy, header.kind) {
             (Some(lazy), _) => {
+                if self.direct && !std::mem::replace(&mut self.gave_way, true) {
+                    crate::latency::give_way();
+                }
                 // Placed page by page, which excludes nobody; and a channel may be silent for long.
                 drop(sealed);
                 self.stager.take(lazy, header.region, &table, &self.stream)?

@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::Builder;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vmferry_wire::{FrameHeader, REQUEST_BYTES, Request};
 
 /// The probe channel.
@@ -27,10 +27,14 @@ impl Probe for ProbeChannel {
     fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()> {
         while self.0.wait_for_input(until)? {
             let mut bytes = [0; REQUEST_BYTES];
-            self.0.receive_bytes(&mut bytes)?;
-            let arrived = Instant::now();
+            let in_kernel = self.0.receive_stamped(&mut bytes)?;
+            let read = Instant::now();
             match Request::decode(&bytes).map_err(io::Error::other)? {
-                Request::Echo { number } => echo(number, arrived),
+                Request::Echo { number, held_ns } => {
+                    // What the processors of both sides added is no queue of the link, and the pace is the link's.
+                    let idle = in_kernel.unwrap_or_default() + Duration::from_nanos(held_ns.into());
+                    echo(number, read.checked_sub(idle).unwrap_or(read));
+                }
                 Request::Page { .. } => return Err(io::Error::other("a request on the probe channel")),
             }
         }
@@ -70,6 +74,8 @@ impl<'e> Driver<'_, 'e> {
 
     fn find_pace(&mut self, claims: Arc<Claims>) -> io::Result<()> {
         let Some(probe) = self.streams.probe.clone() else { return Ok(()) };
+        // Without, a busy processor looks like a queue.
+        let _ = probe.stamp_arrivals();
         let ground: &'e super::Ground<'e> = self.ground;
         let streams = self.streams.bulk.clone();
         if streams.iter().any(|stream| !stream.is_tcp()) {

@@ -44,6 +44,11 @@ pub trait Bulk {
     /// If a channel failed: the pace ends.
     fn acknowledged(&mut self) -> io::Result<u64>;
 
+    /// What the kernels of both sides say a round trip takes now, if they do.
+    fn round_trip(&self) -> Option<Duration> {
+        None
+    }
+
     /// There is something to send.
     fn wanting(&mut self) -> bool;
 
@@ -150,10 +155,12 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
     fn decide(&mut self, round_trips: &[Duration]) -> io::Result<Decision> {
         let acknowledged = self.bulk.acknowledged()?;
         let now = Instant::now();
+        let waiting = self.underway.front().map_or(Duration::ZERO, |(_, sent)| now.duration_since(*sent));
         let decision = self.controller.observe(&Observation {
             now: now.saturating_duration_since(self.began),
             round_trips,
-            waiting: self.underway.front().map_or(Duration::ZERO, |(_, sent)| now.duration_since(*sent)),
+            // An echo that is late because a processor is busy is not on its way: the kernels know how long that takes.
+            waiting: waiting.min(self.bulk.round_trip().unwrap_or(Duration::MAX)),
             acknowledged,
             wanting: self.bulk.wanting(),
         });
@@ -219,6 +226,11 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
             }
         }
         Ok(self.channels.iter().map(|channel| channel.acknowledged).sum())
+    }
+
+    fn round_trip(&self) -> Option<Duration> {
+        let known = |channel: &Channel<'_>| tcp::smoothed_round_trip(channel.socket).ok();
+        self.channels.iter().filter_map(known).max()
     }
 
     fn wanting(&mut self) -> bool {

@@ -1,0 +1,67 @@
+//! The probe channel: what comes goes back, with how long it was here.
+
+use super::receiver::ReceiveError;
+use crate::channel::{IoBuf, Stream};
+use std::time::{Duration, Instant};
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, Request, WireError};
+
+/// Echoes probes until the channel ends.
+pub(super) fn echo_probes(stream: &Stream) -> ReceiveError {
+    // A kernel without stamps makes the processor's delays look like the link's, and no more.
+    let _ = stream.stamp_arrivals();
+    let mut sequence = 0;
+    loop {
+        if let Err(error) = echo(stream, sequence) {
+            return error;
+        }
+        sequence += 1;
+    }
+}
+
+fn echo(stream: &Stream, sequence: u64) -> Result<(), ReceiveError> {
+    let mut bytes = [0; FRAME_HEADER_BYTES];
+    let in_kernel = stream.receive_stamped(&mut bytes)?;
+    let read = Instant::now();
+    let header = FrameHeader::decode(&bytes)?;
+    let wrong = |what, value, allowed| Err(WireError::Field { what, value, allowed }.into());
+    if header.kind != FrameKind::Probe {
+        return wrong("a frame of pass", header.pass.into(), "none on a probe channel");
+    }
+    if header.sequence != sequence {
+        return wrong("frame number", header.sequence, "the one after the last frame's");
+    }
+    let held = in_kernel.map_or(Duration::ZERO, |before| before + read.elapsed());
+    let held_ns = u32::try_from(held.as_nanos()).unwrap_or(u32::MAX);
+    let answer = Request::Echo { number: header.base.0, held_ns }.encode();
+    stream.send(&mut [IoBuf::from_bytes(&answer)]).map_err(|failed| ReceiveError::Link(failed.error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::channel::test_pair;
+    use vmferry_wire::REQUEST_BYTES;
+
+    #[test]
+    fn the_time_that_a_probe_waited_to_be_read_is_not_the_links() {
+        let (here, there) = test_pair();
+        there.stamp_arrivals().unwrap();
+        here.send(&mut [IoBuf::from_bytes(&FrameHeader::probe(5, 0).encode())]).unwrap();
+        // As if the processor were busy.
+        std::thread::sleep(Duration::from_millis(30));
+        echo(&there, 0).unwrap();
+        let mut answer = [0; REQUEST_BYTES];
+        here.receive_bytes(&mut answer).unwrap();
+        let Request::Echo { number: 5, held_ns } = Request::decode(&answer).unwrap() else { panic!() };
+        assert!(held_ns >= 29_000_000, "{held_ns}");
+    }
+
+    #[test]
+    fn what_is_no_probe_ends_the_channel() {
+        for header in [FrameHeader::barrier(0, 0), FrameHeader::probe(1, 7)] {
+            let (here, there) = test_pair();
+            here.send(&mut [IoBuf::from_bytes(&header.encode())]).unwrap();
+            assert!(matches!(echo(&there, 0), Err(ReceiveError::Wire(WireError::Field { .. }))));
+        }
+    }
+}
