@@ -29,7 +29,23 @@ pub(crate) fn prefer_latency() {
 /// Gives way to every other thread from now on (`SCHED_IDLE`): this one sends or places pages that nobody waits for, and must
 /// not keep a processor from those that somebody does, or from the guest. There is no way back for an ordinary user.
 pub(crate) fn give_way() {
-    change(|attributes| attributes.policy = libc::SCHED_IDLE.unsigned_abs());
+    let how = std::env::var("VMFERRY_X").unwrap_or_default();
+    change(|attributes| match how.as_str() {
+        "n10" => {
+            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
+            attributes.nice = 10;
+        }
+        "n5" => {
+            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
+            attributes.nice = 5;
+        }
+        "n19" => {
+            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
+            attributes.nice = 19;
+        }
+        "n0" => {}
+        _ => attributes.policy = libc::SCHED_IDLE.unsigned_abs(),
+    });
 }
 
 fn change(how: impl FnOnce(&mut Attributes)) {

@@ -7,7 +7,7 @@ use crate::source::pace::{Decision, Pace, Probe, TcpBulk};
 use crate::source::postcopy::{Claims, unsent_bytes};
 use crate::source::settings;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::Builder;
@@ -40,6 +40,10 @@ impl Probe for ProbeChannel {
         }
         Ok(())
     }
+}
+
+fn fds(streams: &[Arc<Stream>]) -> impl Iterator<Item = BorrowedFd<'_>> {
+    streams.iter().map(|stream| stream.as_fd())
 }
 
 /// Keeps what leaves this host at once as short as the pace, of all channels together, wants it.
@@ -77,14 +81,14 @@ impl<'e> Driver<'_, 'e> {
         // Without, a busy processor looks like a queue.
         let _ = probe.stamp_arrivals();
         let ground: &'e super::Ground<'e> = self.ground;
-        let streams = self.streams.bulk.clone();
+        let (streams, urgent) = (self.streams.bulk.clone(), self.streams.urgent.clone());
         if streams.iter().any(|stream| !stream.is_tcp()) {
             // A local socket: no queue on the way but the one that the receiver empties.
             return Ok(());
         }
         let work = move || {
             crate::latency::prefer_latency();
-            let bulk = TcpBulk::new(streams.iter().map(|stream| stream.as_fd()), || claims.left() > 0);
+            let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
             let paced = bulk.and_then(|bulk| {
                 let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
                 let mut fitted = 0;

@@ -19,6 +19,10 @@ const UNSENT: u32 = 256 << 10;
 const USE_WEIGHT: f64 = 0.04;
 /// What is shared equally, however the channels are used: a channel that gets going is not held back.
 const EQUAL_PART: f64 = 0.1;
+/// What urgent channels sent so recently is what they send now.
+const URGENT_TIME: Duration = Duration::from_millis(10);
+/// However much they send, so much of the pace is the bulk's: it must end some day.
+const LEAST_BULK: f64 = 0.1;
 
 /// Small frames that the other side sends back at once, on the channel of urgent pages.
 pub trait Probe {
@@ -182,6 +186,14 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
 #[derive(Debug)]
 pub struct TcpBulk<'a, W> {
     channels: Vec<Channel<'a>>,
+    /// Channels that are not held back, but are ours, too.
+    urgent: Vec<Channel<'a>>,
+    /// What these send, in bytes a second, over the last ticks.
+    urgent_rate: f64,
+    counted: Instant,
+    /// The pace of everything together, and what the bulk was told last.
+    rate: u64,
+    told: u64,
     wanting: W,
 }
 
@@ -194,19 +206,75 @@ struct Channel<'a> {
 }
 
 impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
-    /// Of these sockets; `wanting` says whether there is something to send.
+    /// Of these sockets; `wanting` says whether there is something to send. What `urgent` sockets send is taken off the pace,
+    /// because it is on the same link; they are not held back.
     ///
     /// # Errors
     /// If one is not TCP, or the kernel does not count what is acknowledged (before 4.1).
-    pub fn new(sockets: impl IntoIterator<Item = BorrowedFd<'a>>, wanting: W) -> io::Result<Self> {
+    pub fn new(
+        sockets: impl IntoIterator<Item = BorrowedFd<'a>>,
+        urgent: impl IntoIterator<Item = BorrowedFd<'a>>,
+        wanting: W,
+    ) -> io::Result<Self> {
         let channel = |socket: BorrowedFd<'a>| {
-            tcp::set_unsent_limit(socket, UNSENT)?;
             let acknowledged = tcp::bytes_acknowledged(socket)?
                 .ok_or_else(|| io::Error::other("this kernel does not count acknowledged bytes"))?;
             Ok(Channel { socket, acknowledged, part: 0.0 })
         };
-        let channels = sockets.into_iter().map(channel).collect::<io::Result<_>>()?;
-        Ok(TcpBulk { channels, wanting })
+        let channels = sockets.into_iter().map(channel).collect::<io::Result<Vec<_>>>()?;
+        channels.iter().try_for_each(|channel| tcp::set_unsent_limit(channel.socket, UNSENT))?;
+        let urgent = urgent.into_iter().map(channel).collect::<io::Result<_>>()?;
+        let (urgent_rate, counted) = (0.0, Instant::now());
+        Ok(TcpBulk { channels, urgent, urgent_rate, counted, rate: 0, told: 0, wanting })
+    }
+
+    /// What the urgent channels have sent since the last time goes into their rate.
+    fn count_urgent(&mut self) -> io::Result<()> {
+        let mut new = 0;
+        for channel in &mut self.urgent {
+            new += channel.news()?;
+        }
+        let elapsed = std::mem::replace(&mut self.counted, Instant::now()).elapsed().as_secs_f64();
+        let weight = (elapsed / URGENT_TIME.as_secs_f64()).min(1.0);
+        #[expect(clippy::cast_precision_loss, reason = "the bytes of a tick")]
+        let rate = new as f64 / elapsed.max(1e-6);
+        self.urgent_rate += weight * (rate - self.urgent_rate);
+        Ok(())
+    }
+
+    /// Tells the sockets what is left for the bulk, if that has changed.
+    fn tell(&mut self) -> io::Result<()> {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "what is left of a rate"
+        )]
+        let left = (self.rate as f64 - self.urgent_rate).max(self.rate as f64 * LEAST_BULK) as u64;
+        if left.abs_diff(self.told) <= self.told / TOLD {
+            return Ok(());
+        }
+        self.told = left;
+        let parts: Vec<f64> = self.channels.iter().map(|channel| channel.part).collect();
+        for (channel, share) in self.channels.iter().zip(shares(&parts)) {
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                clippy::cast_precision_loss,
+                reason = "a share of a rate"
+            )]
+            let own = (left as f64 * share) as u64;
+            tcp::set_max_pacing_rate(channel.socket, own.max(1))?;
+        }
+        Ok(())
+    }
+}
+
+impl Channel<'_> {
+    /// What was acknowledged since the last time.
+    fn news(&mut self) -> io::Result<u64> {
+        let now = tcp::bytes_acknowledged(self.socket)?.unwrap_or(self.acknowledged);
+        Ok(now - std::mem::replace(&mut self.acknowledged, now).min(now))
     }
 }
 
@@ -214,8 +282,11 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
     fn acknowledged(&mut self) -> io::Result<u64> {
         let mut news = Vec::with_capacity(self.channels.len());
         for channel in &mut self.channels {
-            let now = tcp::bytes_acknowledged(channel.socket)?.unwrap_or(channel.acknowledged);
-            news.push(now - std::mem::replace(&mut channel.acknowledged, now).min(now));
+            news.push(channel.news()?);
+        }
+        self.count_urgent()?;
+        if self.told > 0 {
+            self.tell()?;
         }
         let all: u64 = news.iter().sum();
         if all > 0 {
@@ -225,7 +296,7 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
                 channel.part += USE_WEIGHT * (part - channel.part);
             }
         }
-        Ok(self.channels.iter().map(|channel| channel.acknowledged).sum())
+        Ok(self.channels.iter().chain(&self.urgent).map(|channel| channel.acknowledged).sum())
     }
 
     fn round_trip(&self) -> Option<Duration> {
@@ -238,18 +309,8 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
     }
 
     fn hold_to(&mut self, rate: u64) -> io::Result<()> {
-        let parts: Vec<f64> = self.channels.iter().map(|channel| channel.part).collect();
-        for (channel, share) in self.channels.iter().zip(shares(&parts)) {
-            #[expect(
-                clippy::cast_possible_truncation,
-                clippy::cast_sign_loss,
-                clippy::cast_precision_loss,
-                reason = "a share of a rate"
-            )]
-            let own = (rate as f64 * share) as u64;
-            tcp::set_max_pacing_rate(channel.socket, own.max(1))?;
-        }
-        Ok(())
+        self.rate = rate;
+        self.tell()
     }
 }
 
@@ -347,7 +408,7 @@ mod tests {
     #[test]
     fn a_socket_without_tcp_is_refused() {
         let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert!(TcpBulk::new([socket.as_fd()], || true).is_err());
+        assert!(TcpBulk::new([socket.as_fd()], [], || true).is_err());
     }
 
     #[test]
@@ -372,7 +433,7 @@ mod tests {
                     while matches!(receiver.read(&mut block), Ok(1..)) {}
                 });
             }
-            let mut bulk = TcpBulk::new(pairs.iter().map(|(sender, _)| sender.as_fd()), || true).unwrap();
+            let mut bulk = TcpBulk::new(pairs.iter().map(|(sender, _)| sender.as_fd()), [], || true).unwrap();
             bulk.hold_to(20_000_000).unwrap();
             std::thread::sleep(Duration::from_millis(100));
             let before = (bulk.acknowledged().unwrap(), Instant::now());
