@@ -22,7 +22,7 @@ mod world;
 mod source {
     pub(super) use crate::source::events::{Action, Event, Pass};
     pub(super) use crate::source::session::Session;
-    pub(super) use crate::source::{OnTimeout, Outcome, Settings};
+    pub(super) use crate::source::{MigrationMode, OnTimeout, Outcome, Settings};
 }
 
 use crate::source::Outcome;
