@@ -13,6 +13,7 @@ mod report;
 mod sim;
 mod snapshot;
 mod source;
+mod sync;
 mod target;
 mod vm;
 

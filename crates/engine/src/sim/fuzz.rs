@@ -5,11 +5,15 @@ use super::here::machine;
 use super::rng::Rng;
 use super::source;
 use super::there::tokens;
+use crate::source::session::Phase;
 use crate::target::session as target;
 use proptest::prelude::*;
 use std::time::Duration;
 use vmferry_memory::RegionId;
-use vmferry_wire::{Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget, Token};
+use vmferry_wire::{
+    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget,
+    Token,
+};
 
 const PAGES: u64 = 8;
 
@@ -22,13 +26,24 @@ fn section() -> Section {
 }
 
 fn settings(rng: &mut Rng) -> source::Settings {
+    use source::{MigrationMode, OnTimeout};
     source::Settings {
+        mode: [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)],
         channels: 1,
         verify: rng.per_mille(500),
         timeout: rng.per_mille(300).then_some(Duration::from_secs(1)),
-        on_timeout: if rng.per_mille(500) { source::OnTimeout::Switch } else { source::OnTimeout::Cancel },
+        on_timeout: [OnTimeout::Switch, OnTimeout::Cancel, OnTimeout::Postcopy][rng.index(3)],
+        reconnect_for: Duration::from_millis(rng.below(200)),
         ..source::Settings::default()
     }
+}
+
+fn lacking() -> LackingPages {
+    LackingPages { region: RegionId(0), first: 0, words: vec![1, 0, 0, 0, 0, 0, 0, 0] }
+}
+
+fn resume(pages: u64) -> ToSource {
+    ToSource::Resume { pages, bulk: Token([1; 16]), urgent: Token([2; 16]) }
 }
 
 /// Anything that a target can say.
@@ -38,7 +53,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
-    match rng.below(11) {
+    match rng.below(14) {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
@@ -51,6 +66,9 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         7 => ToSource::Running { start_us: u64::MAX, cpu_us: u64::MAX },
         8 => ToSource::Returned(refusal()),
         9 => ToSource::Failed(refusal()),
+        10 => ToSource::Lacking(lacking()),
+        11 => resume([0, 1, PAGES, u64::MAX][rng.index(4)]),
+        12 => ToSource::Complete(LazyFigures::default()),
         _ => ToSource::Pong(rng.below(3)),
     }
 }
@@ -58,7 +76,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(16) {
+    match rng.below(21) {
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -71,6 +89,12 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         13 => Event::LocalFailure(refusal()),
         14 if rng.per_mille(500) => Event::PeerLost("fuzz".into()),
         14 => Event::NotSent("fuzz".into()),
+        15 => Event::HandedOver { pages: rng.below(PAGES) },
+        16 => Event::Reconnected,
+        17 => Event::NotReconnected("fuzz".into()),
+        18 => Event::SwitchNow,
+        19 if rng.per_mille(500) => Event::Recover,
+        19 if rng.per_mille(100) => Event::Abandon,
         _ if rng.per_mille(300) => Event::Cancel,
         _ => Event::Tick,
     }
@@ -104,6 +128,21 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Save => events.push(Event::Saved { sections: vec![section()] }),
             Action::Resume => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
+            Action::HandOver { .. } => events.push(Event::HandedOver { pages: 1 }),
+            Action::Send(ToTarget::LoadLazily { .. }) => {
+                events.push(Event::Message(ToSource::Ready { load_us: 1 }));
+            }
+            Action::SendRest { .. } => {
+                let complete = Event::Message(ToSource::Complete(LazyFigures::default()));
+                events.extend([Event::PassSent { bytes: 4096 }, complete]);
+            }
+            // What the lost channels still had to say counts no more.
+            Action::Disconnect => events.clear(),
+            Action::Reconnect { .. } => {
+                let told = [ToSource::Lacking(lacking()), resume(1)].map(Event::Message);
+                events.push(Event::Reconnected);
+                events.extend(told);
+            }
             Action::Send(ToTarget::Commit) => {
                 events.push(Event::Message(ToSource::Running { start_us: 1, cpu_us: 1 }));
             }
@@ -133,7 +172,11 @@ fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCase
         };
         let gives_back =
             matches!(event, Event::Message(ToSource::Returned(_) | ToSource::Failed(_)) | Event::NotSent(_));
-        returned |= committed && gives_back;
+        // Only the answer to the commit counts: once it is known to run there nothing brings it back.
+        let before = session.phase();
+        returned |= committed && gives_back && before == Phase::Switchover;
+        let (ran, postcopy) =
+            (session.runs_there(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
         actions = session.handle(now, event);
         prop_assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
@@ -143,12 +186,20 @@ fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCase
                 }
                 Action::Resume | Action::Rehearse | Action::Pause => {
                     prop_assert!(!committed || returned, "{action:?} after the commit");
+                    prop_assert!(!ran, "{action:?} of a guest that runs there");
+                }
+                Action::SendRest { .. } | Action::Reconnect { .. } | Action::ServeAgain { .. } => {
+                    prop_assert!(committed && !returned, "{action:?} before the commit");
+                }
+                Action::Finish(Outcome::Failed(_) | Outcome::Cancelled(_)) if postcopy => {
+                    prop_assert!(false, "{action:?} of a guest that the target may run");
                 }
                 Action::Finish(outcome) => {
                     prop_assert!(ended.is_none(), "a second end");
-                    if matches!(outcome, Outcome::Unknown(_) | Outcome::Completed) {
+                    if matches!(outcome, Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)) {
                         prop_assert!(committed && !returned, "{outcome:?} without a commit");
                     }
+                    prop_assert!(ran || !matches!(outcome, Outcome::Lost(_)), "lost, but it never ran");
                     ended = Some(outcome.clone());
                 }
                 _ => {}
@@ -160,12 +211,20 @@ fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCase
 
 /// Anything that a source can say.
 fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
-    match rng.below(12) {
+    match rng.below(16) {
         0 => {
             let pages = [PAGES, PAGES, 0, 9][rng.index(4)];
             let machine = machine(usize::try_from(pages).expect("small"));
             let bulk_channels = [1, 1, 2, 0, 64, 65, u16::MAX][rng.index(7)];
-            ToTarget::Setup { machine, mode: Mode::Precopy, bulk_channels, urgent_channels: 0, probe: false }
+            let (mode, urgent_channels) = [
+                (Mode::Precopy, 0),
+                (Mode::Precopy, 1),
+                (Mode::Postcopy, 1),
+                (Mode::Hybrid, 2),
+                (Mode::Hybrid, 0),
+                (Mode::Hybrid, u16::MAX),
+            ][rng.index(6)];
+            ToTarget::Setup { machine, mode, bulk_channels, urgent_channels, probe: rng.per_mille(300) }
         }
         1 => ToTarget::Pass { pass, pages: rng.next() },
         2 => ToTarget::Final { pass },
@@ -175,13 +234,20 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
         6..=7 => ToTarget::Load,
         8..=9 => ToTarget::Commit,
         10 => ToTarget::Cancel(refusal()),
+        11 => ToTarget::Lacking(lacking()),
+        12..=13 => ToTarget::LoadLazily { pages: [0, 1, u64::MAX][rng.index(3)] },
+        14 => ToTarget::Thanks,
         _ => ToTarget::Ping(rng.next()),
     }
 }
 
+fn retold() -> target::Event {
+    target::Event::Retold { pages: 1, tokens: (Token([1; 16]), Token([2; 16])) }
+}
+
 fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
     use target::Event;
-    match rng.below(16) {
+    match rng.below(20) {
         0..=6 => Event::Message(to_target(rng, pass)),
         7 => Event::ChannelUp,
         8..=9 => {
@@ -196,6 +262,10 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         12 => Event::Loaded { micros: 1 },
         13 => Event::Started { micros: 1, cpu_us: 1 },
         14 => Event::StartFailed(refusal()),
+        15 => Event::Prepared,
+        16 => Event::AllHere(LazyFigures::default()),
+        17 => Event::ControlBack,
+        18 => retold(),
         _ if rng.per_mille(500) => Event::LocalFailure(refusal()),
         _ => Event::PeerLost("fuzz".into()),
     }
@@ -206,7 +276,16 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     use target::{Action, Event};
     for action in actions {
         match action {
-            Action::AwaitChannels(channels) => events.extend((0..channels.bulk).map(|_| Event::ChannelUp)),
+            Action::PrepareLazily => events.push(Event::Prepared),
+            Action::AwaitChannels(channels) => {
+                let count = channels.bulk + channels.urgent + u16::from(channels.probe);
+                events.extend((0..count).map(|_| Event::ChannelUp));
+            }
+            Action::Retell => events.push(retold()),
+            Action::Finish(target::Outcome::RunsLazily) | Action::AskAgain => {
+                events.push(Event::AllHere(LazyFigures::default()));
+            }
+            Action::Send(ToSource::Complete(_)) => events.push(Event::Message(ToTarget::Thanks)),
             Action::CountSuspects { pass } => {
                 events.insert(0, Event::Suspects { pass: *pass, pages: 0, runs: vec![] });
             }
@@ -220,29 +299,27 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     }
 }
 
-/// An honest source's script for a guest in three passes.
-fn script() -> Vec<target::Event> {
+/// An honest source's script for a guest in two passes, or in one and the rest when it runs.
+fn script(mode: Mode) -> Vec<target::Event> {
     use target::Event;
     let machine = machine(usize::try_from(PAGES).expect("small"));
     let message = Event::Message;
     let barrier = |pass| Event::Barrier { channel: 0, pass };
-    vec![
-        message(ToTarget::Setup {
-            machine,
-            mode: Mode::Precopy,
-            bulk_channels: 1,
-            urgent_channels: 0,
-            probe: false,
-        }),
-        message(ToTarget::Pass { pass: 0, pages: 0 }),
-        barrier(0),
-        message(ToTarget::Final { pass: 1 }),
-        message(ToTarget::Section(section())),
-        message(ToTarget::StateEnd { sections: 1 }),
-        barrier(1),
-        message(ToTarget::Load),
-        message(ToTarget::Commit),
-    ]
+    let urgent_channels = u16::from(mode != Mode::Precopy);
+    let setup = ToTarget::Setup { machine, mode, bulk_channels: 1, urgent_channels, probe: false };
+    let state = [ToTarget::Section(section()), ToTarget::StateEnd { sections: 1 }].map(message);
+    let mut script = vec![message(setup), message(ToTarget::Pass { pass: 0, pages: 0 }), barrier(0)];
+    if mode == Mode::Precopy {
+        script.push(message(ToTarget::Final { pass: 1 }));
+        script.extend(state);
+        script.extend([barrier(1), message(ToTarget::Load)]);
+    } else {
+        script.extend(state);
+        let handover = [ToTarget::Lacking(lacking()), ToTarget::LoadLazily { pages: 1 }];
+        script.extend(handover.map(message));
+    }
+    script.push(message(ToTarget::Commit));
+    script
 }
 
 /// Walks the target's session; returns how it ended, if it did.
@@ -251,7 +328,9 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
     let mut rng = Rng::new(seed);
     let pages = usize::try_from(PAGES).expect("small");
     let mut session = target::Session::begin(machine(pages), tokens());
-    let (mut expected, mut script) = (Vec::new(), script());
+    let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
+    let (mut expected, mut script) = (Vec::new(), script(mode));
+    let (mut all_here, mut started, mut lazily) = (false, false, false);
     let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
     for _ in 0..60 {
         let event = if rng.per_mille(wild) || (expected.is_empty() && script.is_empty()) {
@@ -264,7 +343,10 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
         };
         commit_read |= matches!(event, Event::Message(ToTarget::Commit));
         start_failed |= matches!(event, Event::StartFailed(_));
-        let was_started = matches!(event, Event::Started { .. });
+        started |= starts == 1 && matches!(event, Event::Started { .. });
+        all_here |= matches!(event, Event::AllHere(_));
+        let (was_started, thanked) =
+            (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
         let actions = session.handle(event);
         prop_assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
@@ -274,8 +356,19 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
                     prop_assert!(commit_read && starts == 1, "a start without a commit, or a second one");
                 }
                 Action::Finish(Outcome::Completed) => {
-                    prop_assert!(starts == 1 && was_started, "completed without a start");
+                    let whole = was_started || (all_here && thanked);
+                    prop_assert!(starts == 1 && started && whole, "completed without a start, or half");
                 }
+                Action::Finish(Outcome::RunsLazily) => {
+                    prop_assert!(
+                        was_started && !std::mem::replace(&mut lazily, true),
+                        "runs without a start"
+                    );
+                }
+                Action::EndLazily | Action::Send(ToSource::Complete(_)) => {
+                    prop_assert!(all_here && started, "{action:?} while pages lack");
+                }
+                Action::Retell | Action::AskAgain => prop_assert!(lazily, "{action:?} before it runs"),
                 // Once it was told to start, only the start's own failure may renounce the guest.
                 Action::Finish(Outcome::Failed(_))
                 | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {
@@ -283,7 +376,7 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
                 }
                 _ => {}
             }
-            if let Action::Finish(outcome) = action {
+            if let Action::Finish(outcome @ (Outcome::Completed | Outcome::Failed(_))) = action {
                 prop_assert!(ended.is_none(), "a second end");
                 ended = Some(outcome.clone());
             }

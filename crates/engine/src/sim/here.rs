@@ -1,26 +1,29 @@
 //! The source's host in the simulation: does what the session decides, takes its time, and sometimes fails.
 
-use super::link::{Cargo, SentPage};
+use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
+use crate::lacking::Collected;
 use crate::source::events::{Action, Event, Pass};
-use crate::source::session::Session;
-use crate::source::{OnTimeout, Outcome, Settings};
+use crate::source::session::{Phase, Session};
+use crate::source::{MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath};
 use std::collections::VecDeque;
 use std::time::Duration;
-use vmferry_memory::{Gpa, Region, RegionId};
+use vmferry_memory::{Gpa, Layout, Region, RegionId};
 use vmferry_wire::{MachineConfig, Refusal, RefusalCode, Section, ToSource, ToTarget};
 
 /// What a bulk channel is sending.
 #[derive(Debug, Default)]
-struct Job {
-    pass: u32,
-    digests: bool,
-    first: bool,
-    left: VecDeque<usize>,
+pub(super) struct Job {
+    pub(super) pass: u32,
+    pub(super) digests: bool,
+    pub(super) first: bool,
+    /// What is left is claimed as it goes.
+    pub(super) rest: bool,
+    pub(super) left: VecDeque<usize>,
     /// Digests were taken of these; their content is read when they are sent.
-    prepared: Vec<(usize, u64)>,
-    active: bool,
+    pub(super) prepared: Vec<(usize, u64)>,
+    pub(super) active: bool,
 }
 
 pub(super) struct Here {
@@ -31,17 +34,37 @@ pub(super) struct Here {
     inbox: VecDeque<Event>,
     /// Whether events may overtake steps, which the real driver does not do and the session must bear.
     eager: bool,
-    busy: bool,
+    pub(super) busy: bool,
     pub(super) running: bool,
     pub(super) committed: bool,
+    /// The target has renounced the guest, or the commit never left.
+    given_back: bool,
     pub(super) resume_failed: bool,
     pub(super) outcome: Option<Outcome>,
-    pub(super) bulk_dead: Vec<bool>,
-    pending: Vec<bool>,
-    jobs: Vec<Job>,
-    missing: usize,
+    pub(super) crashed: bool,
+    /// The set of channels, and whether they were not closed.
+    pub(super) link: usize,
+    pub(super) connected: bool,
+    /// A new control channel has said hello.
+    pub(super) connecting: bool,
+    /// Bulk and then urgent channels that are lost alone.
+    pub(super) dead: Vec<bool>,
+    pub(super) pending: Vec<bool>,
+    pub(super) jobs: Vec<Job>,
+    pub(super) missing: usize,
     bytes: u64,
     stopped: bool,
+    /// Pages of the rest that nobody has claimed.
+    pub(super) claims: Option<Vec<bool>>,
+    pub(super) serving: bool,
+    /// Requests that came before this side serves any, and those that wait for a bulk thread.
+    pub(super) early: Vec<(usize, Request)>,
+    pub(super) queue: VecDeque<(usize, Request)>,
+    pub(super) lacking: Collected,
+}
+
+pub(super) fn layout(pages: usize) -> Layout {
+    Layout::new(machine(pages).regions).expect("one region")
 }
 
 /// What both machines are.
@@ -53,11 +76,21 @@ pub(super) fn machine(pages: usize) -> MachineConfig {
 impl Here {
     pub(super) fn new(rng: &mut Rng, pages: usize) -> (Self, Vec<Action>) {
         let channels = 1 + u16::try_from(rng.below(4)).expect("small");
+        let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
         let settings = Settings {
+            mode,
+            urgent: [UrgentPath::Shared, UrgentPath::Interleaved, UrgentPath::Dedicated][rng.index(3)],
+            urgent_channels: 1 + u16::try_from(rng.below(2)).expect("small"),
+            pace: if rng.per_mille(500) { Pace::Auto } else { Pace::Off },
+            reconnect_for: Duration::from_micros(1 + rng.below(20_000_000)),
             channels,
             downtime_limit: Duration::from_micros(1 + rng.below(100_000)),
             timeout: Some(Duration::from_micros(200_000 + rng.below(3_000_000))),
-            on_timeout: if rng.per_mille(700) { OnTimeout::Switch } else { OnTimeout::Cancel },
+            on_timeout: match rng.below(10) {
+                0..=4 => OnTimeout::Switch,
+                5..=7 => OnTimeout::Cancel,
+                _ => OnTimeout::Postcopy,
+            },
             verify: rng.per_mille(500),
             ..Settings::default()
         };
@@ -70,26 +103,42 @@ impl Here {
             busy: false,
             running: true,
             committed: false,
+            given_back: false,
             resume_failed: false,
             outcome: None,
-            bulk_dead: vec![false; usize::from(channels)],
+            crashed: false,
+            link: 0,
+            connected: true,
+            connecting: false,
+            dead: vec![false; usize::from(channels + settings.urgent_count())],
             pending: vec![true; pages],
             jobs: (0..channels).map(|_| Job::default()).collect(),
             missing: 0,
             bytes: 0,
             stopped: false,
+            claims: None,
+            serving: false,
+            early: Vec::new(),
+            queue: VecDeque::new(),
+            lacking: Collected::new(&layout(pages)),
             settings,
         };
         (here, first)
+    }
+
+    pub(super) fn ended(&self) -> bool {
+        self.outcome.is_some() || self.crashed
     }
 }
 
 impl World {
     pub(super) fn source_event(&mut self, event: Event) {
-        if self.here.outcome.is_some() {
+        if self.here.ended() {
             return;
         }
-        if self.here.busy && !self.here.eager {
+        // A lost link is taken up by one thread that does nothing else meanwhile.
+        let waits = !self.here.eager || self.here.session.phase() == Phase::PostcopyPaused;
+        if self.here.busy && waits {
             self.here.inbox.push_back(event);
             return;
         }
@@ -97,33 +146,64 @@ impl World {
         self.pump_source();
     }
 
-    fn source_handle(&mut self, event: Event) {
+    pub(super) fn source_handle(&mut self, event: Event) {
         let now = Duration::from_micros(self.now);
+        // Its own news of channels that are closed since does not reach the session of the real driver either.
+        let before = self.here.session.phase();
+        if self.here.committed && before == Phase::Switchover {
+            self.here.given_back |= matches!(
+                event,
+                Event::NotSent(_) | Event::Message(ToSource::Returned(_) | ToSource::Failed(_))
+            );
+        }
         let actions = self.here.session.handle(now, event);
+        if before != Phase::Ended && self.here.session.phase() == Phase::Ended {
+            // What was still to be done is moot.
+            self.here.actions.clear();
+        }
         self.here.actions.extend(actions);
     }
 
-    pub(super) fn source_lost(&mut self, why: &str) {
-        if self.defect == Defect::ResumesAfterCommit && self.here.committed && self.here.outcome.is_none() {
+    pub(super) fn source_lost(&mut self, link: usize, why: &str) {
+        if link != self.here.link || self.here.ended() {
+            return;
+        }
+        if self.here.connecting {
+            self.reconnected(false);
+            return;
+        }
+        let planted = match self.defect {
+            Defect::ResumesAfterCommit => self.here.committed,
+            Defect::ResumesInPostcopy => self.here.session.phase() == Phase::Postcopy,
+            _ => false,
+        };
+        if planted {
             self.here.running = true;
             self.here.outcome = Some(Outcome::Failed(Refusal::new(RefusalCode::Other, "lost")));
             return;
         }
-        self.source_event(Event::PeerLost(why.into()));
+        if self.here.connected {
+            self.source_event(Event::PeerLost(why.into()));
+        }
     }
 
-    pub(super) fn source_receives(&mut self, cargo: Cargo) {
+    pub(super) fn source_receives(&mut self, link: usize, stream: usize, cargo: Cargo) {
+        if link != self.here.link || self.here.ended() {
+            return;
+        }
         match cargo {
-            Cargo::ToSource(message) => {
-                self.source_event(Event::Message(message));
+            Cargo::Reply(yes) if self.here.connecting => self.reconnected(yes),
+            Cargo::ToSource(message) if self.here.connected => self.source_event(Event::Message(message)),
+            Cargo::Request(request) if self.here.connected => {
+                self.requested(stream - self.streams.requests(0), request);
             }
-            _ => self.source_lost("the target closed the connection"),
+            _ => self.source_lost(link, "the target closed the connection"),
         }
     }
 
     /// Performs actions in order, until one takes its time.
     pub(super) fn pump_source(&mut self) {
-        while !self.here.busy && self.here.outcome.is_none() {
+        while !self.here.busy && !self.here.ended() {
             if let Some(action) = self.here.actions.pop_front() {
                 self.perform_source(action);
             } else if let Some(event) = self.here.inbox.pop_front() {
@@ -141,8 +221,15 @@ impl World {
                     self.source_handle(event);
                 }
             }
-            // Postcopy's business.
             Action::Remember { .. } => {}
+            Action::SendRest { number } => self.send_rest(number),
+            Action::Disconnect => self.disconnect(),
+            Action::TakeLacking(piece) => {
+                if let Err(why) = self.here.lacking.add(&piece) {
+                    self.source_handle(Event::PeerLost(why));
+                }
+            }
+            Action::ServeAgain { pages } => self.serve_again(pages),
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
             Action::Finish(outcome) => {
                 self.here.outcome = Some(outcome);
@@ -153,32 +240,36 @@ impl World {
                 if step == Action::Rehearse {
                     self.here.running = false;
                 }
-                if let Action::OpenChannels { .. } = step {
-                    for channel in 0..self.here.jobs.len() {
-                        self.transmit(BULK + channel, Cargo::Hello);
+                if let Action::OpenChannels { bulk, urgent } = step {
+                    for stream in self.streams.opened() {
+                        let token = if stream < self.streams.urgent(0) { bulk } else { urgent };
+                        self.transmit(stream, Cargo::Hello(token));
                     }
                 }
                 self.here.busy = true;
-                let delay = self.rng.latency(300);
+                let mut delay = self.rng.latency(300);
+                if let Action::Reconnect { after } = step {
+                    delay += u64::try_from(after.as_micros()).expect("short");
+                }
                 self.at(delay, Item::SourceStep(step));
             }
         }
     }
 
-    fn source_sends(&mut self, message: ToTarget) -> Option<Event> {
+    pub(super) fn source_sends(&mut self, message: ToTarget) -> Option<Event> {
         if message == ToTarget::Commit {
             let (first, paused) = (!self.here.committed, !self.here.running);
             self.promise(first && paused, |_| "a second commit, or one with the guest running".into());
             self.here.committed = true;
         }
         self.count_control();
-        if self.link_up && !self.faults.calm && self.rng.per_mille(3) {
+        if self.link_up() && !self.faults.calm && self.rng.per_mille(3) {
             // The send fails, and nobody can tell how much of it had left: all of it, perhaps.
             self.transmit(TO_TARGET, Cargo::ToTarget(message));
             self.cut();
             return Some(Event::PeerLost("the link failed".into()));
         }
-        if self.link_up {
+        if self.link_up() {
             self.transmit(TO_TARGET, Cargo::ToTarget(message));
             return None;
         }
@@ -192,10 +283,24 @@ impl World {
 
     /// A step that took its time is done: now it has its effect.
     pub(super) fn source_step_done(&mut self, action: Action) {
+        if self.here.ended() {
+            return;
+        }
         let failed = self.rng.per_mille(self.faults.step_fails);
         let event = match action {
-            Action::OpenChannels { .. } if !self.link_up => failure("opening channels"),
-            Action::OpenChannels { .. } => Event::ChannelsOpened,
+            Action::Reconnect { .. } => {
+                self.connect_again();
+                return;
+            }
+            Action::HandOver { also } => self.hand_over(&also),
+            Action::OpenChannels { .. } if !self.link_up() && self.here.claims.is_some() => {
+                Event::PeerLost("opening channels".into())
+            }
+            Action::OpenChannels { .. } if !self.link_up() => failure("opening channels"),
+            Action::OpenChannels { .. } => {
+                self.serve();
+                Event::ChannelsOpened
+            }
             Action::StartTracker => {
                 self.memory.start_tracking();
                 Event::TrackerStarted
@@ -219,6 +324,8 @@ impl World {
                 }
             }
             Action::Resume => {
+                let ours = !self.here.committed || self.here.given_back;
+                self.promise(ours, |_| "resumed after the commit, without the target's word".into());
                 self.here.resume_failed = failed;
                 if !failed {
                     self.resume();
@@ -268,23 +375,33 @@ impl World {
         self.here.bytes = 0;
         for (channel, job) in self.here.jobs.iter_mut().enumerate() {
             let left = (0..pages).filter(|page| set[*page] && page % channels == channel).collect();
-            *job = Job { pass: number, digests, first, left, prepared: Vec::new(), active: true };
+            *job = Job { pass: number, digests, first, left, active: true, ..Job::default() };
         }
-        for channel in 0..channels {
+        self.start_senders();
+    }
+
+    pub(super) fn start_senders(&mut self) {
+        for channel in 0..self.here.jobs.len() {
             let delay = self.rng.latency(200);
-            self.at(delay, Item::SenderStep(channel));
+            self.at(delay, Item::SenderStep(self.here.link, channel));
         }
     }
 
     /// Sends the frame that was prepared, with what its pages hold by now, and prepares the next.
-    pub(super) fn sender_step(&mut self, channel: usize) {
-        if self.here.stopped || !self.here.jobs[channel].active {
+    pub(super) fn sender_step(&mut self, link: usize, channel: usize) {
+        let stale = link != self.here.link || self.here.ended();
+        if self.here.stopped || stale || !self.here.jobs[channel].active {
             return;
         }
-        if self.here.bulk_dead[channel] || (!self.link_up && self.rng.per_mille(300)) {
+        if self.here.dead[channel] || (!self.link_up() && self.rng.per_mille(300)) {
             self.here.jobs[channel].active = false;
-            // As the real driver: the link is blamed only if the target leaves no last words.
-            self.at(500_000, Item::SourceLost);
+            // As the real driver: before the handover the link is blamed only if the target leaves no last words.
+            let wait = if self.here.session.runs_there() { 1 } else { 500_000 };
+            self.at(wait, Item::SourceLost(link));
+            return;
+        }
+        if self.here.jobs[channel].rest {
+            self.rest_step(channel);
             return;
         }
         let job = &mut self.here.jobs[channel];
@@ -306,10 +423,7 @@ impl World {
             let pass = job.pass;
             job.active = false;
             self.transmit(BULK + channel, Cargo::Barrier(pass));
-            self.here.missing -= 1;
-            if self.here.missing == 0 {
-                self.source_event(Event::PassSent { bytes: self.here.bytes });
-            }
+            self.pass_done();
             return;
         }
         for page in next {
@@ -323,10 +437,17 @@ impl World {
             }
         }
         let delay = self.rng.latency(100);
-        self.at(delay, Item::SenderStep(channel));
+        self.at(delay, Item::SenderStep(link, channel));
     }
 
-    fn read(&mut self, (page, digest): (usize, u64)) -> SentPage {
+    pub(super) fn pass_done(&mut self) {
+        self.here.missing -= 1;
+        if self.here.missing == 0 {
+            self.source_event(Event::PassSent { bytes: self.here.bytes });
+        }
+    }
+
+    pub(super) fn read(&mut self, (page, digest): (usize, u64)) -> SentPage {
         let content = self.memory.pages[page];
         if self.defect == Defect::ProtectsLate {
             self.memory.protect(page);
@@ -337,14 +458,18 @@ impl World {
 
     fn stop_senders(&mut self) {
         if !std::mem::replace(&mut self.here.stopped, true) {
-            for channel in 0..self.here.jobs.len() {
-                self.transmit(BULK + channel, Cargo::Eof);
+            for stream in self.streams.opened() {
+                self.transmit(stream, Cargo::Eof);
             }
         }
     }
 
     /// The target sends: to a source that has ended, for nobody.
     pub(super) fn target_transmits(&mut self, message: ToSource) {
+        if !self.there.connected {
+            let why = "the channel is closed".into();
+            return self.target_handle(crate::target::session::Event::PeerLost(why));
+        }
         self.count_control();
         self.transmit(TO_SOURCE, Cargo::ToSource(message));
     }

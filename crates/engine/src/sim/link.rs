@@ -2,7 +2,7 @@
 
 use super::rng::Rng;
 use std::collections::VecDeque;
-use vmferry_wire::{ToSource, ToTarget};
+use vmferry_wire::{ToSource, ToTarget, Token};
 
 /// One page as it travels: what the source read for its digest, and what it read when it sent.
 #[derive(Debug, Clone, Copy)]
@@ -12,10 +12,24 @@ pub(super) struct SentPage {
     pub(super) content: u64,
 }
 
+/// A page that somebody waits for at the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) page: usize,
+    pub(super) ahead: usize,
+    pub(super) again: bool,
+}
+
 /// What a stream carries.
 #[derive(Debug)]
 pub(super) enum Cargo {
-    Hello,
+    /// A channel's hello, with the token that it was given.
+    Hello(Token),
+    /// The hello of a control channel that takes up a lost link.
+    Back,
+    /// The target's answer to that.
+    Reply(bool),
+    Request(Request),
     ToTarget(ToTarget),
     ToSource(ToSource),
     Pages(Vec<SentPage>),
@@ -45,6 +59,13 @@ impl Wire {
             return None;
         }
         self.under_way.pop_front().map(|(_, cargo)| cargo)
+    }
+
+    /// What is under way takes so much longer; returns when it arrives.
+    pub(super) fn delay(&mut self, by: u64) -> Vec<u64> {
+        self.last += by;
+        self.under_way.iter_mut().for_each(|(at, _)| *at += by);
+        self.under_way.iter().map(|(at, _)| *at).collect()
     }
 
     /// The link is cut: some of what was under way still arrives, the rest is lost.

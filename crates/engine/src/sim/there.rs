@@ -1,9 +1,11 @@
 //! The target's host in the simulation.
 
-use super::here::machine;
+use super::here::{layout, machine};
 use super::link::Cargo;
 use super::rng::Rng;
-use super::world::{BULK, Defect, Item, TO_SOURCE, World};
+use super::there_lazy::Lazy;
+use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
+use crate::lacking::Collected;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::collections::VecDeque;
 use vmferry_memory::RegionId;
@@ -13,16 +15,35 @@ pub(super) fn tokens() -> Tokens {
     Tokens { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) }
 }
 
+/// What waits for the thread that runs the session, and the set of channels that it is of.
+pub(super) enum Input {
+    Event(usize, Event),
+    /// A control channel for a lost link.
+    Back(usize),
+}
+
 pub(super) struct There {
     pub(super) session: Session,
-    actions: VecDeque<Action>,
-    inbox: VecDeque<Event>,
+    pub(super) actions: VecDeque<Action>,
+    pub(super) inbox: VecDeque<Input>,
     eager: bool,
-    busy: bool,
+    pub(super) busy: bool,
     pub(super) running: bool,
     pub(super) outcome: Option<Outcome>,
-    pages: Vec<u64>,
-    suspect: Vec<bool>,
+    pub(super) crashed: bool,
+    /// The set of channels, and whether they were not closed.
+    pub(super) link: usize,
+    pub(super) connected: bool,
+    pub(super) tokens: (Token, Token),
+    pub(super) collected: Collected,
+    /// Once the guest is about to run without all of its memory.
+    pub(super) lazy: Option<Lazy>,
+    /// It runs, and the rest is being taken.
+    pub(super) rest: bool,
+    /// When the link was lost.
+    pub(super) lost_at: Option<u64>,
+    pub(super) pages: Vec<u64>,
+    pub(super) suspect: Vec<bool>,
     compared: u64,
     differ: Vec<usize>,
     loads: u32,
@@ -39,6 +60,14 @@ impl There {
             busy: false,
             running: false,
             outcome: None,
+            crashed: false,
+            link: 0,
+            connected: true,
+            tokens: (tokens().bulk, tokens().urgent),
+            collected: Collected::new(&layout(pages)),
+            lazy: None,
+            rest: false,
+            lost_at: None,
             pages: vec![0; pages],
             suspect: vec![false; pages],
             compared: 0,
@@ -47,33 +76,66 @@ impl There {
             starts: 0,
         }
     }
+
+    pub(super) fn ended(&self) -> bool {
+        self.outcome.is_some() || self.crashed
+    }
 }
 
 impl World {
-    pub(super) fn target_event(&mut self, event: Event) {
-        if self.there.outcome.is_some() {
+    pub(super) fn target_event(&mut self, link: usize, event: Event) {
+        if self.there.ended() || link != self.there.link {
             return;
         }
         if self.there.busy && !self.there.eager {
-            self.there.inbox.push_back(event);
+            self.there.inbox.push_back(Input::Event(link, event));
             return;
         }
         self.target_handle(event);
         self.pump_target();
     }
 
-    fn target_handle(&mut self, event: Event) {
+    pub(super) fn target_handle(&mut self, event: Event) {
+        let before = self.there.session.ended();
         let actions = self.there.session.handle(event);
+        let again = before && self.defect != Defect::DropsTheEnd;
+        if !again && self.there.session.ended() {
+            // What was still to be done is moot.
+            self.there.actions.clear();
+        }
         self.there.actions.extend(actions);
     }
 
+    /// A channel's thread, or the control channel's, finds it lost.
+    pub(super) fn target_lost(&mut self, link: usize) {
+        if link == self.there.link && self.there.connected {
+            self.target_lost_early();
+            self.target_event(link, Event::PeerLost("the link was cut".into()));
+        }
+    }
+
     /// Messages go to the session; pages go to memory by the channels' own threads, whatever the session does.
-    pub(super) fn target_receives(&mut self, stream: usize, cargo: Cargo) {
+    pub(super) fn target_receives(&mut self, link: usize, stream: usize, cargo: Cargo) {
+        if matches!(cargo, Cargo::Back) {
+            self.source_is_back(link);
+            return;
+        }
+        let late = self.defect == Defect::RetoldEarly && matches!(cargo, Cargo::Pages(_));
+        let ours = link == self.there.link && self.there.connected;
+        if self.there.ended() || !(ours || late) {
+            return;
+        }
         let channel = u16::try_from(stream.saturating_sub(BULK)).expect("few channels");
         match cargo {
-            Cargo::ToTarget(message) => self.target_event(Event::Message(message)),
-            Cargo::Hello => self.target_event(Event::ChannelUp),
-            Cargo::Pages(pages) if self.there.outcome.is_none() => {
+            Cargo::ToTarget(message) => self.target_event(link, Event::Message(message)),
+            Cargo::Hello(token) => {
+                let (bulk, urgent) = self.there.tokens;
+                let wanted = if stream < self.streams.urgent(0) { bulk } else { urgent };
+                self.promise(token == wanted, |_| "a channel with another token".into());
+                self.target_event(link, Event::ChannelUp);
+            }
+            Cargo::Pages(pages) if self.there.lazy.is_some() => self.take_pages(pages),
+            Cargo::Pages(pages) => {
                 let frozen = self.there.loads > 0;
                 self.promise(!frozen, |_| "pages came after the state was loaded".into());
                 for sent in pages {
@@ -89,24 +151,31 @@ impl World {
                     }
                 }
             }
-            Cargo::Barrier(pass) => self.target_event(Event::Barrier { channel, pass }),
-            Cargo::Eof if stream >= BULK => {
+            Cargo::Barrier(pass) => self.target_event(link, Event::Barrier { channel, pass }),
+            // Once it knows that all is here the source closes its channels, the control channel last.
+            Cargo::Eof if stream != TO_TARGET && self.there.session.complete() => {}
+            Cargo::Eof if stream == TO_TARGET || self.there.rest => self.target_lost(link),
+            Cargo::Eof => {
                 // As the real driver: before memory is complete the source's last words are waited for.
+                self.target_lost_early();
                 if !self.there.session.memory_complete() {
-                    self.at(500_000, Item::TargetLost);
+                    self.at(500_000, Item::TargetLost(link));
                 }
             }
-            Cargo::Eof => self.target_event(Event::PeerLost("the source went away".into())),
-            Cargo::Pages(_) | Cargo::ToSource(_) => {}
+            _ => {}
         }
     }
 
-    fn pump_target(&mut self) {
-        while !self.there.busy && self.there.outcome.is_none() {
+    pub(super) fn pump_target(&mut self) {
+        while !self.there.busy && !self.there.ended() {
             if let Some(action) = self.there.actions.pop_front() {
                 self.perform_target(action);
-            } else if let Some(event) = self.there.inbox.pop_front() {
-                self.target_handle(event);
+            } else if let Some(input) = self.there.inbox.pop_front() {
+                match input {
+                    Input::Event(link, event) if link == self.there.link => self.target_handle(event),
+                    Input::Event(..) => {}
+                    Input::Back(link) => self.take_up(link),
+                }
             } else {
                 return;
             }
@@ -117,8 +186,25 @@ impl World {
         match action {
             Action::Send(message) => self.target_transmits(message),
             Action::AwaitChannels(channels) => {
-                let right = channels.bulk == self.here.settings.channels;
+                let streams = self.streams;
+                let right = usize::from(channels.bulk) == streams.bulk
+                    && usize::from(channels.urgent) == streams.urgent
+                    && channels.probe == streams.probe;
                 self.promise(right, |_| "another number of channels".into());
+            }
+            Action::PrepareLazily => {
+                let why = Refusal::new(RefusalCode::Feature, "a step failed");
+                let failed = self.rng.per_mille(self.faults.step_fails);
+                self.target_handle(if failed { Event::LocalFailure(why) } else { Event::Prepared });
+            }
+            Action::TakeLacking(piece) => self.there.collected.add(&piece).expect("honest pieces"),
+            Action::BeginLazily { pages } => self.begin_lazily(pages),
+            Action::Retell => self.retell(),
+            Action::AskAgain => self.ask_again(),
+            Action::Disconnect => self.disconnect_target(),
+            Action::EndLazily => self.end_lazily(),
+            Action::Finish(Outcome::RunsLazily) => {
+                self.there.rest = true;
             }
             Action::CountSuspects { pass } => {
                 let suspects = self.suspects();
@@ -140,7 +226,6 @@ impl World {
                 let delay = self.rng.latency(300);
                 self.at(delay, Item::TargetStep(step));
             }
-            other => self.promise(false, |_| format!("{other:?} in precopy")),
         }
     }
 
@@ -151,6 +236,13 @@ impl World {
     }
 
     pub(super) fn target_step_done(&mut self, action: Action) {
+        if self.there.ended() {
+            return;
+        }
+        if matches!(action, Action::Load(_)) && !self.load_finds_its_pages() {
+            self.at(2000, Item::TargetStep(action));
+            return;
+        }
         let failed = self.rng.per_mille(self.faults.step_fails);
         self.there.busy = false;
         let why = Refusal::new(RefusalCode::State, "a step failed");
@@ -164,7 +256,7 @@ impl World {
                 }
                 if failed { Event::LocalFailure(why) } else { Event::Loaded { micros: 9 } }
             }
-            _ if failed => Event::StartFailed(why),
+            _ if failed || !self.commit_lazily() => Event::StartFailed(why),
             _ => {
                 self.start();
                 Event::Started { micros: 9, cpu_us: 9 }
@@ -182,7 +274,11 @@ impl World {
         let once = self.there.starts == 1;
         self.promise(once, |_| "started twice".into());
         self.promise(self.here.committed, |_| "started before the commit".into());
-        let equal = self.there.pages == self.memory.pages;
+        self.start_lazily();
+        let lazy = self.there.lazy.as_ref();
+        let there = |page: &usize| lazy.is_none_or(|lazy| lazy.present[*page]);
+        let pages = (0..self.there.pages.len()).filter(there);
+        let equal = pages.clone().all(|page| self.there.pages[page] == self.memory.pages[page]);
         self.promise(equal, |world| {
             format!("started with other memory: {:?} instead of {:?}", world.there.pages, world.memory.pages)
         });

@@ -2,7 +2,7 @@
 
 use super::guest::Memory;
 use super::here::Here;
-use super::link::{Cargo, Wire};
+use super::link::{Cargo, Request, Wire};
 use super::rng::Rng;
 use super::source;
 use super::there::There;
@@ -12,12 +12,7 @@ use std::collections::BinaryHeap;
 use vmferry_wire::{Refusal, RefusalCode};
 
 /// Longer than any migration of a few pages may take, in simulated microseconds.
-const FOR_EVER: u64 = 120_000_000;
-
-/// Streams by number: control to the target, control to the source, then the bulk channels.
-pub(super) const TO_TARGET: usize = 0;
-pub(super) const TO_SOURCE: usize = 1;
-pub(super) const BULK: usize = 2;
+pub(super) const FOR_EVER: u64 = 900_000_000;
 
 /// A defect that is planted to see whether the simulation finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,23 +28,50 @@ pub(super) enum Defect {
     ProtectsLate,
     /// The target says that all pages are sound.
     BlindToDamage,
+    /// A link that breaks when the guest runs at the target, before all of its memory is there, brings it back here.
+    ResumesInPostcopy,
+    /// Pages that are asked for are sent even if they were sent, and what comes is written over what is there.
+    OlderOverNewer,
+    /// Pages that are asked for are sent even if they were sent.
+    SendsTwice,
+    /// Pages that were claimed for a lost channel stay claimed on the next.
+    ClaimSurvives,
+    /// The target tells what it lacks while the lost channels still bring pages.
+    RetoldEarly,
+    /// What is stale at the handover is kept.
+    KeepsStale,
+    /// Pages that came damaged are not named at the handover.
+    ForgetsSuspects,
+    /// The target says that all is here when a page is lacking.
+    CompleteEarly,
+    /// The word that the last page is here is lost with the link that it came on.
+    ForgetsTheLast,
+    /// What is moot at the target's end is dropped again and again, and the end with it.
+    DropsTheEnd,
 }
 
-/// What is to happen.
+/// What is to happen. Numbers called `link` say for which set of channels it counts.
 #[derive(Debug)]
 pub(super) enum Item {
     Arrive(usize),
     Tick,
     GuestWrites,
     Cancel,
+    SwitchNow,
     StopTarget,
+    CrashSource,
+    CrashTarget,
     Cut,
-    CutBulk(usize),
-    SourceLost,
-    TargetLost,
+    Mend,
+    CutChannel,
+    SourceLost(usize),
+    TargetLost(usize),
     SourceStep(source::Action),
     TargetStep(target::Action),
-    SenderStep(usize),
+    TargetWakes,
+    SenderStep(usize, usize),
+    Urgent(usize, usize, Request),
+    Operator,
 }
 
 /// What goes wrong in this run.
@@ -63,16 +85,61 @@ pub(super) struct Faults {
     pub(super) damage: u64,
     /// The link is cut when this many more control messages have been sent.
     pub(super) cut_after: Option<u64>,
+    /// How often a link that was taken up again is cut once more.
+    pub(super) cuts_left: u64,
 }
 
 /// How a run ended, for the statistics of many.
 #[derive(Debug)]
 pub(super) struct Ending {
-    pub(super) source: source::Outcome,
-    pub(super) target: target::Outcome,
+    pub(super) source: Option<source::Outcome>,
+    pub(super) target: Option<target::Outcome>,
     pub(super) committed: bool,
+    pub(super) lazy: bool,
     pub(super) resent: u64,
+    pub(super) interruptions: u64,
+    /// A host died, or was told to stop with a guest that was not whole.
+    pub(super) crashed: bool,
     pub(super) steps: u64,
+}
+
+/// The streams of one set of channels, by number.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Streams {
+    pub(super) bulk: usize,
+    pub(super) urgent: usize,
+    pub(super) probe: bool,
+}
+
+pub(super) const TO_TARGET: usize = 0;
+pub(super) const TO_SOURCE: usize = 1;
+pub(super) const BULK: usize = 2;
+
+impl Streams {
+    pub(super) fn urgent(self, index: usize) -> usize {
+        BULK + self.bulk + index
+    }
+
+    pub(super) fn requests(self, index: usize) -> usize {
+        BULK + self.bulk + self.urgent + index
+    }
+
+    fn probe(self) -> usize {
+        BULK + self.bulk + 2 * self.urgent
+    }
+
+    fn count(self) -> usize {
+        self.probe() + 1
+    }
+
+    fn of_target(self, stream: usize) -> bool {
+        stream == TO_SOURCE || (self.requests(0)..self.probe()).contains(&stream)
+    }
+
+    /// Those that the source opens after the control channel.
+    pub(super) fn opened(self) -> impl Iterator<Item = usize> {
+        (BULK..self.requests(0)).chain(self.probe.then_some(self.probe()))
+    }
 }
 
 pub(super) struct World {
@@ -82,8 +149,12 @@ pub(super) struct World {
     items: Vec<Option<Item>>,
     free: Vec<usize>,
     order: u64,
+    pub(super) streams: Streams,
+    /// Of all sets of channels there ever were.
     pub(super) wires: Vec<Wire>,
-    pub(super) link_up: bool,
+    /// Sets of channels before this one are cut.
+    alive_from: usize,
+    pub(super) net_up: bool,
     pub(super) faults: Faults,
     pub(super) defect: Defect,
     pub(super) memory: Memory,
@@ -99,14 +170,21 @@ impl World {
         let memory = Memory::new(&mut rng);
         let (here, first) = Here::new(&mut rng, memory.pages.len());
         let there = There::new(&mut rng, memory.pages.len());
+        let streams = Streams {
+            bulk: here.settings.channels.into(),
+            urgent: here.settings.urgent_count().into(),
+            probe: here.settings.probe(),
+        };
         let mut world = Self {
             now: 0,
             queue: BinaryHeap::new(),
             items: Vec::new(),
             free: Vec::new(),
             order: 0,
-            wires: (0..BULK + usize::from(here.settings.channels)).map(|_| Wire::default()).collect(),
-            link_up: true,
+            wires: (0..streams.count()).map(|_| Wire::default()).collect(),
+            streams,
+            alive_from: 0,
+            net_up: true,
             faults: Faults::default(),
             defect,
             memory,
@@ -119,10 +197,15 @@ impl World {
         world.choose_faults();
         world.at(1, Item::Tick);
         world.at(1, Item::GuestWrites);
+        world.at(1_000_000, Item::Operator);
         world
     }
 
     fn choose_faults(&mut self) {
+        if self.rng.per_mille(200) {
+            let time = self.some_time();
+            self.at(time, Item::SwitchNow);
+        }
         if self.rng.per_mille(150) {
             self.faults.calm = true;
             return;
@@ -133,25 +216,39 @@ impl World {
         if self.rng.per_mille(300) {
             self.faults.damage = 1 + self.rng.below(150);
         }
+        self.faults.cuts_left = self.rng.below(4);
         match self.rng.below(4) {
-            0 => self.faults.cut_after = Some(self.rng.below(24)),
+            0 => self.faults.cut_after = Some(self.rng.below(30)),
             1 => {
                 let time = self.some_time();
                 self.at(time, Item::Cut);
             }
             _ => {}
         }
-        let unlucky = |rng: &mut Rng| rng.per_mille(150);
-        for item in [Item::Cancel, Item::StopTarget, Item::CutBulk(0)] {
-            if unlucky(&mut self.rng) {
+        let unlucky = [
+            (Item::Cancel, 100),
+            (Item::StopTarget, 80),
+            (Item::CutChannel, 150),
+            (Item::CutChannel, 150),
+            (Item::CrashSource, 50),
+            (Item::CrashTarget, 50),
+        ];
+        for (item, often) in unlucky {
+            if self.rng.per_mille(often) {
                 let time = self.some_time();
-                let channels = self.wires.len() - BULK;
-                let item = if let Item::CutBulk(_) = item {
-                    Item::CutBulk(BULK + self.rng.index(channels))
-                } else {
-                    item
-                };
                 self.at(time, item);
+            }
+        }
+    }
+
+    /// The rest begins to be sent: what can go wrong later should often go wrong soon.
+    pub(super) fn postcopy_begins(&mut self) {
+        let ills =
+            [(Item::Cut, 250), (Item::CutChannel, 150), (Item::CrashSource, 30), (Item::CrashTarget, 15)];
+        for (item, often) in ills {
+            if !self.faults.calm && self.rng.per_mille(often) {
+                let soon = 1 + self.rng.below(12_000);
+                self.at(soon, item);
             }
         }
     }
@@ -179,11 +276,48 @@ impl World {
         }
     }
 
+    /// Whether that set of channels is not cut.
+    pub(super) fn alive(&self, link: usize) -> bool {
+        link >= self.alive_from
+    }
+
+    /// Whether what the source sends arrives.
+    pub(super) fn link_up(&self) -> bool {
+        self.here.connected && self.alive(self.here.link)
+    }
+
+    /// Channels are opened anew; they take the place of the source's.
+    pub(super) fn connect(&mut self) {
+        self.here.link = self.wires.len() / self.streams.count();
+        self.wires.extend((0..self.streams.count()).map(|_| Wire::default()));
+    }
+
+    /// The wire of a stream of the source.
+    pub(super) fn wire_here(&self, stream: usize) -> usize {
+        self.here.link * self.streams.count() + stream
+    }
+
     /// Puts `cargo` on a stream. On a dead link it goes nowhere.
     pub(super) fn transmit(&mut self, stream: usize, cargo: Cargo) {
-        if self.link_up {
-            let at = self.wires[stream].send(self.now, &mut self.rng, cargo);
-            self.at(at - self.now, Item::Arrive(stream));
+        let (link, connected) = if self.streams.of_target(stream) {
+            (self.there.link, self.there.connected)
+        } else {
+            (self.here.link, self.here.connected)
+        };
+        if connected && self.alive(link) {
+            self.put(link * self.streams.count() + stream, cargo);
+        }
+    }
+
+    fn put(&mut self, wire: usize, cargo: Cargo) {
+        let at = self.wires[wire].send(self.now, &mut self.rng, cargo);
+        self.at(at - self.now, Item::Arrive(wire));
+    }
+
+    /// The target answers a control channel that is not its own yet, or never will be.
+    pub(super) fn reply(&mut self, link: usize, yes: bool) {
+        if self.alive(link) {
+            self.put(link * self.streams.count() + TO_SOURCE, Cargo::Reply(yes));
         }
     }
 
@@ -200,28 +334,82 @@ impl World {
         }
     }
 
-    /// The link dies. Each side learns of it in its own time: at once by a reset, or late by its timeout.
+    /// The network fails for a while. Each side learns of it in its own time: at once by a reset, or late by its timeout.
     pub(super) fn cut(&mut self) {
-        if !self.link_up {
+        if !self.net_up {
             return;
         }
-        self.link_up = false;
-        for wire in &mut self.wires {
-            wire.cut(&mut self.rng);
+        self.net_up = false;
+        let (first, links) = (self.alive_from, self.wires.len() / self.streams.count());
+        self.alive_from = links;
+        for link in first..links {
+            self.cut_link(link);
         }
-        for item in [Item::SourceLost, Item::TargetLost] {
+        let longest = [1000, 100_000, 5_000_000, 60_000_000][self.rng.index(4)];
+        let down = 1 + self.rng.below(longest);
+        self.at(down, Item::Mend);
+    }
+
+    fn cut_link(&mut self, link: usize) {
+        let wires = link * self.streams.count()..(link + 1) * self.streams.count();
+        let mut arrived = self.now;
+        for at in wires {
+            self.wires[at].cut(&mut self.rng);
+            self.slow_down(at, 100, 8_000_000);
+            arrived = arrived.max(self.wires[at].under_way.back().map_or(0, |(time, _)| *time));
+        }
+        for lost in [Item::SourceLost(link), Item::TargetLost(link)] {
             let delay =
                 if self.rng.per_mille(500) { self.rng.below(2000) } else { self.rng.below(10_000_000) };
-            // Whatever still arrives was there before the end was noticed.
-            let arrived = self.wires.iter().filter_map(|wire| wire.under_way.back()).map(|(at, _)| *at).max();
-            self.at(delay.max(arrived.unwrap_or(0).saturating_sub(self.now)), item);
+            // Whatever still arrives at the target was there before it noticed the end.
+            let delay = match lost {
+                Item::TargetLost(_) => delay.max(arrived - self.now),
+                _ => delay,
+            };
+            self.at(delay, lost);
         }
+    }
+
+    /// What is still under way may take its time: a commit may be read when its sender has given it up long ago.
+    pub(super) fn slow_down(&mut self, wire: usize, per_mille: u64, most: u64) {
+        if self.rng.per_mille(per_mille) {
+            let delay = self.rng.below(most);
+            let late = self.wires[wire].delay(delay);
+            late.into_iter().for_each(|time| self.at(time - self.now, Item::Arrive(wire)));
+        }
+    }
+
+    /// One channel is lost: its reader notices, and whoever writes to it does then.
+    fn cut_channel(&mut self) {
+        let some = self.rng.index(self.streams.bulk + self.streams.urgent);
+        let mut streams = vec![BULK + some];
+        if let Some(urgent) = some.checked_sub(self.streams.bulk) {
+            streams.push(self.streams.requests(urgent));
+        }
+        for stream in streams {
+            let link = if self.streams.of_target(stream) { self.there.link } else { self.here.link };
+            let wire = link * self.streams.count() + stream;
+            self.wires[wire].cut(&mut self.rng);
+            self.transmit(stream, Cargo::Eof);
+        }
+        self.here.dead[some] = true;
     }
 
     /// Never two that run, never a guest that runs where it must not.
     pub(super) fn check_owner(&mut self) {
         let both = self.here.running && self.there.running;
         self.promise(!both, |_| "the guest runs on both sides".into());
+    }
+
+    /// Whoever runs is known to run.
+    fn check_states(&mut self) {
+        let there = &self.there;
+        let known = !there.running || there.rest || there.busy || there.outcome.is_some();
+        self.promise(known, |world| format!("it runs while {:?}", world.there.session));
+        if self.there.rest && !self.here.ended() {
+            let known = self.here.session.handed_over();
+            self.promise(known, |world| format!("it runs there while {:?}", world.here.session));
+        }
     }
 
     pub(super) fn run(mut self) -> Result<Ending, String> {
@@ -238,7 +426,7 @@ impl World {
             if let Some(broken) = self.broken.take() {
                 return Err(broken);
             }
-            if self.here.outcome.is_some() && self.there.outcome.is_some() {
+            if self.here.ended() && self.there.ended() {
                 return self.judge(steps);
             }
             if self.now > FOR_EVER {
@@ -253,93 +441,57 @@ impl World {
 
     fn happen(&mut self, item: Item) {
         match item {
-            Item::Arrive(stream) => {
-                if let Some(cargo) = self.wires[stream].arrive(self.now) {
-                    if stream == TO_SOURCE {
-                        self.source_receives(cargo)
+            Item::Arrive(wire) => {
+                let (link, stream) = (wire / self.streams.count(), wire % self.streams.count());
+                if let Some(cargo) = self.wires[wire].arrive(self.now) {
+                    if self.streams.of_target(stream) {
+                        self.source_receives(link, stream, cargo);
                     } else {
-                        self.target_receives(stream, cargo)
+                        self.target_receives(link, stream, cargo);
                     }
                 }
             }
             Item::Tick => {
-                let next = 5_000 + self.rng.below(40_000);
+                let longest = if self.now < 5_000_000 { 40_000 } else { 2_000_000 };
+                let next = 5_000 + self.rng.below(longest);
                 self.at(next, Item::Tick);
                 self.source_event(source::Event::Tick);
             }
-            Item::GuestWrites => {
-                let next = 1 + self.rng.below(if self.now < 200_000 { 1_500 } else { 50_000 });
-                self.at(next, Item::GuestWrites);
-                for _ in 0..self.rng.below(4) {
-                    if self.here.running {
-                        self.memory.write(&mut self.rng);
-                    }
-                }
-            }
+            Item::GuestWrites => self.guest_works(),
             Item::Cancel => self.source_event(source::Event::Cancel),
+            Item::SwitchNow => self.source_event(source::Event::SwitchNow),
+            Item::StopTarget if self.there.rest => self.crash_target(),
             Item::StopTarget => {
                 let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
-                self.target_event(target::Event::LocalFailure(why));
+                self.target_event(self.there.link, target::Event::LocalFailure(why));
             }
+            Item::CrashSource => self.crash_source(),
+            Item::CrashTarget => self.crash_target(),
             Item::Cut => self.cut(),
-            Item::CutBulk(stream) => {
-                // The target notices and tells, or gives up; the source's writes fail.
-                self.wires[stream].cut(&mut self.rng);
-                self.here.bulk_dead[stream - BULK] = true;
-                self.transmit(stream, Cargo::Eof);
-            }
-            Item::SourceLost => self.source_lost("the link was cut"),
-            Item::TargetLost => self.target_event(target::Event::PeerLost("the link was cut".into())),
+            Item::Mend => self.net_up = true,
+            Item::CutChannel => self.cut_channel(),
+            Item::SourceLost(link) => self.source_lost(link, "the link was cut"),
+            Item::TargetLost(link) => self.target_lost(link),
             Item::SourceStep(action) => self.source_step_done(action),
             Item::TargetStep(action) => self.target_step_done(action),
-            Item::SenderStep(channel) => self.sender_step(channel),
+            Item::TargetWakes => self.pump_target(),
+            Item::SenderStep(link, channel) => self.sender_step(link, channel),
+            Item::Urgent(link, channel, request) => self.send_urgent(link, channel, request),
+            Item::Operator => self.operate(),
         }
         self.check_owner();
+        self.check_states();
     }
 
-    /// What must hold at the end, whatever happened.
-    fn judge(self, steps: u64) -> Result<Ending, String> {
-        let (Some(source), Some(target)) = (self.here.outcome.clone(), self.there.outcome.clone()) else {
-            return Err("judged before the end".into());
-        };
-        let here = self.here.running;
-        let there = self.there.running;
-        let wrong = |what: &str| {
-            Err(format!("{what}: source {source:?}, target {target:?}, runs here {here}, there {there}"))
-        };
-        if there != (target == target::Outcome::Completed) {
-            return wrong("the target runs the guest if and only if it says so");
-        }
-        if there && !self.here.committed {
-            return wrong("the target runs what was not handed over");
-        }
-        match &source {
-            source::Outcome::Completed if !there || here => return wrong("completed, but not moved"),
-            source::Outcome::Unknown(_) if !self.here.committed => return wrong("unknown before the commit"),
-            source::Outcome::Unknown(_) if here => return wrong("unknown, and yet it was resumed"),
-            source::Outcome::Cancelled(_) | source::Outcome::Failed(_) if there => {
-                return wrong("given up, but the target runs it");
+    fn guest_works(&mut self) {
+        let next = 1 + self.rng.below(if self.now < 200_000 { 1_500 } else { 200_000 });
+        self.at(next, Item::GuestWrites);
+        for _ in 0..self.rng.below(4) {
+            if self.here.running {
+                self.memory.write(&mut self.rng);
+            } else if self.there.running {
+                self.guest_works_there();
             }
-            source::Outcome::Cancelled(_) | source::Outcome::Failed(_)
-                if !here && !self.here.resume_failed =>
-            {
-                return wrong("given up, but it does not run here");
-            }
-            source::Outcome::Completed if self.here.settings.verify => {
-                let pages =
-                    self.here.session.verification.as_ref().map(|found| (found.pages, found.mismatched));
-                if pages != Some((self.memory.pages.len() as u64, 0)) {
-                    return wrong("completed without the verification that was asked for");
-                }
-            }
-            _ => {}
         }
-        let by_timeout =
-            matches!(&source, source::Outcome::Cancelled(why) if why.starts_with("not done within"));
-        if self.faults.calm && source != source::Outcome::Completed && !by_timeout {
-            return wrong("nothing was wrong and yet it failed");
-        }
-        let resent = self.here.session.suspects_resent;
-        Ok(Ending { source, target, committed: self.here.committed, resent, steps })
     }
 }

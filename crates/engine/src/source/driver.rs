@@ -336,7 +336,7 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.timings.sending(message);
-        let failed = send_message(&*self.control, message, self.send_time(message)).err()?;
+        let failed = send_message(&self.control, message, self.send_time(message)).err()?;
         if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
             let what = match message {
                 ToTarget::Section(section) => format!("the device state '{}'", section.name),

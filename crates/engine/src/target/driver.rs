@@ -131,9 +131,11 @@ impl<'a> Driver<'a> {
                     return outcome;
                 }
                 if let Some(event) = self.perform(action) {
+                    let before = self.session.ended();
                     let more = self.session.handle(event);
-                    if self.session.ended() {
-                        // A state must not be loaded over memory that could not be prepared, nor a guest accepted.
+                    if !before && self.session.ended() {
+                        // A state must not be loaded over memory that could not be prepared, nor a guest accepted. Once
+                        // only: a last word that cannot be sent must not take the end with it.
                         actions.clear();
                     }
                     actions.extend(more);

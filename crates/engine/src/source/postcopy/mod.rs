@@ -10,13 +10,13 @@ pub(crate) use urgent::{UrgentOut, serve_urgent};
 
 use super::settings::UrgentPath;
 use crate::source::sender::SenderError;
+use crate::sync::{AtomicU64, AtomicUsize, ClaimBitmap, Mutex, MutexGuard};
 use crate::vm::VmError;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_bitmap::ClaimBitmap;
 use vmferry_memory::{Layout, PAGE_SIZE, PageSet, RegionId};
 
 /// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
@@ -65,6 +65,19 @@ pub(crate) struct Claims {
     /// Pages never touched on this side read as zeros on the other: looked up before they are read. False if all that
     /// is lacking was written.
     pub(crate) look_up_untouched: bool,
+    #[cfg(test)]
+    flaw: Flaw,
+}
+
+/// A way to get the order wrong, for tests that show that it matters.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flaw {
+    None,
+    /// The last bulk thread sees that nothing waits, and then takes itself out.
+    EndsLate,
+    /// A request is left because a bulk thread was at work a moment ago.
+    LeavesLate,
 }
 
 impl Claims {
@@ -78,6 +91,8 @@ impl Claims {
             bulk_at_work: AtomicUsize::new(0),
             frame_pages: AtomicU64::new(64),
             look_up_untouched,
+            #[cfg(test)]
+            flaw: Flaw::None,
         }
     }
 
@@ -128,6 +143,16 @@ impl Claims {
             // On its way already.
             return true;
         }
+        #[cfg(test)]
+        if self.flaw == Flaw::LeavesLate {
+            let at_work = self.bulk_at_work.load(Ordering::Relaxed) > 0;
+            if at_work {
+                let mut queue = self.queue();
+                queue.push_back(wanted);
+                self.queued.store(queue.len(), Ordering::Release);
+            }
+            return at_work;
+        }
         let mut queue = self.queue();
         // A target can ask faster than bulk threads send; then the asking thread sends, and reads no further meanwhile.
         if queue.len() >= MOST_QUEUED {
@@ -161,6 +186,12 @@ impl Claims {
     /// A bulk thread has nothing left to send. False: there is a request that it must serve first.
     fn bulk_ends(&self) -> bool {
         let queue = self.queue();
+        #[cfg(test)]
+        if self.flaw == Flaw::EndsLate && queue.is_empty() {
+            drop(queue);
+            self.bulk_at_work.fetch_sub(1, Ordering::Relaxed);
+            return true;
+        }
         if queue.is_empty() || self.bulk_at_work.load(Ordering::Relaxed) > 1 {
             self.bulk_at_work.fetch_sub(1, Ordering::Relaxed);
             return true;
@@ -192,3 +223,6 @@ fn not_there(region: RegionId, page: u64) -> SenderError {
         "the target asks for page {page:#x} of {region}, which is not there"
     )))
 }
+
+#[cfg(test)]
+mod tests;

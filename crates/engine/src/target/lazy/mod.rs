@@ -28,13 +28,13 @@ pub(crate) use place::Stager;
 
 use crate::channel::Stream;
 use crate::lazy::LazyMemory;
+use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, RwLock, fence};
 use crate::vm::VmError;
 use latency::Latencies;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use vmferry_bitmap::{AtomicBitmap, ClaimBitmap};
 use vmferry_memory::{Layout, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_wire::{LazyFigures, Request};
 use waiters::Waiters;
@@ -71,16 +71,19 @@ struct Region {
     asked: AtomicBitmap,
 }
 
+/// Nothing depends on these.
+type Counter = std::sync::atomic::AtomicU64;
+
 #[derive(Debug, Default)]
 struct Counters {
-    pages: AtomicU64,
-    zero_pages: AtomicU64,
-    duplicates: AtomicU64,
-    damaged: AtomicU64,
-    zero_faults: AtomicU64,
-    requests: AtomicU64,
-    ahead: AtomicU64,
-    ahead_used: AtomicU64,
+    pages: Counter,
+    zero_pages: Counter,
+    duplicates: Counter,
+    damaged: Counter,
+    zero_faults: Counter,
+    requests: Counter,
+    ahead: Counter,
+    ahead_used: Counter,
 }
 
 /// The memory of a guest that runs before all of it is here. Shared by fault threads and channels.
@@ -104,6 +107,23 @@ pub(crate) struct Lazy {
     started: AtomicU64,
     /// Nanoseconds from `began` to the last page; 0 while there are pages to come.
     ended: AtomicU64,
+    #[cfg(test)]
+    flaw: Flaw,
+}
+
+/// A way to get the order wrong, for tests that show that it matters.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flaw {
+    None,
+    /// Who waits is written down, and the page not looked at again.
+    LooksOnce,
+    /// Who brings zeros looks for waiters and then takes the page off the set.
+    WaitersFirst,
+    /// A page with content is taken off the set and then placed.
+    OffBeforePlaced,
+    /// Who waits when the link is taken up is asked for, and then the new lines are there to ask on.
+    AsksBeforeLines,
 }
 
 /// The guest has not been started, and the link is up.
@@ -142,6 +162,8 @@ impl Lazy {
             began: Instant::now(),
             started: AtomicU64::new(0),
             ended: AtomicU64::new(0),
+            #[cfg(test)]
+            flaw: Flaw::None,
         }
     }
 
@@ -165,6 +187,12 @@ impl Lazy {
     /// asked for again.
     pub(crate) fn ask_on(&self, lines: Vec<Arc<UrgentLine>>) {
         let again = !lines.is_empty();
+        #[cfg(test)]
+        if self.flaw == Flaw::AsksBeforeLines {
+            self.waiters.waiting().into_iter().for_each(|place| self.ask(place, 0, false));
+            *self.lines.write().unwrap_or_else(PoisonError::into_inner) = lines;
+            return;
+        }
         *self.lines.write().unwrap_or_else(PoisonError::into_inner) = lines;
         self.damaged_here.store(0, Ordering::Relaxed);
         for region in &self.regions {
@@ -280,7 +308,7 @@ impl Lazy {
 
     /// How it has gone so far.
     pub(crate) fn figures(&self) -> LazyFigures {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let load = |counter: &Counter| counter.load(Ordering::Relaxed);
         let elapsed = match self.ended.load(Ordering::Acquire) {
             0 => self.began.elapsed(),
             ns => Duration::from_nanos(ns),

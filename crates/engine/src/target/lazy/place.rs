@@ -1,5 +1,7 @@
 //! Placing what comes.
 
+#[cfg(test)]
+use super::Flaw;
 use super::{Lazy, MOST_DAMAGED, Place};
 use crate::channel::IoBuf;
 use crate::target::receiver::{FrameSource, ReceiveError};
@@ -50,8 +52,14 @@ impl Stager {
 }
 
 impl Lazy {
-    /// Pages of zeros: nothing is placed unless somebody waits.
-    fn take_zeros(&self, region: usize, run: PageRun) -> bool {
+    /// Pages of zeros: nothing is placed unless somebody waits, or may wait.
+    pub(super) fn take_zeros(&self, region: usize, run: PageRun) -> bool {
+        #[cfg(test)]
+        if self.flaw == Flaw::WaitersFirst {
+            self.waiters
+                .take(region, run.range(), |waiter| self.zero_at_last(Place { region, page: waiter.page }));
+            return self.arrived(region, run).1;
+        }
         let (taken, last) = self.arrived(region, run);
         self.counters.zero_pages.fetch_add(taken, Ordering::Relaxed);
         self.counters.duplicates.fetch_add(run.count - taken, Ordering::Relaxed);
@@ -59,6 +67,9 @@ impl Lazy {
             self.zero_at_last(Place { region, page: waiter.page });
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });
+        if self.waiters.overflowed() {
+            run.range().for_each(|page| self.zero_at_last(Place { region, page }));
+        }
         last
     }
 
@@ -86,7 +97,7 @@ impl Lazy {
         Ok(last)
     }
 
-    fn place_run(
+    pub(super) fn place_run(
         &self,
         region: usize,
         run: PageRun,
@@ -100,10 +111,14 @@ impl Lazy {
             |page: u64| usize::try_from(page - run.first.0).unwrap_or(usize::MAX).saturating_mul(PAGE_BYTES);
         let bytes = &contents[byte(pages.start)..byte(pages.end)];
         let sound = PageRun::from(pages.clone());
+        #[cfg(test)]
+        let early = (self.flaw == Flaw::OffBeforePlaced).then(|| self.arrived(region, sound));
         let placed = self.memory.place(self.regions[region].id, sound, bytes)?;
         self.counters.pages.fetch_add(placed.pages, Ordering::Relaxed);
         self.counters.duplicates.fetch_add(placed.there, Ordering::Relaxed);
         let (_, last) = self.arrived(region, sound);
+        #[cfg(test)]
+        let last = early.map_or(last, |(_, last)| last);
         self.release(region, pages);
         Ok(last)
     }

@@ -1,1 +1,254 @@
+//! The shipped core in many interleavings of a guest, its faults, and channels that bring pages (shuttle). Whoever waits for
+//! ever is a deadlock, which shuttle finds.
+//!
+//! Shuttle takes every access for sequentially consistent, and all accesses that the argument rests on are.
 
+use super::ahead::Ahead;
+use super::{Flaw, Lazy, UrgentLine, serve_faults};
+use crate::channel::Stream;
+use crate::lazy::{Fault, LazyMemory, Placed};
+use crate::vm::VmError;
+use shuttle::sync::{Condvar, Mutex};
+use shuttle::thread;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_wire::{REQUEST_BYTES, Request};
+
+const PAGES: usize = 4;
+const TRIES: usize = 3000;
+/// What the pages hold: page 1 and 3 are zeros.
+const CONTENT: [u8; PAGES] = [7, 0, 9, 0];
+
+#[derive(Debug, Default)]
+struct State {
+    pages: [Option<u8>; PAGES],
+    woken: [u64; PAGES],
+    faults: [VecDeque<Fault>; 2],
+    raised: u64,
+    interrupted: bool,
+}
+
+/// Memory that makes faults as the kernel's does.
+#[derive(Debug, Default)]
+struct Memory {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Memory {
+    /// A vCPU reads a page, and sleeps until it is there.
+    fn read(&self, page: usize, vcpu: u32) -> u8 {
+        let mut state = self.state.lock().unwrap();
+        loop {
+            if let Some(content) = state.pages[page] {
+                return content;
+            }
+            let (page_index, region) = (PageIndex(page as u64), RegionId(0));
+            state.faults[page % 2].push_back(Fault {
+                region,
+                page: page_index,
+                write: false,
+                vcpu: Some(vcpu),
+            });
+            state.raised += 1;
+            let woken = state.woken[page];
+            self.changed.notify_all();
+            while state.pages[page].is_none() && state.woken[page] == woken {
+                state = self.changed.wait(state).unwrap();
+            }
+        }
+    }
+
+    fn put(&self, run: PageRun, content: u8) -> Placed {
+        let mut state = self.state.lock().unwrap();
+        let mut placed = Placed::default();
+        for page in run.range() {
+            let page = &mut state.pages[usize::try_from(page).unwrap()];
+            if page.is_some() {
+                placed.there += 1;
+            } else {
+                *page = Some(content);
+                placed.pages += 1;
+            }
+        }
+        self.changed.notify_all();
+        placed
+    }
+}
+
+impl LazyMemory for Memory {
+    fn stripes(&self) -> usize {
+        2
+    }
+
+    fn stripe_of(&self, _: RegionId, page: PageIndex) -> usize {
+        usize::try_from(page.0 % 2).unwrap()
+    }
+
+    fn begin(&self, _: &PageSet) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn next_fault(&self, stripe: usize, _: Duration) -> Result<Option<Fault>, VmError> {
+        let mut state = self.state.lock().unwrap();
+        loop {
+            if let Some(fault) = state.faults[stripe].pop_front() {
+                return Ok(Some(fault));
+            }
+            if state.interrupted {
+                return Ok(None);
+            }
+            state = self.changed.wait(state).unwrap();
+        }
+    }
+
+    fn interrupt(&self) {
+        self.state.lock().unwrap().interrupted = true;
+        self.changed.notify_all();
+    }
+
+    fn place(&self, _: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
+        Ok(self.put(run, bytes[0]))
+    }
+
+    fn place_zeros(&self, _: RegionId, run: PageRun) -> Result<Placed, VmError> {
+        Ok(self.put(run, 0))
+    }
+
+    fn wake(&self, _: RegionId, page: PageIndex) -> Result<(), VmError> {
+        self.state.lock().unwrap().woken[usize::try_from(page.0).unwrap()] += 1;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), VmError> {
+        Ok(())
+    }
+}
+
+fn lazy(flaw: Flaw) -> (Arc<Memory>, Arc<Lazy>) {
+    let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
+    let lacking = PageSet::full(&Layout::new(vec![region]).unwrap());
+    let memory = Arc::new(Memory::default());
+    let mut lazy = Lazy::new(Arc::clone(&memory) as Arc<dyn LazyMemory>, &lacking, 2);
+    lazy.flaw = flaw;
+    (memory, Arc::new(lazy))
+}
+
+/// Brings a page; says whether it was the last.
+fn bring(lazy: &Lazy, page: u64) -> bool {
+    let run = PageRun::new(PageIndex(page), 1);
+    match CONTENT[usize::try_from(page).unwrap()] {
+        0 => lazy.take_zeros(0, run),
+        content => lazy.place_run(0, run, run.range(), &[content; PAGE_BYTES]).unwrap(),
+    }
+}
+
+/// Two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
+fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
+    let (memory, lazy) = lazy(flaw);
+    if overflow {
+        while lazy.waiters.add(super::Place { region: 0, page: 2 }, 0, None) {}
+    }
+    let guests: Vec<_> = (0u32..)
+        .zip(reads)
+        .map(|(vcpu, pages)| {
+            let memory = Arc::clone(&memory);
+            thread::spawn(move || {
+                for page in pages {
+                    assert_eq!(memory.read(*page, vcpu), CONTENT[*page], "lost: the content of page {page}");
+                }
+            })
+        })
+        .collect();
+    let start = |work: fn(&Lazy) -> u32| {
+        let lazy = Arc::clone(&lazy);
+        thread::spawn(move || work(&lazy))
+    };
+    let faults = [start(|lazy| (serve_faults(lazy, 0), 0).1), start(|lazy| (serve_faults(lazy, 1), 0).1)];
+    let channels = [
+        start(|lazy| [1, 2].into_iter().map(|page| u32::from(bring(lazy, page))).sum()),
+        start(|lazy| [0, 3].into_iter().map(|page| u32::from(bring(lazy, page))).sum()),
+    ];
+    guests.into_iter().for_each(|guest| guest.join().unwrap());
+    let last: u32 = channels.into_iter().map(|channel| channel.join().unwrap()).sum();
+    assert_eq!((last, lazy.left()), (1, 0), "the last page is noticed once");
+    lazy.stop();
+    faults.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), 0));
+    assert_eq!(lazy.waiters.waiting(), [], "somebody is still written down");
+    let (figures, raised) = (lazy.figures(), memory.state.lock().unwrap().raised);
+    assert_eq!((figures.pages, figures.duplicates), (2, 0));
+    assert!(overflow || figures.all.faults <= raised, "somebody was let go twice");
+}
+
+const BOTH: [&[usize]; 2] = [&[1, 0], &[1, 2, 3]];
+const APART: [&[usize]; 2] = [&[1, 0], &[2, 3]];
+
+#[test]
+fn nobody_waits_for_ever_and_everybody_reads_what_was_sent() {
+    shuttle::check_random(|| run(Flaw::None, BOTH, false), TRIES);
+    shuttle::check_pct(|| run(Flaw::None, BOTH, false), TRIES, 4);
+}
+
+#[test]
+fn nobody_waits_for_ever_beyond_what_can_be_written_down() {
+    shuttle::check_random(|| run(Flaw::None, BOTH, true), TRIES);
+}
+
+/// Always the same interleavings.
+fn search(test: impl Fn() + Send + Sync + 'static) {
+    let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
+    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_fault_thread_that_looks_once_leaves_somebody_waiting() {
+    search(|| run(Flaw::LooksOnce, APART, false));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_channel_that_looks_for_waiters_first_leaves_somebody_waiting() {
+    search(|| run(Flaw::WaitersFirst, APART, false));
+}
+
+#[test]
+#[should_panic(expected = "lost")]
+fn a_page_that_is_taken_off_before_it_is_placed_is_lost() {
+    search(|| run(Flaw::OffBeforePlaced, BOTH, false));
+}
+
+/// A fault while the link is taken up again: the page is asked for on the new line.
+fn relink(flaw: Flaw) {
+    let (_, lazy) = lazy(flaw);
+    let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+    far.set_nonblocking(true).unwrap();
+    let line = Arc::new(UrgentLine::new(Arc::new(Stream::new(near, "near".into()).unwrap())));
+    let (faulted, linked) = (Arc::clone(&lazy), Arc::clone(&lazy));
+    let fault = Fault { region: RegionId(0), page: PageIndex(1), write: true, vcpu: None };
+    let fault = thread::spawn(move || faulted.serve(fault, &mut Ahead::default()));
+    let link = thread::spawn(move || {
+        linked.ask_on(Vec::new());
+        linked.ask_on(vec![line]);
+    });
+    fault.join().unwrap();
+    link.join().unwrap();
+    let mut bytes = [0; REQUEST_BYTES];
+    let got = std::io::Read::read(&mut &far, &mut bytes).unwrap_or(0);
+    assert_eq!(got, REQUEST_BYTES, "never asked for");
+    assert!(matches!(Request::decode(&bytes), Ok(Request::Page { page: PageIndex(1), again: false, .. })));
+}
+
+#[test]
+fn who_waits_is_asked_for_when_the_link_is_back() {
+    shuttle::check_random(|| relink(Flaw::None), TRIES);
+}
+
+#[test]
+#[should_panic(expected = "never asked for")]
+fn asking_before_the_lines_are_there_asks_for_nothing() {
+    search(|| relink(Flaw::AsksBeforeLines));
+}

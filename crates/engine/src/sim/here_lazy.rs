@@ -1,0 +1,222 @@
+//! The source's host from the handover on: what is lacking is claimed and sent, over one set of channels or several.
+
+use super::here::{Job, layout};
+use super::link::{Cargo, Request};
+use super::world::{BULK, Defect, Item, TO_TARGET, World};
+use crate::lacking::{Collected, pieces};
+use crate::source::UrgentPath;
+use crate::source::events::Event;
+use crate::source::postcopy::lacking;
+use vmferry_memory::{PageSet, RegionId};
+use vmferry_wire::{RunName, ToTarget};
+
+pub(super) const REGION: RegionId = RegionId(0);
+
+/// Which pages are in it.
+pub(super) fn flags(set: &PageSet) -> Vec<bool> {
+    let map = set.region(REGION).expect("the one region");
+    (0..map.len()).map(|page| map.test(page)).collect()
+}
+
+pub(super) fn set_of(flags: &[bool]) -> PageSet {
+    let mut set = PageSet::empty(&layout(flags.len()));
+    let map = set.region_mut(REGION).expect("the one region");
+    for (page, _) in (0..).zip(flags).filter(|(_, wanted)| **wanted) {
+        map.set(page);
+    }
+    set
+}
+
+impl World {
+    pub(super) fn hand_over(&mut self, also: &[RunName]) -> Event {
+        let pages = self.here.pending.len();
+        let also = if self.defect == Defect::ForgetsSuspects { &[] } else { also };
+        let pending = std::mem::replace(&mut self.here.pending, vec![false; pages]);
+        let set = lacking(set_of(&pending), &layout(pages), also).expect("honest names");
+        for piece in pieces(&set) {
+            if let Some(failed) = self.source_sends(ToTarget::Lacking(piece)) {
+                return failed;
+            }
+        }
+        self.here.claims = Some(flags(&set));
+        self.serve();
+        Event::HandedOver { pages: set.count() }
+    }
+
+    /// Requests are served from now on.
+    pub(super) fn serve(&mut self) {
+        if self.here.claims.is_none() {
+            return;
+        }
+        self.here.serving = true;
+        for (channel, request) in std::mem::take(&mut self.here.early) {
+            self.requested(channel, request);
+        }
+    }
+
+    pub(super) fn send_rest(&mut self, number: u32) {
+        if self.here.claims.is_none() {
+            return;
+        }
+        if self.here.link == 0 {
+            self.postcopy_begins();
+        }
+        self.here.missing = self.here.jobs.len();
+        for job in &mut self.here.jobs {
+            *job = Job { pass: number, rest: true, active: true, ..Job::default() };
+        }
+        self.start_senders();
+    }
+
+    fn bulk_at_work(&self) -> usize {
+        self.here.jobs.iter().filter(|job| job.rest && job.active).count()
+    }
+
+    fn claim(&mut self, page: usize) -> bool {
+        let claims = self.here.claims.as_mut();
+        claims.and_then(|claims| claims.get_mut(page)).is_some_and(std::mem::take)
+    }
+
+    /// A bulk thread sends what it has claimed, then what waits for it, and claims more.
+    pub(super) fn rest_step(&mut self, channel: usize) {
+        let prepared = std::mem::take(&mut self.here.jobs[channel].prepared);
+        if !prepared.is_empty() {
+            let sent = prepared.into_iter().map(|page| self.read(page)).collect();
+            self.transmit(BULK + channel, Cargo::Pages(sent));
+        }
+        while let Some((asked_on, request)) = self.here.queue.pop_front() {
+            let stream = match self.here.settings.urgent {
+                UrgentPath::Shared => BULK + channel,
+                _ => self.streams.urgent(asked_on),
+            };
+            self.send_wanted(stream, request);
+        }
+        let most = 1 + self.rng.index(6);
+        let claims = self.here.claims.as_deref().unwrap_or_default();
+        let next: Vec<usize> = (0..claims.len()).filter(|page| claims[*page]).take(most).collect();
+        if next.is_empty() {
+            self.here.jobs[channel].active = false;
+            self.transmit(BULK + channel, Cargo::Barrier(self.here.jobs[channel].pass));
+            self.pass_done();
+            return;
+        }
+        for page in next {
+            let claimed = self.claim(page);
+            self.promise(claimed, |_| "claimed twice".into());
+            self.here.jobs[channel].prepared.push((page, self.memory.pages[page]));
+        }
+        let delay = self.rng.latency(400);
+        self.at(delay, Item::SenderStep(self.here.link, channel));
+    }
+
+    /// A request has come on an urgent channel.
+    pub(super) fn requested(&mut self, channel: usize, request: Request) {
+        if !self.here.serving {
+            self.here.early.push((channel, request));
+        } else if self.here.settings.urgent != UrgentPath::Dedicated && self.bulk_at_work() > 0 {
+            self.here.queue.push_back((channel, request));
+        } else {
+            let delay = self.rng.latency(50);
+            self.at(delay, Item::Urgent(self.here.link, channel, request));
+        }
+    }
+
+    pub(super) fn send_urgent(&mut self, link: usize, channel: usize, request: Request) {
+        if link == self.here.link && !self.here.ended() && self.here.serving {
+            if self.here.dead[self.streams.bulk + channel] {
+                self.source_lost(link, "an urgent channel is lost");
+                return;
+            }
+            self.send_wanted(self.streams.urgent(channel), request);
+        }
+    }
+
+    fn send_wanted(&mut self, stream: usize, request: Request) {
+        let Request { page, ahead, again } = request;
+        let planted = matches!(self.defect, Defect::OlderOverNewer | Defect::SendsTwice);
+        let last = (page + ahead).min(self.memory.pages.len() - 1);
+        let frames = [page..page + 1, page + 1..last + 1];
+        for (pages, again) in frames.into_iter().zip([again || planted, false]) {
+            let taken: Vec<usize> = pages.filter(|page| self.claim(*page) || again).collect();
+            let sent: Vec<_> =
+                taken.into_iter().map(|page| self.read((page, self.memory.pages[page]))).collect();
+            if !sent.is_empty() {
+                self.transmit(stream, Cargo::Pages(sent));
+            }
+        }
+    }
+
+    /// Closes every channel. What is under way may still arrive.
+    pub(super) fn disconnect(&mut self) {
+        self.transmit(TO_TARGET, Cargo::Eof);
+        for stream in self.streams.opened() {
+            self.transmit(stream, Cargo::Eof);
+            self.slow_down(self.wire_here(stream), 200, 1_000_000);
+        }
+        self.here.connected = false;
+        self.here.serving = false;
+        self.here.early.clear();
+        self.here.queue.clear();
+        self.here.jobs.iter_mut().for_each(|job| *job = Job::default());
+        if self.defect != Defect::ClaimSurvives {
+            self.here.claims = None;
+        }
+    }
+
+    /// The attempt that `Reconnect` asked for.
+    pub(super) fn connect_again(&mut self) {
+        if !self.net_up || self.there.ended() {
+            self.reconnected(false);
+            return;
+        }
+        self.connect();
+        self.here.connected = true;
+        self.here.connecting = true;
+        self.transmit(TO_TARGET, Cargo::Back);
+    }
+
+    pub(super) fn reconnected(&mut self, yes: bool) {
+        self.here.connecting = false;
+        self.here.connected = yes;
+        self.here.busy = false;
+        if yes {
+            self.here.lacking = Collected::new(&layout(self.memory.pages.len()));
+            self.here.dead.fill(false);
+            if let Some(left) = self.faults.cuts_left.checked_sub(1) {
+                self.faults.cuts_left = left;
+                let soon = 1 + self.rng.below(6000);
+                let item = if self.rng.per_mille(600) { Item::Cut } else { Item::CutChannel };
+                self.at(soon, item);
+            }
+            self.source_handle(Event::Reconnected);
+        } else {
+            self.source_handle(Event::NotReconnected("refused".into()));
+        }
+        self.pump_source();
+    }
+
+    pub(super) fn serve_again(&mut self, pages: u64) {
+        let empty = Collected::new(&layout(self.memory.pages.len()));
+        match std::mem::replace(&mut self.here.lacking, empty).complete(pages) {
+            Ok(set) => {
+                let claims = flags(&set);
+                match (&mut self.here.claims, self.defect) {
+                    (Some(before), Defect::ClaimSurvives) => {
+                        before.iter_mut().zip(claims).for_each(|(left, lacks)| *left &= lacks);
+                    }
+                    (own, _) => *own = Some(claims),
+                }
+            }
+            Err(why) => self.source_handle(Event::PeerLost(why)),
+        }
+    }
+
+    pub(super) fn crash_source(&mut self) {
+        if self.here.ended() {
+            return;
+        }
+        self.disconnect();
+        self.here.crashed = true;
+        self.here.running = false;
+    }
+}

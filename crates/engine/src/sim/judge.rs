@@ -1,0 +1,75 @@
+//! What must hold at the end, whatever happened.
+
+use super::source::Outcome;
+use super::world::{Ending, World};
+use crate::target::session::Outcome as TargetOutcome;
+
+impl World {
+    pub(super) fn judge(self, steps: u64) -> Result<Ending, String> {
+        let (here, there) = (self.here.running, self.there.running);
+        let (source, target) = (&self.here.outcome, &self.there.outcome);
+        let wrong = |what: &str| {
+            Err(format!(
+                "{what}: source {source:?}{}, target {target:?}{}, runs here {here}, there {there}",
+                if self.here.crashed { " (crashed)" } else { "" },
+                if self.there.crashed { " (crashed)" } else { "" },
+            ))
+        };
+        if there != (*target == Some(TargetOutcome::Completed)) {
+            return wrong("the target runs the guest if and only if it says so");
+        }
+        if there && !self.here.committed {
+            return wrong("the target runs what was not handed over");
+        }
+        if let Some(lazy) = self.there.lazy.as_ref().filter(|_| there)
+            && (lazy.left() > 0 || self.there.pages != *lazy.model())
+        {
+            return wrong("the target has not all of the guest's memory, or another's");
+        }
+        if let Some(what) = source.as_ref().and_then(|source| self.source_is_wrong(source)) {
+            return wrong(what);
+        }
+        let gone = self.here.crashed || self.there.crashed;
+        if self.there.rest && !gone && (*source != Some(Outcome::Completed) || !there) {
+            return wrong("nobody died, and yet its memory did not come together");
+        }
+        let by_timeout =
+            matches!(source, Some(Outcome::Cancelled(why)) if why.starts_with("not done within"));
+        if self.faults.calm && *source != Some(Outcome::Completed) && !by_timeout {
+            return wrong("nothing was wrong and yet it failed");
+        }
+        Ok(Ending {
+            committed: self.here.committed,
+            lazy: self.there.rest,
+            resent: self.here.session.suspects_resent,
+            interruptions: self.here.session.interruptions(),
+            crashed: gone,
+            source: self.here.outcome,
+            target: self.there.outcome,
+            steps,
+        })
+    }
+
+    fn source_is_wrong(&self, source: &Outcome) -> Option<&'static str> {
+        let (here, there) = (self.here.running, self.there.running);
+        let died = self.there.crashed;
+        let verified = self.here.session.verification.as_ref().map(|found| (found.pages, found.mismatched));
+        let all = Some((self.memory.pages.len() as u64, 0));
+        match source {
+            Outcome::Completed if here || !(there || died) => Some("completed, but not moved"),
+            Outcome::Completed if self.here.settings.verify && !self.there.rest && verified != all => {
+                Some("completed without the verification that was asked for")
+            }
+            Outcome::Unknown(_) | Outcome::Lost(_) if !self.here.committed => {
+                Some("unknown before the commit")
+            }
+            Outcome::Unknown(_) | Outcome::Lost(_) if here => Some("unknown, and yet it was resumed"),
+            Outcome::Lost(_) if !self.there.rest => Some("lost, but it never ran there"),
+            Outcome::Cancelled(_) | Outcome::Failed(_) if there => Some("given up, but the target runs it"),
+            Outcome::Cancelled(_) | Outcome::Failed(_) if !here && !self.here.resume_failed => {
+                Some("given up, but it does not run here")
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! The target's host from the handover on: pages that are missing, whoever waits for them, and the guest that runs on.
+
+use super::here::layout;
+use super::here_lazy::{flags, set_of};
+use super::link::{Cargo, Request, SentPage};
+use super::there::Input;
+use super::world::{Defect, Item, TO_SOURCE, World};
+use crate::lacking::{Collected, pieces};
+use crate::target::session::{Action, Event, Outcome};
+use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, Token};
+
+/// How long after it has lost its source a target that has everything keeps the door open.
+const NOBODY_ASKS: u64 = 20_000_000;
+const VCPUS: usize = 2;
+
+/// Whether the guest may still be started without the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Open,
+    Committed,
+    Abandoned,
+}
+
+#[derive(Debug)]
+pub(super) struct Lazy {
+    pub(super) lacking: Vec<bool>,
+    /// Whether it can be touched; what is not makes a fault.
+    pub(super) present: Vec<bool>,
+    asked: Vec<bool>,
+    waits: Vec<bool>,
+    lines_up: bool,
+    fate: Fate,
+    /// What the loading of the state touches.
+    load_needs: Vec<usize>,
+    /// What each vCPU waits for.
+    vcpus: [Option<usize>; VCPUS],
+    /// What the guest wrote, wherever it was then.
+    model: Vec<u64>,
+    writes: u64,
+    ended: bool,
+    pub(super) figures: LazyFigures,
+}
+
+impl Lazy {
+    /// What the guest's memory must be.
+    pub(super) fn model(&self) -> &Vec<u64> {
+        &self.model
+    }
+
+    pub(super) fn left(&self) -> usize {
+        self.lacking.iter().filter(|lacking| **lacking).count()
+    }
+}
+
+impl World {
+    /// The driver's part of the handover: whatever is stale goes.
+    pub(super) fn begin_lazily(&mut self, pages: u64) {
+        let empty = Collected::new(&layout(self.there.pages.len()));
+        let lacking = match std::mem::replace(&mut self.there.collected, empty).complete(pages) {
+            Ok(set) => flags(&set),
+            Err(why) => {
+                let why = Refusal::new(RefusalCode::Protocol, why);
+                return self.target_handle(Event::LocalFailure(why));
+            }
+        };
+        let named = lacking.iter().zip(&self.there.suspect).all(|(lacks, suspect)| *lacks || !suspect);
+        self.promise(named, |_| "a page that came damaged is not among those that come again".into());
+        let mut present = vec![true; lacking.len()];
+        for page in (0..lacking.len()).filter(|page| lacking[*page]) {
+            if self.defect != Defect::KeepsStale || self.there.pages[page] == 0 {
+                present[page] = false;
+                self.there.pages[page] = 0;
+            }
+        }
+        let count = lacking.len();
+        let needs = self.rng.index(3);
+        let lazy = Lazy {
+            lacking,
+            present,
+            asked: vec![false; count],
+            waits: vec![false; count],
+            lines_up: true,
+            fate: Fate::Open,
+            load_needs: (0..needs).map(|_| self.rng.index(count)).collect(),
+            vcpus: [None; VCPUS],
+            model: Vec::new(),
+            writes: 1 << 32,
+            ended: false,
+            figures: LazyFigures::default(),
+        };
+        let nothing = lazy.left() == 0;
+        self.there.lazy = Some(lazy);
+        if nothing {
+            self.target_handle(Event::AllHere(LazyFigures::default()));
+        }
+    }
+
+    fn lazy(&mut self) -> &mut Lazy {
+        self.there.lazy.as_mut().expect("after the handover only")
+    }
+
+    /// A link that is lost before the guest was started takes it along; whoever waits gets zeros.
+    pub(super) fn target_lost_early(&mut self) {
+        if let Some(lazy) = self.there.lazy.as_mut()
+            && lazy.fate == Fate::Open
+        {
+            lazy.fate = Fate::Abandoned;
+            lazy.present.fill(true);
+        }
+    }
+
+    pub(super) fn commit_lazily(&mut self) -> bool {
+        let Some(lazy) = self.there.lazy.as_mut() else { return true };
+        let open = lazy.fate == Fate::Open;
+        if open {
+            lazy.fate = Fate::Committed;
+        }
+        open
+    }
+
+    pub(super) fn start_lazily(&mut self) {
+        if let Some(lazy) = self.there.lazy.as_mut() {
+            lazy.model = self.memory.pages.clone();
+        }
+    }
+
+    /// Whether the pages that the state's loading touches are here; asks for them if not.
+    pub(super) fn load_finds_its_pages(&mut self) -> bool {
+        let Some(lazy) = self.there.lazy.as_ref() else { return true };
+        let needs = lazy.load_needs.clone();
+        needs.into_iter().filter(|page| !self.touched(*page)).count() == 0
+    }
+
+    /// Whether a page is there for whoever touches it; if not it is asked for, or answered as zeros here.
+    fn touched(&mut self, page: usize) -> bool {
+        let lazy = self.lazy();
+        if !lazy.present[page] && !lazy.lacking[page] {
+            lazy.figures.zero_faults += 1;
+            lazy.present[page] = true;
+        } else if !lazy.present[page] {
+            lazy.waits[page] = true;
+            let ahead = self.rng.index(4);
+            self.ask(page, ahead, false);
+        }
+        self.lazy().present[page]
+    }
+
+    fn ask(&mut self, page: usize, ahead: usize, again: bool) {
+        let lazy = self.lazy();
+        if !lazy.lines_up || (lazy.asked[page] && !again) {
+            return;
+        }
+        lazy.asked[page] = true;
+        lazy.figures.requests += 1;
+        let line = self.streams.requests(page % self.streams.urgent);
+        self.transmit(line, Cargo::Request(Request { page, ahead, again }));
+    }
+
+    /// Pages have come, on whatever channel.
+    pub(super) fn take_pages(&mut self, pages: Vec<SentPage>) {
+        for SentPage { page, digest, content } in pages {
+            if self.lazy().ended && self.defect != Defect::CompleteEarly {
+                self.promise(self.there.rest, |_| "a page after the end".into());
+            }
+            if digest != content {
+                self.lazy().figures.damaged += 1;
+                self.ask(page, 0, true);
+                continue;
+            }
+            let overwrites = self.defect == Defect::OlderOverNewer;
+            let lazy = self.lazy();
+            let fresh = std::mem::take(&mut lazy.lacking[page]);
+            let placed = !lazy.present[page] && (content != 0 || lazy.waits[page]);
+            lazy.present[page] |= placed;
+            lazy.figures.duplicates += u64::from(!fresh);
+            lazy.waits[page] = false;
+            let last = fresh && lazy.left() == 0;
+            if placed || overwrites {
+                self.there.pages[page] = content;
+            }
+            let early = self.defect == Defect::CompleteEarly && fresh && self.lazy().left() == 1;
+            let fine = fresh || overwrites || self.lazy().fate == Fate::Abandoned;
+            self.promise(fine, |_| format!("page {page} came twice"));
+            self.wake(page);
+            if last || early {
+                let figures = self.lazy().figures.clone();
+                // The thread that runs the session reads of it when it comes to it.
+                self.there.inbox.push_back(Input::Event(self.there.link, Event::AllHere(figures)));
+                let delay = self.rng.latency(100);
+                self.at(delay, Item::TargetWakes);
+            }
+        }
+    }
+
+    /// The vCPUs that wait for a page go on.
+    fn wake(&mut self, page: usize) {
+        for vcpu in 0..VCPUS {
+            if self.lazy().present[page] && self.lazy().vcpus[vcpu] == Some(page) {
+                self.lazy().vcpus[vcpu] = None;
+                self.access(page);
+            }
+        }
+    }
+
+    pub(super) fn guest_works_there(&mut self) {
+        if self.there.lazy.is_none() {
+            return;
+        }
+        let vcpu = self.rng.index(VCPUS);
+        if self.lazy().vcpus[vcpu].is_some() {
+            return;
+        }
+        let page = self.rng.index(self.there.pages.len());
+        if self.touched(page) {
+            self.access(page);
+        } else {
+            self.lazy().vcpus[vcpu] = Some(page);
+        }
+    }
+
+    /// The guest looks at a page that is there, and perhaps writes it.
+    fn access(&mut self, page: usize) {
+        let Some(want) = self.lazy().model.get(page).copied() else { return };
+        let found = self.there.pages[page];
+        self.promise(found == want, |_| format!("the guest finds {found} in page {page}, which held {want}"));
+        if self.rng.per_mille(500) {
+            let zero = self.rng.per_mille(100);
+            let lazy = self.lazy();
+            lazy.writes += 1;
+            let value = if zero { 0 } else { lazy.writes };
+            lazy.model[page] = value;
+            self.there.pages[page] = value;
+        }
+    }
+
+    /// Nothing makes faults any more: what is missing reads as zeros.
+    pub(super) fn end_lazily(&mut self) {
+        self.lazy().ended = true;
+        self.lazy().present.fill(true);
+        (0..self.there.pages.len()).for_each(|page| self.wake(page));
+    }
+
+    pub(super) fn disconnect_target(&mut self) {
+        self.transmit(TO_SOURCE, Cargo::Eof);
+        for urgent in 0..self.streams.urgent {
+            self.transmit(self.streams.requests(urgent), Cargo::Eof);
+        }
+        self.there.connected = false;
+        if let Some(lazy) = self.there.lazy.as_mut() {
+            lazy.lines_up = false;
+            lazy.asked.fill(false);
+        }
+        self.drain();
+    }
+
+    /// What channels still reported is thrown away until their threads have ended, or some of it.
+    fn drain(&mut self) {
+        let kept = self.rng.index(self.there.inbox.len() + 1);
+        for input in self.there.inbox.drain(kept..).collect::<Vec<_>>() {
+            if let Input::Back(link) = input {
+                self.reply(link, false);
+            }
+        }
+        self.all_here_after_all();
+    }
+
+    /// A source that has lost the link says hello.
+    pub(super) fn source_is_back(&mut self, link: usize) {
+        if self.there.ended() {
+            self.reply(link, false);
+            return;
+        }
+        self.there.inbox.push_back(Input::Back(link));
+        self.pump_target();
+    }
+
+    pub(super) fn take_up(&mut self, link: usize) {
+        if !self.there.rest || link <= self.there.link {
+            self.reply(link, false);
+            return;
+        }
+        self.disconnect_target();
+        self.there.link = link;
+        self.there.connected = true;
+        self.reply(link, true);
+        // What was found when the old channels ended comes first.
+        if let Some(Input::Event(_, Event::AllHere(_))) = self.there.inbox.front()
+            && let Some(Input::Event(_, all_here)) = self.there.inbox.pop_front()
+        {
+            self.target_handle(all_here);
+        }
+        self.target_handle(Event::ControlBack);
+        let closes = self.there.actions.contains(&Action::Disconnect);
+        self.promise(!closes, |_| "the target closes the control channel that it has just taken".into());
+    }
+
+    pub(super) fn retell(&mut self) {
+        let mut lacking = self.lazy().lacking.clone();
+        if self.lazy().ended {
+            lacking.fill(false);
+        }
+        let set = set_of(&lacking);
+        for piece in pieces(&set) {
+            self.target_transmits(ToSource::Lacking(piece));
+        }
+        let fresh = |salt| Token([u8::try_from((self.there.link * 2 + salt) % 256).expect("less"); 16]);
+        self.there.tokens = (fresh(40), fresh(41));
+        self.target_handle(Event::Retold { pages: set.count(), tokens: self.there.tokens });
+    }
+
+    pub(super) fn ask_again(&mut self) {
+        let lazy = self.lazy();
+        lazy.lines_up = true;
+        let waits: Vec<usize> = (0..lazy.waits.len()).filter(|page| lazy.waits[*page]).collect();
+        waits.into_iter().for_each(|page| self.ask(page, 0, false));
+    }
+
+    /// The word that the last page is here, should it have been thrown away with what else the lost channels reported.
+    fn all_here_after_all(&mut self) {
+        let Some(lazy) = self.there.lazy.as_ref() else { return };
+        let unknown = self.there.rest && lazy.left() == 0 && !self.there.session.complete();
+        if unknown && self.defect != Defect::ForgetsTheLast {
+            let event = Event::AllHere(lazy.figures.clone());
+            self.there.inbox.push_front(Input::Event(self.there.link, event));
+            self.at(1, Item::TargetWakes);
+        }
+    }
+
+    pub(super) fn crash_target(&mut self) {
+        if self.there.ended() {
+            return;
+        }
+        self.disconnect_target();
+        self.there.crashed = true;
+        self.there.running = false;
+    }
+
+    /// Somebody looks after both hosts now and then: takes up a link that nobody tries to take up any more, gives up what
+    /// is past help.
+    pub(super) fn operate(&mut self) {
+        let next = 1_000_000 + self.rng.below(5_000_000);
+        self.at(next, Item::Operator);
+        if !self.here.ended() {
+            let waiting = self.here.session.interrupted().map(|(waiting, _)| waiting);
+            if waiting.is_some() && self.there.ended() {
+                self.source_event(super::source::Event::Abandon);
+            } else if waiting == Some(true) {
+                self.source_event(super::source::Event::Recover);
+            }
+        }
+        if !self.there.rest || self.there.ended() {
+            return;
+        }
+        let suspended = self.there.session.suspended();
+        let since = *self.there.lost_at.get_or_insert(self.now);
+        if !suspended {
+            self.there.lost_at = None;
+        } else if self.here.ended() && self.there.session.complete() && self.now - since > NOBODY_ASKS {
+            // It has everything and runs; it is told to listen no more.
+            self.there.outcome = Some(Outcome::Completed);
+        } else if self.here.ended() && !self.there.session.complete() && self.now - since > NOBODY_ASKS {
+            // Its source is gone, and with it what it lacks.
+            self.crash_target();
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! What threads share in postcopy: atomics, locks and claimed pages. Unit tests run them under a scheduler that tries out
+//! interleavings (shuttle), in which any other thread may come in before each access.
+
+#[cfg(not(test))]
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
+#[cfg(not(test))]
+pub(crate) use std::sync::{Mutex, MutexGuard, RwLock};
+#[cfg(not(test))]
+pub(crate) use vmferry_bitmap::{AtomicBitmap, ClaimBitmap};
+
+#[cfg(test)]
+pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
+#[cfg(test)]
+pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
+#[cfg(test)]
+pub(crate) use stepped::{AtomicBitmap, ClaimBitmap};
+
+/// The shipped bitmaps, each call of which is one step for the scheduler; what happens within a call has tests of its own.
+#[cfg(test)]
+mod stepped {
+    use std::ops::Range;
+    use vmferry_bitmap::Bitmap;
+
+    fn step() {
+        shuttle::thread::yield_now();
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct ClaimBitmap(vmferry_bitmap::ClaimBitmap);
+
+    impl ClaimBitmap {
+        pub(crate) fn new(set: &Bitmap) -> Self {
+            Self(vmferry_bitmap::ClaimBitmap::new(set))
+        }
+
+        pub(crate) fn len(&self) -> u64 {
+            self.0.len()
+        }
+
+        pub(crate) fn left(&self) -> u64 {
+            step();
+            self.0.left()
+        }
+
+        pub(crate) fn test(&self, page: u64) -> bool {
+            step();
+            self.0.test(page)
+        }
+
+        pub(crate) fn take(&self, page: u64) -> bool {
+            step();
+            self.0.take(page)
+        }
+
+        pub(crate) fn take_64(&self, first: u64, wanted: u64) -> u64 {
+            step();
+            self.0.take_64(first, wanted)
+        }
+
+        pub(crate) fn take_range(&self, range: Range<u64>) -> (u64, bool) {
+            step();
+            self.0.take_range(range)
+        }
+
+        pub(crate) fn snapshot(&self) -> Bitmap {
+            step();
+            self.0.snapshot()
+        }
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct AtomicBitmap(vmferry_bitmap::AtomicBitmap);
+
+    impl AtomicBitmap {
+        pub(crate) fn new(len: u64) -> Self {
+            Self(vmferry_bitmap::AtomicBitmap::new(len))
+        }
+
+        pub(crate) fn len(&self) -> u64 {
+            self.0.len()
+        }
+
+        pub(crate) fn set(&self, page: u64) -> bool {
+            step();
+            self.0.set(page)
+        }
+
+        pub(crate) fn test_and_clear(&self, page: u64) -> bool {
+            step();
+            self.0.test_and_clear(page)
+        }
+
+        pub(crate) fn harvest(&self, into: &mut Bitmap) -> u64 {
+            step();
+            self.0.harvest(into)
+        }
+    }
+}
