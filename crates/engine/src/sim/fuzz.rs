@@ -128,7 +128,8 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Save => events.push(Event::Saved { sections: vec![section()] }),
             Action::Resume => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
-            Action::HandOver { .. } => events.push(Event::HandedOver { pages: 1 }),
+            // Every page: nothing is left to compare.
+            Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES }),
             Action::Send(ToTarget::LoadLazily { .. }) => {
                 events.push(Event::Message(ToSource::Ready { load_us: 1 }));
             }

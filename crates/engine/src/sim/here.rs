@@ -368,7 +368,11 @@ impl World {
                     |page: u64| runs.iter().any(|run| (run.first..run.first + run.count).contains(&page));
                 (0..pages as u64).map(named).collect()
             }
-            Pass::Digests => vec![true; pages],
+            // What the target lacks is compared when it comes.
+            Pass::Digests => match &self.here.claims {
+                Some(claims) => claims.iter().map(|lacking| !lacking).collect(),
+                None => vec![true; pages],
+            },
         };
         let channels = self.here.jobs.len();
         self.here.missing = channels;

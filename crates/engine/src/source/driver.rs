@@ -49,9 +49,21 @@ pub(super) type Numbered = (u64, Input);
 
 #[derive(Clone)]
 enum Job<'e> {
-    Pages { pass: u32, set: Arc<PageSet>, first: bool },
-    Digests { pass: u32 },
-    Rest { pass: u32, claims: Arc<Claims>, urgent: Arc<Vec<UrgentOut<'e>>> },
+    Pages {
+        pass: u32,
+        set: Arc<PageSet>,
+        first: bool,
+    },
+    /// Of all pages but these.
+    Digests {
+        pass: u32,
+        except: Option<Arc<PageSet>>,
+    },
+    Rest {
+        pass: u32,
+        claims: Arc<Claims>,
+        urgent: Arc<Vec<UrgentOut<'e>>>,
+    },
 }
 
 /// What outlives the channel threads, so that they may borrow it.
@@ -86,6 +98,8 @@ pub(super) struct Driver<'s, 'e> {
     missing: usize,
     /// Once the guest was handed over with pages lacking.
     claims: Option<Arc<Claims>>,
+    /// The pages that the target was told it lacks.
+    handed_over: Option<Arc<PageSet>>,
     urgent: Arc<Vec<UrgentOut<'e>>>,
     lacking: Collected,
     pending: Pending,
@@ -133,6 +147,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             jobs: Vec::new(),
             missing: 0,
             claims: None,
+            handed_over: None,
             urgent: Arc::default(),
             lacking: Collected::new(ground.memory.layout()),
             pending,
@@ -440,7 +455,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             },
             Pass::Digests => {
                 self.timings.verifying();
-                Job::Digests { pass: number }
+                Job::Digests { pass: number, except: self.handed_over.clone() }
             }
         };
         self.give_out(&job);
@@ -527,7 +542,7 @@ fn send_jobs(
     while let Ok(job) = queue.recv() {
         let result = match &job {
             Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),
-            Job::Digests { pass } => sender.send_digests(*pass),
+            Job::Digests { pass, except } => sender.send_digests(*pass, except.as_deref()),
             Job::Rest { pass, claims, urgent } => {
                 crate::latency::give_way();
                 sender.send_rest(*pass, claims, urgent)

@@ -152,23 +152,40 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.writer.pages()
     }
 
-    /// Sends digests of this channel's share of all pages as pass `pass`, and its barrier. The guest is stopped.
-    pub(crate) fn send_digests(&mut self, pass: u32) -> Result<(), SenderError> {
+    /// Sends digests of this channel's share of all pages but `except` as pass `pass`, and its barrier. The guest is stopped.
+    pub(crate) fn send_digests(&mut self, pass: u32, except: Option<&PageSet>) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
             let mut touched = Bitmap::new(region.pages());
             for chunk in self.chunks(position, *region) {
                 self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
+                let left_out = except.and_then(|except| except.region(region.id));
                 let mut at = chunk.start;
-                for run in touched.runs_in(chunk.clone()) {
-                    self.push_zeros(pass, region.id, at..run.start, FrameKind::Digests)?;
+                for run in left_out.into_iter().flat_map(|map| map.runs_in(chunk.clone())) {
+                    self.digest_part(pass, region.id, at..run.start, &touched)?;
                     at = run.end;
-                    self.digest_run(pass, region.id, run.into())?;
                 }
-                self.push_zeros(pass, region.id, at..chunk.end, FrameKind::Digests)?;
+                self.digest_part(pass, region.id, at..chunk.end, &touched)?;
             }
             self.flush(FrameKind::Digests, region.id, pass)?;
         }
         self.barrier(pass)
+    }
+
+    /// Digests of pages, those that were never touched as zeros, unread.
+    fn digest_part(
+        &mut self,
+        pass: u32,
+        region: RegionId,
+        part: Range<u64>,
+        touched: &Bitmap,
+    ) -> Result<(), SenderError> {
+        let mut at = part.start;
+        for run in touched.runs_in(part.clone()) {
+            self.push_zeros(pass, region, at..run.start, FrameKind::Digests)?;
+            at = run.end;
+            self.digest_run(pass, region, run.into())?;
+        }
+        self.push_zeros(pass, region, at..part.end, FrameKind::Digests)
     }
 
     fn digest_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {

@@ -107,6 +107,8 @@ pub(crate) struct Session {
     postcopy_wanted: bool,
     /// This switchover is of that kind.
     lazy: bool,
+    /// Pages that the target was told it lacks.
+    lacking: u64,
     /// Pages that were left by the pass before, in hybrid mode.
     left_before: Option<u64>,
     recovery: postcopy::Recovery,
@@ -166,6 +168,7 @@ impl Session {
             switch_wanted: false,
             postcopy_wanted: false,
             lazy: false,
+            lacking: 0,
             left_before: None,
             recovery: postcopy::Recovery::default(),
             figures: None,
@@ -314,10 +317,7 @@ impl Session {
                 self.remaining = pages;
                 self.hand_over()
             }
-            (State::HandingOver, Event::HandedOver { pages }) => {
-                self.state = State::Loading;
-                vec![Action::Send(ToTarget::LoadLazily { pages })]
-            }
+            (State::HandingOver, Event::HandedOver { pages }) => self.named(pages),
             (State::LastHarvest, Event::Harvested { pages, .. }) => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
                 self.remaining = pages;
@@ -558,8 +558,8 @@ impl Session {
         }
         match &self.verification {
             // A target that compared less than everything has verified nothing.
-            Some(Verification { mismatched: 0, pages, .. }) if *pages != self.pages => {
-                let detail = format!("the target compared {pages} of {} pages", self.pages);
+            Some(Verification { mismatched: 0, pages, .. }) if *pages != self.pages - self.lacking => {
+                let detail = format!("the target compared {pages} of {} pages", self.pages - self.lacking);
                 self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true)
             }
             Some(Verification { mismatched: 0, .. }) => self.load(),
@@ -576,7 +576,8 @@ impl Session {
 
     fn load(&mut self) -> Vec<Action> {
         self.state = State::Loading;
-        vec![Action::Send(ToTarget::Load)]
+        let pages = self.lacking;
+        vec![Action::Send(if self.lazy { ToTarget::LoadLazily { pages } } else { ToTarget::Load })]
     }
 }
 

@@ -109,7 +109,7 @@ impl Timings {
     }
 
     pub(super) fn sending(&mut self, message: &ToTarget) {
-        if matches!(message, ToTarget::Load) {
+        if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) && self.verify.is_some() {
             self.verified = Some(Instant::now());
         }
     }
@@ -174,6 +174,8 @@ impl Timings {
         };
         let verification = session.verification.clone().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
+        let lazily = session.figures.as_ref().filter(|_| ground.settings.verify);
+        let lazily = lazily.map_or(0, |figures| figures.pages + figures.zero_pages);
         Report {
             state,
             outcome: word(state),
@@ -203,7 +205,8 @@ impl Timings {
                 source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
                 destination: ms(session.target_cpu),
             },
-            verified_pages: verification.pages,
+            // What came after the handover was placed only where it matched its digest.
+            verified_pages: verification.pages + lazily,
             mismatched_pages: verification.mismatched,
             skipped_pages: 0,
             suspect_pages_resent: session.suspects_resent,

@@ -42,6 +42,8 @@ impl<'e> Driver<'_, 'e> {
             }
         }
         let pages = lacking.count();
+        let lacking = Arc::new(lacking);
+        self.handed_over = Some(Arc::clone(&lacking));
         // Without passes before, nothing is known of pages that were never touched.
         let look_up_untouched = self.ground.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(&lacking, self.ground.settings.urgent, look_up_untouched)));

@@ -15,10 +15,6 @@ const MOST_UNDERWAY: usize = 256;
 const TOLD: u64 = 500;
 /// Unsent bytes in a socket's buffer: at 10 Gb/s the sender still sleeps for 200 us between wakes.
 const UNSENT: u32 = 256 << 10;
-/// By how much a tick changes what is known of how the channels are used: the last 50 ms count.
-const USE_WEIGHT: f64 = 0.04;
-/// What is shared equally, however the channels are used: a channel that gets going is not held back.
-const EQUAL_PART: f64 = 0.1;
 /// What urgent channels sent so recently is what they send now.
 const URGENT_TIME: Duration = Duration::from_millis(10);
 /// However much they send, so much of the pace is the bulk's: it must end some day.
@@ -182,7 +178,7 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
     }
 }
 
-/// TCP sockets that are paced by the kernel, each by how much it is used.
+/// TCP sockets that are paced by the kernel, all alike.
 #[derive(Debug)]
 pub struct TcpBulk<'a, W> {
     channels: Vec<Channel<'a>>,
@@ -201,8 +197,6 @@ pub struct TcpBulk<'a, W> {
 struct Channel<'a> {
     socket: BorrowedFd<'a>,
     acknowledged: u64,
-    /// Of all that is acknowledged, its part.
-    part: f64,
 }
 
 impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
@@ -219,7 +213,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
         let channel = |socket: BorrowedFd<'a>| {
             let acknowledged = tcp::bytes_acknowledged(socket)?
                 .ok_or_else(|| io::Error::other("this kernel does not count acknowledged bytes"))?;
-            Ok(Channel { socket, acknowledged, part: 0.0 })
+            Ok(Channel { socket, acknowledged })
         };
         let channels = sockets.into_iter().map(channel).collect::<io::Result<Vec<_>>>()?;
         channels.iter().try_for_each(|channel| tcp::set_unsent_limit(channel.socket, UNSENT))?;
@@ -255,17 +249,9 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
             return Ok(());
         }
         self.told = left;
-        let parts: Vec<f64> = self.channels.iter().map(|channel| channel.part).collect();
-        for (channel, share) in self.channels.iter().zip(shares(&parts)) {
-            #[expect(
-                clippy::cast_possible_truncation,
-                clippy::cast_sign_loss,
-                clippy::cast_precision_loss,
-                reason = "a share of a rate"
-            )]
-            let own = (left as f64 * share) as u64;
-            tcp::set_max_pacing_rate(channel.socket, own.max(1))?;
-        }
+        // Alike: bulk threads take what is next, so a channel that is served seldom would only hold up what it has taken.
+        let own = left / (self.channels.len() as u64).max(1);
+        self.channels.iter().try_for_each(|channel| tcp::set_max_pacing_rate(channel.socket, own.max(1)))?;
         Ok(())
     }
 }
@@ -280,21 +266,12 @@ impl Channel<'_> {
 
 impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
     fn acknowledged(&mut self) -> io::Result<u64> {
-        let mut news = Vec::with_capacity(self.channels.len());
         for channel in &mut self.channels {
-            news.push(channel.news()?);
+            channel.news()?;
         }
         self.count_urgent()?;
         if self.told > 0 {
             self.tell()?;
-        }
-        let all: u64 = news.iter().sum();
-        if all > 0 {
-            for (channel, new) in self.channels.iter_mut().zip(news) {
-                #[expect(clippy::cast_precision_loss, reason = "the bytes of a tick")]
-                let part = new as f64 / all as f64;
-                channel.part += USE_WEIGHT * (part - channel.part);
-            }
         }
         Ok(self.channels.iter().chain(&self.urgent).map(|channel| channel.acknowledged).sum())
     }
@@ -314,16 +291,6 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
     }
 }
 
-/// Shares of one, by use.
-fn shares(parts: &[f64]) -> Vec<f64> {
-    #[expect(clippy::cast_precision_loss, reason = "a number of channels")]
-    let equal = 1.0 / parts.len().max(1) as f64;
-    let all: f64 = parts.iter().sum();
-    let share =
-        |part: &f64| if all > 0.0 { EQUAL_PART * equal + (1.0 - EQUAL_PART) * part / all } else { equal };
-    parts.iter().map(share).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -333,15 +300,6 @@ mod tests {
     use std::os::fd::AsFd;
     use std::rc::Rc;
     use std::sync::atomic::{AtomicBool, Ordering};
-
-    #[test]
-    fn shares_go_by_use_and_make_one() {
-        assert_eq!(shares(&[0.0, 0.0]), [0.5, 0.5]);
-        let uneven = shares(&[0.6, 0.2, 0.0]);
-        assert!((uneven.iter().sum::<f64>() - 1.0).abs() < 1e-9, "{uneven:?}");
-        assert!(uneven[0] > 0.7 && uneven[1] > 0.25 && uneven[2] > 0.03, "{uneven:?}");
-        assert!(shares(&[]).is_empty());
-    }
 
     /// Echoes come back a tick later; every fourth is lost.
     struct Lossy {

@@ -4,7 +4,7 @@
 //! pages can be sent, and sent again over other channels, for as long as this process lives.
 
 use super::{Session, State};
-use crate::source::events::{Action, Event, Outcome};
+use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
 use vmferry_wire::{Section, ToSource, ToTarget};
@@ -61,6 +61,20 @@ impl Session {
     pub(super) fn hand_over(&mut self) -> Vec<Action> {
         self.state = State::HandingOver;
         vec![Action::HandOver { also: std::mem::take(&mut self.again) }]
+    }
+
+    /// The target knows what it lacks. What it has is compared first, if that was asked for; what it lacks is compared as it
+    /// comes.
+    pub(super) fn named(&mut self, pages: u64) -> Vec<Action> {
+        self.lacking = pages;
+        if !self.settings.verify || pages == self.pages {
+            return self.load();
+        }
+        self.state = State::Verifying { sent: false, received: false, verified: false };
+        vec![
+            Action::Send(ToTarget::Verify { pass: self.pass }),
+            Action::SendPass { number: self.pass, pass: Pass::Digests },
+        ]
     }
 
     pub(super) fn running_lazily(&mut self, now: Duration) -> Vec<Action> {
