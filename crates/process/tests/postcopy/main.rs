@@ -1,0 +1,6 @@
+//! Process guests that run on the target before their memory is there, over links and beside peers that do harm.
+
+mod cuts;
+mod proxy;
+mod recovery;
+mod rig;
