@@ -257,7 +257,7 @@ impl Rest {
         self.link.attempt += 1;
         self.link.control = Arc::new(incoming.stream);
         self.link.control.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
-        self.link.read_control()
+        self.link.read_control(self.peer_timeout)
     }
 
     fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
