@@ -36,7 +36,8 @@ fn tcp(_: &Folder) -> String {
 fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
     for kind in kinds() {
         let fast = ["--mode", "postcopy", "--max-bandwidth", "60M/s"];
-        for (path, pace) in [("shared", "off"), ("interleaved", "auto"), ("dedicated", "50M/s"), ("dedicated", "auto")]
+        for (path, pace) in
+            [("shared", "off"), ("interleaved", "auto"), ("dedicated", "50M/s"), ("dedicated", "auto")]
         {
             let report = moves(kind, tcp, &[&fast[..], &["--urgent", path, "--pace", pace]].concat());
             let postcopy = &report["postcopy"];
@@ -145,7 +146,10 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
             assert!(errors(&output).contains("vmferry recover"), "{output:?}");
             assert_eq!(code(&vmferry(&["status", "--api", &source.api])), 3);
             let output = vmferry(&["recover", "--api", &source.api, "--take"]);
-            assert!(code(&output) == 1 && errors(&output).contains("the target may run the guest"), "{output:?}");
+            assert!(
+                code(&output) == 1 && errors(&output).contains("the guest has run on the target since"),
+                "{output:?}"
+            );
             target.signal(Signal::CONT);
             target.wait("the loss there", |s| s["state"] == "postcopy-paused");
             assert_eq!(code(&vmferry(&["recover", "--api", &source.api])), 0);

@@ -32,7 +32,11 @@ fn places() -> Vec<Rule> {
     let mut rules = Vec::new();
     let mut add = |role, to_target, afters: &[usize], harms: &[Harm]| {
         for after in afters {
-            rules.extend(harms.iter().map(|harm| Rule { way: way(role, to_target), after: *after, harm: *harm }));
+            rules.extend(harms.iter().map(|harm| Rule {
+                way: way(role, to_target),
+                after: *after,
+                harm: *harm,
+            }));
         }
     };
     let cuts = [Harm::CutOne, Harm::CutAll];
@@ -128,14 +132,18 @@ fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
         let what = format!("{mode}");
         let mut random = 0x1234_5678_9abc_def1_u64;
         let moved = go(&settings, vec![], |view| {
-            view.until("the guest at the target", || view.rest().is_some() || {
-                view.monitor.switch_now();
-                false
+            view.until("the guest at the target", || {
+                view.rest().is_some() || {
+                    view.monitor.switch_now();
+                    false
+                }
             });
             for _ in 0..12 {
-                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                random =
+                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 std::thread::sleep(Duration::from_millis(random >> 33 & 127));
-                let role = [Role::Control, Role::Bulk, Role::Urgent][usize::try_from(random >> 40).unwrap() % 3];
+                let role =
+                    [Role::Control, Role::Bulk, Role::Urgent][usize::try_from(random >> 40).unwrap() % 3];
                 let all = random >> 50 & 1 == 0;
                 view.proxy.cut(|cut| all || cut == role);
             }

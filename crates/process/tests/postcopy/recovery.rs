@@ -42,7 +42,7 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
         for _ in 0..3 {
             cut_in_the_middle(view);
             let (here, there) = (view.monitor.progress(), view.rest().unwrap());
-            assert!(here.interrupted.is_some_and(|why| why.contains("closed the connection")));
+            assert!(here.interrupted.is_some() && here.runs_there, "{here:?}");
             assert!(there.why.is_some() && there.left > 0, "{there:?}");
             // Nobody tries, and nothing comes.
             std::thread::sleep(Duration::from_millis(200));
@@ -124,7 +124,7 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
     }
     let settings = Settings { max_bandwidth: None, ..by_hand() };
     let mut ended_by_itself = 0;
-    for _ in 0..20 {
+    for _ in 0..8 {
         let moved = go(&settings, vec![], |view| {
             view.until("nearly all pages at the target", || view.rest().is_some_and(|rest| rest.left < 200));
             view.proxy.cut(|role| role == Role::Control);
@@ -137,14 +137,15 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
             // Of a guest that lacks nothing nobody says that it is paused.
             view.until("the target to see it", || {
                 let rest = view.rest().unwrap();
-                rest.state == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
+                rest.state
+                    == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
             });
             say(&format!("{} pages were lacking when the link was lost", rest.left));
             view.monitor.recover();
         });
         moved.completed("told late");
     }
-    say(&format!("{ended_by_itself} of 20 had ended before the cut"));
+    say(&format!("{ended_by_itself} of 8 had ended before the cut"));
 }
 
 /// A target that is told to stop leaves its guest's threads asleep, and its source waits for somebody.
