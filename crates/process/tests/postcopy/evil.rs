@@ -3,6 +3,7 @@
 use crate::rig::{can_fault, options, running, take, wait, whole};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
@@ -28,7 +29,7 @@ fn hello(role: Role, index: u16, token: Token) -> Hello {
 fn greet(uri: &Uri, hello: &Hello) -> (TcpStream, Option<RefusalCode>) {
     let Uri::Tcp { host, port } = uri else { panic!("{uri} is no TCP address") };
     let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     stream.write_all(&hello.encode()).unwrap();
     let mut reply = [0; HELLO_BYTES];
     stream.read_exact(&mut reply).unwrap();
@@ -169,7 +170,7 @@ impl Evil {
         for page in lacking {
             self.send(0, *page);
         }
-        while !matches!(self.hear(), Some(ToSource::Complete(_))) {}
+        while !matches!(self.hear().expect("the link holds"), ToSource::Complete(_)) {}
         self.say(&ToTarget::Thanks);
     }
 }
@@ -183,7 +184,7 @@ fn visit(
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
     let uri = listener.uri().unwrap();
     let machine = TargetVm::config(&target);
-    let (arrival, watch) = (Arrival::new(Duration::from_secs(2)), Mutex::default());
+    let (arrival, watch) = (Arrival::new(Duration::from_secs(20)), Mutex::default());
     let received = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
         let (control, refused) = greet(&uri, &hello(Role::Control, 0, Token::NONE));
@@ -198,7 +199,10 @@ fn visit(
             });
             rest.unwrap()
         };
-        act(&mut evil, &machine, &rest);
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
+            arrival.stop();
+            resume_unwind(panic);
+        }
         while evil.hear().is_some() {}
         drop(evil);
         arrival.stop();
@@ -300,6 +304,7 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
         evil.hand_over();
         // Twice, with other content the second time.
         evil.send(0, 1000);
+        wait("the first", || rest().left == PAGES - 1);
         evil.frame(1, 1000, PageDigest::of(&[3; PAGE_BYTES]), &[3; PAGE_BYTES]);
         wait("the second", || rest().postcopy.duplicates == 1);
         // Damaged: asked for again, on an urgent channel, behind what the guest asks for.
