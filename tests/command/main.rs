@@ -2,5 +2,6 @@
 
 mod failures;
 mod moves;
+mod postcopy;
 mod support;
 mod usage;

@@ -172,6 +172,12 @@ impl Run {
         vmferry(&args)
     }
 
+    /// Stops the process as it stands (`STOP`), or lets it go on (`CONT`).
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

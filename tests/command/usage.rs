@@ -12,7 +12,7 @@ fn wrong_usage_is_told_before_anything_begins() {
         &["run", "--kernel", "x", "--workload", "idle"],
         &["migrate", "--api", "x", "tcp:h:1", "--max-bandwidth", "fast"],
         &["migrate", "--api", "x", "tcp:h:1", "--switchover-bandwidth", "some"],
-        &["recover", "--api", "x"],
+        &["recover", "--api", "x", "--take", "--abandon"],
         &["migrate", "--api", "x", "nonsense"],
         &["nonsense"],
     ] {

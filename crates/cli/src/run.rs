@@ -23,6 +23,8 @@ use vmferry_engine::{
 const TICK: Duration = Duration::from_millis(20);
 /// How long the report of a completed migration waits to be read before the process ends.
 const GRACE: Duration = Duration::from_secs(10);
+/// How long if somebody has said that the process is to end: whoever watches the migration looks more often.
+const LAST_GRACE: Duration = Duration::from_secs(1);
 
 /// How long it is kept for others after somebody has read it.
 const LINGER: Duration = Duration::from_millis(200);
@@ -131,13 +133,15 @@ fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Optio
 fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> Result<Status> {
     let mut moved: Option<Instant> = None;
     loop {
-        if shared.quit.load(Ordering::Acquire) && shared.place() != Place::Unknown {
-            return Ok(Status::Done);
-        }
-        if let Some(since) = moved
-            // Whoever else watches must see it as well, or would think that this process died.
-            && (shared.seen.load(Ordering::Acquire) && since.elapsed() > LINGER || since.elapsed() > GRACE)
-        {
+        let quit = shared.quit.load(Ordering::Acquire);
+        if let Some(since) = moved {
+            // Whoever watches must see it, also if this process was told to end: or would think that it died while it was
+            // still needed.
+            let longest = if quit { LAST_GRACE } else { GRACE };
+            if shared.seen.load(Ordering::Acquire) && since.elapsed() > LINGER || since.elapsed() > longest {
+                return Ok(Status::Done);
+            }
+        } else if quit && shared.place() != Place::Unknown {
             return Ok(Status::Done);
         }
         if let Some((how, clean)) = shared.probe.exit()

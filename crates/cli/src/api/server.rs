@@ -185,8 +185,22 @@ impl Shared {
         lock(&self.migration).report = Some(report);
     }
 
+    /// Whether the guest runs on the target while pages of it are here.
+    fn handed_over(&self) -> bool {
+        use MigrationState::{Postcopy, PostcopyPaused};
+        let migration = lock(&self.migration);
+        let state = migration.monitor.as_ref().map(|monitor| monitor.progress().state);
+        migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
+    }
+
     /// Ends the process as soon as its guest allows it.
     pub(crate) fn ask_to_quit(&self) {
+        if self.handed_over() {
+            eprintln!(
+                "vmferry: the guest runs on the target and still needs pages that are here only; this process ends when it has \
+                 all, or with `vmferry recover --abandon` if its link is lost"
+            );
+        }
         self.quit.store(true, Ordering::Release);
         self.arrival.stop();
     }
@@ -264,6 +278,10 @@ impl Shared {
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),
+            "cancel" if self.handed_over() => bail!(
+                "too late to cancel: the guest runs on the target, and what is here of it is old; it ends by itself, or, once \
+                 its link is lost, with recover --abandon"
+            ),
             "cancel" => match (&*lock(&self.migration), self.place()) {
                 (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.cancel(),
                 _ => bail!("no migration is under way"),
@@ -282,6 +300,9 @@ impl Shared {
                     );
                 }
             }
+            "quit" if self.handed_over() => bail!(
+                "the guest runs on the target and still needs pages that are here only; this process ends when it has all"
+            ),
             "quit" if self.place() == Place::Moving => {
                 bail!("the guest is being moved; cancel that first");
             }

@@ -202,6 +202,14 @@ impl Stream {
         (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
     }
 
+    /// Waits at most `time` for the peer to end the stream; says whether it has, whatever is still to be read before.
+    pub(crate) fn hung_up_within(&self, time: Duration) -> bool {
+        let millis = libc::c_int::try_from(time.as_millis()).unwrap_or(libc::c_int::MAX);
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+        // SAFETY: one pollfd, on our stack. Of an error there is no need to know: the caller asks again.
+        (unsafe { libc::poll(&raw mut poll, 1, millis) }) > 0
+    }
+
     /// Waits until there is something to be received, or the stream has ended; false if nothing came before `until`.
     pub(crate) fn wait_for_input(&self, until: Instant) -> io::Result<bool> {
         loop {

@@ -239,6 +239,9 @@ impl<'s, 'e> Driver<'s, 'e> {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
             Ok((generation, _)) if generation != self.generation => Event::Tick,
             Ok((_, Input::Message(message))) => {
+                if let Some(wrong) = self.cannot_be(&message) {
+                    return Event::PeerLost(wrong);
+                }
                 self.timings.message(&message);
                 Event::Message(message)
             }

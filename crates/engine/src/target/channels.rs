@@ -12,9 +12,13 @@ use crate::{MigrateError, random};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{SyncSender, TrySendError};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
+
+/// How often it is looked whether a full queue has room.
+const ROOM: Duration = Duration::from_millis(5);
 
 /// What a source's connections are, and who serves them. Each reports with the number of the attempt at which it was
 /// begun, so that what is left of an earlier one is told apart.
@@ -60,8 +64,9 @@ impl Link {
         })
     }
 
-    /// Reads the control channel from now on.
-    pub(super) fn read_control(&mut self) -> io::Result<()> {
+    /// Reads the control channel from now on. A driver that takes nothing out of its queue for `patience` is as good as
+    /// one that has no source: see [`hand_in`].
+    pub(super) fn read_control(&mut self, patience: Duration) -> io::Result<()> {
         let (control, inputs, attempt) = (Arc::clone(&self.control), self.inputs.clone(), self.attempt);
         let arrivals = Arc::clone(&self.arrivals);
         let read = move || loop {
@@ -73,7 +78,7 @@ impl Link {
                 }
             };
             let last = matches!(input, Input::ControlLost(_));
-            if inputs.send((attempt, input)).is_err() || last {
+            if !hand_in(&inputs, (attempt, input), &control, &arrivals, patience) || last {
                 return;
             }
         };
@@ -219,4 +224,30 @@ impl Serve<'_> {
         // If nobody listens any more the stream is shut down as well, and the next receive ends the thread.
         let _ = self.inputs.send((self.attempt, input));
     }
+}
+
+/// Puts what was read into the queue; false if nobody empties it any more. The driver may be loading the state, which
+/// waits for a page that will never come: then the queue stays full, and its source's end must be noticed all the same.
+fn hand_in(
+    inputs: &SyncSender<Numbered>,
+    input: Numbered,
+    control: &Stream,
+    arrivals: &Arrivals,
+    patience: Duration,
+) -> bool {
+    let mut input = match inputs.try_send(input) {
+        Ok(()) => return true,
+        Err(TrySendError::Disconnected(_)) => return false,
+        Err(TrySendError::Full(input)) => input,
+    };
+    let began = Instant::now();
+    while !control.hung_up_within(ROOM) && began.elapsed() < patience {
+        input = match inputs.try_send(input) {
+            Ok(()) => return true,
+            Err(TrySendError::Disconnected(_)) => return false,
+            Err(TrySendError::Full(input)) => input,
+        };
+    }
+    arrivals.lost();
+    inputs.send(input).is_ok()
 }

@@ -92,7 +92,7 @@ impl<'a> Driver<'a> {
             .control
             .set_timeouts(timeout, timeout)
             .and_then(|()| answer(&driver.link.control, &hello, Ok(())))
-            .and_then(|()| driver.link.read_control());
+            .and_then(|()| driver.link.read_control(arrival.peer_timeout));
         let outcome = match greeted {
             Ok(()) => driver.drive(),
             Err(error) => {

@@ -304,6 +304,12 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             }
             self.sequence += 1;
             match header.kind {
+                // An urgent channel has no passes; its barriers must not count for the bulk channel of that number.
+                FrameKind::Barrier if !self.direct => {
+                    let pass = header.pass.into();
+                    let allowed = "on bulk channels";
+                    return Err(WireError::Field { what: "barrier of pass", value: pass, allowed }.into());
+                }
                 FrameKind::Barrier => return Ok(Mark::Barrier(header.pass)),
                 FrameKind::Probe => {
                     let (what, value) = ("a probe of number", header.base.0);

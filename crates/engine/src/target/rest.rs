@@ -19,6 +19,9 @@ use vmferry_wire::{RefusalCode, Role, ToSource};
 
 /// How often it is looked whether to stop.
 const TICK: Duration = Duration::from_millis(50);
+/// How many times the peer's timeout pages may stay away, or somebody wait for one, while the source still answers: a
+/// channel can be dead without either end being told.
+const PATIENCE: u32 = 3;
 
 /// The pages of a guest that runs already. They come, and are placed, by threads of their own; but somebody must keep
 /// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish); without it the
@@ -32,6 +35,10 @@ pub struct Rest {
     watch: RestWatch,
     peer_timeout: Duration,
     suspended_at: Option<Instant>,
+    /// Since when the link is up.
+    up_since: Instant,
+    /// How many pages were lacking when the last came, and when that was.
+    last_page: (u64, Instant),
     /// What happened while something else was done, oldest first.
     pending: VecDeque<Event>,
 }
@@ -97,6 +104,8 @@ impl Rest {
             watch: RestWatch(Arc::new(watched)),
             peer_timeout: Duration::ZERO,
             suspended_at: None,
+            up_since: Instant::now(),
+            last_page: (0, Instant::now()),
             pending: VecDeque::new(),
         }
     }
@@ -172,8 +181,8 @@ impl Rest {
         let suspended = self.session.suspended();
         if suspended && self.suspended_at.is_none() {
             self.suspended_at = Some(Instant::now());
-        } else if !suspended {
-            self.suspended_at = None;
+        } else if !suspended && self.suspended_at.take().is_some() {
+            self.up_since = Instant::now();
         }
         let unheard = self.nobody_asks_any_more();
         self.watch.update(|state| {
@@ -192,6 +201,9 @@ impl Rest {
         if let Some(event) = self.pending.pop_front() {
             return Some(event);
         }
+        if let Some(why) = self.stalled() {
+            return self.lost(why);
+        }
         let (attempt, input) = inputs.recv_timeout(TICK).ok()?;
         if attempt != self.link.attempt && !matches!(input, Input::Connected(_)) {
             return None;
@@ -208,6 +220,24 @@ impl Rest {
                 self.lost(format!("{role:?} channel {channel} is lost: {error}").to_lowercase())
             }
         }
+    }
+
+    /// Why a link that seems to be up brings nothing, if so.
+    fn stalled(&mut self) -> Option<String> {
+        let patience = self.peer_timeout.saturating_mul(PATIENCE);
+        let lazy = self.link.arrivals.lazy()?;
+        let (left, suspended) = (lazy.left(), self.session.suspended());
+        if suspended || left != self.last_page.0 {
+            self.last_page = (left, Instant::now());
+        }
+        if suspended || left == 0 || self.up_since.elapsed() <= patience {
+            return None;
+        }
+        if self.last_page.1.elapsed() > patience {
+            return Some(format!("{left} pages are lacking, and none has come for {patience:?}"));
+        }
+        (lazy.longest_wait() > patience)
+            .then(|| format!("a page that was asked for has not come for {patience:?}"))
     }
 
     fn lost(&mut self, why: String) -> Option<Event> {
@@ -257,7 +287,7 @@ impl Rest {
         self.link.attempt += 1;
         self.link.control = Arc::new(incoming.stream);
         self.link.control.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
-        self.link.read_control()
+        self.link.read_control(self.peer_timeout)
     }
 
     fn end_channels(&mut self, inputs: &Receiver<Numbered>) {

@@ -60,6 +60,10 @@ fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
 impl<'e> Driver<'_, 'e> {
     /// Holds the bulk channels to the pace that was asked for. Failing to is no reason to stop: the guest waits longer then.
     pub(super) fn pace(&mut self, claims: &Arc<Claims>) {
+        // A channel that is held back may well make no progress for longer than a peer may be silent: the socket takes more only
+        // once much of what is in it has left. Whether the target lives the control channel tells.
+        let longest = Some(self.session.patience());
+        self.streams.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, longest)));
         let paced = match self.ground.settings.pace {
             settings::Pace::Off => Ok(()),
             settings::Pace::Rate(rate) => self.hold_to(rate, claims),

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 use vmferry_memory::PageSet;
-use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToTarget};
+use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToSource, ToTarget};
 
 impl<'e> Driver<'_, 'e> {
     /// What somebody asked for through the monitor.
@@ -27,6 +27,14 @@ impl<'e> Driver<'_, 'e> {
             return Some(Event::Abandon);
         }
         monitor.take_recover().then_some(Event::Recover)
+    }
+
+    /// A target that claims to have pages that were never sent on these channels is wrong, whoever erred. It is asked
+    /// anew, over new ones, what it lacks; if it then names nothing, that is its own word and counts.
+    pub(super) fn cannot_be(&self, message: &ToSource) -> Option<String> {
+        let left = self.claims.as_ref().map_or(0, |claims| claims.left());
+        (matches!(message, ToSource::Complete(_)) && left > 0)
+            .then(|| format!("the target says that it has all pages, and {left} were not sent to it"))
     }
 
     /// The guest stands still: what is pending now is what the target lacks.

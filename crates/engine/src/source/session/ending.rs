@@ -43,7 +43,7 @@ impl Session {
     }
 
     /// How long the target may take for a step while it answers pings.
-    pub(super) fn patience(&self) -> Duration {
+    pub(crate) fn patience(&self) -> Duration {
         self.settings.peer_timeout.saturating_mul(PATIENCE)
     }
 

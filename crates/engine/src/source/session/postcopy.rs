@@ -130,7 +130,7 @@ impl Session {
                 self.recovery.pause = Duration::ZERO;
                 self.try_again(now)
             }
-            (State::Suspended, Event::Abandon) => self.abandon(),
+            (State::Suspended | State::Hearing | State::Reopening { .. }, Event::Abandon) => self.abandon(),
             // Late news of channels that were closed.
             (State::Suspended, _) => Vec::new(),
             (State::Reconnecting, Event::Reconnected) => {
@@ -241,7 +241,7 @@ impl Session {
         let why = std::mem::take(&mut self.recovery.why);
         self.ended = Some(if self.recovery.running {
             Outcome::Lost(format!(
-                "it ran on the target and was given up before all of its memory was there ({why})"
+                "it ran on the target and was given up before the target said that all of its memory is there ({why})"
             ))
         } else {
             Outcome::Unknown(why)

@@ -172,6 +172,12 @@ impl Lazy {
         self.left.load(Ordering::SeqCst)
     }
 
+    /// How long somebody has waited for a page by now; the longest.
+    pub(crate) fn longest_wait(&self) -> Duration {
+        let since = self.waiters.oldest().unwrap_or(u64::MAX);
+        Duration::from_nanos(self.now().saturating_sub(since))
+    }
+
     /// The pages that are still to come. Exact only while no channel brings any.
     pub(crate) fn lacking(&self, layout: &Layout) -> PageSet {
         let mut set = PageSet::empty(layout);

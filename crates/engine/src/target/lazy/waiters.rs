@@ -114,6 +114,13 @@ impl Waiters {
         }
     }
 
+    /// Since when the one waits who has waited longest, nearly: who is being taken out at the moment may count.
+    pub(super) fn oldest(&self) -> Option<u64> {
+        let used = self.slots[..self.end.load(Ordering::SeqCst)].iter();
+        let waiting = used.filter(|slot| ![FREE, BUSY].contains(&slot.key.load(Ordering::SeqCst)));
+        waiting.map(|slot| slot.since.load(Ordering::Relaxed)).min()
+    }
+
     /// The pages that somebody waits for now.
     pub(super) fn waiting(&self) -> Vec<Place> {
         let keys = self.slots.iter().map(|slot| slot.key.load(Ordering::SeqCst));
@@ -157,6 +164,7 @@ mod tests {
         assert_eq!(take(0, 0..6), [(5, 100, Some(0)), (5, 200, None)]);
         assert_eq!(take(0, 0..6), []);
         assert_eq!(waiters.waiting(), [at(0, 9), at(1, 5)]);
+        assert_eq!(waiters.oldest(), Some(300));
         assert_eq!(take(1, 5..6), [(5, 400, Some(2))]);
         assert_eq!(take(0, 0..100), [(9, 300, Some(1))]);
         assert_eq!(waiters.waiting(), []);

@@ -1,0 +1,162 @@
+//! Every channel cut, stalled and damaged, at many points, under load: the link is taken up again and nothing is lost.
+
+use crate::proxy::{Harm, Rule, Way};
+use crate::rig::{can_fault, go, say, settings};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use vmferry_engine::{MigrationMode, MigrationState, Pace, Settings, UrgentPath};
+use vmferry_wire::Role;
+
+/// Several at a time: they mostly wait for each other, and for timeouts.
+fn in_parallel<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
+    let items = Mutex::new(items.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let Some(item) = ({ items.lock().unwrap().next() }) else { break };
+                    work(item);
+                }
+            });
+        }
+    });
+}
+
+fn way(role: Role, to_target: bool) -> Way {
+    Way { role, index: 0, opened: 0, to_target }
+}
+
+/// Places at which a channel is in the middle of a postcopy: of the bulk, in frames and between them, at its begin and
+/// towards its end; on urgent channels, within the first requests and pages.
+fn places() -> Vec<Rule> {
+    let mut rules = Vec::new();
+    let mut add = |role, to_target, afters: &[usize], harms: &[Harm]| {
+        for after in afters {
+            rules.extend(harms.iter().map(|harm| Rule {
+                way: way(role, to_target),
+                after: *after,
+                harm: *harm,
+            }));
+        }
+    };
+    let cuts = [Harm::CutOne, Harm::CutAll];
+    // Behind the reply to the hello, on the way back.
+    add(Role::Bulk, true, &[0, 63, 64, 1000, 300_000, 1_500_000, 3_000_000], &cuts);
+    add(Role::Bulk, true, &[20, 100_000, 2_000_001], &[Harm::Stall, Harm::Flip]);
+    add(Role::Urgent, true, &[0, 64, 80, 4000, 40_000], &cuts);
+    add(Role::Urgent, true, &[5, 70, 700, 9_000], &[Harm::Flip]);
+    add(Role::Urgent, true, &[0, 5000], &[Harm::Stall]);
+    add(Role::Urgent, false, &[80, 96, 200, 700], &cuts);
+    add(Role::Urgent, false, &[85, 130], &[Harm::Flip, Harm::Stall]);
+    add(Role::Probe, true, &[0, 64, 1000], &[Harm::CutOne, Harm::Flip]);
+    add(Role::Probe, false, &[80, 300], &[Harm::CutOne, Harm::Flip, Harm::Stall]);
+    rules
+}
+
+#[test]
+fn a_channel_that_is_harmed_in_postcopy_costs_time_and_nothing_else() {
+    if !can_fault() {
+        return;
+    }
+    let began = Instant::now();
+    let counts = Mutex::new((0, 0, 0));
+    let paths = [UrgentPath::Dedicated, UrgentPath::Interleaved, UrgentPath::Shared];
+    let cases: Vec<_> = places().into_iter().zip(paths.into_iter().cycle()).collect();
+    let all = cases.len();
+    in_parallel(cases, |(rule, urgent)| {
+        let what = format!("{rule:?} {urgent:?}");
+        let settings = Settings { urgent, ..settings(MigrationMode::Postcopy) };
+        let moved = go(&settings, vec![rule], |_| {});
+        let report = moved.completed(&what);
+        let mut counts = counts.lock().unwrap();
+        counts.0 += u32::from(moved.harmed > 0);
+        counts.1 += u32::from(report.interruptions > 0);
+        counts.2 += u32::from(report.postcopy.as_ref().is_some_and(|postcopy| postcopy.damaged > 0));
+    });
+    let (harmed, interrupted, damaged) = counts.into_inner().unwrap();
+    say(&format!(
+        "{all} migrations, {harmed} harmed: {interrupted} were taken up again, {damaged} had damaged pages; {:.1} s",
+        began.elapsed().as_secs_f64()
+    ));
+    assert!(harmed * 10 > all as u32 * 8, "harm came too late: {harmed} of {all}");
+    assert!(interrupted * 2 > harmed && damaged > 0, "{interrupted} {damaged}");
+}
+
+/// Cuts at any byte of the control channel, before the handover and after it; what they leave is one guest, or a state that
+/// says that there may be none.
+#[test]
+fn a_control_channel_cut_anywhere_leaves_one_guest() {
+    if !can_fault() {
+        return;
+    }
+    let mut rules = Vec::new();
+    for to_target in [true, false] {
+        for step in 0..14 {
+            let harm = [Harm::CutOne, Harm::CutAll, Harm::Flip][step % 3];
+            rules.push(Rule { way: way(Role::Control, to_target), after: step * step * 7 + step * 11, harm });
+        }
+    }
+    let ends = Mutex::new(Vec::new());
+    in_parallel(rules, |rule| {
+        let what = format!("{rule:?}");
+        let settings =
+            Settings { reconnect_for: Duration::from_millis(1500), ..settings(MigrationMode::Postcopy) };
+        let moved = go(&settings, vec![rule], |view| {
+            // Nobody will come back: the target has ended without having run it.
+            view.until("an end, or a call for help", || view.monitor.progress().awaits_recover);
+            view.monitor.abandon();
+        });
+        moved.one_guest(&what);
+        assert_ne!(moved.state(), MigrationState::Lost, "{what}: {}", moved.error());
+        ends.lock().unwrap().push(moved.state());
+    });
+    let ends = ends.into_inner().unwrap();
+    let count = |state| ends.iter().filter(|end| **end == state).count();
+    say(&format!(
+        "control channel: stayed {} times, moved {} times, unknown {} times",
+        count(MigrationState::Failed),
+        count(MigrationState::Completed),
+        count(MigrationState::Unknown)
+    ));
+    assert!(count(MigrationState::Failed) > 0 && count(MigrationState::Completed) > 0, "{ends:?}");
+}
+
+/// The link breaks again and again, also while it is being taken up.
+#[test]
+fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
+    if !can_fault() {
+        return;
+    }
+    for (mode, pace) in [(MigrationMode::Postcopy, Pace::Off), (MigrationMode::Hybrid, Pace::Auto)] {
+        let settings = Settings { pace, max_bandwidth: Some(8 << 20), ..settings(mode) };
+        let what = format!("{mode}");
+        let mut random = 0x1234_5678_9abc_def1_u64;
+        let moved = go(&settings, vec![], |view| {
+            view.until("the guest at the target", || {
+                view.rest().is_some() || {
+                    view.monitor.switch_now();
+                    false
+                }
+            });
+            for _ in 0..12 {
+                random =
+                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                std::thread::sleep(Duration::from_millis(random >> 33 & 127));
+                let role =
+                    [Role::Control, Role::Bulk, Role::Urgent][usize::try_from(random >> 40).unwrap() % 3];
+                let all = random >> 50 & 1 == 0;
+                view.proxy.cut(|cut| all || cut == role);
+            }
+        });
+        let report = moved.completed(&what);
+        say(&format!(
+            "{mode}: {} cuts, taken up {} times, {} faults, longest {:.0} ms",
+            moved.harmed,
+            report.interruptions,
+            report.postcopy.as_ref().map_or(0, |postcopy| postcopy.faults),
+            report.postcopy.as_ref().map_or(0.0, |postcopy| postcopy.max_us / 1e3)
+        ));
+        // On a busy host most cuts hit a link that is still being taken up.
+        assert!(report.interruptions > 0, "{what}");
+    }
+}

@@ -1,0 +1,369 @@
+//! Sources that mean harm to a target that takes a guest before its memory, and strangers beside them.
+
+use crate::rig::{can_fault, options, running, take, wait, whole};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use vmferry_engine::{
+    Arrival, GuestMemory, Listener, MachineConfig, MigrationState, ReceiveFailure, RestState, RestWatch,
+    SourceVm, TargetVm, Uri,
+};
+use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_process::ProcessGuest;
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply,
+    LackingPages, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter,
+    ToSource, ToTarget, Token, decode_control, encode_control,
+};
+
+/// Of the guest in these tests.
+const PAGES: u64 = 6144;
+
+fn hello(role: Role, index: u16, token: Token) -> Hello {
+    let migration = MigrationId([7; 16]);
+    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index, token }
+}
+
+fn greet(uri: &Uri, hello: &Hello) -> (TcpStream, Option<RefusalCode>) {
+    let Uri::Tcp { host, port } = uri else { panic!("{uri} is no TCP address") };
+    let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.write_all(&hello.encode()).unwrap();
+    let mut reply = [0; HELLO_BYTES];
+    stream.read_exact(&mut reply).unwrap();
+    (stream, HelloReply::decode(&reply).unwrap().refused)
+}
+
+/// A source that speaks the protocol well, and has a real guest to send.
+struct Evil {
+    uri: Uri,
+    control: TcpStream,
+    /// Bulk channels, then an urgent one; and the number of the next frame on each.
+    data: Vec<(TcpStream, u64)>,
+    resume: Token,
+    sections: Vec<Section>,
+    memory: Arc<dyn GuestMemory>,
+}
+
+impl Evil {
+    fn say(&mut self, message: &ToTarget) {
+        let _ = self.control.write_all(&encode_control(message).unwrap());
+    }
+
+    fn hear(&mut self) -> Option<ToSource> {
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        self.control.read_exact(&mut header).ok()?;
+        let header = ControlHeader::decode(&header).unwrap();
+        let mut body = vec![0; header.len];
+        self.control.read_exact(&mut body).ok()?;
+        Some(decode_control(header, &body).unwrap())
+    }
+
+    fn begin(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
+        let machine = machine.clone();
+        self.say(&ToTarget::Setup {
+            machine,
+            mode,
+            bulk_channels: bulk,
+            urgent_channels: urgent,
+            probe: false,
+        });
+        let accept = self.hear();
+        let Some(ToSource::Accept { bulk: token, urgent: other, resume }) = accept else { return accept };
+        self.resume = resume;
+        self.open(bulk, urgent, token, other);
+        None
+    }
+
+    fn open(&mut self, bulk: u16, urgent: u16, token: Token, other: Token) {
+        let channels = (0..bulk).map(|index| hello(Role::Bulk, index, token));
+        let urgent = (0..urgent).map(|index| hello(Role::Urgent, index, other));
+        for hello in channels.chain(urgent) {
+            let (stream, refused) = greet(&self.uri, &hello);
+            assert_eq!(refused, None);
+            assert_eq!(greet(&self.uri, &hello).1, Some(RefusalCode::Token), "the same channel twice");
+            self.data.push((stream, 0));
+        }
+        assert_eq!(self.hear(), Some(ToSource::ChannelsUp));
+    }
+
+    fn content(&self, page: u64) -> Vec<u8> {
+        let mut content = [0; PAGE_BYTES];
+        self.memory.window(RegionId(0), PageRun::new(PageIndex(page), 1)).unwrap().copy_page(0, &mut content);
+        content.to_vec()
+    }
+
+    /// A frame with one page; `content` need not be what its digest says.
+    fn frame(&mut self, channel: usize, page: u64, digest: PageDigest, content: &[u8]) {
+        let (stream, sequence) = &mut self.data[channel];
+        let mut writer = TableWriter::default();
+        assert!(writer.push(PageIndex(page), Some(digest)));
+        let (header, table) = writer.finish(FrameKind::Pages, RegionId(0), 1, *sequence);
+        *sequence += 1;
+        let _ = stream.write_all(&[&header.encode()[..], table, content].concat());
+    }
+
+    fn send(&mut self, channel: usize, page: u64) {
+        let content = self.content(page);
+        self.frame(channel, page, PageDigest::of(&content), &content);
+    }
+
+    fn barrier(&mut self, channel: usize, pass: u32) {
+        let (stream, sequence) = &mut self.data[channel];
+        let _ = stream.write_all(&FrameHeader::barrier(pass, *sequence).encode());
+        *sequence += 1;
+    }
+
+    fn state(&mut self) {
+        let sections = std::mem::take(&mut self.sections);
+        let count = u32::try_from(sections.len()).unwrap();
+        sections.into_iter().for_each(|section| self.say(&ToTarget::Section(section)));
+        self.say(&ToTarget::StateEnd { sections: count });
+    }
+
+    fn lacking(&mut self, first: u64, bytes: usize) {
+        let words = vec![0xff; bytes];
+        self.say(&ToTarget::Lacking(LackingPages { region: RegionId(0), first, words }));
+    }
+
+    /// Hands the guest over with every page lacking.
+    fn hand_over(&mut self) {
+        self.state();
+        self.lacking(0, 768);
+        self.say(&ToTarget::LoadLazily { pages: PAGES });
+        assert!(matches!(self.hear(), Some(ToSource::Ready { .. })));
+        self.say(&ToTarget::Commit);
+        assert!(matches!(self.hear(), Some(ToSource::Running { .. })));
+    }
+
+    /// Takes the link up again; says what the target lacks.
+    fn come_back(&mut self) -> Vec<u64> {
+        let (control, refused) = greet(&self.uri, &hello(Role::Control, 0, self.resume));
+        assert_eq!(refused, None);
+        self.control = control;
+        let mut lacking = Vec::new();
+        loop {
+            match self.hear().unwrap() {
+                ToSource::Lacking(LackingPages { first, words, .. }) => {
+                    let bits = |(at, byte): (usize, &u8)| {
+                        let at = first + at as u64 * 8;
+                        let byte = *byte;
+                        (0..8).filter(move |bit| byte >> bit & 1 == 1).map(move |bit| at + bit)
+                    };
+                    lacking.extend(words.iter().enumerate().flat_map(bits));
+                }
+                ToSource::Resume { pages, bulk, urgent } => {
+                    assert_eq!(lacking.len() as u64, pages);
+                    self.data.clear();
+                    self.open(1, 1, bulk, urgent);
+                    return lacking;
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// The rest of a good migration.
+    fn finish(&mut self, lacking: &[u64]) {
+        for page in lacking {
+            self.send(0, *page);
+        }
+        while !matches!(self.hear().expect("the link holds"), ToSource::Complete(_)) {}
+        self.say(&ToTarget::Thanks);
+    }
+}
+
+/// What a target says of what `act` did to it.
+fn visit(
+    act: impl FnOnce(&mut Evil, &MachineConfig, &dyn Fn() -> RestState),
+) -> (Result<RestState, ReceiveFailure>, ProcessGuest) {
+    let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
+    SourceVm::pause(&mut source).unwrap();
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let machine = TargetVm::config(&target);
+    let (arrival, watch) = (Arrival::new(Duration::from_secs(20)), Mutex::default());
+    let received = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
+        let (control, refused) = greet(&uri, &hello(Role::Control, 0, Token::NONE));
+        assert_eq!(refused, None);
+        let (sections, memory) = (source.save().unwrap(), SourceVm::memory(&source));
+        let mut evil = Evil { uri, control, data: Vec::new(), resume: Token::NONE, sections, memory };
+        let rest = || {
+            let mut rest = None;
+            wait("the guest at the target", || {
+                rest = watch.lock().unwrap().as_ref().map(RestWatch::now);
+                rest.is_some()
+            });
+            rest.unwrap()
+        };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
+            arrival.stop();
+            resume_unwind(panic);
+        }
+        while evil.hear().is_some() {}
+        drop(evil);
+        arrival.stop();
+        receiving.join().unwrap()
+    });
+    (received, target)
+}
+
+fn refused(what: &str, mode: Mode, bulk: u16, act: impl FnOnce(&mut Evil)) {
+    let (received, target) = visit(|evil, machine, _| {
+        let urgent = u16::from(mode != Mode::Precopy);
+        assert_eq!(evil.begin(machine, mode, bulk, urgent), None);
+        act(evil);
+    });
+    let why = received.unwrap_err().to_string();
+    assert!(why.contains(what), "wanted '{what}', got '{why}'");
+    assert!(
+        target.handle().stats().is_ok_and(|stats| stats.writes() == 0) || target.handle().stats().is_err()
+    );
+}
+
+#[test]
+fn a_guest_is_not_started_over_what_cannot_be() {
+    if !can_fault() {
+        return;
+    }
+    let page = |evil: &mut Evil, channel| evil.send(channel, 300);
+    refused("on an urgent channel before the handover", Mode::Postcopy, 1, |evil| page(evil, 1));
+    refused("on bulk channels", Mode::Postcopy, 1, |evil| evil.barrier(1, 0));
+    refused("device state it has not sent", Mode::Postcopy, 1, |evil| {
+        evil.lacking(0, 768);
+        evil.say(&ToTarget::LoadLazily { pages: PAGES });
+    });
+    for pages in [0, PAGES - 1, u64::MAX] {
+        refused("were to be", Mode::Postcopy, 1, |evil| {
+            evil.state();
+            evil.lacking(0, 768);
+            evil.say(&ToTarget::LoadLazily { pages });
+        });
+    }
+    refused("in the middle of a pass", Mode::Hybrid, 2, |evil| {
+        evil.state();
+        evil.barrier(0, 0);
+        std::thread::sleep(Duration::from_millis(200));
+        evil.lacking(0, 768);
+        evil.say(&ToTarget::LoadLazily { pages: PAGES });
+    });
+    refused("Lacking, which does not fit", Mode::Precopy, 1, |evil| evil.lacking(0, 8));
+    refused("LoadLazily, which does not fit", Mode::Precopy, 1, |evil| {
+        evil.say(&ToTarget::LoadLazily { pages: 0 });
+    });
+    refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
+    refused("is cut as the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
+    // Damaged, and not among those that come again.
+    refused("arrived damaged", Mode::Hybrid, 1, |evil| {
+        evil.frame(0, 300, PageDigest::of(&[1; PAGE_BYTES]), &[2; PAGE_BYTES]);
+        evil.barrier(0, 0);
+        assert!(matches!(evil.hear(), Some(ToSource::Received { suspects: 1, .. })));
+        evil.state();
+        evil.say(&ToTarget::LoadLazily { pages: 0 });
+    });
+    // Gone right before the commit.
+    refused("the source tcp:", Mode::Postcopy, 1, |evil| {
+        evil.state();
+        evil.lacking(0, 768);
+        evil.say(&ToTarget::LoadLazily { pages: PAGES });
+        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        evil.control.shutdown(std::net::Shutdown::Both).unwrap();
+    });
+}
+
+#[test]
+fn impossible_numbers_of_urgent_channels_are_refused() {
+    if !can_fault() {
+        return;
+    }
+    for (mode, urgent) in
+        [(Mode::Postcopy, 0), (Mode::Hybrid, 65), (Mode::Postcopy, u16::MAX), (Mode::Precopy, 1)]
+    {
+        let (received, _) = visit(|evil, machine, _| {
+            let Some(ToSource::Failed(why)) = evil.begin(machine, mode, 1, urgent) else {
+                panic!("accepted")
+            };
+            assert!(why.detail.contains("urgent channels were asked for"), "{why}");
+        });
+        assert!(matches!(received, Err(ReceiveFailure::Stopped)), "it waits on: {received:?}");
+    }
+}
+
+/// Pages twice, damaged, outside; the link lost and taken up by the right one and by a stranger: the guest has each page as it
+/// came first, and undamaged.
+#[test]
+fn a_guest_that_runs_bears_what_its_source_sends() {
+    if !can_fault() {
+        return;
+    }
+    let (received, target) = visit(|evil, machine, rest| {
+        assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
+        evil.hand_over();
+        // Twice, with other content the second time.
+        evil.send(0, 1000);
+        wait("the first", || rest().left == PAGES - 1);
+        evil.frame(1, 1000, PageDigest::of(&[3; PAGE_BYTES]), &[3; PAGE_BYTES]);
+        wait("the second", || rest().postcopy.duplicates == 1);
+        // Damaged: asked for again, on an urgent channel, behind what the guest asks for.
+        let good = PageDigest::of(&evil.content(1001));
+        evil.frame(0, 1001, good, &[4; PAGE_BYTES]);
+        let mut bytes = [0; REQUEST_BYTES];
+        let again = Request::Page { region: RegionId(0), page: PageIndex(1001), ahead: 0, again: true };
+        loop {
+            evil.data[1].0.read_exact(&mut bytes).unwrap();
+            if Request::decode(&bytes).unwrap() == again {
+                break;
+            }
+        }
+        // A stranger, and one who knows the migration's name only.
+        assert_eq!(greet(&evil.uri, &hello(Role::Control, 0, Token::NONE)).1, Some(RefusalCode::Busy));
+        assert_eq!(greet(&evil.uri, &hello(Role::Control, 0, Token([9; 16]))).1, Some(RefusalCode::Busy));
+        assert_eq!(greet(&evil.uri, &hello(Role::Bulk, 0, Token([9; 16]))).1, Some(RefusalCode::Token));
+        assert_eq!(rest().state, MigrationState::Postcopy, "nothing of this is a loss");
+        // The source notices a loss first: nothing has happened here.
+        let lacking = evil.come_back();
+        assert!(lacking.contains(&1001) && !lacking.contains(&1000), "{}", lacking.len());
+        wait("the link", || rest().state == MigrationState::Postcopy);
+        // Outside: this link is as good as lost, and the next one brings the rest.
+        evil.frame(0, PAGES, PageDigest::of(&[5; PAGE_BYTES]), &[5; PAGE_BYTES]);
+        wait("the loss", || rest().state == MigrationState::PostcopyPaused);
+        let lacking = evil.come_back();
+        evil.finish(&lacking);
+    });
+    let rest = received.unwrap();
+    assert_eq!(
+        (rest.state, rest.left, rest.postcopy.duplicates),
+        (MigrationState::Completed, 0, 1),
+        "{rest:?}"
+    );
+    whole(&target, "borne");
+}
+
+/// Digests that never match: the link is given up after 10,000, not the guest.
+#[test]
+fn pages_that_are_damaged_for_ever_end_the_link() {
+    if !can_fault() {
+        return;
+    }
+    let (received, target) = visit(|evil, machine, rest| {
+        assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
+        evil.hand_over();
+        // What the target asks for is read and not heeded.
+        let mut urgent = evil.data[1].0.try_clone().unwrap();
+        let reading = std::thread::spawn(move || while matches!(urgent.read(&mut [0; 4096]), Ok(1..)) {});
+        let wrong = PageDigest::of(&[1; PAGE_BYTES]);
+        for _ in 0..10_010 {
+            evil.frame(0, 2000, wrong, &[2; PAGE_BYTES]);
+        }
+        wait("the loss", || rest().state == MigrationState::PostcopyPaused);
+        assert!(rest().why.is_some_and(|why| why.contains("thousands of pages")), "{:?}", rest().why);
+        reading.join().unwrap();
+        let lacking = evil.come_back();
+        evil.finish(&lacking);
+    });
+    assert_eq!(received.unwrap().state, MigrationState::Completed);
+    whole(&target, "damaged for long");
+}

@@ -1,0 +1,335 @@
+//! Targets that mean harm to a guest that is handed over before its memory.
+
+use crate::rig::{running, stands_still, wait, whole};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use vmferry_engine::{MigrationMode, MigrationState, Monitor, Pace, Report, Settings, Uri, migrate};
+use vmferry_memory::{PageIndex, RegionId};
+use vmferry_process::ProcessGuest;
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, LackingPages, LazyFigures,
+    MAX_AHEAD, Refusal, RefusalCode, Request, ToSource, ToTarget, Token, decode_control, encode_control,
+};
+
+fn answer(stream: &mut TcpStream) -> Option<Hello> {
+    let mut bytes = [0; HELLO_BYTES];
+    stream.read_exact(&mut bytes).ok()?;
+    let hello = Hello::decode(&bytes).unwrap();
+    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
+    stream.write_all(&reply.encode()).ok()?;
+    Some(hello)
+}
+
+fn page(region: u32, page: u64, ahead: u16, again: bool) -> Request {
+    Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again }
+}
+
+/// A target that looks at no page.
+struct Liar<'a> {
+    listener: &'a TcpListener,
+    control: TcpStream,
+    /// Bulk and urgent; nobody reads them unless said so.
+    data: Vec<TcpStream>,
+}
+
+impl Liar<'_> {
+    fn say(&mut self, message: &ToSource) {
+        let _ = self.control.write_all(&encode_control(message).unwrap());
+    }
+
+    /// The next message that is no ping; pings are answered.
+    fn hear(&mut self) -> Option<ToTarget> {
+        loop {
+            let mut header = [0; CONTROL_HEADER_BYTES];
+            self.control.read_exact(&mut header).ok()?;
+            let header = ControlHeader::decode(&header).unwrap();
+            let mut body = vec![0; header.len];
+            self.control.read_exact(&mut body).ok()?;
+            match decode_control(header, &body).unwrap() {
+                ToTarget::Ping(number) => self.say(&ToSource::Pong(number)),
+                message => return Some(message),
+            }
+        }
+    }
+
+    fn listen(&mut self) {
+        while self.hear().is_some() {}
+    }
+
+    fn accept(&mut self) {
+        assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
+        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) });
+        self.take(2);
+        self.say(&ToSource::ChannelsUp);
+    }
+
+    fn take(&mut self, channels: usize) {
+        for _ in 0..channels {
+            let (mut stream, _) = self.listener.accept().unwrap();
+            assert!(answer(&mut stream).is_some());
+            self.data.push(stream);
+        }
+    }
+
+    /// Goes along until everything but the commit was said.
+    fn until_handed_over(&mut self) {
+        self.accept();
+        while !matches!(self.hear().unwrap(), ToTarget::LoadLazily { .. }) {}
+    }
+
+    /// Goes along until it has the guest.
+    fn until_running(&mut self) {
+        self.until_handed_over();
+        self.say(&ToSource::Ready { load_us: 1 });
+        assert_eq!(self.hear(), Some(ToTarget::Commit));
+        self.say(&ToSource::Running { start_us: 1, cpu_us: 1 });
+    }
+
+    fn ask(&mut self, request: Request) {
+        let _ = self.data[1].write_all(&request.encode());
+    }
+
+    /// Loses the link, and takes it up again as far as the new control channel.
+    fn until_back(&mut self) {
+        self.until_running();
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        self.data.clear();
+        let (mut control, _) = self.listener.accept().unwrap();
+        assert_eq!(answer(&mut control).unwrap().token, Token([3; 16]));
+        self.control = control;
+    }
+
+    fn resume(&mut self, pages: u64) {
+        self.say(&ToSource::Resume { pages, bulk: Token([4; 16]), urgent: Token([5; 16]) });
+    }
+}
+
+type Script = Box<dyn FnOnce(&mut Liar<'_>) + Send>;
+
+fn settings() -> Settings {
+    Settings {
+        mode: MigrationMode::Postcopy,
+        channels: 1,
+        urgent_channels: 1,
+        pace: Pace::Off,
+        max_bandwidth: Some(4 << 20),
+        peer_timeout: Duration::from_secs(1),
+        reconnect_for: Duration::from_millis(300),
+        ..Settings::default()
+    }
+}
+
+/// Migrates to a target that does as `script` says; gives up once nobody tries any more. Says why the link was lost.
+fn meet(script: Script) -> (Report, ProcessGuest, Vec<String>) {
+    let mut source = running();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let uri: Uri = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+    let (monitor, reasons) = (Monitor::new(), Mutex::new(Vec::new()));
+    let report = std::thread::scope(|scope| {
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, &settings(), &monitor).unwrap());
+        let lying = scope.spawn(|| {
+            let (mut control, _) = listener.accept().unwrap();
+            answer(&mut control).unwrap();
+            script(&mut Liar { listener: &listener, control, data: Vec::new() });
+            drop(listener);
+        });
+        wait("the end", || {
+            let progress = monitor.progress();
+            if let Some(why) = progress.interrupted {
+                let mut reasons = reasons.lock().unwrap();
+                if reasons.last() != Some(&why) {
+                    reasons.push(why);
+                }
+            }
+            if progress.awaits_recover {
+                monitor.abandon();
+            }
+            sending.is_finished()
+        });
+        lying.join().unwrap();
+        sending.join().unwrap()
+    });
+    (report, source, reasons.into_inner().unwrap())
+}
+
+fn all(cases: Vec<(&'static str, Script)>, check: impl Fn(&str, Script) + Sync) {
+    let cases = Mutex::new(cases.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let Some((what, script)) = ({ cases.lock().unwrap().next() }) else { break };
+                    check(what, script);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn whatever_a_target_does_before_the_commit_the_guest_stays() {
+    let after_handover = |request: Request| -> Script {
+        Box::new(move |liar| {
+            liar.until_handed_over();
+            liar.ask(request);
+            liar.listen();
+        })
+    };
+    let say = |message: ToSource| -> Script {
+        Box::new(move |liar| {
+            liar.until_handed_over();
+            liar.say(&message);
+            liar.listen();
+        })
+    };
+    let lacking = LackingPages { region: RegionId(0), first: 0, words: vec![1; 8] };
+    let cases: Vec<(&str, Script)> = vec![
+        ("which is not there", after_handover(page(77, 0, 0, false))),
+        ("which is not there", after_handover(page(0, u64::MAX, MAX_AHEAD, true))),
+        ("which is not there", after_handover(page(0, 6144, 0, false))),
+        ("echo on an urgent channel", after_handover(Request::Echo { number: 1, held_ns: 0 })),
+        ("were not sent to it", say(ToSource::Complete(LazyFigures::default()))),
+        ("Lacking, which does not fit", say(ToSource::Lacking(lacking))),
+        (
+            "Resume, which does not fit",
+            say(ToSource::Resume { pages: 0, bulk: Token::NONE, urgent: Token::NONE }),
+        ),
+        ("no room", say(ToSource::Failed(Refusal::new(RefusalCode::Memory, "no room")))),
+        (
+            "did not answer the greeting",
+            Box::new(|liar| {
+                assert!(matches!(liar.hear(), Some(ToTarget::Setup { .. })));
+                let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
+                liar.say(&ToSource::Accept { bulk, urgent, resume: Token([3; 16]) });
+                liar.take(1);
+                // The urgent channel is never answered.
+                liar.listen();
+            }),
+        ),
+        (
+            "has not loaded the device state",
+            Box::new(|liar| {
+                liar.until_handed_over();
+                liar.listen();
+            }),
+        ),
+    ];
+    all(cases, |what, script| {
+        let began = Instant::now();
+        let (report, source, _) = meet(script);
+        let error = report.error.unwrap_or_default();
+        assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
+        assert!(error.contains(what), "wanted '{what}', got '{error}'");
+        assert!(began.elapsed() < Duration::from_secs(15), "{what} took {:?}", began.elapsed());
+        whole(&source, what);
+    });
+}
+
+/// The guest is theirs: what they do with it is their affair, but the source says what it sees, keeps what it has, and ends when
+/// it is told to.
+#[test]
+fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
+    let asks = |request: Request| -> Script {
+        Box::new(move |liar| {
+            liar.until_running();
+            // Behind the word that it runs, which goes another way.
+            std::thread::sleep(Duration::from_millis(200));
+            liar.ask(request);
+            liar.listen();
+        })
+    };
+    let back = |pages: u64, piece: Option<(u32, u64, usize)>| -> Script {
+        Box::new(move |liar| {
+            liar.until_back();
+            if let Some((region, first, len)) = piece {
+                let words = vec![0xff; len];
+                liar.say(&ToSource::Lacking(LackingPages { region: RegionId(region), first, words }));
+            }
+            liar.resume(pages);
+            liar.listen();
+        })
+    };
+    let cases: Vec<(&str, Script)> = vec![
+        ("which is not there", asks(page(1, 0, 0, false))),
+        ("which is not there", asks(page(0, 1 << 40, MAX_AHEAD, false))),
+        ("echo on an urgent channel", asks(Request::Echo { number: u64::MAX, held_ns: 0 })),
+        (
+            "Ready, which does not fit",
+            Box::new(|liar| {
+                liar.until_running();
+                liar.say(&ToSource::Ready { load_us: 1 });
+                liar.listen();
+            }),
+        ),
+        (
+            "were not sent to it",
+            Box::new(|liar| {
+                liar.until_running();
+                liar.say(&ToSource::Complete(LazyFigures::default()));
+                liar.listen();
+            }),
+        ),
+        // Asks for one page for ever, and takes none: neither memory nor threads are lost on it.
+        (
+            "timed out",
+            Box::new(|liar| {
+                liar.until_running();
+                let requests = page(0, 6143, MAX_AHEAD, true).encode().repeat(1000);
+                let mut urgent = liar.data[1].try_clone().unwrap();
+                let asking = std::thread::spawn(move || while urgent.write_all(&requests).is_ok() {});
+                liar.listen();
+                asking.join().unwrap();
+            }),
+        ),
+        ("were to be", back(5, None)),
+        ("were to be", back(1, Some((0, 0, 8)))),
+        ("names pages beyond its end", back(64, Some((0, 6144, 8)))),
+        ("which is not there", back(64, Some((7, 0, 8)))),
+        ("is cut as the protocol does not allow", back(8, Some((0, 0, 1)))),
+        (
+            "has not answered",
+            Box::new(|liar| {
+                liar.until_back();
+                liar.listen();
+            }),
+        ),
+        // Says what it lacks, and opens no channel.
+        (
+            "did not answer the greeting",
+            Box::new(|liar| {
+                liar.until_back();
+                let words = vec![0xff; 8];
+                liar.say(&ToSource::Lacking(LackingPages { region: RegionId(0), first: 0, words }));
+                liar.resume(64);
+                liar.listen();
+            }),
+        ),
+    ];
+    all(cases, |what, script| {
+        let (report, source, reasons) = meet(script);
+        assert_eq!(report.state, MigrationState::Lost, "{what}: {:?} {reasons:?}", report.error);
+        assert!(reasons.iter().any(|why| why.contains(what)), "wanted '{what}', got {reasons:?}");
+        stands_still(&source, what);
+    });
+}
+
+/// Asked anew what it lacks, a target may say: nothing. That is its own word, and nobody knows better.
+#[test]
+fn a_target_that_insists_to_have_everything_is_believed() {
+    let (report, source, reasons) = meet(Box::new(|liar| {
+        liar.until_running();
+        liar.say(&ToSource::Complete(LazyFigures::default()));
+        liar.listen();
+        let (mut control, _) = liar.listener.accept().unwrap();
+        answer(&mut control).unwrap();
+        liar.control = control;
+        liar.resume(0);
+        liar.say(&ToSource::Complete(LazyFigures::default()));
+        assert_eq!(liar.hear(), Some(ToTarget::Thanks));
+    }));
+    assert_eq!(report.state, MigrationState::Completed, "{:?} {reasons:?}", report.error);
+    assert!(reasons.iter().any(|why| why.contains("were not sent to it")), "{reasons:?}");
+    stands_still(&source, "believed");
+}

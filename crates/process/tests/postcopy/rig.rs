@@ -1,0 +1,240 @@
+//! A loaded guest that moves, and what must hold of it afterwards.
+
+use crate::proxy::{Proxy, Rule};
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrateError, MigrationMode, MigrationState, Monitor, ReceiveFailure, Report,
+    RestState, RestWatch, Settings, TargetVm, Uri, migrate, receive,
+};
+use vmferry_guest_abi::{State, StatsSnapshot};
+use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
+
+const MEMORY: u64 = 24 << 20;
+/// 8 MiB of random content, all of it written to.
+const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
+/// Longer than anything here takes on a busy host.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+
+pub(crate) fn options() -> ProcessOptions {
+    ProcessOptions::new(MEMORY, 2)
+}
+
+/// Past the test harness, which hides what passing tests print.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+/// Whether this host lets pages come later, and says so if not.
+pub(crate) fn can_fault() -> bool {
+    let possible = ProcessGuest::new_incoming(options()).unwrap().lazy_memory();
+    if let Err(error) = &possible {
+        say(&format!("not run: {error}"));
+    }
+    possible.is_ok()
+}
+
+pub(crate) fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < PATIENCE, "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub(crate) fn running() -> ProcessGuest {
+    let mut guest = ProcessGuest::new(options(), LOAD.parse().unwrap()).unwrap();
+    guest.start().unwrap();
+    let handle = guest.handle();
+    wait("the guest to fill its memory", || handle.stats().is_ok_and(|s| s.state >= State::Running));
+    guest
+}
+
+fn stats(handle: &ProcessHandle) -> StatsSnapshot {
+    let mut last = None;
+    wait("a report of the guest", || {
+        last = handle.stats().ok();
+        last.is_some()
+    });
+    last.unwrap()
+}
+
+pub(crate) fn writes(guest: &ProcessGuest) -> u64 {
+    stats(&guest.handle()).writes()
+}
+
+/// The guest goes on, and all its pages are as it left them.
+pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
+    let handle = guest.handle();
+    let before = stats(&handle).writes();
+    wait("the guest going on", || stats(&handle).writes() > before);
+    wait("the guest's page of requests", || handle.request_verify(77));
+    wait("the guest's check of all its pages", || stats(&handle).verified(77));
+    let after = stats(&handle);
+    assert_eq!(after.corrupt(), 0, "{what}: {:?}", after.first_corrupt());
+}
+
+/// The guest stands still.
+pub(crate) fn stands_still(guest: &ProcessGuest, what: &str) {
+    let before = writes(guest);
+    std::thread::sleep(Duration::from_millis(60));
+    assert_eq!(writes(guest), before, "{what}: it runs");
+}
+
+/// Slow enough that the harm comes in the middle.
+pub(crate) fn settings(mode: MigrationMode) -> Settings {
+    Settings {
+        mode,
+        max_bandwidth: Some(24 << 20),
+        peer_timeout: Duration::from_secs(2),
+        reconnect_for: Duration::from_secs(20),
+        ..Settings::default()
+    }
+}
+
+/// What can be seen while a guest moves.
+pub(crate) struct View<'a> {
+    pub(crate) monitor: &'a Monitor,
+    pub(crate) proxy: &'a Proxy,
+    pub(crate) arrival: &'a Arrival,
+    rest: &'a Mutex<Option<RestWatch>>,
+    finished: &'a dyn Fn() -> bool,
+}
+
+impl View<'_> {
+    /// How the target does, once the guest runs there.
+    pub(crate) fn rest(&self) -> Option<RestState> {
+        self.rest.lock().unwrap().as_ref().map(RestWatch::now)
+    }
+
+    pub(crate) fn finished(&self) -> bool {
+        (self.finished)()
+    }
+
+    /// Until `done`, or the end.
+    pub(crate) fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
+        wait(what, || self.finished() || done());
+    }
+}
+
+pub(crate) struct Moved {
+    pub(crate) sent: Result<Report, MigrateError>,
+    pub(crate) received: Result<RestState, ReceiveFailure>,
+    pub(crate) source: ProcessGuest,
+    pub(crate) target: ProcessGuest,
+    /// How often harm was done.
+    pub(crate) harmed: u32,
+}
+
+impl Moved {
+    pub(crate) fn state(&self) -> MigrationState {
+        self.sent.as_ref().map_or(MigrationState::Failed, |report| report.state)
+    }
+
+    pub(crate) fn error(&self) -> String {
+        match &self.sent {
+            Ok(report) => report.error.clone().unwrap_or_default(),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    /// It came, all of it, each page once.
+    pub(crate) fn completed(&self, what: &str) -> &Report {
+        let report = self.sent.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
+        let rest = self.received.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(rest.state, MigrationState::Completed, "{what}: {rest:?}");
+        assert_eq!(rest.left, 0, "{what}");
+        assert_eq!(rest.postcopy.duplicates, 0, "{what}: {rest:?}");
+        whole(&self.target, what);
+        stands_still(&self.source, what);
+        report
+    }
+
+    /// It stayed, and nothing of it ran elsewhere.
+    pub(crate) fn stayed(&self, what: &str) {
+        assert_eq!(self.state(), MigrationState::Failed, "{what}: {}", self.error());
+        assert!(self.received.is_err(), "{what}: the target says that it came");
+        whole(&self.source, what);
+    }
+
+    /// Whatever became of it: one guest, whole, or none and its state says so.
+    pub(crate) fn one_guest(&self, what: &str) {
+        match self.state() {
+            MigrationState::Completed => drop(self.completed(what)),
+            MigrationState::Failed => self.stayed(what),
+            MigrationState::Unknown | MigrationState::Lost => stands_still(&self.source, what),
+            other => panic!("{what}: {other:?} is no end"),
+        }
+    }
+}
+
+/// Takes the guest and what comes behind it.
+pub(crate) fn take(
+    target: &mut ProcessGuest,
+    listener: &Listener,
+    arrival: &Arrival,
+    watch: &Mutex<Option<RestWatch>>,
+) -> Result<RestState, ReceiveFailure> {
+    let rest = receive(target, listener, arrival)?.rest.expect("the guest came before its memory");
+    *watch.lock().unwrap() = Some(rest.watch());
+    Ok(rest.finish(listener, arrival))
+}
+
+/// Ends a migration that does not end, so that the test does.
+fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
+    while !finished() {
+        arrival.stop();
+        monitor.cancel();
+        monitor.abandon();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Moves a loaded guest over a link with these `rules`; `meanwhile` looks on, and does what it likes.
+pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&View<'_>)) -> Moved {
+    let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let proxy = Proxy::new(&listener.uri().unwrap(), rules);
+    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let (watch, uri) = (Mutex::default(), proxy.uri());
+    let (sent, received) = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor));
+        let finished = || sending.is_finished();
+        let view =
+            View { monitor: &monitor, proxy: &proxy, arrival: &arrival, rest: &watch, finished: &finished };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| meanwhile(&view))) {
+            say(&format!("at the failure: {:?} {:?}", monitor.progress(), view.rest()));
+            given_up(&arrival, &monitor, &finished);
+            resume_unwind(panic);
+        }
+        let begin = Instant::now();
+        while !finished() {
+            if begin.elapsed() > PATIENCE {
+                let rest = watch.lock().unwrap().as_ref().map(RestWatch::now);
+                say(&format!("given up: {settings:?} {:?} {rest:?}", monitor.progress()));
+                given_up(&arrival, &monitor, &finished);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let sent = sending.join().unwrap();
+        // A target that was left alone is told to stop; one that has everything has ended by itself.
+        let begin = Instant::now();
+        let alone = !matches!(&sent, Ok(report) if report.state == MigrationState::Completed);
+        let most = if alone { settings.peer_timeout * 2 } else { PATIENCE };
+        // One whose source is gone before it could thank waits on for it, and has everything all the same.
+        let rest = || watch.lock().unwrap().as_ref().map(RestWatch::now);
+        let complete = || rest().is_some_and(|rest| rest.state == MigrationState::Completed);
+        while !receiving.is_finished() && !complete() && begin.elapsed() < most {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        arrival.stop();
+        (sent, receiving.join().unwrap())
+    });
+    let harmed = proxy.harmed();
+    drop(proxy);
+    Moved { sent, received, source, target, harmed }
+}

@@ -1,0 +1,240 @@
+//! Guests that run on the target before their memory is there: every way to get there, and what may go wrong on it.
+
+use crate::support::{
+    Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
+};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Moves a loaded guest with these arguments, and looks at it on the other side.
+fn moves(kind: &str, uri: impl Fn(&Folder) -> String, more: &[&str]) -> Value {
+    let folder = Folder::new();
+    let source = Run::source(kind, &folder);
+    let (target, uri) = Run::target(kind, &folder, "target", &uri(&folder));
+    let output = source.migrate(&uri, &[more, &["--json", "-"]].concat());
+    assert_eq!(code(&output), 0, "{more:?}: {output:?}");
+    let report = document(&output);
+    assert_eq!(report["outcome"], "completed", "{report}");
+    assert_eq!(report["postcopy"]["duplicates"], 0, "{more:?}: {report}");
+    assert_eq!(report["interruptions"], 0, "{more:?}: {report}");
+    assert!(report["postcopy"]["pages"].as_u64() > Some(0), "{more:?}: {report}");
+    target.wait("all of the guest", |s| s["state"] == "completed" && s["vm"]["place"] == "running");
+    target.goes_on();
+    target.whole();
+    report
+}
+
+fn tcp(_: &Folder) -> String {
+    "tcp:127.0.0.1:0".into()
+}
+
+#[test]
+fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
+    for kind in kinds() {
+        let fast = ["--mode", "postcopy", "--max-bandwidth", "60M/s"];
+        for (path, pace) in
+            [("shared", "off"), ("interleaved", "auto"), ("dedicated", "50M/s"), ("dedicated", "auto")]
+        {
+            let report = moves(kind, tcp, &[&fast[..], &["--urgent", path, "--pace", pace]].concat());
+            let postcopy = &report["postcopy"];
+            assert!(postcopy["faults"].as_u64() > Some(0), "{path} {pace}: {report}");
+            assert_eq!(report["passes"].as_array().unwrap().len(), 1, "nothing was sent before: {report}");
+            say(&format!(
+                "{kind}, {path}, pace {pace}: {} faults, mean {:.0} us, stopped for {:.1} ms",
+                postcopy["faults"],
+                postcopy["mean_us"].as_f64().unwrap(),
+                report["downtime_ms"].as_f64().unwrap()
+            ));
+        }
+        moves(kind, |folder| format!("unix:{}", folder.path("wire")), &fast);
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let slow = ["--max-bandwidth", "40M/s", "--downtime-limit", "1ms"];
+        let report = moves(kind, tcp, &[&slow[..], &["--mode", "hybrid"]].concat());
+        assert!(report["passes"].as_array().unwrap().len() > 1, "{report}");
+        let clock = ["--timeout", "200ms", "--on-timeout", "postcopy"];
+        moves(kind, tcp, &[&slow[..], &clock].concat());
+        // By hand.
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        let child = begun(&source, &uri, &[&slow[..], &["--mode", "hybrid"]].concat(), "precopy");
+        assert_eq!(code(&vmferry(&["switch", "--api", &source.api])), 0);
+        assert_eq!(code(&finish(child)), 0);
+        target.wait("all of the guest", |s| s["state"] == "completed");
+        target.whole();
+    }
+}
+
+/// A migration in `state`, with some pages sent.
+fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
+    let child = spawn(&[&["migrate", "--api", &source.api, uri], more].concat());
+    source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
+    child
+}
+
+const SLOW: [&str; 6] = ["--mode", "postcopy", "--max-bandwidth", "8M/s", "--peer-timeout", "1s"];
+
+#[test]
+fn a_source_that_dies_in_postcopy_takes_the_guest_with_it_and_everybody_says_so() {
+    for kind in kinds() {
+        let folder = Folder::new();
+        let mut source = Run::source(kind, &folder);
+        let (mut target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        let child = begun(&source, &uri, &SLOW, "postcopy");
+        source.kill();
+        let output = finish(child);
+        assert_eq!(code(&output), 4, "{output:?}");
+        for words in ["the guest is lost", "the process that had the rest", "waits for ever"] {
+            assert!(errors(&output).contains(words), "{words}: {output:?}");
+        }
+        let status = target.wait("the loss", |s| s["state"] == "postcopy-paused");
+        assert!(status["left"].as_u64() > Some(0) && status["why"].is_string(), "{status}");
+        assert_eq!(code(&vmferry(&["status", "--api", &target.api])), 3);
+        // Its vCPUs sleep, and the command still ends it.
+        assert_eq!(code(&vmferry(&["quit", "--api", &target.api])), 0);
+        ended(&mut target.child);
+    }
+}
+
+fn ended(child: &mut Child) -> Option<i32> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        assert!(Instant::now() < deadline, "the process did not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The target is not heard of for a while: stopped as it stands, as by a host that swaps, or a network that is down.
+#[test]
+fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
+    for by_hand in [true, false] {
+        let folder = Folder::new();
+        let source = Run::source("process", &folder);
+        let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+        let reconnect = if by_hand { "0s" } else { "60s" };
+        let child = begun(&source, &uri, &[&SLOW[..], &["--reconnect-for", reconnect]].concat(), "postcopy");
+        let refused = |command: &str, words: &str| {
+            let output = vmferry(&[command, "--api", &source.api]);
+            assert_eq!(code(&output), 1, "{command}: {output:?}");
+            assert!(errors(&output).contains(words), "{command}: {output:?}");
+        };
+        refused("cancel", "too late to cancel");
+        refused("quit", "still needs pages that are here only");
+        refused("recover", "is not lost");
+        // Ctrl-C: heard, and heeded when the target has everything.
+        source.signal(Signal::INT);
+        target.signal(Signal::STOP);
+        source.wait("the loss", |s| s["state"] == "postcopy-paused");
+        if by_hand {
+            let output = finish(child);
+            assert_eq!(code(&output), 3, "{output:?}");
+            assert!(errors(&output).contains("vmferry recover"), "{output:?}");
+            assert_eq!(code(&vmferry(&["status", "--api", &source.api])), 3);
+            let output = vmferry(&["recover", "--api", &source.api, "--take"]);
+            assert!(
+                code(&output) == 1 && errors(&output).contains("the guest has run on the target since"),
+                "{output:?}"
+            );
+            target.signal(Signal::CONT);
+            target.wait("the loss there", |s| s["state"] == "postcopy-paused");
+            assert_eq!(code(&vmferry(&["recover", "--api", &source.api])), 0);
+        } else {
+            target.signal(Signal::CONT);
+            let output = finish(child);
+            assert_eq!(code(&output), 0, "{output:?}");
+        }
+        target.wait("all of the guest", |s| s["state"] == "completed");
+        target.goes_on();
+        target.whole();
+        let mut source = source;
+        assert_eq!(ended(&mut source.child), Some(0), "nothing needs it any more");
+    }
+}
+
+#[test]
+fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let hybrid = ["--mode", "hybrid", "--max-bandwidth", "8M/s", "--peer-timeout", "1s"];
+    let (mut target, uri) = Run::target("process", &folder, "t1", "tcp:127.0.0.1:0");
+    let child = begun(&source, &uri, &hybrid, "precopy");
+    target.kill();
+    let output = finish(child);
+    assert!(code(&output) == 1 && errors(&output).contains("goes on where it was"), "{output:?}");
+    source.goes_on();
+    // Not gone, but silent; when it wakes up it is too late.
+    let (mut target, uri) = Run::target("process", &folder, "t2", "tcp:127.0.0.1:0");
+    let child = begun(&source, &uri, &hybrid, "precopy");
+    target.signal(Signal::STOP);
+    let output = finish(child);
+    assert!(code(&output) == 1 && errors(&output).contains("nothing was heard"), "{output:?}");
+    source.goes_on();
+    target.signal(Signal::CONT);
+    assert_eq!(ended(&mut target.child), Some(1));
+    source.whole();
+}
+
+/// A KVM guest's memory is touched by the kernel, and its faults need a permission.
+#[test]
+fn a_target_that_may_not_have_faults_says_how_to_permit_it() {
+    let forbidden = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let root = rustix::process::geteuid().is_root();
+    if !root || forbidden.trim() != "0" || kinds().len() < 2 || !can_track() {
+        return say("userfaultfd forbidden: not run: needs root, /dev/kvm and vm.unprivileged_userfaultfd=0");
+    }
+    let folder = Folder::new();
+    let source = Run::source("kvm", &folder);
+    let theirs = folder.path("theirs");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::set_permissions(&theirs, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let api = format!("{theirs}/api");
+    let kvm = std::fs::metadata("/dev/kvm").unwrap().gid();
+    let child = Command::new(VMFERRY)
+        .args(["run", "--guest", "kvm", "--memory", "96M", "--api", &api, "--incoming", "tcp:127.0.0.1:0"])
+        .uid(65534)
+        .gid(kvm)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let Ok(child) = child else { return say("userfaultfd forbidden: not run: nobody cannot execute this") };
+    let mut target = Run { child, api };
+    let begin = Instant::now();
+    let status = loop {
+        if let Some(status) = target.status().filter(|s| s["vm"]["incoming"].is_string()) {
+            break status;
+        }
+        if target.child.try_wait().unwrap().is_some() || begin.elapsed() > PATIENCE {
+            return say("userfaultfd forbidden: not run: nobody cannot run a KVM guest here");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let uri = status["vm"]["incoming"].as_str().unwrap();
+    let output = source.migrate(uri, &["--mode", "postcopy"]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    assert!(errors(&output).contains("vm.unprivileged_userfaultfd"), "{output:?}");
+    source.goes_on();
+    // It goes on waiting: for a guest that comes with all of its memory it needs no permission.
+    let output = source.migrate(uri, &["--mode", "precopy"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    target.whole();
+}
