@@ -4,7 +4,7 @@ fn none(_: &str) {}
 
 fn measured(mean_us: f64, bulk_gbps: Option<f64>) -> Measured {
     let times = Figures { mean_us, p50_us: mean_us, p99_us: 2.0 * mean_us, max_us: 3.0 * mean_us, count: 10 };
-    Measured { times, bulk_gbps, pace_gbps: None }
+    Measured { times, bulk_gbps, pace_gbps: None, other_gbps: None }
 }
 
 fn unmeasured(sides: Vec<Side>) -> Vec<SideRuns> {
@@ -31,7 +31,13 @@ fn unpaced_comes_before_what_is_paced_by_it() {
     let names: Vec<String> = sides.iter().map(|side| side.name()).collect();
     assert_eq!(
         names,
-        ["loopback/idle", "loopback/idle-back-to-back", "loopback/unpaced", "loopback/paced-90"]
+        [
+            "loopback/idle",
+            "loopback/idle-back-to-back",
+            "loopback/unpaced",
+            "loopback/paced-90",
+            "loopback/found"
+        ]
     );
     let mut sides = unmeasured(sides);
     assert_eq!(latest_bulk(&sides, "loopback"), None);
@@ -47,7 +53,7 @@ fn without_privileges_links_are_skipped_and_say_why() {
     let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
     let outcome = run_with(&options, &nobody, &tools, &mut none);
     assert_eq!(outcome.failures, Vec::<String>::new());
-    assert_eq!(outcome.document.cases.len(), 10);
+    assert_eq!(outcome.document.cases.len(), 12);
     for case in &outcome.document.cases {
         let why = case.skipped.as_deref().unwrap_or_default();
         assert!(why.contains("need root"), "{}: {why:?}", case.name);
@@ -75,6 +81,7 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
         (40.0, None),
         (400.0, Some(10.0)),
         (60.0, Some(9.0)),
+        (30.0, Some(9.5)),
         (8.0, None),
         (5.0, None),
     ]) {
