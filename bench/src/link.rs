@@ -192,6 +192,7 @@ fn inside<T: Send>(
 pub struct Shaped {
     shape: Shape,
     ends: [Namespace; 2],
+    tc: OsString,
 }
 
 impl Shaped {
@@ -214,15 +215,35 @@ impl Shaped {
         for (end, (_, address)) in [first, second].into_iter().zip(ADDRESSES) {
             ip(&["-n", end, "addr", "add", address, "dev", DEVICE])?;
             ip(&["-n", end, "link", "set", DEVICE, "up"])?;
-            let qdisc = ["-n", end, "qdisc", "add", "dev", DEVICE, "root"];
-            let shaper = shape.words();
-            let words: Vec<&str> = qdisc.into_iter().chain(shaper.iter().map(String::as_str)).collect();
-            execute(&tools.tc, &words)?;
         }
         if let Some(congestion) = shape.congestion {
             ends.iter().try_for_each(|end| set_congestion(end, congestion))?;
         }
-        Ok(Shaped { shape, ends })
+        let shaped = Shaped { shape, ends, tc: tools.tc.clone() };
+        shaped.shape("add", shape)?;
+        Ok(shaped)
+    }
+
+    /// From now on, it carries so many bits a second each way, with what is on its way now.
+    ///
+    /// # Errors
+    /// What the shaper said. The two ends may differ then.
+    pub(crate) fn change(&mut self, bits_per_s: u64) -> Result<(), String> {
+        let shape = Shape { bits_per_s, ..self.shape };
+        self.shape("change", shape)?;
+        self.shape = shape;
+        Ok(())
+    }
+
+    /// Adds or changes the shapers.
+    fn shape(&self, how: &str, shape: Shape) -> Result<(), String> {
+        let shaper = shape.words();
+        for end in &self.ends {
+            let qdisc = ["-n", &end.name, "qdisc", how, "dev", DEVICE, "root"];
+            let words: Vec<&str> = qdisc.into_iter().chain(shaper.iter().map(String::as_str)).collect();
+            execute(&self.tc, &words)?;
+        }
+        Ok(())
     }
 }
 
@@ -310,6 +331,30 @@ mod tests {
     }
 
     #[test]
+    fn a_link_changes_its_rate_at_both_ends() {
+        let tools = Tools::here();
+        let mut shaped = match Shaped::new(&tools, SHAPE) {
+            Ok(shaped) => shaped,
+            Err(why) => return writeln!(stdout(), "not run: {why}").unwrap(),
+        };
+        let rates = |shaped: &Shaped| {
+            shaped.ends.each_ref().map(|end| {
+                let show = ["-n", &end.name, "qdisc", "show", "dev", DEVICE];
+                let output = Command::new(&tools.tc).args(show).output().unwrap();
+                let text = String::from_utf8(output.stdout).unwrap();
+                text.split_whitespace().skip_while(|word| *word != "rate").nth(1).unwrap().to_owned()
+            })
+        };
+        assert_eq!(rates(&shaped), ["2Gbit", "2Gbit"]);
+        shaped.change(1_000_000_000).unwrap();
+        assert_eq!(rates(&shaped), ["1Gbit", "1Gbit"]);
+        // A rate that the shaper does not take leaves it as it is.
+        shaped.change(0).unwrap_err();
+        assert_eq!(rates(&shaped), ["1Gbit", "1Gbit"]);
+        assert_eq!(Link::Shaped(shaped).bits_per_s(), Some(1_000_000_000));
+    }
+
+    #[test]
     fn a_shaped_link_carries_and_leaves_nothing_behind() {
         let tools = Tools::here();
         let shaped = match Shaped::new(&tools, SHAPE) {
@@ -319,6 +364,7 @@ mod tests {
         let names = [shaped.ends[0].name.clone(), shaped.ends[1].name.clone()];
         assert!(names.iter().all(|name| namespaces().contains(name)));
         let link = Link::Shaped(shaped);
+        assert_eq!(link.bits_per_s(), Some(SHAPE.bits_per_s));
         let mut child = Command::new("cat");
         child.arg("/proc/sys/net/ipv4/tcp_congestion_control");
         link.enter(End::Destination, &mut child).unwrap();

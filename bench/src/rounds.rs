@@ -94,18 +94,30 @@ impl<'a> Rounds<'a> {
         &mut self,
         sides: impl IntoIterator<Item = S>,
         name: impl Fn(S) -> String,
+        once: impl FnMut(S, &[SideRuns<S, R>]) -> Result<R, Stop>,
+    ) -> Vec<SideRuns<S, R>> {
+        self.run_at_most(sides, |_| usize::MAX, name, once)
+    }
+
+    /// Likewise, but a side has a turn only in its first `most` rounds: what takes long needs fewer.
+    pub(crate) fn run_at_most<S: Copy, R>(
+        &mut self,
+        sides: impl IntoIterator<Item = S>,
+        most: impl Fn(S) -> usize,
+        name: impl Fn(S) -> String,
         mut once: impl FnMut(S, &[SideRuns<S, R>]) -> Result<R, Stop>,
     ) -> Vec<SideRuns<S, R>> {
         let runs = |side| SideRuns { side, rounds: Vec::new(), skipped: None };
         let mut sides: Vec<_> = sides.into_iter().map(runs).collect();
         for round in 0..self.repeats {
             for turn in turns(sides.len(), round) {
-                if sides[turn].skipped.is_some() {
+                let side = sides[turn].side;
+                let repeats = self.repeats.min(most(side));
+                if sides[turn].skipped.is_some() || round >= repeats {
                     continue;
                 }
-                let side = sides[turn].side;
                 let name = name(side);
-                (self.progress)(&format!("{name}, round {} of {}", round + 1, self.repeats));
+                (self.progress)(&format!("{name}, round {} of {repeats}", round + 1));
                 let result = once(side, &sides);
                 let runs = &mut sides[turn];
                 match result {
@@ -186,5 +198,20 @@ mod tests {
         // Another side begins each round.
         assert_eq!(told.len(), 5);
         assert_eq!(told[3], "case/1, round 2 of 2");
+    }
+
+    #[test]
+    fn a_side_has_no_more_turns_than_it_needs() {
+        let mut told = Vec::new();
+        let mut progress = |what: &str| told.push(what.to_owned());
+        let mut rounds = Rounds::new(3, &mut progress);
+        let most = |side| if side == 0 { 2 } else { usize::MAX };
+        let sides =
+            rounds.run_at_most(0..2, most, |side| side.to_string(), |_, _: &[SideRuns<_, ()>]| Ok(()));
+        assert_eq!(sides.iter().map(|runs| runs.rounds.len()).collect::<Vec<_>>(), [2, 3]);
+        assert_eq!(
+            told,
+            ["0, round 1 of 2", "1, round 1 of 3", "1, round 2 of 3", "0, round 2 of 2", "1, round 3 of 3"]
+        );
     }
 }

@@ -20,6 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         measure: Duration::from_millis(100),
         settle: Duration::from_millis(100),
         faults: 64,
+        extra: false,
         only: vec!["loopback".into(), "fault".into()],
     };
     let outcome = rtt::run(&options, &SourceCommand::this_executable()?, &mut |_| {});
@@ -27,7 +28,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(outcome.failures, Vec::<String>::new());
     let case = |name: &str| outcome.document.cases.iter().find(|case| case.name == name);
     let metric = |name: &str, metric: &str| case(name).and_then(|case| case.metrics.get(metric)).copied();
-    for name in ["loopback/idle", "loopback/idle-back-to-back", "loopback/unpaced", "loopback/paced-90"] {
+    for name in [
+        "loopback/idle",
+        "loopback/idle-back-to-back",
+        "loopback/unpaced",
+        "loopback/paced-90",
+        "loopback/found",
+    ] {
         let figures = ["requests", "rtt_us", "p50_us", "p99_us", "max_us"].map(|m| metric(name, m));
         assert!(figures.iter().all(|figure| figure.is_some_and(|f| f > 0.0)), "{name}: {figures:?}");
         assert_eq!(metric(name, "bulk_gbps").is_some(), !name.contains("idle"), "{name}");

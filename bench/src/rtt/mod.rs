@@ -4,8 +4,10 @@
 //! a fault takes that is resolved on the spot: no postcopy can be faster than their sum. Beside an unpaced stream the
 //! page waits in the link's queue; a stream paced below the link's rate leaves none.
 
+mod contest;
 mod exchange;
 mod fault;
+mod probe;
 mod report;
 mod samples;
 
@@ -20,6 +22,7 @@ use crate::host::Host;
 use crate::json::Document;
 use crate::link::{Link, LinkError, Shape, Shaped, Tools};
 use crate::rounds::{Outcome, Rounds, Stop};
+use contest::{Contest, Times};
 use exchange::{Bulk, Plan, Round};
 use fault::Handler;
 use samples::Figures;
@@ -114,6 +117,8 @@ pub struct Options {
     pub settle: Duration,
     /// Pages whose faults are measured in a turn.
     pub faults: usize,
+    /// Also a link of 10 Gb/s, and the controller with others on its link.
+    pub extra: bool,
     /// Only cases whose names have one of these in them. Empty: all.
     pub only: Vec<String>,
 }
@@ -126,6 +131,7 @@ impl Options {
             measure: Duration::from_millis(2000),
             settle: Duration::from_millis(1000),
             faults: 16384,
+            extra: true,
             only: Vec::new(),
         }
     }
@@ -137,6 +143,7 @@ impl Options {
             measure: Duration::from_millis(700),
             settle: Duration::from_millis(400),
             faults: 4096,
+            extra: false,
             only: Vec::new(),
         }
     }
@@ -145,13 +152,6 @@ impl Options {
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
     }
 }
-
-/// The shaped link. Its sockets ask for their congestion control themselves.
-const SHAPE: Shape = Shape { bits_per_s: 2_000_000_000, congestion: None };
-
-/// What the shaped link carries, in bits a second, headers included.
-#[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-const SHAPED_BITS_PER_S: f64 = SHAPE.bits_per_s as f64;
 
 /// Between an answer and the next request. Back to back, the answers alone would take 0.5 Gb/s and more, and beside a
 /// stream at 90 % of the link they would be the queue.
@@ -168,6 +168,8 @@ enum Beside {
     Unpaced,
     /// A stream held to so many percent of the link: of its rate, or on loopback of what the unpaced stream reached.
     Paced(u32),
+    /// A stream whose pace the engine's controller finds.
+    Found,
 }
 
 impl Beside {
@@ -177,6 +179,7 @@ impl Beside {
             Beside::IdleBackToBack => "idle-back-to-back".into(),
             Beside::Unpaced => "unpaced".into(),
             Beside::Paced(percent) => format!("paced-{percent}"),
+            Beside::Found => "found".into(),
         }
     }
 
@@ -186,15 +189,57 @@ impl Beside {
     }
 }
 
-/// One comparison's links, each with its congestion control; None: the host's default.
-const LINKS: &[(&str, Option<&str>, &[Beside])] = &[
-    ("loopback", None, &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90)]),
-    ("shaped-bbr", Some("bbr"), SHAPED_SIDES),
-    ("shaped-cubic", Some("cubic"), SHAPED_SIDES),
+/// One comparison's link.
+#[derive(Debug)]
+struct On {
+    name: &'static str,
+    /// 10^9 bits a second, headers included. None: loopback.
+    gbps: Option<u32>,
+    /// None: the host's default.
+    congestion: Option<&'static str>,
+    sides: &'static [Beside],
+}
+
+impl On {
+    fn make(&self, tools: &Tools) -> Result<Link, String> {
+        let Some(gbps) = self.gbps else { return Ok(Link::Loopback) };
+        // Its sockets ask for their congestion control themselves.
+        let shape = Shape { bits_per_s: u64::from(gbps) * 1_000_000_000, congestion: None };
+        Shaped::new(tools, shape).map(Link::Shaped)
+    }
+}
+
+const LINKS: &[On] = &[
+    On {
+        name: "loopback",
+        gbps: None,
+        congestion: None,
+        sides: &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90), Beside::Found],
+    },
+    On { name: "shaped-bbr", gbps: Some(SHAPED_GBPS), congestion: Some("bbr"), sides: SHAPED_SIDES },
+    On { name: "shaped-cubic", gbps: Some(SHAPED_GBPS), congestion: Some("cubic"), sides: SHAPED_SIDES },
+    On { name: "fast-bbr", gbps: Some(FAST_GBPS), congestion: Some("bbr"), sides: FAST_SIDES },
+    On { name: "fast-cubic", gbps: Some(FAST_GBPS), congestion: Some("cubic"), sides: FAST_SIDES },
 ];
 
-const SHAPED_SIDES: &[Beside] =
-    &[Beside::Idle, Beside::IdleBackToBack, Beside::Unpaced, Beside::Paced(90), Beside::Paced(95)];
+/// What the shaped links carry, in 10^9 bits a second, headers included.
+const SHAPED_GBPS: u32 = 2;
+/// Likewise, the faster ones.
+const FAST_GBPS: u32 = 10;
+
+const SHAPED_SIDES: &[Beside] = &[
+    Beside::Idle,
+    Beside::IdleBackToBack,
+    Beside::Unpaced,
+    Beside::Paced(90),
+    Beside::Paced(95),
+    Beside::Found,
+];
+
+const FAST_SIDES: &[Beside] = &[Beside::Idle, Beside::Unpaced, Beside::Paced(90), Beside::Found];
+
+/// Contests take long, and say the same after three rounds.
+const CONTEST_ROUNDS: usize = 3;
 
 /// One side.
 #[derive(Debug, Clone, Copy)]
@@ -210,6 +255,7 @@ type SideRuns = crate::rounds::SideRuns<Side, Measured>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Requests { congestion: Option<&'static str>, beside: Beside },
+    Contest { congestion: Option<&'static str>, contest: Contest },
     Faults(Handler),
 }
 
@@ -219,13 +265,21 @@ struct Measured {
     times: Figures,
     bulk_gbps: Option<f64>,
     pace_gbps: Option<f64>,
+    /// What the other stream of a contest got, or the same one while its link had its half.
+    other_gbps: Option<f64>,
 }
 
 impl Side {
+    /// In how many rounds it has a turn at most.
+    fn most_rounds(self) -> usize {
+        if matches!(self.what, What::Contest { .. }) { CONTEST_ROUNDS } else { usize::MAX }
+    }
+
     /// The case's name.
     fn name(self) -> String {
         match self.what {
             What::Requests { beside, .. } => format!("{}/{}", self.link, beside.name()),
+            What::Contest { contest, .. } => format!("{}/{}", self.link, contest.name()),
             What::Faults(handler) => format!("{}/{}", self.link, handler.name()),
         }
     }
@@ -273,30 +327,48 @@ fn run_with(
 ) -> Outcome {
     let mut document = Document::new("rtt", Host::describe());
     let sides = sides(options);
-    let shaped = if sides.iter().any(|side| side.link.starts_with("shaped")) {
-        Shaped::new(tools, SHAPE).map(Link::Shaped)
-    } else {
-        Err("not wanted".into())
-    };
+    let mut links = Links::new(tools, &sides);
     let mut rounds = Rounds::new(options.repeats, progress);
-    let sides = rounds.run(sides, Side::name, |side, so_far| {
-        Ok(run_side(options, side, latest_bulk(so_far, side.link), source, &shaped)?)
+    let sides = rounds.run_at_most(sides, Side::most_rounds, Side::name, |side, so_far| {
+        Ok(run_side(options, side, latest_bulk(so_far, side.link), source, &mut links)?)
     });
     let failures = rounds.failures;
     report::add(&mut document, options, &sides, &failures);
     Outcome { document, failures }
 }
 
+/// The links that are wanted, each made once. Err: why this host has none.
+struct Links(Vec<(&'static str, Result<Link, String>)>);
+
+impl Links {
+    fn new(tools: &Tools, sides: &[Side]) -> Self {
+        let wanted = |on: &&On| sides.iter().any(|side| side.link == on.name);
+        Links(LINKS.iter().filter(wanted).map(|on| (on.name, on.make(tools))).collect())
+    }
+
+    fn get(&mut self, name: &str) -> Result<&mut Link, RttError> {
+        match self.0.iter_mut().find(|(link, _)| *link == name) {
+            Some((_, Ok(link))) => Ok(link),
+            Some((_, Err(why))) => Err(RttError::Unavailable(why.clone())),
+            None => Err(RttError::Usage(format!("there is no link {name}"))),
+        }
+    }
+}
+
 /// The sides that are wanted, in the order of the first round: unpaced before paced, which needs its speed.
 fn sides(options: &Options) -> Vec<Side> {
-    let requests = LINKS.iter().flat_map(|(link, congestion, sides)| {
-        sides
-            .iter()
-            .map(|beside| Side { link, what: What::Requests { congestion: *congestion, beside: *beside } })
+    let links = || LINKS.iter().filter(|on| options.extra || on.gbps != Some(FAST_GBPS));
+    let requests = links().flat_map(|on| {
+        let what = |beside: &Beside| What::Requests { congestion: on.congestion, beside: *beside };
+        on.sides.iter().map(move |beside| Side { link: on.name, what: what(beside) })
+    });
+    let contests = links().filter(|on| options.extra && on.gbps == Some(SHAPED_GBPS)).flat_map(|on| {
+        let what = |contest| What::Contest { congestion: on.congestion, contest };
+        Contest::ALL.into_iter().map(move |contest| Side { link: on.name, what: what(contest) })
     });
     let faults = [Handler::Blocking, Handler::Spinning]
         .map(|handler| Side { link: "fault", what: What::Faults(handler) });
-    requests.chain(faults).filter(|side| options.wants(&side.name())).collect()
+    requests.chain(contests).chain(faults).filter(|side| options.wants(&side.name())).collect()
 }
 
 /// What the unpaced stream of `link` reached last, in 10^9 bits a second.
@@ -312,29 +384,35 @@ fn run_side(
     side: Side,
     unpaced: Option<f64>,
     source: &SourceCommand,
-    shaped: &Result<Link, String>,
+    links: &mut Links,
 ) -> Result<Measured, RttError> {
     let empty = || RttError::Usage("nothing was measured".into());
     let (congestion, beside) = match side.what {
         What::Faults(handler) => {
             let times = fault::measure(handler, options.faults)?.figures().ok_or_else(empty)?;
-            return Ok(Measured { times, bulk_gbps: None, pace_gbps: None });
+            return Ok(Measured { times, bulk_gbps: None, pace_gbps: None, other_gbps: None });
+        }
+        What::Contest { congestion, contest } => {
+            let link = links.get(side.link)?;
+            let round = contest::measure(link, contest, congestion, Times::FULL, source)?;
+            return Ok(Measured {
+                times: round.rtt.figures().ok_or_else(empty)?,
+                bulk_gbps: Some(round.bulk_gbps),
+                pace_gbps: None,
+                other_gbps: Some(round.other_gbps),
+            });
         }
         What::Requests { congestion, beside } => (congestion, beside),
     };
-    let link = match (side.link, shaped) {
-        ("loopback", _) => &Link::Loopback,
-        (_, Ok(link)) => link,
-        (_, Err(why)) => return Err(RttError::Unavailable(why.clone())),
-    };
     let plan = plan(options, congestion, beside, capacity(side.link, unpaced))?;
-    let Round { rtt, bulk_gbps, pace_gbps } = exchange::measure(link, plan, source)?;
-    Ok(Measured { times: rtt.figures().ok_or_else(empty)?, bulk_gbps, pace_gbps })
+    let Round { rtt, bulk_gbps, pace_gbps } = exchange::measure(links.get(side.link)?, plan, source)?;
+    Ok(Measured { times: rtt.figures().ok_or_else(empty)?, bulk_gbps, pace_gbps, other_gbps: None })
 }
 
 /// What a link carries, in 10^9 bits a second: loopback, as much as an unpaced stream has reached.
 fn capacity(link: &str, unpaced: Option<f64>) -> Option<f64> {
-    if link == "loopback" { unpaced } else { Some(SHAPED_BITS_PER_S / 1e9) }
+    let shaped = LINKS.iter().find(|on| on.name == link).and_then(|on| on.gbps);
+    shaped.map(f64::from).or(unpaced)
 }
 
 fn plan<'a>(
@@ -354,13 +432,19 @@ fn plan<'a>(
             })?;
             Bulk::Paced(pace(capacity, percent))
         }
+        Beside::Found => Bulk::Found,
     };
     Ok(Plan {
         congestion,
         gap: beside.gap(),
         bulk,
         // An idle link has no speed to find; but the processes have to start.
-        settle: if bulk == Bulk::None { options.settle / 8 } else { options.settle },
+        settle: match bulk {
+            Bulk::None => options.settle / 8,
+            // The start of the controller takes a quarter of a second, and its first cuts are not its last.
+            Bulk::Found => options.settle * 2,
+            _ => options.settle,
+        },
         measure: options.measure,
     })
 }

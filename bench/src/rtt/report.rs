@@ -3,10 +3,11 @@
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::{Map, Value, json};
 
+use super::contest::Contest;
 use super::exchange::{ANSWER, REQUEST};
 use super::fault::Handler;
 use super::samples::count;
-use super::{Beside, LINKS, Measured, Options, SHAPED_BITS_PER_S, SideRuns, What};
+use super::{Beside, LINKS, Measured, Options, SideRuns, What, capacity};
 use crate::json::{Case, Document};
 use crate::stats::Spread;
 
@@ -21,6 +22,7 @@ const FIGURES: &[(&str, Figure)] = &[
     ("max_us", |round| Some(round.times.max_us)),
     ("bulk_gbps", |round| round.bulk_gbps),
     ("pace_gbps", |round| round.pace_gbps),
+    ("other_gbps", |round| round.other_gbps),
 ];
 
 fn mean(round: &Measured) -> Option<f64> {
@@ -47,13 +49,13 @@ pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns]
     let fault = |handler: Handler| median(&format!("fault/{}", handler.name()), "local_fault_us");
     let (blocking, spinning) = (fault(Handler::Blocking), fault(Handler::Spinning));
     let mut links = Map::new();
-    for (link, ..) in LINKS {
+    for link in LINKS.iter().map(|on| on.name) {
         let Some(rtt) = median(&format!("{link}/idle"), "rtt_us") else { continue };
         let mut floor = floor(rtt, blocking, spinning);
         if let Some(rtt) = median(&format!("{link}/idle-back-to-back"), "rtt_us") {
             floor.insert("rtt_back_to_back_us".into(), json!(rtt));
         }
-        links.insert((*link).to_owned(), Value::Object(floor));
+        links.insert(link.to_owned(), Value::Object(floor));
     }
     // The contract's fields are loopback's.
     if let Some(Value::Object(loopback)) = links.get("loopback") {
@@ -90,7 +92,7 @@ fn case_of(options: &Options, sides: &[SideRuns], runs: &SideRuns) -> Case {
     .param("link", runs.side.link)
     .param("rounds", runs.rounds.iter().flatten().count());
     let (mean_name, count_name) = match runs.side.what {
-        What::Requests { .. } => ("rtt_us", "requests"),
+        What::Requests { .. } | What::Contest { .. } => ("rtt_us", "requests"),
         What::Faults(_) => ("local_fault_us", "faults"),
     };
     case.spread(mean_name, Spread::of(by_round(runs, mean).into_iter().flatten()));
@@ -103,6 +105,10 @@ fn case_of(options: &Options, sides: &[SideRuns], runs: &SideRuns) -> Case {
     }
     match runs.side.what {
         What::Faults(handler) => case.param("handler", handler.name()).param("pages", options.faults),
+        What::Contest { congestion, contest } => {
+            add_contest(&mut case, sides, runs, contest);
+            describe(case, runs.side.link, congestion, Beside::Found)
+        }
         What::Requests { congestion, beside } => {
             add_ratios(&mut case, sides, runs, beside);
             describe(case, runs.side.link, congestion, beside)
@@ -115,16 +121,41 @@ fn add_ratios(case: &mut Case, sides: &[SideRuns], runs: &SideRuns, beside: Besi
     if matches!(beside, Beside::Idle | Beside::IdleBackToBack) {
         return;
     }
-    if let Some(idle) = find(sides, runs.side.link, Beside::Idle) {
-        case.spread("ratio_to_idle", Spread::of_ratios(&by_round(runs, mean), &by_round(idle, mean)));
-    }
+    add_idle_ratios(case, sides, runs);
     let bulk = by_round(runs, |round| round.bulk_gbps);
     let capacity = match find(sides, runs.side.link, Beside::Unpaced) {
         Some(unpaced) if runs.side.link == "loopback" => by_round(unpaced, |round| round.bulk_gbps),
         _ if runs.side.link == "loopback" => Vec::new(),
-        _ => vec![Some(SHAPED_BITS_PER_S / 1e9); bulk.len()],
+        _ => vec![capacity(runs.side.link, None); bulk.len()],
     };
     case.spread("bulk_share", Spread::of_ratios(&bulk, &capacity));
+}
+
+fn add_idle_ratios(case: &mut Case, sides: &[SideRuns], runs: &SideRuns) {
+    let Some(idle) = find(sides, runs.side.link, Beside::Idle) else { return };
+    let p99: Figure = |round| Some(round.times.p99_us);
+    for (name, figure) in [("ratio_to_idle", mean as Figure), ("p99_ratio_to_idle", p99)] {
+        case.spread(name, Spread::of_ratios(&by_round(runs, figure), &by_round(idle, figure)));
+    }
+}
+
+/// What each gets of the link, and how alike.
+fn add_contest(case: &mut Case, sides: &[SideRuns], runs: &SideRuns, contest: Contest) {
+    add_idle_ratios(case, sides, runs);
+    let capacity = vec![capacity(runs.side.link, None); runs.rounds.len()];
+    let half: Vec<Option<f64>> = capacity.iter().map(|gbps| gbps.map(|gbps| gbps / 2.0)).collect();
+    let [bulk, other] = [by_round(runs, |round| round.bulk_gbps), by_round(runs, |round| round.other_gbps)];
+    case.spread("bulk_share", Spread::of_ratios(&bulk, &capacity));
+    if contest == Contest::Change {
+        case.spread("share_of_half", Spread::of_ratios(&other, &half));
+        return;
+    }
+    case.spread("other_share", Spread::of_ratios(&other, &capacity));
+    let jain = |(a, b): (&Option<f64>, &Option<f64>)| {
+        let (a, b) = ((*a)?, (*b)?);
+        Some((a + b).powi(2) / (2.0 * (a * a + b * b)))
+    };
+    case.spread("jain", Spread::of(bulk.iter().zip(&other).filter_map(jain)));
 }
 
 fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) -> Case {
@@ -134,8 +165,8 @@ fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) ->
         .param("gap_us", u64::try_from(beside.gap().as_micros()).unwrap_or(u64::MAX))
         .param("congestion", congestion.unwrap_or("default"))
         .param("beside", beside.name());
-    if link != "loopback" {
-        case = case.param("link_gbps", SHAPED_BITS_PER_S / 1e9);
+    if let Some(gbps) = capacity(link, None) {
+        case = case.param("link_gbps", gbps);
     }
     if let Beside::Paced(percent) = beside {
         case = case.param("pace_percent", percent);
@@ -154,7 +185,8 @@ pub fn table(document: &Document) -> String {
     text.push_str(&cases_table(document).to_string());
     text.push_str(
         "\nMedians of rounds, and how far the farthest round lies from them. 1 ms between requests, but back to back. / idle: the\n\
-         means compared. Share: of the shaped link, or of what loopback carries unpaced.\n",
+         means compared. Share: of the shaped link, or of what loopback carries unpaced. Other: the second stream; of\n\
+         found-changing, the same stream while its link had half of its rate.\n",
     );
     text.push_str(&document.skipped_text());
     let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
@@ -180,8 +212,11 @@ fn cases_table(document: &Document) -> Table {
         ("p99", "p99_us", 1),
         ("max", "max_us", 0),
         ("/ idle", "ratio_to_idle", 2),
+        ("p99 / idle", "p99_ratio_to_idle", 2),
         ("bulk Gb/s", "bulk_gbps", 2),
         ("share", "bulk_share", 2),
+        ("other Gb/s", "other_gbps", 2),
+        ("Jain", "jain", 3),
     ];
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);

@@ -4,7 +4,7 @@ fn none(_: &str) {}
 
 fn measured(mean_us: f64, bulk_gbps: Option<f64>) -> Measured {
     let times = Figures { mean_us, p50_us: mean_us, p99_us: 2.0 * mean_us, max_us: 3.0 * mean_us, count: 10 };
-    Measured { times, bulk_gbps, pace_gbps: None }
+    Measured { times, bulk_gbps, pace_gbps: None, other_gbps: None }
 }
 
 fn unmeasured(sides: Vec<Side>) -> Vec<SideRuns> {
@@ -31,7 +31,13 @@ fn unpaced_comes_before_what_is_paced_by_it() {
     let names: Vec<String> = sides.iter().map(|side| side.name()).collect();
     assert_eq!(
         names,
-        ["loopback/idle", "loopback/idle-back-to-back", "loopback/unpaced", "loopback/paced-90"]
+        [
+            "loopback/idle",
+            "loopback/idle-back-to-back",
+            "loopback/unpaced",
+            "loopback/paced-90",
+            "loopback/found"
+        ]
     );
     let mut sides = unmeasured(sides);
     assert_eq!(latest_bulk(&sides, "loopback"), None);
@@ -47,7 +53,7 @@ fn without_privileges_links_are_skipped_and_say_why() {
     let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
     let outcome = run_with(&options, &nobody, &tools, &mut none);
     assert_eq!(outcome.failures, Vec::<String>::new());
-    assert_eq!(outcome.document.cases.len(), 10);
+    assert_eq!(outcome.document.cases.len(), 12);
     for case in &outcome.document.cases {
         let why = case.skipped.as_deref().unwrap_or_default();
         assert!(why.contains("need root"), "{}: {why:?}", case.name);
@@ -75,6 +81,7 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
         (40.0, None),
         (400.0, Some(10.0)),
         (60.0, Some(9.0)),
+        (30.0, Some(9.5)),
         (8.0, None),
         (5.0, None),
     ]) {
@@ -100,4 +107,53 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
     assert_eq!(summary["links"]["loopback"]["floor_us"], 42.0);
     assert_eq!(summary["links"]["loopback"]["rtt_back_to_back_us"], 60.0);
     assert_eq!(summary["links"]["loopback"]["floor_spinning_us"], 37.5);
+}
+
+#[test]
+fn only_the_full_bench_has_the_fast_link_and_contests() {
+    let quick = sides(&Options::quick());
+    assert!(quick.iter().all(|side| side.most_rounds() == usize::MAX && !side.name().starts_with("fast-")));
+    let full = sides(&Options::full());
+    let extra: Vec<String> =
+        full.iter().map(|side| side.name()).filter(|name| !quick.iter().any(|q| q.name() == *name)).collect();
+    assert_eq!(full.len(), quick.len() + extra.len());
+    let fast = ["idle", "unpaced", "paced-90", "found"];
+    let contests = ["found-twice", "found-beside-cubic", "found-changing"];
+    let of = |link: &str, cases: &[&str]| -> Vec<String> {
+        cases.iter().map(|case| format!("{link}/{case}")).collect()
+    };
+    let expected = [
+        of("fast-bbr", &fast),
+        of("fast-cubic", &fast),
+        of("shaped-bbr", &contests),
+        of("shaped-cubic", &contests),
+    ];
+    assert_eq!(extra, expected.concat());
+    assert_eq!(full.iter().filter(|side| side.most_rounds() == CONTEST_ROUNDS).count(), 6);
+    assert_eq!((capacity("fast-bbr", None), capacity("shaped-cubic", Some(1.0))), (Some(10.0), Some(2.0)));
+}
+
+#[test]
+fn contests_are_shared_as_they_are_fair() {
+    let options = Options { only: vec!["shaped-bbr/".into()], ..Options::full() };
+    let mut sides = unmeasured(sides(&options));
+    for runs in &mut sides {
+        let (first, other) = match runs.side.name().as_str() {
+            "shaped-bbr/found-twice" => (1.2, 0.6),
+            "shaped-bbr/found-changing" => (1.8, 0.9),
+            _ => continue,
+        };
+        runs.rounds = vec![Some(Measured { other_gbps: Some(other), ..measured(90.0, Some(first)) }), None];
+    }
+    sides[0].rounds = vec![Some(measured(60.0, None)); 7];
+    let mut document = Document::new("rtt", Host::default());
+    report::add(&mut document, &options, &sides, &[]);
+    let metrics = |name: &str| &document.cases.iter().find(|case| case.name == name).unwrap().metrics;
+    let twice = metrics("shaped-bbr/found-twice");
+    assert_eq!((twice["bulk_share"], twice["other_share"]), (0.6, 0.3));
+    assert!((twice["jain"] - 0.9).abs() < 1e-9, "{twice:?}");
+    assert_eq!((twice["ratio_to_idle"], twice["p99_ratio_to_idle"]), (1.5, 1.5));
+    let changing = metrics("shaped-bbr/found-changing");
+    assert_eq!((changing["bulk_share"], changing["share_of_half"]), (0.9, 0.9));
+    assert!(!changing.contains_key("jain") && !changing.contains_key("other_share"), "{changing:?}");
 }

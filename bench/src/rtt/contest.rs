@@ -1,0 +1,126 @@
+//! The controller with others on the link, and on a link that changes.
+
+use std::time::{Duration, Instant};
+
+use super::exchange::{Bulk, Source, gbps};
+use super::samples::Samples;
+use super::{GAP, RttError, SourceCommand};
+use crate::link::{Link, Shaped};
+
+/// Requests are asked of the streams in turn, in slices: a source that nobody asks for ten seconds believes that the
+/// destination is gone.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Who else is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Contest {
+    /// Another stream that finds its own pace, and comes later.
+    Two,
+    /// An unpaced stream with CUBIC, that comes later.
+    BesideCubic,
+    /// Nobody; the link has half of its rate for a while.
+    Change,
+}
+
+impl Contest {
+    pub(super) const ALL: [Contest; 3] = [Contest::Two, Contest::BesideCubic, Contest::Change];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Contest::Two => "found-twice",
+            Contest::BesideCubic => "found-beside-cubic",
+            Contest::Change => "found-changing",
+        }
+    }
+}
+
+/// How long the parts of a contest take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Times {
+    /// The first alone.
+    pub(super) alone: Duration,
+    /// From the other's arrival, or the change, until it is measured.
+    pub(super) settle: Duration,
+    pub(super) measure: Duration,
+}
+
+impl Times {
+    pub(super) const FULL: Times = Times {
+        alone: Duration::from_secs(2),
+        settle: Duration::from_secs(4),
+        measure: Duration::from_secs(4),
+    };
+}
+
+/// What came out.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub(super) rtt: Samples,
+    /// What the first got, in 10^9 bits a second.
+    pub(super) bulk_gbps: f64,
+    /// What the other got, or what the first had when the link had its half.
+    pub(super) other_gbps: f64,
+}
+
+/// Runs it once.
+pub(super) fn measure(
+    link: &mut Link,
+    contest: Contest,
+    congestion: Option<&str>,
+    times: Times,
+    command: &SourceCommand,
+) -> Result<Outcome, RttError> {
+    let mut first = Source::start(link, congestion, Bulk::Found, command)?;
+    first.ask(times.alone, GAP, None)?;
+    let (bulk, congestion) = match contest {
+        Contest::Two => (Bulk::Found, congestion),
+        Contest::BesideCubic => (Bulk::Unpaced, Some("cubic")),
+        Contest::Change => return change(link, first, times),
+    };
+    let mut sources = [first, Source::start(link, congestion, bulk, command)?];
+    pass(&mut sources, times.settle, None)?;
+    let mut rtt = Samples::default();
+    let (begin, before) = (Instant::now(), sources.each_ref().map(Source::received));
+    pass(&mut sources, times.measure, Some(&mut rtt))?;
+    let took = begin.elapsed();
+    let [bulk_gbps, other_gbps] = [0, 1].map(|n: usize| gbps(sources[n].received() - before[n], took));
+    Ok(Outcome { rtt, bulk_gbps, other_gbps })
+}
+
+/// Asks both for pages for `time`; keeps the first's times.
+fn pass(sources: &mut [Source; 2], time: Duration, mut rtt: Option<&mut Samples>) -> Result<(), RttError> {
+    let begin = Instant::now();
+    while begin.elapsed() < time {
+        sources[0].ask(SLICE, GAP, rtt.as_deref_mut())?;
+        sources[1].ask(Duration::ZERO, GAP, None)?;
+    }
+    Ok(())
+}
+
+fn change(link: &mut Link, mut source: Source, times: Times) -> Result<Outcome, RttError> {
+    let (Some(whole), Link::Shaped(shaped)) = (link.bits_per_s(), link) else {
+        return Err(RttError::Usage("loopback has no rate to change".into()));
+    };
+    let changed = halve_and_restore(shaped, whole, &mut source, times);
+    // Also after a failure: others measure on the same link.
+    shaped.change(whole).map_err(RttError::Usage)?;
+    changed
+}
+
+fn halve_and_restore(
+    shaped: &mut Shaped,
+    whole: u64,
+    source: &mut Source,
+    times: Times,
+) -> Result<Outcome, RttError> {
+    let mut rtt = Samples::default();
+    let mut rates = [0.0; 2];
+    for (rate, bits_per_s) in rates.iter_mut().zip([whole / 2, whole]) {
+        shaped.change(bits_per_s).map_err(RttError::Usage)?;
+        source.ask(times.settle, GAP, None)?;
+        let (begin, before) = (Instant::now(), source.received());
+        source.ask(times.measure, GAP, Some(&mut rtt))?;
+        *rate = gbps(source.received() - before, begin.elapsed());
+    }
+    Ok(Outcome { rtt, bulk_gbps: rates[1], other_gbps: rates[0] })
+}

@@ -1,0 +1,79 @@
+//! The controller's probes over a socket of their own, and who sends them back.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmferry_engine::pace::{Pace, Probe, TcpBulk};
+
+/// Bytes of a probe, and of its echo.
+const FRAME: usize = 64;
+
+/// The source's end.
+#[derive(Debug)]
+struct SocketProbe {
+    socket: TcpStream,
+    /// What came of an echo so far.
+    partial: Vec<u8>,
+}
+
+impl Probe for SocketProbe {
+    fn send(&mut self, number: u64) -> io::Result<()> {
+        let mut frame = [0; FRAME];
+        frame[..8].copy_from_slice(&number.to_le_bytes());
+        match self.socket.write(&frame) {
+            Ok(FRAME) => Ok(()),
+            Ok(_) => Err(io::Error::other("part of a probe was sent")),
+            // The connection is full of probes. This one was lost, then.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            let ready = poll(&mut [PollFd::new(&self.socket.as_fd(), PollFlags::IN)], Some(&timeout))?;
+            let arrived = Instant::now();
+            if ready == 0 {
+                return Ok(());
+            }
+            let mut bytes = [0; 16 * FRAME];
+            match self.socket.read(&mut bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(length) => self.partial.extend_from_slice(&bytes[..length]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+            let whole = self.partial.len() / FRAME * FRAME;
+            for frame in self.partial[..whole].chunks_exact(FRAME) {
+                let mut number = [0; 8];
+                number.copy_from_slice(&frame[..8]);
+                echo(u64::from_le_bytes(number), arrived);
+            }
+            self.partial.drain(..whole);
+        }
+    }
+}
+
+/// Paces `bulk` by probes through `probes` until either fails, which is when the destination is gone.
+pub(super) fn pace(bulk: &TcpStream, probes: TcpStream) -> io::Result<()> {
+    probes.set_nonblocking(true)?;
+    // Answers are not taken off the pace: one a millisecond is 33 Mb/s.
+    let bulk = TcpBulk::new([bulk.as_fd()], [], || true)?;
+    let probe = SocketProbe { socket: probes, partial: Vec::new() };
+    Pace::new(probe, bulk).run(|| false, |_, _| {}).map(|_| ())
+}
+
+/// The destination's end: sends back what comes, until the source is gone.
+pub(super) fn echo(mut socket: &TcpStream) {
+    let mut bytes = [0; 16 * FRAME];
+    while let Ok(length @ 1..) = socket.read(&mut bytes) {
+        if socket.write_all(&bytes[..length]).is_err() {
+            return;
+        }
+    }
+}
