@@ -252,7 +252,7 @@ impl Stream {
                 libc::SOL_SOCKET,
                 libc::SO_TIMESTAMPNS,
                 (&raw const on).cast(),
-                size_of::<libc::c_int>() as libc::socklen_t,
+                4,
             )
         };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -341,6 +341,10 @@ fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> i
     unsafe { libc::recvmsg(fd, message, flags) }
 }
 
+/// Bytes of a timespec.
+const TIMESPEC: u32 = 16;
+const _: () = assert!(size_of::<libc::timespec>() == TIMESPEC as usize);
+
 /// When the kernel got what `message` received, if it says.
 fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
     // SAFETY: `message` was filled by recvmsg; the macro looks only within its control bytes.
@@ -351,7 +355,7 @@ fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
     // SAFETY: the first header lies whole within the control bytes, as the macro has checked.
     let kind = unsafe { ((*header).cmsg_level, (*header).cmsg_type, (*header).cmsg_len) };
     // SAFETY: a length computed from a length.
-    let len = unsafe { libc::CMSG_LEN(size_of::<libc::timespec>() as u32) };
+    let len = unsafe { libc::CMSG_LEN(TIMESPEC) };
     if kind != (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS, len as _) {
         return None;
     }

@@ -78,7 +78,7 @@ fn a_channel_that_is_harmed_in_postcopy_costs_time_and_nothing_else() {
         "{all} migrations, {harmed} harmed: {interrupted} were taken up again, {damaged} had damaged pages; {:.1} s",
         began.elapsed().as_secs_f64()
     ));
-    assert!(harmed * 10 > all as u32 * 8, "harm came too late: {harmed} of {all}");
+    assert!(u64::from(harmed) * 10 > all as u64 * 8, "harm came too late: {harmed} of {all}");
     assert!(interrupted * 2 > harmed && damaged > 0, "{interrupted} {damaged}");
 }
 
