@@ -26,25 +26,17 @@ pub(crate) fn prefer_latency() {
     change(|attributes| attributes.runtime = SLICE);
 }
 
-/// Gives way to every other thread from now on (`SCHED_IDLE`): this one sends or places pages that nobody waits for, and must
-/// not keep a processor from those that somebody does, or from the guest. There is no way back for an ordinary user.
+/// How much a thread that nobody waits for gives way: about a tenth of an ordinary thread's share where both want a processor,
+/// and all of it where nobody else does. Not `SCHED_IDLE`: what such a thread has claimed could then wait for seconds on a
+/// busy host, and somebody may come to need it.
+const NICE: i32 = 10;
+
+/// Gives way to other threads from now on: this one sends or places pages that nobody waits for, and must not keep a processor
+/// from those that somebody does, or from the guest. There is no way back for an ordinary user.
 pub(crate) fn give_way() {
-    let how = std::env::var("VMFERRY_X").unwrap_or_default();
-    change(|attributes| match how.as_str() {
-        "n10" => {
-            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
-            attributes.nice = 10;
-        }
-        "n5" => {
-            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
-            attributes.nice = 5;
-        }
-        "n19" => {
-            attributes.policy = libc::SCHED_BATCH.unsigned_abs();
-            attributes.nice = 19;
-        }
-        "n0" => {}
-        _ => attributes.policy = libc::SCHED_IDLE.unsigned_abs(),
+    change(|attributes| {
+        attributes.policy = libc::SCHED_BATCH.unsigned_abs();
+        attributes.nice = attributes.nice.max(NICE);
     });
 }
 
@@ -63,6 +55,18 @@ fn change(how: impl FnOnce(&mut Attributes)) {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn giving_way_lowers_this_thread_only() {
+        // SAFETY: this call reads nothing of ours.
+        let nice = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let before = nice();
+        let there = std::thread::spawn(move || {
+            super::give_way();
+            nice()
+        });
+        assert_eq!((there.join().unwrap(), nice()), (before.max(super::NICE), before));
+    }
+
     #[test]
     fn it_changes_neither_policy_nor_niceness() {
         std::thread::spawn(|| {

@@ -3,7 +3,7 @@
 use super::Driver;
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::report::PaceFigures;
-use crate::source::pace::{Decision, Pace, Probe, TcpBulk};
+use crate::source::pace::{Controller, Decision, Pace, Probe, TcpBulk};
 use crate::source::postcopy::{Claims, unsent_bytes};
 use crate::source::settings;
 use std::io;
@@ -92,6 +92,7 @@ impl<'e> Driver<'_, 'e> {
         }
         let work = move || {
             crate::latency::prefer_latency();
+            fit(&streams, &claims, Controller::new().pace());
             let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
             let paced = bulk.and_then(|bulk| {
                 let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);

@@ -4,8 +4,9 @@ use super::meter::{Deliveries, Queue, RoundTrips, WINDOW};
 use super::{Decision, Observation, Phase};
 use std::time::Duration;
 
-/// In bytes a second, the first pace: 100 Mb/s, which any link between hosts carries.
-const INITIAL: f64 = 12.5e6;
+/// In bytes a second, the first pace: 400 Mb/s. A link that carries less shows a queue at once. Much less than this, and bursts of
+/// 64 KiB on several channels are too far apart to tell whether deliveries follow.
+const INITIAL: f64 = 50e6;
 /// In bytes a second, never less: 10 Mb/s. What is slower never ends.
 pub(super) const FLOOR: f64 = 1.25e6;
 /// In bytes a second, never more: 400 Gb/s, beyond what pacing timers can do.
@@ -13,9 +14,9 @@ pub(super) const CEILING: f64 = 50e9;
 
 /// At the start the pace is raised by this factor each step. The queue at its end is what the last step was too much in
 /// the time it takes to see it: half a window's worth.
-const STARTUP_GAIN: f64 = 1.5;
+const STARTUP_GAIN: f64 = 2.0;
 /// A step of the start: a window of round trips, and time for deliveries to follow. Round trips longer than that add.
-const STARTUP_STEP: Duration = Duration::from_millis(10);
+const STARTUP_STEP: Duration = Duration::from_millis(20);
 /// After so many steps in which deliveries did not follow, and no queue was seen, something other than the link limits.
 const STARTUP_STUCK: u32 = 10;
 /// Deliveries that reach less than this share of the pace do not follow it.
@@ -147,6 +148,18 @@ impl Controller {
         }
     }
 
+    /// The pace of now, in bytes a second.
+    #[must_use]
+    pub fn pace(&self) -> u64 {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "between FLOOR and CEILING"
+        )]
+        let rate = self.rate as u64;
+        rate
+    }
+
     /// Decides. To be called every few milliseconds.
     pub fn observe(&mut self, seen: &Observation<'_>) -> Decision {
         let now = seen.now;
@@ -172,12 +185,7 @@ impl Controller {
             State::Contended { clear, judged } => self.insist(now, queue, clear, judged),
         }
         self.rate = self.rate.clamp(FLOOR, CEILING);
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "between FLOOR and CEILING"
-        )]
-        let rate = self.rate as u64;
+        let rate = self.pace();
         Decision { rate, phase: self.phase() }
     }
 
@@ -248,7 +256,10 @@ impl Controller {
         let delivered = self.deliveries.rate(FOLLOW_TIME);
         if delivered.is_none_or(|rate| rate < FOLLOWS * self.rate) {
             // Not the link limits. It may be that there is no more than this, and that the pace is in its own way.
-            let most = delivered.map_or(self.rate, |rate| (rate * HEADROOM).max(LEAST_SHARE * self.best));
+            // Never less than any link carries: a pace that whoever sends cannot keep up with leaves no queue, and one that waits
+            // for deliveries that wait for it would never get anywhere.
+            let least = INITIAL.max(LEAST_SHARE * self.best);
+            let most = delivered.map_or(self.rate, |rate| (rate * HEADROOM).max(least));
             self.rate = self.rate.min(most);
             self.state = State::Climb { passed: None, deaf };
             return;
