@@ -77,10 +77,10 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
     }
 }
 
-/// A migration in `state`, with some pages sent.
+/// A migration in `state`, with some pages sent: for so long that whoever watches it has seen the state.
 fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
     let child = spawn(&[&["migrate", "--api", &source.api, uri], more].concat());
-    source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
+    source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(2 << 20));
     child
 }
 
