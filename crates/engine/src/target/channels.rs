@@ -240,6 +240,10 @@ fn hand_in(
         Err(TrySendError::Disconnected(_)) => return false,
         Err(TrySendError::Full(input)) => input,
     };
+    if arrivals.lazy().is_none() {
+        // Nothing waits for a page yet: the queue is full because much is said, and there will be room at once.
+        return inputs.send(input).is_ok();
+    }
     let began = Instant::now();
     while !control.hung_up_within(ROOM) && began.elapsed() < patience {
         input = match inputs.try_send(input) {
