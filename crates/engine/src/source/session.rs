@@ -224,6 +224,10 @@ impl Session {
 
     /// The downtime that is expected for a switch at this moment.
     pub(crate) fn predicted_downtime(&self) -> Option<Duration> {
+        if self.lazy {
+            // Pages do not count then, and for the rest there is no rehearsal of a handover.
+            return None;
+        }
         self.policy.predict(self.remaining, self.fixed_costs())
     }
 
