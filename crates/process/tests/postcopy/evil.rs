@@ -226,6 +226,7 @@ fn refused(what: &str, mode: Mode, bulk: u16, act: impl FnOnce(&mut Evil)) {
 
 #[test]
 fn a_guest_is_not_started_over_what_cannot_be() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -276,6 +277,7 @@ fn a_guest_is_not_started_over_what_cannot_be() {
 
 #[test]
 fn impossible_numbers_of_urgent_channels_are_refused() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -296,6 +298,7 @@ fn impossible_numbers_of_urgent_channels_are_refused() {
 /// came first, and undamaged.
 #[test]
 fn a_guest_that_runs_bears_what_its_source_sends() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -345,6 +348,7 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
 /// Digests that never match: the link is given up after 10,000, not the guest.
 #[test]
 fn pages_that_are_damaged_for_ever_end_the_link() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }

@@ -170,6 +170,7 @@ fn all(cases: Vec<(&'static str, Script)>, check: impl Fn(&str, Script) + Sync) 
 
 #[test]
 fn whatever_a_target_does_before_the_commit_the_guest_stays() {
+    let _alone = crate::rig::alone();
     let after_handover = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_handed_over();
@@ -231,6 +232,7 @@ fn whatever_a_target_does_before_the_commit_the_guest_stays() {
 /// it is told to.
 #[test]
 fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
+    let _alone = crate::rig::alone();
     let asks = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_running();
@@ -318,6 +320,7 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
 /// Asked anew what it lacks, a target may say: nothing. That is its own word, and nobody knows better.
 #[test]
 fn a_target_that_insists_to_have_everything_is_believed() {
+    let _alone = crate::rig::alone();
     let (report, source, reasons) = meet(Box::new(|liar| {
         liar.until_running();
         liar.say(&ToSource::Complete(LazyFigures::default()));

@@ -35,6 +35,7 @@ fn both_paused(view: &View<'_>) {
 
 #[test]
 fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -64,6 +65,7 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
 
 #[test]
 fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -99,6 +101,7 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
 /// The guest's threads go on until they need a page, and no further; what they have is right.
 #[test]
 fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -120,6 +123,7 @@ fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
 /// All pages come, and the source never hears of it, until somebody takes up the link again.
 #[test]
 fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -152,6 +156,7 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
 /// A target that is told to stop leaves its guest's threads asleep, and its source waits for somebody.
 #[test]
 fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -171,6 +176,7 @@ fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
 /// Cancelled before the handover it stays; the target has not run it.
 #[test]
 fn before_the_handover_it_can_be_called_off() {
+    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }

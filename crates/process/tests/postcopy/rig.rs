@@ -3,7 +3,7 @@
 use crate::proxy::{Proxy, Rule};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationMode, MigrationState, Monitor, ReceiveFailure, Report,
@@ -15,6 +15,12 @@ use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
 const MEMORY: u64 = 24 << 20;
 /// 8 MiB of random content, all of it written to.
 const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
+/// One test at a time: each keeps several migrations and their guests busy, and what is late on a crowded host is a lost peer.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Longer than anything here takes on a busy host.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
@@ -88,7 +94,7 @@ pub(crate) fn settings(mode: MigrationMode) -> Settings {
     Settings {
         mode,
         max_bandwidth: Some(24 << 20),
-        peer_timeout: Duration::from_secs(2),
+        peer_timeout: Duration::from_secs(3),
         reconnect_for: Duration::from_secs(20),
         ..Settings::default()
     }
