@@ -7,7 +7,7 @@ use super::{Session, State};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
-use vmferry_wire::{Section, ToSource, ToTarget};
+use vmferry_wire::{LazyFigures, Section, ToSource, ToTarget};
 
 /// A pass that leaves more than this share of what the pass before left is the last, in hybrid mode: the guest dirties about as
 /// fast as the link carries.
@@ -115,14 +115,7 @@ impl Session {
             (
                 State::Postcopy | State::Hearing | State::Reopening { .. },
                 Event::Message(ToSource::Complete(figures)),
-            ) => {
-                self.target_cpu = Duration::from_micros(figures.cpu_us);
-                self.figures = Some(figures);
-                self.ended = Some(Outcome::Completed);
-                let mut actions = vec![Action::Send(ToTarget::Thanks)];
-                actions.extend(self.finish());
-                actions
-            }
+            ) => self.completed(figures),
             (State::Suspended, Event::Tick) if !self.recovery.waiting => self.try_again(now),
             (State::Suspended, Event::Recover) => {
                 self.recovery.waiting = false;
@@ -171,6 +164,16 @@ impl Session {
             // Too late to keep the guest, and nothing to recover.
             _ => Vec::new(),
         }
+    }
+
+    /// The target has every page.
+    fn completed(&mut self, figures: LazyFigures) -> Vec<Action> {
+        self.target_cpu = Duration::from_micros(figures.cpu_us);
+        self.figures = Some(figures);
+        self.ended = Some(Outcome::Completed);
+        let mut actions = vec![Action::Send(ToTarget::Thanks)];
+        actions.extend(self.finish());
+        actions
     }
 
     fn tick_after_handover(&mut self, now: Duration) -> Vec<Action> {
