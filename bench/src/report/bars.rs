@@ -3,7 +3,10 @@
 use std::fmt::Write;
 
 use super::escape;
-use super::svg::{BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, STYLE, TOP, Tone, WIDTH, short, ticks};
+use super::svg::{
+    BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, STYLE, TOP, Tone, WIDTH, axis_labels, mark_at, short, ticks, x_tick,
+    y_tick,
+};
 
 /// One side's bars.
 #[derive(Debug, Clone, PartialEq)]
@@ -90,48 +93,19 @@ impl Bars {
     }
 
     fn axes(&self, svg: &mut String) {
-        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        let bottom = HEIGHT - BOTTOM;
         let highest = self.highest();
         for tick in ticks(0.0, highest, 5.0) {
             let y = bottom - tick / highest * (bottom - TOP);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                LEFT - 8.0,
-                y + 4.0,
-                short(tick)
-            );
+            y_tick(svg, y, &short(tick));
         }
         for (index, bound) in self.bounds.iter().enumerate() {
             let x = LEFT + self.width() * count(index);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                bottom + 5.0,
-                bottom + 19.0,
-                bound.round()
-            );
+            x_tick(svg, x, &bound.round().to_string());
         }
-        let _ = write!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
-             <text transform=\"translate(16 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
-            f64::midpoint(LEFT, right),
-            bottom + 38.0,
-            escape(&self.x_label),
-            f64::midpoint(TOP, bottom),
-            escape(&self.y_label)
-        );
+        axis_labels(svg, &self.x_label, &self.y_label);
         if let Some((x, what)) = self.mark.as_ref().and_then(|(at, what)| Some((self.x(*at)?, what))) {
-            let _ = write!(
-                svg,
-                "<line class=\"start\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                TOP - 5.0,
-                escape(what)
-            );
+            mark_at(svg, x, what);
         }
     }
 

@@ -216,14 +216,7 @@ impl Chart {
         let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
         for tick in scale.y_ticks() {
             let y = scale.y(tick);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                LEFT - 8.0,
-                y + 4.0,
-                short(tick)
-            );
+            y_tick(svg, y, &short(tick));
         }
         let _ = write!(
             svg,
@@ -231,34 +224,12 @@ impl Chart {
         );
         for tick in ticks(scale.x.0, scale.x.1, 10.0) {
             let x = scale.x(tick);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                bottom + 5.0,
-                bottom + 19.0,
-                short(tick)
-            );
+            x_tick(svg, x, &short(tick));
         }
-        let _ = write!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
-             <text transform=\"translate(16 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
-            f64::midpoint(LEFT, right),
-            bottom + 38.0,
-            escape(&self.x_label),
-            f64::midpoint(TOP, bottom),
-            escape(&self.y_label)
-        );
+        axis_labels(svg, &self.x_label, &self.y_label);
         if let Some((at, what)) = &self.start {
             let x = scale.x(*at);
-            let _ = write!(
-                svg,
-                "<line class=\"start\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                TOP - 5.0,
-                escape(what)
-            );
+            mark_at(svg, x, what);
         }
     }
 
@@ -284,6 +255,59 @@ impl Chart {
             let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{}\">▼ {}</text>", y + 4.0, escape(&self.end_name));
         }
     }
+}
+
+/// A line across the chart with its value on the left.
+pub(super) fn y_tick(svg: &mut String, y: f64, text: &str) {
+    let right = WIDTH - RIGHT;
+    let _ = write!(
+        svg,
+        "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+        LEFT - 8.0,
+        y + 4.0,
+        text
+    );
+}
+
+/// A short line below the chart with its value.
+pub(super) fn x_tick(svg: &mut String, x: f64, text: &str) {
+    let bottom = HEIGHT - BOTTOM;
+    let _ = write!(
+        svg,
+        "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
+         <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+        bottom + 5.0,
+        bottom + 19.0,
+        text
+    );
+}
+
+/// What the axes are.
+pub(super) fn axis_labels(svg: &mut String, x: &str, y: &str) {
+    let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+    let _ = write!(
+        svg,
+        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
+         <text transform=\"translate(16 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+        f64::midpoint(LEFT, right),
+        bottom + 38.0,
+        escape(x),
+        f64::midpoint(TOP, bottom),
+        escape(y)
+    );
+}
+
+/// A vertical line with a word above it.
+pub(super) fn mark_at(svg: &mut String, x: f64, what: &str) {
+    let bottom = HEIGHT - BOTTOM;
+    let _ = write!(
+        svg,
+        "<line class=\"start\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
+         <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+        TOP - 5.0,
+        escape(what)
+    );
 }
 
 #[cfg(test)]
