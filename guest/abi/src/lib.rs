@@ -7,6 +7,7 @@
 //! * [`Workload`] is the specification (`uniform,ws=256M,rate=100k`), [`GuestArgs`] the kernel command line around it.
 //! * [`Layout`] says how many pages hold content and which vCPU owns which: each page has exactly one writer.
 //! * [`Worker`] fills, writes, stamps and checks pages, through the small trait [`PageStore`].
+//! * [`balloon`] is what the balloon has beyond the specification.
 //! * [`StatsPage`] is where a guest reports; [`Line`] is the same on a serial line, for hosts that cannot see the page.
 //!
 //! The crate has no dependencies, needs no allocator and contains no unsafe code.
@@ -16,6 +17,7 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod balloon;
 mod cmdline;
 mod fill;
 mod layout;
