@@ -173,6 +173,10 @@ pub(crate) struct RunArgs {
     /// Ask for transparent huge pages
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
     pub(crate) huge_pages: bool,
+    /// Keep this host's processors awake while a guest waits for single pages (postcopy), where this user may ask for that
+    /// (/dev/cpu_dma_latency)
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
+    pub(crate) stay_awake: bool,
     /// Give each vCPU a dirty ring of so many entries, a power of two; the guest then has no dirty log
     #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
     pub(crate) dirty_ring: DirtyRing,

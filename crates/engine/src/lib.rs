@@ -1,5 +1,6 @@
 //! The live-migration engine.
 
+mod awake;
 mod channel;
 mod error;
 mod fill;
@@ -20,6 +21,7 @@ mod vm;
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use fill::{FillState, LazyProgress};
+pub use latency::prefer_latency_of;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};

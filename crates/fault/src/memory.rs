@@ -414,6 +414,7 @@ impl LazyMemory for UffdMemory {
             let _ = self.release();
             return Err(error.into());
         }
+        self.threads.prefer_latency(true);
         *begun = true;
         Ok(())
     }
@@ -457,6 +458,7 @@ impl LazyMemory for UffdMemory {
         if *begun {
             // After an error it can be tried again: what is given back already is so again without harm.
             self.release()?;
+            self.threads.prefer_latency(false);
             *begun = false;
         }
         Ok(())

@@ -303,7 +303,9 @@ impl<'a> Driver<'a> {
             return failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}"));
         }
         let all_here = lacking.is_empty();
-        let lazy = Arc::new(Lazy::new(memory, &lacking, self.vm.config().vcpus));
+        let mut lazy = Lazy::new(memory, &lacking, self.vm.config().vcpus);
+        lazy.stay_awake = self.arrival.stay_awake;
+        let lazy = Arc::new(lazy);
         self.link.arrivals.go_on_lazily(Arc::clone(&lazy));
         match self.link.serve_faults() {
             Ok(threads) => self.fault_threads = threads,

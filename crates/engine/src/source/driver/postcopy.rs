@@ -74,7 +74,7 @@ impl<'e> Driver<'_, 'e> {
             let (urgent, claims) = (Arc::clone(&self.urgent), Arc::clone(&claims));
             let (inputs, generation) = (self.inputs.0.clone(), self.generation);
             let work = move || {
-                let lost = serve_urgent(&claims, &urgent[channel], channel);
+                let lost = serve_urgent(&claims, &urgent[channel], channel, ground.settings.stay_awake);
                 ground.monitor.counters.add_thread_cpu();
                 let _ = inputs.send((generation, Input::UrgentLost(lost)));
             };

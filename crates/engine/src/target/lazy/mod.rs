@@ -99,6 +99,8 @@ pub(crate) struct Lazy {
     lines: RwLock<Vec<Arc<UrgentLine>>>,
     /// Pages that came damaged on these lines.
     damaged_here: AtomicU64,
+    /// Whether processors are kept awake while the link is up.
+    pub(crate) stay_awake: bool,
     /// Faults are not answered any more.
     stop: AtomicBool,
     fate: AtomicU8,
@@ -157,6 +159,7 @@ impl Lazy {
             counters: Counters::default(),
             lines: RwLock::default(),
             damaged_here: AtomicU64::new(0),
+            stay_awake: false,
             stop: AtomicBool::new(false),
             fate: AtomicU8::new(OPEN),
             began: Instant::now(),
