@@ -156,8 +156,7 @@ impl<'a> Driver<'a> {
     fn wait(&mut self) -> Option<Event> {
         // Looked at every time: a source that never stops talking must not keep us from it.
         if self.arrival.stopped() {
-            let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
-            return Some(Event::LocalFailure(why));
+            return Some(Event::Stopped);
         }
         let peer = &self.link.control.peer;
         if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
@@ -186,7 +185,7 @@ impl<'a> Driver<'a> {
     /// A channel that ends before the commit takes the migration with it. Which side was at fault matters to the
     /// reader: a cancelled source closes its channels, and says why on the control channel.
     fn channel_lost(&mut self, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
-        if self.session.memory_complete() {
+        if self.session.memory_complete() || self.session.renounced() {
             return None;
         }
         if let ReceiveError::Link(link) = error
@@ -210,10 +209,7 @@ impl<'a> Driver<'a> {
 
     fn connected(&mut self, incoming: Incoming) -> Option<Event> {
         if incoming.hello.role == Role::Control {
-            if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(RefusalCode::Busy)) {
-                tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
-            }
-            return None;
+            return self.control_back(incoming);
         }
         Some(match self.link.connected(incoming)? {
             Ok(()) => Event::ChannelUp,
@@ -222,6 +218,33 @@ impl<'a> Driver<'a> {
                 format!("the target's host refused a thread for a channel: {error}"),
             )),
         })
+    }
+
+    /// Only the source of a guest that may have been committed is heard beside this attempt's own control channel.
+    fn control_back(&mut self, incoming: Incoming) -> Option<Event> {
+        let ours = self.session.may_be_asked() && self.link.named_by(&incoming.hello);
+        let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
+        if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
+            tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
+            return None;
+        }
+        verdict.ok()?;
+        Some(match self.link.take_up(incoming, self.inputs, self.arrival.peer_timeout) {
+            Ok(()) => Event::ControlBack,
+            Err(error) => Event::PeerLost(format!("the new control channel cannot be used: {error}")),
+        })
+    }
+
+    /// The link is lost, and the guest runs already, or never will.
+    fn disconnect(&self) {
+        if self.session.renounced() {
+            tracing::warn!(
+                "the link to the source {} was lost before the guest was started here: it will not run here. The source is told                  so as soon as it asks; end this side only when the guest runs there",
+                self.link.control.peer
+            );
+        }
+        self.link.shutdown();
+        self.link.control.shutdown();
     }
 
     fn perform(&mut self, action: Action) -> Option<Event> {
@@ -245,7 +268,7 @@ impl<'a> Driver<'a> {
             Action::Load(sections) => Some(self.load(&sections)),
             Action::Start => Some(self.start()),
             Action::Disconnect => {
-                self.link.shutdown();
+                self.disconnect();
                 None
             }
             Action::EndLazily => {

@@ -261,8 +261,7 @@ impl Rest {
                 Err(error) => Some(Event::PeerLost(format!("no thread for a channel: {error}"))),
             };
         }
-        let ours = incoming.hello.migration == self.link.migration
-            && incoming.hello.token == self.link.tokens.resume;
+        let ours = self.link.named_by(&incoming.hello);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
             tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
@@ -271,7 +270,9 @@ impl Rest {
         if !ours {
             return None;
         }
-        match self.take_up(incoming, inputs) {
+        let taken = self.link.take_up(incoming, inputs, self.peer_timeout);
+        self.last_page_after_all();
+        match taken {
             Ok(()) => {
                 self.pending.push_back(Event::ControlBack);
                 self.pending.pop_front()
@@ -280,30 +281,13 @@ impl Rest {
         }
     }
 
-    /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being
-    /// placed would be sent again.
-    fn take_up(&mut self, incoming: Incoming, inputs: &Receiver<Numbered>) -> std::io::Result<()> {
-        self.end_channels(inputs);
-        self.link.attempt += 1;
-        self.link.control = Arc::new(incoming.stream);
-        self.link.control.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
-        self.link.read_control(self.peer_timeout)
+    fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
+        self.link.end_channels(inputs);
+        self.last_page_after_all();
     }
 
-    fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
-        // First: whoever asks on one of them must not be waited for.
-        self.link.shutdown();
-        self.link.control.shutdown();
-        if let Some(lazy) = self.link.arrivals.lazy() {
-            lazy.ask_on(Vec::new());
-        }
-        // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
-        // is tried again by its source.
-        while self.link.at_work() {
-            let _ = inputs.recv_timeout(Duration::from_millis(1));
-        }
-        self.link.join();
-        // The last page may have come in the meantime, and the word of it been dropped with the rest.
+    /// The last page may have come while the channels were ended, and the word of it been dropped with what else they reported.
+    fn last_page_after_all(&mut self) {
         let all_here = self.link.arrivals.lazy().is_some_and(|lazy| lazy.left() == 0);
         if all_here && !self.session.complete() {
             let event = self.all_here();
