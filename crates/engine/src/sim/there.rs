@@ -266,7 +266,11 @@ impl World {
                 if self.defect == Defect::StartsAtLoad {
                     self.start();
                 }
-                if failed { Event::LocalFailure(why) } else { Event::Loaded { micros: 9 } }
+                match failed {
+                    _ if self.abandoned() => Event::PeerLost("while the state was loaded".into()),
+                    true => Event::LocalFailure(why),
+                    false => Event::Loaded { micros: 9 },
+                }
             }
             _ if failed || !self.commit_lazily() => Event::StartFailed(why),
             _ => {

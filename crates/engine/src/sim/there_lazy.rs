@@ -109,6 +109,10 @@ impl World {
         }
     }
 
+    pub(super) fn abandoned(&self) -> bool {
+        self.there.lazy.as_ref().is_some_and(|lazy| lazy.fate == Fate::Abandoned)
+    }
+
     pub(super) fn commit_lazily(&mut self) -> bool {
         let Some(lazy) = self.there.lazy.as_mut() else { return true };
         let open = lazy.fate == Fate::Open;

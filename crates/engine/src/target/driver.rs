@@ -53,6 +53,8 @@ pub(super) struct Driver<'a> {
     /// Sources that came while this attempt was being wound up: they are served next.
     waiting: Vec<Incoming>,
     link: Link,
+    /// The control channel's reader has ended: no last word is to be waited for.
+    control_lost: bool,
     load: Duration,
     /// There once a guest was announced that may run before all of its memory is here.
     lazy_memory: Option<Arc<dyn LazyMemory>>,
@@ -80,6 +82,7 @@ impl<'a> Driver<'a> {
             inputs,
             waiting: Vec::new(),
             link,
+            control_lost: false,
             load: Duration::ZERO,
             lazy_memory: None,
             lacking,
@@ -148,9 +151,11 @@ impl<'a> Driver<'a> {
     }
 
     /// The next input of this attempt, or a new connection.
-    fn next_input(&self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
+    fn next_input(&mut self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
         let (attempt, input) = self.inputs.recv_timeout(within)?;
-        Ok((attempt == self.link.attempt || matches!(input, Input::Connected(_))).then_some(input))
+        let ours = attempt == self.link.attempt;
+        self.control_lost |= ours && matches!(input, Input::ControlLost(_));
+        Ok((ours || matches!(input, Input::Connected(_))).then_some(input))
     }
 
     fn wait(&mut self) -> Option<Event> {
@@ -158,13 +163,15 @@ impl<'a> Driver<'a> {
         if self.arrival.stopped() {
             return Some(Event::Stopped);
         }
-        let peer = &self.link.control.peer;
         if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
             return Some(Event::PeerLost(format!(
-                "{peer} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+                "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+                self.link.control.peer
             )));
         }
-        match self.next_input(TICK).ok().flatten()? {
+        let input = self.next_input(TICK).ok().flatten()?;
+        let peer = &self.link.control.peer;
+        match input {
             Input::Connected(incoming) => self.connected(*incoming),
             Input::Message(message) => Some(Event::Message(message)),
             Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
@@ -229,6 +236,7 @@ impl<'a> Driver<'a> {
             return None;
         }
         verdict.ok()?;
+        self.control_lost = false;
         Some(match self.link.take_up(incoming, self.inputs, self.arrival.peer_timeout) {
             Ok(()) => Event::ControlBack,
             Err(error) => Event::PeerLost(format!("the new control channel cannot be used: {error}")),
@@ -344,7 +352,15 @@ impl<'a> Driver<'a> {
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
         let began = Instant::now();
-        match self.vm.load(sections) {
+        let loaded = self.vm.load(sections);
+        if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
+            // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
+            let peer = &self.link.control.peer;
+            return Event::PeerLost(format!(
+                "the link to the source {peer} was lost while the state was loaded"
+            ));
+        }
+        match loaded {
             Ok(()) => {
                 self.load = began.elapsed();
                 Event::Loaded { micros: micros(self.load) }
@@ -378,9 +394,11 @@ impl<'a> Driver<'a> {
             self.link.control.finish();
         }
         let deadline = Instant::now() + Duration::from_secs(1);
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        while !self.control_lost
+            && let Some(left) = deadline.checked_duration_since(Instant::now())
+        {
             match self.next_input(left) {
-                Ok(Some(Input::ControlLost(_))) | Err(_) => break,
+                Err(_) => break,
                 Ok(Some(Input::Connected(incoming))) => self.keep(*incoming),
                 Ok(_) => {}
             }

@@ -24,8 +24,10 @@ const TICK: Duration = Duration::from_millis(50);
 const PATIENCE: u32 = 3;
 
 /// The pages of a guest that runs already. They come, and are placed, by threads of their own; but somebody must keep
-/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish); without it the
-/// source is never released.
+/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish).
+///
+/// Dropped while pages are lacking, it ends its channels: the source keeps those pages and says that the link is lost, and
+/// whoever needs one of them here sleeps for ever. Nothing is made up.
 #[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
 pub struct Rest {
     session: Session,
@@ -145,7 +147,7 @@ impl Rest {
             }
             self.keep_house(&inputs, arrival);
             done.store(true, Ordering::Release);
-            self.close(&inputs);
+            self.end_channels(&inputs);
             drop(inputs);
         });
         self.watch.now()
@@ -348,15 +350,23 @@ impl Rest {
             Err(error) => self.lost(error.to_string()),
         }
     }
+}
 
-    fn close(&mut self, inputs: &Receiver<Numbered>) {
-        self.end_channels(inputs);
-        // Told to stop before the end, the guest's vCPUs may sleep on missing pages: they must not be given zeros.
-        if self.watch.now().state == MigrationState::Completed {
-            for thread in self.fault_threads.drain(..) {
-                if thread.join().is_err() {
-                    tracing::error!("a fault thread panicked");
-                }
+/// Leaves no thread behind, whether it was finished, told to stop, or forgotten.
+impl Drop for Rest {
+    fn drop(&mut self) {
+        // Without its reader the queue takes nothing, so nobody waits for room in it.
+        self.queue = None;
+        self.link.shutdown();
+        self.link.control.shutdown();
+        self.link.join();
+        if let Some(lazy) = self.link.arrivals.lazy() {
+            // While pages are lacking the guest's vCPUs may sleep on them, and must not be given zeros.
+            if lazy.left() == 0 { lazy.end() } else { lazy.stop() }
+        }
+        for thread in self.fault_threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a fault thread panicked");
             }
         }
     }
