@@ -7,6 +7,7 @@
 //! all come; whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are
 //! planted and must be found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
 
+mod defect;
 mod fuzz;
 mod guest;
 mod here;
@@ -90,14 +91,15 @@ fn no_seed_breaks_a_promise() {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 13] = [
+const KINDS: [Kind; 14] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
     ("completed in postcopy after several", |end| end.whole() && end.interruptions > 1),
     ("cancelled", |end| matches!(end.source, Some(Outcome::Cancelled(_)))),
     ("failed before the commit", |end| !end.committed && end.failed()),
-    ("given back after it", |end| end.committed && end.failed()),
+    ("given back after it", |end| end.committed && end.failed() && end.interruptions == 0),
+    ("given back over a new link", |end| end.committed && end.failed() && end.interruptions > 0),
     ("unknown, and moved", |end| end.unknown() && end.target == Some(TargetOutcome::Completed)),
     ("unknown, and not", |end| end.unknown() && end.target != Some(TargetOutcome::Completed)),
     ("lost", |end| matches!(end.source, Some(Outcome::Lost(_)))),
@@ -137,6 +139,8 @@ fn planted_defects_are_found() {
         Defect::ForgetsSuspects,
         Defect::CompleteEarly,
         Defect::ForgetsTheLast,
+        Defect::EndsRenounced,
+        Defect::StartsRenounced,
         Defect::DropsTheEnd,
     ];
     for defect in defects {

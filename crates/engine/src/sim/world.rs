@@ -1,5 +1,6 @@
 //! The simulated world: a clock, a queue of what is to happen, two hosts, a link, and the faults of one seed.
 
+pub(super) use super::defect::Defect;
 use super::guest::Memory;
 use super::here::Here;
 use super::link::{Cargo, Request, Wire};
@@ -9,46 +10,9 @@ use super::there::There;
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use vmferry_wire::{Refusal, RefusalCode};
 
 /// Longer than any migration of a few pages may take, in simulated microseconds.
 pub(super) const FOR_EVER: u64 = 900_000_000;
-
-/// A defect that is planted to see whether the simulation finds it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Defect {
-    None,
-    /// A harvest now and then loses a page.
-    LostPage,
-    /// The guest is started when its state is loaded, before the commit.
-    StartsAtLoad,
-    /// A link that breaks after the commit is taken for one that broke before it.
-    ResumesAfterCommit,
-    /// Pages are protected after they were read, not before.
-    ProtectsLate,
-    /// The target says that all pages are sound.
-    BlindToDamage,
-    /// A link that breaks when the guest runs at the target, before all of its memory is there, brings it back here.
-    ResumesInPostcopy,
-    /// Pages that are asked for are sent even if they were sent, and what comes is written over what is there.
-    OlderOverNewer,
-    /// Pages that are asked for are sent even if they were sent.
-    SendsTwice,
-    /// Pages that were claimed for a lost channel stay claimed on the next.
-    ClaimSurvives,
-    /// The target tells what it lacks while the lost channels still bring pages.
-    RetoldEarly,
-    /// What is stale at the handover is kept.
-    KeepsStale,
-    /// Pages that came damaged are not named at the handover.
-    ForgetsSuspects,
-    /// The target says that all is here when a page is lacking.
-    CompleteEarly,
-    /// The word that the last page is here is lost with the link that it came on.
-    ForgetsTheLast,
-    /// What is moot at the target's end is dropped again and again, and the end with it.
-    DropsTheEnd,
-}
 
 /// What is to happen. Numbers called `link` say for which set of channels it counts.
 #[derive(Debug)]
@@ -462,8 +426,12 @@ impl World {
             Item::SwitchNow => self.source_event(source::Event::SwitchNow),
             Item::StopTarget if self.there.rest => self.crash_target(),
             Item::StopTarget => {
-                let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
-                self.target_event(self.there.link, target::Event::LocalFailure(why));
+                self.there.stopped |= !self.there.ended();
+                self.target_event(self.there.link, target::Event::Stopped);
+                if !self.there.ended() {
+                    // As the real driver, which looks every time.
+                    self.at(100_000, Item::StopTarget);
+                }
             }
             Item::CrashSource => self.crash_source(),
             Item::CrashTarget => self.crash_target(),

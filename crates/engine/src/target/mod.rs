@@ -5,6 +5,7 @@ mod driver;
 pub(crate) mod lazy;
 mod probe;
 pub(crate) mod receiver;
+mod relink;
 mod rest;
 pub(crate) mod session;
 

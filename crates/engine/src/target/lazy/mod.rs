@@ -229,6 +229,11 @@ impl Lazy {
         }
     }
 
+    /// Whether the link was lost before the guest was started: what was missing then reads as zeros.
+    pub(crate) fn abandoned(&self) -> bool {
+        self.fate.load(Ordering::SeqCst) == ABANDONED
+    }
+
     /// Ends the faults: what is still lacking reads as zeros.
     pub(crate) fn end(&self) {
         self.stop();
