@@ -2,7 +2,6 @@
 
 mod channel;
 mod error;
-mod fill;
 mod lacking;
 mod latency;
 mod lazy;
@@ -19,7 +18,6 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
-pub use fill::{FillState, LazyProgress};
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
@@ -27,7 +25,9 @@ pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
     ThrottleFigures, VcpuRing,
 };
-pub use snapshot::{LazyRestore, RestoreError, restore, restore_lazy, save, save_copy};
+pub use snapshot::{
+    FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
+};
 pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate, pace,

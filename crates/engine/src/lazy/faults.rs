@@ -1,8 +1,7 @@
 //! The threads that take faults, one a stripe.
 
 use super::ahead::{Ahead, Guess};
-use super::{Lazy, Place};
-use crate::lazy::Fault;
+use super::{Fault, Lazy, Origin, Place};
 use crate::sync::fence;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -13,13 +12,13 @@ const LOOK: Duration = Duration::from_secs(1);
 pub(super) const AGAIN: Duration = Duration::from_millis(100);
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
-pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
+pub(crate) fn serve_faults<O: Origin>(lazy: &Lazy<O>, stripe: usize) {
     crate::latency::prefer_latency();
-    let mut ahead = Ahead::default();
+    let (mut ahead, mut hands) = (Ahead::default(), lazy.origin.hands());
     while !lazy.stopped() {
         match lazy.memory.next_fault(stripe, LOOK) {
             Ok(None) => {}
-            Ok(Some(fault)) => lazy.serve(fault, &mut ahead),
+            Ok(Some(fault)) => lazy.serve(fault, &mut ahead, &mut hands),
             Err(error) => {
                 tracing::error!("faults of the guest cannot be read: {error}; trying again");
                 std::thread::sleep(AGAIN);
@@ -28,8 +27,8 @@ pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
     }
 }
 
-impl Lazy {
-    pub(super) fn serve(&self, fault: Fault, ahead: &mut Ahead) {
+impl<O: Origin> Lazy<O> {
+    pub(super) fn serve(&self, fault: Fault, ahead: &mut Ahead, hands: &mut O::Hands) {
         let now = self.now();
         let Some(place) = self.place_of(fault.region, fault.page) else {
             // The embedder's `LazyMemory` and its layout disagree; nobody can answer that.
@@ -56,9 +55,11 @@ impl Lazy {
         let Guess { ahead, used } = ahead.fault(place.region, place.page);
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
-        self.ask(place, ahead, false);
+        O::bring(self, hands, place, ahead);
     }
+}
 
+impl<O> Lazy<O> {
     /// The page is zero, or came in the meantime.
     fn answer_here(&self, place: Place) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
