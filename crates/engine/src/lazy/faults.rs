@@ -3,6 +3,7 @@
 use super::ahead::{Ahead, Guess};
 use super::{Fault, Lazy, Origin, Place};
 use crate::sync::fence;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -35,7 +36,7 @@ impl<O: Origin> Lazy<O> {
             tracing::error!("a fault on page {} of {}, which is not there", fault.page, fault.region);
             return;
         };
-        if !self.lacks(place) {
+        if !self.unit_lacks(place) {
             return self.answer_here(place);
         }
         // Who waits is written down before the page is looked at again: see the module's documentation.
@@ -45,14 +46,17 @@ impl<O: Origin> Lazy<O> {
         if self.flaw == super::Flaw::LooksOnce {
             return;
         }
-        if !self.lacks(place) {
-            self.release(place.region, place.page..place.page + 1);
+        if !self.unit_lacks(place) {
+            self.release(place.region, self.unit(place));
             return self.answer_here(place);
         }
         if !measured {
             tracing::debug!("more faults at once than can be watched");
         }
-        let Guess { ahead, used } = ahead.fault(place.region, place.page);
+        // A huge page is run enough.
+        let single = self.single(place.region);
+        let Guess { ahead, used } =
+            if single { ahead.fault(place.region, place.page) } else { Guess::default() };
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
         O::bring(self, hands, place, ahead);
@@ -70,8 +74,23 @@ impl<O> Lazy<O> {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
+    /// These pages are taken off the set: whoever waited for one whose unit lacks nothing now goes on.
+    pub(super) fn release_units(&self, region: usize, pages: Range<u64>) {
+        if self.single(region) {
+            return self.release(region, pages);
+        }
+        let mut page = pages.start;
+        while page < pages.end {
+            let unit = self.unit(Place { region, page });
+            page = unit.end;
+            if !self.unit_lacks(Place { region, page: unit.start }) {
+                self.release(region, unit);
+            }
+        }
+    }
+
     /// Whoever waited for these pages goes on.
-    pub(super) fn release(&self, region: usize, pages: std::ops::Range<u64>) {
+    pub(super) fn release(&self, region: usize, pages: Range<u64>) {
         self.waiters.take(region, pages, |waiter| {
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });

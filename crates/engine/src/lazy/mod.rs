@@ -16,6 +16,12 @@
 //! and placing wakes by itself; for a page of zeros whoever sees the other places it. Of several threads that could bring a
 //! page one does, by the bit that says it is on its way, and finds whoever waits by then.
 //!
+//! # Units
+//! Where the guest runs on huge pages, a page that came cannot be seen before the others of its huge page: the unit
+//! ([`LazyMemory::unit_pages`]). A fault is then on a unit, and has all brought that lacks of it. All of the above holds for
+//! the unit: it lacks while any page of it does, zeros are placed like contents, and who takes the last page off the set
+//! looks for waiters. With units of one page it is the same thing.
+//!
 //! # Each page once
 //! An origin gives each page out once, so none comes twice. If one does all the same it is left as it is, because placing
 //! never overwrites, and counted.
@@ -34,6 +40,7 @@ use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};
 use crate::vm::VmError;
 use latency::Latencies;
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -49,15 +56,17 @@ pub(crate) trait Origin: Debug + Send + Sync + Sized {
     /// For one more fault thread.
     fn hands(&self) -> Self::Hands;
 
-    /// Somebody waits for `place`, and is written down: it is brought at once, unless it is on its way already. The `ahead`
-    /// pages behind it are likely to be wanted next. Whoever brings a page calls [`Lazy::place_run`] or
-    /// [`Lazy::take_zeros`], from whatever thread.
+    /// Somebody waits for `place`, and is written down: it is brought at once, and so is what lacks of its unit, unless it is
+    /// on its way already. The `ahead` pages behind it are likely to be wanted next. Whoever brings a page calls
+    /// [`Lazy::place_run`] or [`Lazy::take_zeros`], from whatever thread.
     fn bring(lazy: &Lazy<Self>, hands: &mut Self::Hands, place: Place, ahead: u16);
 }
 
 #[derive(Debug)]
 struct Region {
     id: RegionId,
+    /// Pages that come together: 1, or those of a huge page.
+    unit: u64,
     lacking: ClaimBitmap,
     /// Pages that somebody is bringing, or that were asked for on the present lines.
     asked: AtomicBitmap,
@@ -134,13 +143,15 @@ impl<O> Lazy<O> {
     pub(crate) fn from(origin: O, memory: Arc<dyn LazyMemory>, lacking: &PageSet, vcpus: u32) -> Self {
         let region = |(id, map): (RegionId, &vmferry_bitmap::Bitmap)| Region {
             id,
+            unit: memory.unit_pages(id).max(1),
             lacking: ClaimBitmap::new(map),
             asked: AtomicBitmap::new(map.len()),
         };
+        let regions = lacking.iter().map(region).collect();
         Self {
             origin,
             memory,
-            regions: lacking.iter().map(region).collect(),
+            regions,
             left: AtomicU64::new(lacking.count()),
             waiters: Waiters::new(),
             latencies: Latencies::new(vcpus),
@@ -261,9 +272,29 @@ impl<O> Lazy<O> {
         self.regions[place.region].lacking.test(place.page)
     }
 
-    /// For the figures: a page was asked for.
-    pub(crate) fn count_request(&self) {
-        self.counters.requests.fetch_add(1, Ordering::Relaxed);
+    /// The pages that come together with `place`: itself, or its huge page.
+    pub(crate) fn unit(&self, place: Place) -> Range<u64> {
+        let region = &self.regions[place.region];
+        let first = place.page / region.unit * region.unit;
+        first..(first + region.unit).min(region.lacking.len())
+    }
+
+    /// Whether the region at a position is in single pages.
+    fn single(&self, position: usize) -> bool {
+        self.regions[position].unit == 1
+    }
+
+    /// Whether something of the unit of `place` lacks.
+    fn unit_lacks(&self, place: Place) -> bool {
+        if self.single(place.region) {
+            return self.lacks(place);
+        }
+        self.regions[place.region].lacking.any(self.unit(place))
+    }
+
+    /// For the figures: so many pages were asked for.
+    pub(crate) fn count_requests(&self, pages: u64) {
+        self.counters.requests.fetch_add(pages, Ordering::Relaxed);
     }
 
     /// For the figures: a page came damaged.

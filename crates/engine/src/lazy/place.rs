@@ -16,9 +16,17 @@ impl<O> Lazy<O> {
                 .take(region, run.range(), |waiter| self.zero_at_last(Place { region, page: waiter.page }));
             return self.arrived(region, run).1;
         }
+        if !self.single(region) {
+            // Somebody may wait for the rest of its huge page, which is shown when nothing of it is missing.
+            self.zeros_at_last(region, run);
+        }
         let (taken, last) = self.arrived(region, run);
         self.counters.zero_pages.fetch_add(taken, Ordering::Relaxed);
         self.counters.duplicates.fetch_add(run.count - taken, Ordering::Relaxed);
+        if !self.single(region) {
+            self.release_units(region, run.range());
+            return last;
+        }
         self.waiters.take(region, run.range(), |waiter| {
             self.zero_at_last(Place { region, page: waiter.page });
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
@@ -39,27 +47,32 @@ impl<O> Lazy<O> {
         let (_, last) = self.arrived(region, run);
         #[cfg(test)]
         let last = early.map_or(last, |(_, last)| last);
-        self.release(region, run.range());
+        self.release_units(region, run.range());
         Ok(last)
     }
 
-    fn zero(&self, place: Place) -> Result<(), VmError> {
-        let (region, page) = (self.regions[place.region].id, PageIndex(place.page));
+    fn zeros(&self, region: usize, run: PageRun) -> Result<(), VmError> {
+        let id = self.regions[region].id;
         let placed = self
             .memory
-            .place_zeros(region, PageRun::new(page, 1))
-            .and_then(|placed| if placed.there > 0 { self.memory.wake(region, page) } else { Ok(()) });
+            .place_zeros(id, run)
+            .and_then(|placed| if placed.there > 0 { self.memory.wake(id, run.first) } else { Ok(()) });
         // Once faults have ended everything is there, and nothing can be placed.
         if self.stopped() { Ok(()) } else { placed }
     }
 
-    /// Like `zero`, as often as it takes: nobody else will do it, and somebody waits.
-    pub(super) fn zero_at_last(&self, place: Place) {
-        while let Err(error) = self.zero(place) {
+    /// Places zeros, as often as it takes: nobody else will do it, and somebody waits.
+    fn zeros_at_last(&self, region: usize, run: PageRun) {
+        while let Err(error) = self.zeros(region, run) {
             tracing::error!(
-                "a page of zeros cannot be placed for somebody who waits for it: {error}; trying again"
+                "pages of zeros cannot be placed for somebody who waits for them: {error}; trying again"
             );
             std::thread::sleep(faults::AGAIN);
         }
+    }
+
+    /// The same for a page.
+    pub(super) fn zero_at_last(&self, place: Place) {
+        self.zeros_at_last(place.region, PageRun::new(PageIndex(place.page), 1));
     }
 }

@@ -35,27 +35,31 @@ struct State {
 struct Memory {
     state: Mutex<State>,
     changed: Condvar,
+    /// Pages that are seen together.
+    unit: usize,
 }
 
 impl Memory {
     /// A vCPU reads a page, and sleeps until it is there.
     fn read(&self, page: usize, vcpu: u32) -> u8 {
         let mut state = self.state.lock().unwrap();
+        let first = page / self.unit * self.unit;
+        let whole = |state: &State| state.pages[first..first + self.unit].iter().all(Option::is_some);
         loop {
-            if let Some(content) = state.pages[page] {
-                return content;
+            if whole(&state) {
+                return state.pages[page].unwrap();
             }
-            let (page_index, region) = (PageIndex(page as u64), RegionId(0));
-            state.faults[page % 2].push_back(Fault {
+            let (page_index, region) = (PageIndex(first as u64), RegionId(0));
+            state.faults[first / self.unit % 2].push_back(Fault {
                 region,
                 page: page_index,
                 write: false,
                 vcpu: Some(vcpu),
             });
             state.raised += 1;
-            let woken = state.woken[page];
+            let woken = state.woken[first];
             self.changed.notify_all();
-            while state.pages[page].is_none() && state.woken[page] == woken {
+            while !whole(&state) && state.woken[first] == woken {
                 state = self.changed.wait(state).unwrap();
             }
         }
@@ -84,7 +88,11 @@ impl LazyMemory for Memory {
     }
 
     fn stripe_of(&self, _: RegionId, page: PageIndex) -> usize {
-        usize::try_from(page.0 % 2).unwrap()
+        usize::try_from(page.0).unwrap() / self.unit % 2
+    }
+
+    fn unit_pages(&self, _: RegionId) -> u64 {
+        self.unit as u64
     }
 
     fn begin(&self, _: &PageSet) -> Result<(), VmError> {
@@ -118,7 +126,8 @@ impl LazyMemory for Memory {
     }
 
     fn wake(&self, _: RegionId, page: PageIndex) -> Result<(), VmError> {
-        self.state.lock().unwrap().woken[usize::try_from(page.0).unwrap()] += 1;
+        let first = usize::try_from(page.0).unwrap() / self.unit * self.unit;
+        self.state.lock().unwrap().woken[first] += 1;
         self.changed.notify_all();
         Ok(())
     }
@@ -154,10 +163,10 @@ fn bring_unclaimed(lazy: &Lazy<Direct>, page: u64) -> bool {
     lazy.lacks(place) && lazy.claim(place) && bring(lazy, page)
 }
 
-fn lazy<O>(origin: O, flaw: Flaw) -> (Arc<Memory>, Arc<Lazy<O>>) {
+fn lazy<O>(origin: O, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc<Lazy<O>>) {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
     let lacking = PageSet::full(&Layout::new(vec![region]).unwrap());
-    let memory = Arc::new(Memory::default());
+    let memory = Arc::new(Memory { unit, ..Memory::default() });
     let mut lazy = Lazy::from(origin, Arc::clone(&memory) as Arc<dyn LazyMemory>, &lacking, 2);
     lazy.flaw = flaw;
     (memory, Arc::new(lazy))
@@ -174,9 +183,14 @@ fn bring<O>(lazy: &Lazy<O>, page: u64) -> bool {
 
 /// Two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
 fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
+    run_units(flaw, reads, overflow, 1);
+}
+
+/// The same with huge pages of `unit` pages.
+fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usize) {
     let (_, last) = run_on(
         Lines::default(),
-        (flaw, overflow),
+        (flaw, overflow, unit),
         reads,
         [
             |lazy| [1, 2].into_iter().map(|page| u32::from(bring(lazy, page))).sum(),
@@ -187,21 +201,21 @@ fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
 }
 
 /// Two vCPUs, a fault thread for each stripe that brings pages itself, and two that sweep.
-fn run_direct(reads: [&'static [usize]; 2]) {
+fn run_direct(reads: [&'static [usize]; 2], unit: usize) {
     let sweep: fn(&Lazy<Direct>) -> u32 =
         |lazy| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(lazy, page))).sum();
-    let (lazy, last) = run_on(Direct::default(), (Flaw::None, false), reads, [sweep, sweep]);
+    let (lazy, last) = run_on(Direct::default(), (Flaw::None, false, unit), reads, [sweep, sweep]);
     let last = last + lazy.origin.last.load(std::sync::atomic::Ordering::SeqCst);
     assert_eq!(last, 1, "the last page is noticed once");
 }
 
 fn run_on<O: Origin + 'static>(
     origin: O,
-    (flaw, overflow): (Flaw, bool),
+    (flaw, overflow, unit): (Flaw, bool, usize),
     reads: [&'static [usize]; 2],
     channels: [fn(&Lazy<O>) -> u32; 2],
 ) -> (Arc<Lazy<O>>, u32) {
-    let (memory, lazy) = lazy(origin, flaw);
+    let (memory, lazy) = lazy(origin, flaw, unit);
     if overflow {
         while lazy.waiters.add(Place { region: 0, page: 2 }, 0, None) {}
     }
@@ -245,8 +259,24 @@ fn nobody_waits_for_ever_and_everybody_reads_what_was_sent() {
 
 #[test]
 fn nobody_waits_for_ever_for_threads_that_bring_pages_themselves() {
-    shuttle::check_random(|| run_direct(BOTH), TRIES);
-    shuttle::check_pct(|| run_direct(BOTH), TRIES, 4);
+    for unit in [1, 2] {
+        shuttle::check_random(move || run_direct(BOTH, unit), TRIES);
+        shuttle::check_pct(move || run_direct(BOTH, unit), TRIES, 4);
+    }
+}
+
+#[test]
+fn nobody_waits_for_ever_for_a_huge_page_whose_parts_come_from_several_channels() {
+    for unit in [2, 4] {
+        shuttle::check_random(move || run_units(Flaw::None, BOTH, false, unit), TRIES);
+        shuttle::check_pct(move || run_units(Flaw::None, BOTH, false, unit), TRIES, 4);
+    }
+}
+
+#[test]
+#[should_panic(expected = "somebody is still written down")]
+fn a_fault_thread_that_looks_once_leaves_somebody_waiting_for_a_huge_page() {
+    search(|| run_units(Flaw::LooksOnce, BOTH, false, 2));
 }
 
 #[test]
@@ -280,7 +310,7 @@ fn a_page_that_is_taken_off_before_it_is_placed_is_lost() {
 
 /// A fault while the link is taken up again: the page is asked for on the new line.
 fn relink(flaw: Flaw) {
-    let (_, lazy) = lazy(Lines::default(), flaw);
+    let (_, lazy) = lazy(Lines::default(), flaw, 1);
     let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
     far.set_nonblocking(true).unwrap();
     let line = Arc::new(UrgentLine::new(Arc::new(Stream::new(near, "near".into()).unwrap())));

@@ -58,7 +58,12 @@ impl Origin for FileOrigin {
     }
 
     fn bring(lazy: &Lazy, hands: &mut Hands, place: Place, ahead: u16) {
-        let Place { region, page } = place;
+        let (Place { region, page }, unit) = (place, lazy.unit(place));
+        if unit.end - unit.start > 1 {
+            let windows = unit.clone().step_by(usize::try_from(WINDOW_PAGES).unwrap_or(1));
+            return windows
+                .for_each(|at| _ = hands.bring(lazy, region, at..(at + WINDOW_PAGES).min(unit.end)));
+        }
         // The one that somebody waits for goes first, and alone.
         hands.bring(lazy, region, page..page + 1);
         let first = page / WINDOW_PAGES * WINDOW_PAGES;

@@ -19,6 +19,10 @@ pub(crate) use crate::lazy::serve_faults;
 /// Pages that came damaged and are asked for again, at most: beyond that the link is given up.
 const MOST_DAMAGED: u64 = 10_000;
 
+/// How long the source may take to take a request, and those for a huge page.
+const ONE: Duration = Duration::from_secs(1);
+const MANY: Duration = Duration::from_secs(10);
+
 /// Memory whose pages come over a link.
 pub(crate) type Lazy = crate::lazy::Lazy<Lines>;
 
@@ -35,11 +39,10 @@ impl UrgentLine {
         Self { stream, turn: Mutex::new(()) }
     }
 
-    pub(crate) fn ask(&self, request: Request) -> io::Result<()> {
+    /// Sends whole requests.
+    fn ask(&self, requests: &[u8], within: Duration) -> io::Result<()> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        self.stream
-            .send_bytes_within(&request.encode(), Duration::from_secs(1))
-            .map_err(|failed| failed.error)
+        self.stream.send_bytes_within(requests, within).map_err(|failed| failed.error)
     }
 }
 
@@ -58,7 +61,7 @@ impl Origin for Lines {
     fn hands(&self) {}
 
     fn bring(lazy: &Lazy, _: &mut (), place: Place, ahead: u16) {
-        lazy.ask(place, ahead, false);
+        lazy.want(place, ahead);
     }
 }
 
@@ -125,31 +128,59 @@ impl Lazy {
         self.unclaim_all();
         if again {
             for place in self.waiting() {
-                self.ask(place, 0, false);
+                self.want(place, 0);
             }
         }
     }
 
-    /// Asks for a page, unless that was done already. A line that fails is found broken by whoever reads it, and then the
-    /// page is asked for again on the next.
-    fn ask(&self, place: Place, ahead: u16, again: bool) {
-        if !self.claim(place) && !again {
-            return;
+    /// Asks for a page and what lacks of its unit, as far as that was not done already: each as a page that somebody waits
+    /// for, because what is only asked for ahead stays behind at the source when there is another request.
+    fn want(&self, place: Place, ahead: u16) {
+        let unit = self.unit(place);
+        if unit.end - unit.start == 1 {
+            return self.ask(place, ahead, false);
         }
-        let (region, page) = (self.region(place.region), PageIndex(place.page));
-        let stripe = self.memory.stripe_of(region, page);
+        let region = place.region;
+        let asked = |page: &u64| {
+            let place = Place { region, page: *page };
+            self.lacks(place) && self.claim(place)
+        };
+        let pages: Vec<u64> = unit.filter(asked).collect();
+        self.send_requests(region, &pages, (0, false));
+    }
+
+    /// Asks for a page, unless that was done already.
+    fn ask(&self, place: Place, ahead: u16, again: bool) {
+        if self.claim(place) || again {
+            self.send_requests(place.region, &[place.page], (ahead, again));
+        }
+    }
+
+    /// Asks for `pages`, of one stripe. A line that fails is found broken by whoever reads it, and then they are asked for
+    /// again on the next.
+    fn send_requests(&self, position: usize, pages: &[u64], (ahead, again): (u16, bool)) {
+        let Some(first) = pages.first() else { return };
+        let region = self.region(position);
+        let stripe = self.memory.stripe_of(region, PageIndex(*first));
         let lines = self.origin.lines.read().unwrap_or_else(PoisonError::into_inner);
         let line = lines.get(stripe % lines.len().max(1)).cloned();
         // Not held while something is sent: whoever ends the lines must not wait for that.
         drop(lines);
         let Some(line) = line else {
             // The link is down: whoever waits is asked for when it is up again.
-            self.unclaim(place);
+            pages.iter().for_each(|page| self.unclaim(Place { region: position, page: *page }));
             return;
         };
-        self.count_request();
-        if let Err(error) = line.ask(Request::Page { region, page, ahead, again }) {
-            tracing::warn!("{region} {} could not be asked for: {error}", PageRun::new(page, 1));
+        self.count_requests(pages.len() as u64);
+        let request = |page: &u64| Request::Page { region, page: PageIndex(*page), ahead, again }.encode();
+        let sent = match pages {
+            [page] => line.ask(&request(page), ONE),
+            // Of a huge page that the source is slow to send it takes the requests as slowly.
+            pages => line.ask(&pages.iter().flat_map(request).collect::<Vec<_>>(), MANY),
+        };
+        if let Err(error) = sent {
+            let count = pages.len();
+            tracing::warn!("{count} pages of {region} from {first:#x} could not be asked for: {error}");
             // Half a request may have left: nothing that follows could be understood.
             line.stream.shutdown();
         }
