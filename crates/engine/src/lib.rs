@@ -3,7 +3,6 @@
 mod awake;
 mod channel;
 mod error;
-mod fill;
 mod lacking;
 mod latency;
 mod lazy;
@@ -20,7 +19,6 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
-pub use fill::{FillState, LazyProgress};
 pub use latency::prefer_latency_of;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
@@ -29,7 +27,9 @@ pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
     ThrottleFigures, VcpuRing,
 };
-pub use snapshot::{LazyRestore, RestoreError, restore, restore_lazy, save, save_copy};
+pub use snapshot::{
+    FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
+};
 pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate, pace,

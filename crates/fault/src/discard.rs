@@ -31,6 +31,8 @@ pub(crate) unsafe fn discard(region: &LazyRegion, place: &Place, missing: &Bitma
                     return Err(FaultError::Sticky { region: region.id, run });
                 }
             }
+            // Nothing is dropped: `huge` takes them out of the mapping.
+            Backing::HugeMemfd { .. } => {}
         }
     }
     Ok(())

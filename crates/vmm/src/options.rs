@@ -1,6 +1,7 @@
 //! What a VM is to be like.
 
 use crate::error::{Error, Result};
+use crate::memory::HUGE_PAGE_BYTES;
 use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,6 +20,9 @@ pub enum Backing {
     Anonymous,
     /// A memfd, which other processes can map (hosts with huge pages for shared memory switched off get 4 KiB pages).
     Memfd,
+    /// A memfd of huge pages of 2 MiB out of the host's pool (hugetlbfs): all of the guest's memory is set aside at the
+    /// start, and never swapped out.
+    HugePages,
 }
 
 impl fmt::Display for Backing {
@@ -26,6 +30,7 @@ impl fmt::Display for Backing {
         f.pad(match self {
             Self::Anonymous => "anonymous",
             Self::Memfd => "memfd",
+            Self::HugePages => "huge-page",
         })
     }
 }
@@ -99,7 +104,7 @@ impl Write for Captured {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct VmOptions {
-    /// Guest memory in bytes: a multiple of 4 KiB, at least [`MIN_MEMORY`].
+    /// Guest memory in bytes: a multiple of 4 KiB (on huge pages, of 2 MiB), at least [`MIN_MEMORY`].
     pub memory: u64,
     /// Number of vCPUs, 1 to [`MAX_CPUS`].
     pub cpus: u32,
@@ -137,6 +142,12 @@ impl VmOptions {
                 "{} bytes of memory: a VM needs at least {} MiB, in whole 4 KiB pages",
                 self.memory,
                 MIN_MEMORY >> 20
+            )));
+        }
+        if self.backing == Backing::HugePages && !self.memory.is_multiple_of(HUGE_PAGE_BYTES) {
+            return Err(Error::Options(format!(
+                "{} bytes of memory: on huge pages of 2 MiB a VM has a multiple of that",
+                self.memory
             )));
         }
         if !(1..=MAX_CPUS).contains(&self.cpus) {

@@ -335,7 +335,7 @@ impl<'a> Driver<'a> {
         }
         let all_here = lacking.is_empty();
         let mut lazy = Lazy::new(memory, &lacking, self.vm.config().vcpus);
-        lazy.stay_awake = self.arrival.stay_awake;
+        lazy.origin.stay_awake = self.arrival.stay_awake;
         let lazy = Arc::new(lazy);
         self.link.arrivals.go_on_lazily(Arc::clone(&lazy));
         match self.link.serve_faults() {

@@ -380,7 +380,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             self.stream.keep_short();
             return Awake::default();
         }
-        if lazy.stay_awake { Awake::hold() } else { Awake::default() }
+        if lazy.origin.stay_awake { Awake::hold() } else { Awake::default() }
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
