@@ -67,6 +67,9 @@ pub const PAGE_WORDS: usize = 512;
 /// Guest physical address of the [`StatsPage`]: the first page of the bare-metal guest's image, reserved in its `link.ld`.
 pub const STATS_GPA: u64 = 0x10_0000;
 
+/// In a [`Corrupt`], pages of the allocation workload have this number plus their guest-physical page number.
+pub const ALLOC_PAGE: u64 = 1 << 52;
+
 /// How often a guest refreshes its block of the statistics page, in nanoseconds.
 pub const REPORT_NS: u64 = 10_000_000;
 
