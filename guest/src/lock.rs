@@ -35,7 +35,8 @@ impl<T> SpinLock<T> {
     /// Takes the lock if it is free.
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
-        (!self.locked.swap(true, Ordering::Acquire)).then_some(Guard { lock: self })
+        // Lazily: a guard that is made unlocks when it is dropped.
+        (!self.locked.swap(true, Ordering::Acquire)).then(|| Guard { lock: self })
     }
 }
 
