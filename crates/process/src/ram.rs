@@ -35,6 +35,12 @@ unsafe impl Sync for Ram {}
 
 impl Ram {
     pub(crate) fn new(memory: &Arc<Memory>, workload: &Workload, cpus: u32) -> Result<(Self, Layout), Error> {
+        if workload.alloc.is_some() {
+            return Err(Error::Options(
+                "a process guest has no allocator: leave alloc= out of the workload, or use --guest kvm"
+                    .to_owned(),
+            ));
+        }
         let layout = Layout::new(workload, usable_pages(memory), u64::from(cpus)).map_err(Error::Workload)?;
         let count = memory.layout().regions().len();
         let mut spans: Vec<_> = (0..count)
