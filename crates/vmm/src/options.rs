@@ -5,12 +5,16 @@ use crate::memory::HUGE_PAGE_BYTES;
 use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use vmferry_sys::ring::RingEntries;
 
 /// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
 pub const MIN_MEMORY: u64 = 4 << 20;
 /// Most vCPUs: what 8-bit local APIC ids can name, less the broadcast id.
 pub const MAX_CPUS: u32 = 254;
+
+/// Often enough for people and for a balloon that follows the host's pressure, seldom enough to cost an idle guest nothing.
+const STATS_EVERY: Duration = Duration::from_secs(1);
 
 /// What guest memory is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -134,6 +138,8 @@ pub struct VmOptions {
     pub balloon: bool,
     /// How pages that the guest gives back go.
     pub drop_way: DropWay,
+    /// How often the guest is asked for its memory statistics; `None` for never.
+    pub stats_every: Option<Duration>,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
@@ -151,6 +157,7 @@ impl VmOptions {
             dirty_ring: None,
             balloon: true,
             drop_way: DropWay::default(),
+            stats_every: Some(STATS_EVERY),
             serial: SerialSink::discard(),
         }
     }
