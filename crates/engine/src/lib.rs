@@ -3,6 +3,7 @@
 mod channel;
 mod error;
 mod fill;
+mod free;
 mod lacking;
 mod latency;
 mod lazy;
@@ -20,11 +21,12 @@ mod vm;
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use fill::{FillState, LazyProgress};
+pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
+    Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
     ThrottleFigures, VcpuRing,
 };
 pub use snapshot::{LazyRestore, RestoreError, restore, restore_lazy, save, save_copy};

@@ -76,7 +76,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(21) {
+    match rng.below(22) {
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -93,6 +93,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         16 => Event::Reconnected,
         17 => Event::NotReconnected("fuzz".into()),
         18 => Event::SwitchNow,
+        20 => Event::Comparing { pages: rng.below(2) * PAGES },
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
         _ if rng.per_mille(300) => Event::Cancel,
@@ -118,6 +119,9 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
                 let received = ToSource::Received { pass: *number, suspects: 0, runs: vec![] };
+                if *kind == source::Pass::Digests {
+                    events.push(Event::Comparing { pages: PAGES });
+                }
                 events.extend([Event::PassSent { bytes: 4096 }, Event::Message(received)]);
                 if *kind == source::Pass::Digests {
                     let verified = ToSource::Verified { pages: PAGES, mismatched: 0, samples: vec![] };

@@ -21,6 +21,10 @@ pub(crate) enum Event {
         pages: u64,
         writers: Vec<u64>,
     },
+    /// So many pages are being compared: all but those that the target lacks, and those whose content does not count.
+    Comparing {
+        pages: u64,
+    },
     Paused,
     Saved {
         sections: Vec<Section>,
@@ -59,7 +63,7 @@ pub(crate) enum Pass {
     Dirty { first: bool },
     /// Pages that arrived damaged.
     Again(Vec<RunName>),
-    /// Digests of every page.
+    /// Digests of every page that the target has and that counts.
     Digests,
 }
 
