@@ -12,26 +12,26 @@
 //! The source of answers promises (1) for some instant between the call of [`FreePages::ask`] and the return of the
 //! [`FreePages::poll`] that brings the page. (2) is the engine's business, and not to be had for nothing: a log that is
 //! "initially set" (traps.md 3) tracks a page only after it was protected once, and to protect all of memory before the first
-//! question takes 4 to 5 ms for each GiB, for which the first page would wait. So the engine *asks twice*:
+//! page is sent would have that page wait for 4 to 5 ms for each GiB. So the order is, in each pass:
 //!
 //! | step | what for |
 //! |---|---|
-//! | The pass begins: its pages go to the senders | the first page waits for nothing |
-//! | [`ask`](FreePages::ask) | which pages are worth the trouble; nothing is left out because of this answer |
-//! | What it names is *taken* from the senders, page by page, by the atomic bit that also says who sends it | a page that was sent must not be protected a second time: that would forget a write since |
-//! | Those pages are protected, and put behind all others of this pass | 4 to 5 ms/GiB, beside the senders and not before them |
-//! | [`ask`](FreePages::ask) again, now `T` comes after the protection | (2) holds for whatever this answer names |
-//! | What it names, and no sender has begun with, is left out | (1) and (2) |
-//! | What it does not name is sent at the end of this pass | nobody waits for an answer |
+//! | The pass begins: its pages go to the senders. | The first page waits for nothing. |
+//! | A source that answers [at once](Answers::AtOnce) is asked. | To know which pages are worth the trouble; nothing is left out because of this answer. From a source that has to [ask the guest](Answers::ByGuest) an answer is dear: all pages are taken to be worth it. |
+//! | Those pages are *taken* from the senders, chunk by chunk, by the atomic bit that also says who sends them. | A page that was sent must not be protected a second time: that would forget a write since. |
+//! | They are protected, and put behind all others of this pass. | 4 to 5 ms/GiB, beside the senders and not before them; a page that is protected sooner than it is sent may be sent twice. |
+//! | The source is asked: `T` comes after the protection. | (2) holds for whatever this answer names. |
+//! | What it names, and no sender has begun with, is left out. | (1) and (2). |
+//! | What it does not name is sent at the end of this pass. | Nobody waits for an answer. |
 //!
 //! Only pages that the pass was given ([`base`](crate::source::pending)) can be left out; what a harvest finds later is in another
 //! set, which no answer touches. A pass ends with its questions: an answer that comes after it is dropped and counted, because
 //! the harvest in between may have found a write to a page that it names. The page of such a write belongs to the next pass, and
 //! can be left out of that one, by questions that are asked after the harvest.
 //!
-//! That free pages stay unused until the guest is told that they may be used (Linux isolates the pages that it hints) makes
-//! a `T` as late as that, and one question would do. The engine does not count on it: under pressure Linux takes such pages back
-//! before it is told.
+//! That free pages stay unused until the guest is told that they may be used (Linux isolates the pages that it hints) would make
+//! a `T` as late as that, and pages could be protected when the answer has come. The engine does not count on it: a guest that is
+//! short of memory takes such pages back before it is told.
 //!
 //! While the guest is paused nobody writes, so (2) holds for nothing: what it keeps [itself](Answers::AtOnce) is asked once more
 //! after the last harvest, and its answer counts at once.
@@ -42,6 +42,7 @@
 
 use crate::vm::VmError;
 use std::fmt::Debug;
+use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Gpa, Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 
 /// How a source of free pages answers.
@@ -137,10 +138,18 @@ impl FreeReport {
         }
     }
 
-    #[cfg(test)]
-    pub(crate) fn add_set(&mut self, pages: &PageSet) {
+    /// Adds the pages of `pages`, a set of the guest's memory; if it is one of other memory, nothing.
+    pub fn add_pages(&mut self, pages: &PageSet) {
         self.used = true;
-        self.pages.union(pages);
+        let fits = |((id, own), (other, map)): ((RegionId, &Bitmap), (RegionId, &Bitmap))| {
+            id == other && own.len() == map.len()
+        };
+        if self.pages.iter().count() == pages.iter().count() && self.pages.iter().zip(pages.iter()).all(fits)
+        {
+            self.pages.union(pages);
+        } else {
+            self.outside = self.outside.saturating_add(pages.count());
+        }
     }
 
     /// Adds the pages of `run`.
@@ -226,6 +235,11 @@ mod tests {
         report.add_range(Gpa((98 << 12) + 1), u64::MAX);
         let whole = (u64::MAX >> 12) - 99;
         assert_eq!((count(&report, 0), count(&report, 5), report.outside()), (1, 50, whole - 51));
+        report.clear();
+        report.add_pages(&PageSet::full(&layout(100, 51)));
+        assert_eq!((report.pages().count(), report.outside()), (0, 151));
+        report.add_pages(&PageSet::full(&layout(100, 50)));
+        assert_eq!((report.pages().count(), report.outside()), (150, 151));
         report.clear();
         for (gpa, len) in [(1, 4094), (0, 4095), (4095, 4096), (u64::MAX, u64::MAX), (u64::MAX, 0)] {
             report.add_range(Gpa(gpa), len);

@@ -89,7 +89,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         13 => Event::LocalFailure(refusal()),
         14 if rng.per_mille(500) => Event::PeerLost("fuzz".into()),
         14 => Event::NotSent("fuzz".into()),
-        15 => Event::HandedOver { pages: rng.below(PAGES) },
+        15 => Event::HandedOver { pages: rng.below(PAGES), skipped: rng.below(PAGES) },
         16 => Event::Reconnected,
         17 => Event::NotReconnected("fuzz".into()),
         18 => Event::SwitchNow,
@@ -133,7 +133,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Resume => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
             // Every page: nothing is left to compare.
-            Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES }),
+            Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES, skipped: 0 }),
             Action::Send(ToTarget::LoadLazily { .. }) => {
                 events.push(Event::Message(ToSource::Ready { load_us: 1 }));
             }

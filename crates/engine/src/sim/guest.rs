@@ -71,10 +71,16 @@ impl Memory {
     pub(super) fn new(rng: &mut Rng) -> Self {
         let count = 4 + rng.index(28);
         let kind = [Tracking::AtHarvest, Tracking::ByHand, Tracking::Log][rng.index(3)];
-        let mut memory =
-            Self { pages: vec![0; count], flags: vec![Flags::default(); count], kind, writes: 1, freedom: Arc::default() };
+        let mut memory = Self {
+            pages: vec![0; count],
+            flags: vec![Flags::default(); count],
+            kind,
+            writes: 1,
+            freedom: Arc::default(),
+        };
         let lies = if rng.per_mille(200) { 1 + rng.below(500) } else { 0 };
-        *memory.freedom() = Freedom { free: vec![false; count], lied: vec![false; count], lies, ..Freedom::default() };
+        *memory.freedom() =
+            Freedom { free: vec![false; count], lied: vec![false; count], lies, ..Freedom::default() };
         for _ in 0..count {
             memory.write(rng);
         }

@@ -104,7 +104,7 @@ pub(super) fn skipping(rng: &mut Rng, memory: &Memory, defect: Defect) -> Option
     let source = Source { answers, freedom: memory.share_freedom(), rng: Rng::new(rng.next()), asked: None };
     let mut skipping = Skipping::new(Box::new(source), &super::here::layout(memory.pages.len()));
     skipping.flaw = match defect {
-        Defect::AsksOnce => Flaw::AsksOnce,
+        Defect::AsksFirst => Flaw::AsksFirst,
         Defect::ProtectsAfterAsking => Flaw::ProtectsLate,
         Defect::ProtectsSent => Flaw::ProtectsSent,
         Defect::TakesLateAnswers => Flaw::TakesLate,

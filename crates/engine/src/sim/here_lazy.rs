@@ -4,9 +4,9 @@ use super::here::{Job, layout};
 use super::link::{Cargo, Request};
 use super::world::{BULK, Defect, Item, TO_TARGET, World};
 use crate::lacking::{Collected, pieces};
-use crate::source::{MigrationMode, UrgentPath};
 use crate::source::events::Event;
 use crate::source::postcopy::lacking;
+use crate::source::{MigrationMode, UrgentPath};
 use vmferry_memory::{PageSet, RegionId};
 use vmferry_wire::{RunName, ToTarget};
 
@@ -44,7 +44,7 @@ impl World {
         }
         self.here.claims = Some(flags(&set));
         self.serve();
-        Event::HandedOver { pages: set.count() }
+        Event::HandedOver { pages: set.count(), skipped: self.here.pending.skipped_count() }
     }
 
     /// Requests are served from now on.

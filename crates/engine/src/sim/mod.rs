@@ -147,7 +147,7 @@ fn planted_defects_are_found() {
         Defect::CompleteEarly,
         Defect::ForgetsTheLast,
         Defect::DropsTheEnd,
-        Defect::AsksOnce,
+        Defect::AsksFirst,
         Defect::ProtectsAfterAsking,
         Defect::ProtectsSent,
         Defect::TakesLateAnswers,

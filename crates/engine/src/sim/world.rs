@@ -48,8 +48,8 @@ pub(super) enum Defect {
     ForgetsTheLast,
     /// What is moot at the target's end is dropped again and again, and the end with it.
     DropsTheEnd,
-    /// Pages are left out by an answer from before they were protected.
-    AsksOnce,
+    /// Pages are left out by an answer that was asked for before they were protected.
+    AsksFirst,
     /// Pages are protected when the answer by which they are left out has come.
     ProtectsAfterAsking,
     /// Pages are protected anew that were sent.

@@ -30,9 +30,10 @@ pub(crate) enum Event {
         sections: Vec<Section>,
     },
     Resumed,
-    /// The target was told which pages, so many, it lacks, and they are ready to be asked for.
+    /// The target was told which pages, so many, it lacks, and they are ready to be asked for. `skipped` others do not count.
     HandedOver {
         pages: u64,
+        skipped: u64,
     },
     /// A new control channel is up.
     Reconnected,

@@ -105,6 +105,17 @@ impl Flight {
         }
     }
 
+    /// With some pages put off already.
+    #[cfg(test)]
+    pub(crate) fn of_parts(first: &PageSet, last: &PageSet, pages: u64) -> Self {
+        let part = |((id, first), (_, last)): ((RegionId, &Bitmap), (_, &Bitmap))| Part {
+            id,
+            first: ClaimBitmap::new(first),
+            last: ClaimBitmap::new(last),
+        };
+        Self { parts: first.iter().zip(last.iter()).map(part).collect(), pages }
+    }
+
     /// Both sets of the region at `position`, as tests look at them.
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {

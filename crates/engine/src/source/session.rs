@@ -84,6 +84,7 @@ pub(crate) enum Phase {
     Ended,
 }
 
+#[cfg_attr(test, derive(Clone))]
 #[derive(Debug)]
 pub(crate) struct Session {
     settings: Settings,
@@ -324,7 +325,7 @@ impl Session {
                 self.remaining = pages;
                 self.hand_over()
             }
-            (State::HandingOver, Event::HandedOver { pages }) => self.named(pages),
+            (State::HandingOver, Event::HandedOver { pages, skipped }) => self.named(pages, skipped),
             (State::LastHarvest, Event::Harvested { pages, .. }) => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
                 self.remaining = pages;

@@ -21,6 +21,7 @@ impl Driver<'_, '_> {
         {
             skipping.begin(flight);
         }
+        self.count_free(0);
     }
 
     /// No answer counts any more; the guest may use what it keeps for one.
@@ -35,7 +36,9 @@ impl Driver<'_, '_> {
         let (Some(skipping), Some(protect)) = (&mut self.skipping, &self.protect) else { return TICK };
         let began = Instant::now();
         let (pages, next) = skipping.step(&mut self.pending, &**protect);
-        self.count_free(pages);
+        if pages > 0 || next != Next::Nothing {
+            self.count_free(pages);
+        }
         match next {
             Next::Now => Duration::ZERO,
             Next::Soon => LOOK.max(began.elapsed() * LOOK_SHARE).min(TICK),

@@ -61,7 +61,7 @@ impl<'e> Driver<'_, 'e> {
         let look_up_untouched = self.ground.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(&lacking, self.ground.settings.urgent, look_up_untouched)));
         match self.serve_requests() {
-            Ok(()) => Event::HandedOver { pages },
+            Ok(()) => Event::HandedOver { pages, skipped: self.pending.skipped_count() },
             Err(error) => local("starting an urgent channel's thread", &crate::VmError::new(error)),
         }
     }
