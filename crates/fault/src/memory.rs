@@ -137,6 +137,13 @@ impl UffdMemory {
         there.then(read)
     }
 
+    /// Calls `change` if no page can be missing, neither because it never came nor because it was dropped, and keeps it so until
+    /// `change` returns; `None` between `begin` and `end`.
+    pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
+        let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
+        (!*begun).then(change)
+    }
+
     fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
         let place = self.map.with_pages(id, run)?;
         let mut found = 0;

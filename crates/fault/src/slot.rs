@@ -53,6 +53,16 @@ impl LazySlot {
         }
     }
 
+    /// Calls `change` if no page can be missing, and keeps it so until `change` returns: whoever drops pages does it in here. `None`
+    /// while pages may be missing.
+    pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
+        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+        match &*memory {
+            Some(memory) => memory.settled(change),
+            None => Some(change()),
+        }
+    }
+
     /// Ends it when the guest is over: whoever sleeps on a missing page wakes. Otherwise a vCPU that sleeps could not be
     /// ended, nor could KVM get rid of a worker that sleeps for one.
     pub fn end(&self) {

@@ -38,6 +38,24 @@ pub unsafe fn drop_pages(span: Range<u64>) -> Result<(), SysError> {
     unsafe { advise("madvise(MADV_DONTNEED)", span, libc::MADV_DONTNEED, meaning) }
 }
 
+/// Lets the kernel take the private anonymous pages at `span` when it needs memory (`MADV_FREE`): until it does, or a page is
+/// written, they read as before, and from then on as zeros.
+///
+/// # Errors
+/// As for [`drop_pages`].
+///
+/// # Safety
+/// As for [`drop_pages`].
+pub unsafe fn free_pages(span: Range<u64>) -> Result<(), SysError> {
+    let meaning = |errno| match errno {
+        libc::EINVAL => "the memory is locked (mlock), or not private and anonymous",
+        libc::ENOMEM => "not all of it is mapped",
+        other => common(other),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { advise("madvise(MADV_FREE)", span, libc::MADV_FREE, meaning) }
+}
+
 /// # Safety
 /// `advice` may be given for `span`.
 unsafe fn advise(

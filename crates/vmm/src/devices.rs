@@ -5,17 +5,18 @@
 //! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
 //! | 0x64 | keyboard controller, of which only the reset line is there |
 //! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
+//! | 0xf6 | reports of free pages, of a guest that has agreed upon it with its balloon |
 //!
 //! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
-//! kernel.
+//! kernel. Devices at memory addresses are on the [bus](crate::bus).
 
+use crate::balloon::VmBalloon;
+use crate::bus::{Bus, IrqLine};
 use crate::kvm::Machine;
 use crate::options::SerialSink;
 use crate::state::SerialSaved;
-use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vm_superio::Trigger;
 use vm_superio::serial::{Serial, SerialEvents};
 
 const SERIAL: u16 = 0x3f8;
@@ -32,28 +33,6 @@ pub(crate) enum Request {
     Reset,
     /// Stop it, with a code.
     Exit(u8),
-}
-
-/// Pulses an interrupt line of the kernel's interrupt controllers.
-///
-/// By ioctl, not by an eventfd: when `trigger` returns the interrupt is in the controller, so a save that follows has it.
-#[derive(Debug)]
-pub(crate) struct IrqLine {
-    machine: Arc<Machine>,
-    gsi: u32,
-}
-
-impl Trigger for IrqLine {
-    type E = io::Error;
-
-    fn trigger(&self) -> io::Result<()> {
-        let set = |active| {
-            let result = self.machine.fd().set_irq_line(self.gsi, active);
-            result.map_err(|e| io::Error::from_raw_os_error(e.errno()))
-        };
-        set(true)?;
-        set(false)
-    }
 }
 
 /// Counts the bytes that the sink did not take.
@@ -78,14 +57,29 @@ pub(crate) struct Devices {
     lost: Arc<LostBytes>,
     machine: Arc<Machine>,
     sink: SerialSink,
+    bus: Bus,
+    balloon: Option<Arc<VmBalloon>>,
 }
 
 impl Devices {
-    pub(crate) fn new(machine: &Arc<Machine>, sink: SerialSink) -> Self {
+    /// The devices of a VM; `make_balloon` makes its balloon, if it is to have one.
+    pub(crate) fn new(
+        machine: &Arc<Machine>,
+        sink: SerialSink,
+        make_balloon: Option<impl FnOnce(IrqLine) -> VmBalloon>,
+    ) -> Self {
+        let mut bus = Bus::default();
+        let balloon = make_balloon.map(|make| {
+            let line = IrqLine { machine: Arc::clone(machine), gsi: bus.next_interrupt() };
+            Arc::new(make(line))
+        });
+        if let Some(balloon) = &balloon {
+            bus.add(Arc::clone(balloon) as _);
+        }
         let lost = Arc::new(LostBytes::default());
         let line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(line, Arc::clone(&lost), sink.clone());
-        Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink }
+        Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon }
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -108,6 +102,12 @@ impl Devices {
             }
             (KEYBOARD, Some(&KEYBOARD_RESET)) => Some(Request::Reset),
             (vmferry_guest_abi::DEBUG_EXIT_PORT, Some(&code)) => Some(Request::Exit(code)),
+            (vmferry_guest_abi::balloon::REPORT_PORT, _) => {
+                if let Some(balloon) = &self.balloon {
+                    balloon.report(data);
+                }
+                None
+            }
             _ => None,
         }
     }
@@ -126,9 +126,14 @@ impl Devices {
         }
     }
 
-    /// A guest reads memory where nothing is.
-    pub(crate) fn read_memory(&self, _gpa: u64, data: &mut [u8]) {
-        data.fill(0xff);
+    /// The devices at memory addresses.
+    pub(crate) fn bus(&self) -> &Bus {
+        &self.bus
+    }
+
+    /// The balloon, if there is one.
+    pub(crate) fn balloon(&self) -> Option<&Arc<VmBalloon>> {
+        self.balloon.as_ref()
     }
 
     /// Queues input for the guest's serial port; says how many bytes it took.

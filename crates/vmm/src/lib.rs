@@ -7,16 +7,20 @@
 //! | `boot` | kernel images and how a guest is entered |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
+//! | `bus`, `balloon` | devices at memory addresses, and the one that is there |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
 //!
 //! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
 
+mod balloon;
 mod boot;
+mod bus;
 mod cpuid;
 mod devices;
 mod error;
+mod handle;
 mod kvm;
 mod memory;
 mod migrate;
@@ -29,11 +33,14 @@ mod vm;
 #[cfg(test)]
 mod vm_tests;
 
+pub use balloon::{BalloonHandle, BalloonStatus, Hints};
 pub use boot::{BootError, MAX_CMDLINE};
 pub use error::{Error, Result};
+pub use handle::VmHandle;
 pub use kvm::{largest_dirty_ring, open_kvm};
 pub use memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END, MemoryError, RamRegion, WriteMarks, layout_for};
-pub use options::{Backing, Captured, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
+pub use options::{Backing, Captured, DropWay, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
-pub use vm::{Vm, VmHandle};
+pub use vm::Vm;
+pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};

@@ -23,7 +23,11 @@ impl Vm {
             kind: "kvm".to_owned(),
             vcpus: self.cpus(),
             regions: self.ram().layout().regions().to_vec(),
-            extra: vec![("cpu".to_owned(), cpu), ("cpuid".to_owned(), cpuid)],
+            extra: vec![
+                ("cpu".to_owned(), cpu),
+                ("cpuid".to_owned(), cpuid),
+                ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
+            ],
         }
     }
 

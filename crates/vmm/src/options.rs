@@ -30,6 +30,19 @@ impl fmt::Display for Backing {
     }
 }
 
+/// How pages that a guest gives back go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DropWay {
+    /// At once (`MADV_DONTNEED`, or a hole in the memfd).
+    #[default]
+    DontNeed,
+    /// When the host needs memory (`MADV_FREE`; of a memfd: at once). For measurements only: a page then reads as old or as zeros,
+    /// whenever the host likes, which a migration cannot know of: a comparison of both sides may find such pages different.
+    Free,
+    /// Not at all: for measurements of everything around it.
+    Nothing,
+}
+
 /// Where the guest's serial output goes. Clones write to the same place.
 ///
 /// A write that fails loses bytes and is counted; it never stops the guest.
@@ -112,12 +125,16 @@ pub struct VmOptions {
     pub incoming: bool,
     /// Entries of a dirty ring for each vCPU, a power of two. A choice for good: a VM with rings has no dirty log.
     pub dirty_ring: Option<u32>,
+    /// Whether it has a balloon, which both sides of a migration must agree upon.
+    pub balloon: bool,
+    /// How pages that the guest gives back go.
+    pub drop_way: DropWay,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
 
 impl VmOptions {
-    /// A VM of `memory` bytes and `cpus` vCPUs: anonymous memory, huge pages, serial output discarded.
+    /// A VM of `memory` bytes and `cpus` vCPUs: anonymous memory, huge pages, a balloon, serial output discarded.
     #[must_use]
     pub fn new(memory: u64, cpus: u32) -> Self {
         Self {
@@ -127,6 +144,8 @@ impl VmOptions {
             huge_pages: true,
             incoming: false,
             dirty_ring: None,
+            balloon: true,
+            drop_way: DropWay::default(),
             serial: SerialSink::discard(),
         }
     }

@@ -1,17 +1,18 @@
 //! A virtual machine.
 
+use crate::balloon::VmBalloon;
 use crate::boot::KernelFormat;
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
+use crate::handle::{Shared, VmHandle};
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
 use crate::options::VmOptions;
 use crate::shared_state::SharedSaved;
-use crate::state::{Saved, Sections, SerialSaved, VcpuSaved};
-use crate::stats;
+use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
 use crate::vcpu::{
-    Board, Command, Exit, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
+    Board, Command, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -20,7 +21,6 @@ use std::time::Duration;
 use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_engine::Section;
 use vmferry_fault::LazySlot;
-use vmferry_guest_abi::{StatsError, StatsSnapshot};
 use vmferry_sys::ring::RingEntries;
 
 /// How long the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
@@ -86,25 +86,6 @@ pub struct Vm {
     notes: Vec<String>,
 }
 
-#[derive(Debug)]
-struct Shared {
-    board: Arc<Board>,
-    devices: Arc<Devices>,
-    machine: Arc<Machine>,
-    lazy: LazySlot,
-}
-
-impl Shared {
-    fn cpus(&self) -> u32 {
-        self.lazy.threads().vcpus()
-    }
-}
-
-/// A view of a VM for threads other than its owner's: how its guest is doing, while the owner, or an engine that the
-/// owner lent it to, runs and moves it.
-#[derive(Debug, Clone)]
-pub struct VmHandle(Arc<Shared>);
-
 impl Vm {
     /// Makes a VM, stopped and empty: [`load_kernel`](Self::load_kernel) next, or the engine's
     /// [`TargetVm::load`](vmferry_engine::TargetVm::load).
@@ -125,14 +106,16 @@ impl Vm {
         let mut notes = ram.notes().to_vec();
         let entries = options.ring_entries()?;
         let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
-        let devices = Arc::new(Devices::new(&machine, options.serial.clone()));
+        let lazy = Arc::new(LazySlot::new(options.cpus));
+        let make = |line| VmBalloon::new(machine.ram(), &lazy, options.drop_way, Box::new(line));
+        let devices = Devices::new(&machine, options.serial.clone(), options.balloon.then_some(make));
+        let devices = Arc::new(devices);
         let model = CpuModel::new(&kvm, options.cpus)?;
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
         notes.extend(plan.note());
         let tsc_khz = fds[0].get_tsc_khz().map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
         let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
-        let lazy = LazySlot::new(options.cpus);
         let (board, throttle, vcpus) =
             spawn_vcpus(&kvm, &machine, &devices, plan, fds, (rings.as_ref(), &lazy))?;
         Ok(Self {
@@ -150,7 +133,7 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line; [`start`](Self::start) then boots it.
+    /// Loads a kernel and its command line, in front of which its devices are announced; [`start`](Self::start) then boots it.
     ///
     /// # Errors
     /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
@@ -164,7 +147,8 @@ impl Vm {
             });
         }
         self.expect(what, &[Stage::Empty])?;
-        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline)?;
+        let cmdline = format!("{}{cmdline}", self.shared.devices.bus().announcement());
+        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline.trim_end())?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;
         Ok(())
@@ -193,6 +177,7 @@ impl Vm {
         if let Some(exit) = self.shared.board.exit() {
             return Err(Error::WrongState { what, why: exit.to_string() });
         }
+        self.shared.devices.bus().resumed();
         self.shared.board.run_all();
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
         self.stage = Stage::Running;
@@ -250,6 +235,9 @@ impl Vm {
         sections.push(shared.pit.section(0)?);
         sections.push(shared.clock.section(0)?);
         sections.push(self.shared.devices.save_serial().section(0)?);
+        if let Some(balloon) = self.shared.devices.balloon() {
+            sections.push(balloon.save().section(0)?);
+        }
         Ok(sections)
     }
 
@@ -273,11 +261,17 @@ impl Vm {
         let pics = [parts.take(0)?, parts.take(1)?];
         let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
         let serial: SerialSaved = parts.take(0)?;
+        let balloon = self.shared.devices.balloon();
+        let balloon = balloon.map(|balloon| Ok((balloon, parts.take(0)?)));
+        let balloon = balloon.transpose().map_err(|error: StateError| error)?;
         parts.finish()?;
 
         // Everything was understood; only now is anything changed.
+        if let Some((balloon, saved)) = balloon {
+            balloon.load(&saved)?;
+        }
         let load_serial = self.shared.devices.load_serial(&serial);
-        load_serial.map_err(|why| crate::state::StateError::invalid::<SerialSaved>(0, why))?;
+        load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
         let pairs = self.vcpus.iter().zip(vcpus);
         let answers: Vec<_> = pairs
             .map(|(vcpu, saved)| vcpu.ask(what, |answer| Command::Load(Box::new(saved), answer)))
@@ -293,7 +287,7 @@ impl Vm {
     /// A view for other threads.
     #[must_use]
     pub fn handle(&self) -> VmHandle {
-        VmHandle(Arc::clone(&self.shared))
+        VmHandle::new(Arc::clone(&self.shared))
     }
 
     /// The guest's memory.
@@ -360,6 +354,10 @@ impl Vm {
         self.throttle.totals()
     }
 
+    pub(crate) fn has_balloon(&self) -> bool {
+        self.shared.devices.balloon().is_some()
+    }
+
     pub(crate) fn reaper(&self) -> Policy {
         self.reaper
     }
@@ -388,63 +386,6 @@ impl Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         self.stop();
-    }
-}
-
-impl VmHandle {
-    /// Waits until the guest has ended, and says how.
-    #[must_use]
-    pub fn wait_for_exit(&self) -> Exit {
-        loop {
-            if let Some(exit) = self.0.board.wait_exit(None) {
-                return exit;
-            }
-        }
-    }
-
-    /// Waits until the guest has ended, or for `timeout`.
-    #[must_use]
-    pub fn wait_for_exit_timeout(&self, timeout: Duration) -> Option<Exit> {
-        self.0.board.wait_exit(Some(timeout))
-    }
-
-    /// How the guest ended, if it did.
-    #[must_use]
-    pub fn exit(&self) -> Option<Exit> {
-        self.0.board.exit()
-    }
-
-    /// What the guest reports of itself on its statistics page.
-    ///
-    /// # Errors
-    /// If the guest has not written it yet, is none that does, or was stopped while it wrote; or if the page has not come
-    /// yet: this never waits for one.
-    pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
-        stats::snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
-    }
-
-    /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
-    /// Does nothing to a guest that keeps no statistics page, or whose page has not come yet, and says so by `false`.
-    pub fn request_verify(&self, request: u64) -> bool {
-        stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
-    }
-
-    /// Queues input for the guest's serial port; says how many bytes were taken.
-    #[must_use]
-    pub fn serial_input(&self, bytes: &[u8]) -> usize {
-        self.0.devices.serial_input(bytes)
-    }
-
-    /// Bytes of serial output that could not be written to the sink.
-    #[must_use]
-    pub fn serial_lost(&self) -> u64 {
-        self.0.devices.serial_lost()
-    }
-
-    /// The guest's memory.
-    #[must_use]
-    pub fn ram(&self) -> &Arc<GuestRam> {
-        self.0.machine.ram()
     }
 }
 

@@ -106,6 +106,8 @@ impl FromStr for GuestArgs {
                     args.tsc_khz =
                         Some(khz.ok_or(bad("tsc_khz", value, "a number of kHz, at least 1000"))?);
                 }
+                // What a host announces its devices by, as to Linux: for those who look for devices.
+                "virtio_mmio.device" => {}
                 _ => return Err(CmdlineError::Unknown { found: Text::new(word) }),
             }
         }

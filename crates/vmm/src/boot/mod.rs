@@ -10,6 +10,7 @@ pub(crate) mod testing;
 
 use crate::memory::GuestRam;
 use kvm_bindings::{kvm_regs, kvm_sregs};
+pub(crate) use pvh::whole_pages;
 
 /// Most bytes that a command line may have, without the NUL that ends it.
 pub const MAX_CMDLINE: usize = 4095;

@@ -11,7 +11,8 @@ use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_start_in
 use linux_loader::loader::{Cmdline, Elf, KernelLoader, load_cmdline};
 use std::io::Cursor;
 use vm_memory::{Address, Bytes, GuestAddress};
-use vmferry_memory::Layout;
+use vmferry_memory::{Layout, PAGE_SIZE};
+use vmferry_virtio::balloon::WholePages;
 
 /// Magic number of `hvm_start_info`: "xEn3" with the 0x80 bit of the "E" set.
 const START_INFO_MAGIC: u32 = 0x336e_c578;
@@ -78,6 +79,19 @@ fn memory_map(layout: &Layout) -> Vec<hvm_memmap_table_entry> {
     let high = layout.regions().iter().filter(|r| r.gpa.0 >= HIGH_RAM_START);
     map.extend(high.map(|r| entry(r.gpa.0, r.gpa.0 + r.len, E820_RAM)));
     map
+}
+
+/// The whole pages of the RAM entries of that memory map, as a guest that counts its pages has them.
+pub(crate) fn whole_pages(layout: &Layout) -> Vec<WholePages> {
+    let ram = memory_map(layout).into_iter().filter(|entry| entry.type_ == E820_RAM);
+    let pages = |entry: hvm_memmap_table_entry| {
+        let (start, end) =
+            (entry.addr.next_multiple_of(PAGE_SIZE), (entry.addr + entry.size) / PAGE_SIZE * PAGE_SIZE);
+        let region = layout.regions().iter().find(|r| (r.gpa.0..r.gpa.0 + r.len).contains(&start))?;
+        let page = |gpa: u64| (gpa - region.gpa.0) / PAGE_SIZE;
+        Some(WholePages { region: region.id, pages: page(start)..page(end) })
+    };
+    ram.filter_map(pages).collect()
 }
 
 /// A flat segment of 4 GiB, as PVH wants them; `kind` is the type field of its descriptor.
@@ -174,6 +188,15 @@ mod tests {
         assert_eq!(ram, (5 << 30) - (LEGACY_HOLE.1 - LEGACY_HOLE.0));
         assert_eq!(map.last().unwrap().addr, HIGH_RAM_START);
         assert!(map.windows(2).all(|pair| pair[0].addr + pair[0].size <= pair[1].addr));
+    }
+
+    #[test]
+    fn whole_pages_leave_the_holes_out() {
+        let pieces: Vec<_> = whole_pages(&crate::memory::layout_for(5 << 30).unwrap())
+            .into_iter()
+            .map(|piece| (piece.region.0, piece.pages))
+            .collect();
+        assert_eq!(pieces, [(0, 0..0x9f), (0, 0x100..0xc_0000), (1, 0..0x8_0000)]);
     }
 
     #[test]

@@ -3,10 +3,12 @@
 //! RAM lies below 3 GiB and, what does not fit there, above 4 GiB; the gigabyte between is for devices, as on every PC.
 //! Each part is one region, one mapping and one KVM memory slot, all of the same number.
 
+mod drop;
 mod mapping;
 mod marks;
 mod ram;
 
+pub(crate) use drop::DropError;
 pub use mapping::MemoryError;
 pub use marks::WriteMarks;
 pub use ram::{GuestRam, RamRegion};

@@ -208,6 +208,9 @@ impl Worker {
 
     fn step(&mut self) -> Step {
         let devices = &self.context.devices;
+        // What a device left of an earlier exit, a portion at a time. Whoever asks for a pause is not kept waiting; the exit itself is
+        // then completed by entering KVM once more, below.
+        while devices.bus().due() && !self.page.requested() && devices.bus().work() {}
         let exit = match self.vcpu.run() {
             Ok(exit) => exit,
             Err(error) => return self.interrupted(error),
@@ -228,11 +231,15 @@ impl Worker {
                 return Step::Again;
             }
             VcpuExit::MmioRead(gpa, data) => {
-                devices.read_memory(gpa, data);
+                devices.bus().read(gpa, data);
                 return Step::Again;
             }
-            // No interrupt controller of ours is outside the kernel, and nothing else is at memory addresses.
-            VcpuExit::MmioWrite(..) | VcpuExit::Intr | VcpuExit::IoapicEoi(_) | VcpuExit::IrqWindowOpen => {
+            VcpuExit::MmioWrite(gpa, data) => {
+                devices.bus().write(gpa, data);
+                return Step::Again;
+            }
+            // No interrupt controller of ours is outside the kernel.
+            VcpuExit::Intr | VcpuExit::IoapicEoi(_) | VcpuExit::IrqWindowOpen => {
                 return Step::Again;
             }
             VcpuExit::Shutdown => "triple fault".to_owned(),

@@ -1,0 +1,262 @@
+//! The device.
+
+use super::control::{BalloonControl, STOP, Shared};
+use super::inflate::{self, Way};
+use super::map::MapRegisters;
+use super::persist::BalloonSaved;
+use super::{BalloonHost, BalloonOptions, feature, hint, report, stats};
+use crate::device::{Device, Progress, QueueSpec};
+use crate::queue::{Buffer, RingError, VirtQueue};
+use crate::runs::Gather;
+use crate::signals::Signals;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
+use vm_memory::GuestMemory;
+use vmferry_guest_abi::balloon::{RANGES_QUEUE, free_map};
+
+/// Most entries of a queue.
+const QUEUE_SIZE: u16 = 256;
+const INFLATE_QUEUE: u16 = 0;
+const DEFLATE_QUEUE: u16 = 1;
+/// The first of the queues that depend on features.
+const FIRST_OPTIONAL: u16 = 2;
+/// Where drivers that number queues as the specification does have statistics; and all others, as nobody leaves them out in front.
+pub(super) const STATS_QUEUE: u16 = 2;
+
+/// Offsets in the configuration (5.5.4), all 32 bits.
+mod config {
+    pub(super) const ACTUAL: u64 = 4;
+    pub(super) const POISON: u64 = 12;
+}
+
+/// What a queue is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Inflate,
+    Deflate,
+    Stats,
+    Hint,
+    Report,
+    Ranges,
+}
+
+/// The optional queues in the specification's order, each with the feature that it depends on.
+const OPTIONAL: [(u32, Role); 3] = [
+    (feature::STATS, Role::Stats),
+    (feature::FREE_PAGE_HINT, Role::Hint),
+    (feature::REPORTING, Role::Report),
+];
+
+/// Which queue is which.
+///
+/// The specification gives the queues the indices 0 to 4, whatever is negotiated. QEMU numbers those whose features its *device
+/// offers*; this device offers all, which comes to the same. Linux numbers those whose features its *driver accepts*: a driver without
+/// statistics has hints at 2 and reports at 3. The two disagree only if a driver leaves something out, and then a driver that counts
+/// like Linux has made a queue ready that does not exist for one that counts like the specification, because that feature was not
+/// accepted; nobody does so otherwise.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Roles {
+    optional: [Option<Role>; OPTIONAL.len()],
+    ranges: bool,
+}
+
+impl Roles {
+    pub(super) fn new(features: u128, ready: &[u16]) -> Self {
+        let accepted = |bit: u32| features >> bit & 1 == 1;
+        let by_number = OPTIONAL.map(|(bit, role)| accepted(bit).then_some(role));
+        let counted =
+            (FIRST_OPTIONAL..).zip(by_number).any(|(index, role)| role.is_none() && ready.contains(&index));
+        let mut optional = by_number;
+        if counted {
+            let mut kept = by_number.into_iter().flatten();
+            optional = std::array::from_fn(|_| kept.next());
+        }
+        Self { optional, ranges: accepted(feature::FEATURE_RANGES) }
+    }
+
+    pub(super) fn of(&self, queue: u16) -> Option<Role> {
+        match queue {
+            INFLATE_QUEUE => Some(Role::Inflate),
+            DEFLATE_QUEUE => Some(Role::Deflate),
+            RANGES_QUEUE => self.ranges.then_some(Role::Ranges),
+            _ => self.optional.get(usize::from(queue.checked_sub(FIRST_OPTIONAL)?)).copied().flatten(),
+        }
+    }
+}
+
+/// The balloon.
+#[derive(Debug)]
+pub struct Balloon {
+    shared: Arc<Shared>,
+    pub(super) roles: Roles,
+    /// The statistics buffer that is kept, by its first descriptor.
+    pub(super) held: Option<u16>,
+    /// The request for hints that the driver answers at the moment.
+    pub(super) stream: Option<u32>,
+    registers: MapRegisters,
+    buffer: Buffer,
+    gather: Gather,
+    bytes: Vec<u8>,
+}
+
+impl Balloon {
+    /// A balloon of no pages.
+    #[must_use]
+    pub fn new(options: BalloonOptions, host: Arc<dyn BalloonHost>, signals: Arc<Signals>) -> Self {
+        Self {
+            shared: Shared::new(options, host, signals),
+            roles: Roles::default(),
+            held: None,
+            stream: None,
+            registers: MapRegisters::default(),
+            buffer: Buffer::default(),
+            gather: Gather::default(),
+            bytes: Vec::new(),
+        }
+    }
+
+    /// What other threads have of it.
+    #[must_use]
+    pub fn control(&self) -> BalloonControl {
+        BalloonControl { shared: Arc::clone(&self.shared) }
+    }
+
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub(super) fn set_registers(&mut self, registers: MapRegisters) {
+        self.registers = registers;
+        self.shared.set_map(registers.map());
+    }
+}
+
+impl Device for Balloon {
+    type Saved = BalloonSaved;
+
+    const ID: u32 = VIRTIO_ID_BALLOON;
+
+    const QUEUES: &'static [QueueSpec] = &{
+        const fn queue(index: u16) -> QueueSpec {
+            QueueSpec { index, max_size: QUEUE_SIZE }
+        }
+        [queue(0), queue(1), queue(2), queue(3), queue(4), queue(RANGES_QUEUE)]
+    };
+
+    fn features(&self) -> u128 {
+        // Without MUST_TELL_HOST: a page that the guest uses before it said so is there when it is touched.
+        [
+            feature::STATS,
+            feature::DEFLATE_ON_OOM,
+            feature::FREE_PAGE_HINT,
+            feature::PAGE_POISON,
+            feature::REPORTING,
+            feature::FEATURE_RANGES,
+            feature::FEATURE_FREE_MAP,
+            feature::FEATURE_HYPERCALL,
+        ]
+        .iter()
+        .fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        if offset >= free_map::PAGES {
+            self.registers.read(offset, data);
+            return;
+        }
+        let shared = &self.shared;
+        let fields = [&shared.target, &shared.actual, &shared.command, &shared.poison];
+        let bytes = fields.map(|field| field.load(Ordering::Acquire).to_le_bytes()).concat();
+        read_bytes(&bytes, offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        match (offset, <[u8; 4]>::try_from(data)) {
+            (config::ACTUAL, Ok(bytes)) => {
+                self.shared.actual.store(u32::from_le_bytes(bytes), Ordering::Release);
+            }
+            (config::POISON, Ok(bytes)) => {
+                self.shared.poison.store(u32::from_le_bytes(bytes), Ordering::Release);
+            }
+            // Whether there is a map at all is decided when the driver is ready, or now if it is.
+            (free_map::PAGES.., _) => {
+                let changed = self.registers.write(offset, data);
+                if changed && self.shared.has(feature::FEATURE_FREE_MAP) {
+                    self.shared.set_map(self.registers.map());
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn activate(&mut self, features: u128, ready: &[u16]) {
+        self.roles = Roles::new(features, ready);
+        self.shared.set_features(features);
+        if self.shared.has(feature::FEATURE_FREE_MAP) {
+            self.shared.set_map(self.registers.map());
+        }
+        tracing::debug!(features, ?ready, "the guest's balloon driver is ready");
+    }
+
+    fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError> {
+        let Self { shared, held, stream, buffer, gather, bytes, .. } = self;
+        let signals = &shared.signals;
+        match self.roles.of(queue.index()) {
+            Some(Role::Inflate) => queue.serve(memory, buffer, signals, |b| {
+                inflate::numbers(shared, Way::In, (gather, bytes), b, memory);
+            }),
+            Some(Role::Deflate) => queue.serve(memory, buffer, signals, |b| {
+                inflate::numbers(shared, Way::Out, (gather, bytes), b, memory);
+            }),
+            Some(Role::Ranges) => {
+                queue.serve(memory, buffer, signals, |b| inflate::ranges(shared, (gather, bytes), b, memory))
+            }
+            Some(Role::Report) => queue.serve(memory, buffer, signals, |b| report::buffer(shared, gather, b)),
+            Some(Role::Hint) => {
+                queue.serve(memory, buffer, signals, |b| hint::buffer(shared, stream, gather, b, memory))
+            }
+            Some(Role::Stats) => stats::serve(shared, signals, (held, buffer, bytes), queue, memory),
+            None => Ok(Progress::Done),
+        }
+    }
+
+    fn reset(&mut self) {
+        self.shared.set_features(0);
+        self.shared.actual.store(0, Ordering::Release);
+        self.shared.poison.store(0, Ordering::Release);
+        // What a driver that is gone was asked, no other one is to answer.
+        self.shared.command.store(STOP, Ordering::Release);
+        self.shared.stats_wanted.store(false, Ordering::Release);
+        self.shared.set_stats(stats::GuestStats::default());
+        self.set_registers(MapRegisters::default());
+        (self.roles, self.held) = (Roles::default(), None);
+        if let Some(ended) = self.stream.take() {
+            self.shared.host.hints_end(ended);
+        }
+    }
+
+    fn broken(&mut self, error: &RingError) {
+        // Once: a guest could do this all day.
+        if self.shared.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(%error, "the guest's balloon driver did what it must not; the balloon rests until it is reset");
+        }
+    }
+
+    fn save(&self) -> BalloonSaved {
+        BalloonSaved::of(self)
+    }
+
+    fn load(&mut self, saved: &BalloonSaved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String> {
+        saved.load(self, active)
+    }
+}
+
+/// Copies what `bytes` has at `offset` to `data`; what it has not stays as it is.
+pub(super) fn read_bytes(bytes: &[u8], offset: u64, data: &mut [u8]) {
+    let from = usize::try_from(offset).unwrap_or(usize::MAX);
+    if let Some(rest) = bytes.get(from..) {
+        let len = rest.len().min(data.len());
+        data[..len].copy_from_slice(&rest[..len]);
+    }
+}

@@ -1,0 +1,114 @@
+//! The guest's own map of its free pages ([`vmferry_guest_abi::balloon::FreeMap`]).
+
+use super::control::Shared;
+use crate::runs::copy_bits;
+use std::ops::Range;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+use vmferry_guest_abi::balloon::{FreeMap, free_map};
+use vmferry_memory::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
+
+/// Most bits that a map may have: the pages of the largest guest.
+pub const FREE_MAP_BITS_MAX: u64 = MAX_PAGES;
+
+/// Whole pages of RAM, as the guest was told of them: `pages` of `region`, which are the next bits of its map.
+///
+/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has as many of these as there are pieces. Of a piece that does not begin and
+/// end at a page boundary only the whole pages count.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WholePages {
+    /// The region.
+    pub region: RegionId,
+    /// Its pages.
+    pub pages: Range<u64>,
+}
+
+/// Why there is no map to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// The guest has published none.
+    #[error("the guest keeps no map of its free pages")]
+    None,
+    /// The guest relies on what is in its free pages.
+    #[error("the guest relies on what is in its free pages (page poison)")]
+    Poison,
+    /// A map that cannot be.
+    #[error("the guest's map of {pages} pages at {gpa:#x} does not fit its memory")]
+    Misfit {
+        /// Where it is said to begin.
+        gpa: u64,
+        /// How many pages it is said to have.
+        pages: u64,
+    },
+    /// Its pages are not here.
+    #[error("the guest's pages are still coming from elsewhere")]
+    Elsewhere,
+}
+
+/// The two registers of the map, as they are written: the map is there once the last byte of the address has been.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct MapRegisters {
+    pages: u64,
+    gpa: u64,
+}
+
+impl MapRegisters {
+    pub(super) fn of(map: Option<FreeMap>) -> Self {
+        map.map_or(Self::default(), |map| Self { pages: map.pages, gpa: map.gpa })
+    }
+
+    pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
+        let bytes = [self.pages.to_le_bytes(), self.gpa.to_le_bytes()].concat();
+        super::device::read_bytes(&bytes, offset.wrapping_sub(free_map::PAGES), data);
+    }
+
+    /// Says whether the map has changed: on a write that reaches the last byte of the address. (Whoever writes it as two 32-bit words
+    /// writes the low one first.)
+    pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> bool {
+        let mut bytes = [self.pages.to_le_bytes(), self.gpa.to_le_bytes()].concat();
+        let Ok(from) = usize::try_from(offset.wrapping_sub(free_map::PAGES)) else { return false };
+        let Some(place) = bytes.get_mut(from..from.saturating_add(data.len())) else { return false };
+        place.copy_from_slice(data);
+        let word = |at: usize| bytes[at..].first_chunk().map_or(0, |b| u64::from_le_bytes(*b));
+        (self.pages, self.gpa) = (word(0), word(8));
+        from + data.len() == bytes.len() && !data.is_empty()
+    }
+
+    pub(super) fn map(&self) -> Option<FreeMap> {
+        (self.gpa != 0).then_some(FreeMap { gpa: self.gpa, pages: self.pages })
+    }
+}
+
+/// Adds the pages that `map` says are free to `free`; says how many bits were set.
+///
+/// The guest changes the map meanwhile: each bit is what it was at some moment between call and return. Bits have meaning one by one,
+/// so it does not matter in what portions they are copied.
+pub(super) fn read<M: GuestMemory>(
+    shared: &Shared,
+    memory: &M,
+    map: FreeMap,
+    free: &mut PageSet,
+) -> Result<u64, MapError> {
+    let misfit = MapError::Misfit { gpa: map.gpa, pages: map.pages };
+    let pages: u64 = shared.ram.iter().map(|piece| piece.pages.end - piece.pages.start).sum();
+    if map.pages != pages || !map.gpa.is_multiple_of(PAGE_SIZE) || pages > FREE_MAP_BITS_MAX {
+        return Err(misfit);
+    }
+    let words = usize::try_from(pages.div_ceil(64)).map_err(|_| misfit)?;
+    let mut bytes = vec![0; words * 8];
+    memory.read_slice(&mut bytes, GuestAddress(map.gpa)).map_err(|_| misfit)?;
+    let bits: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let (mut at, mut count) = (0, 0);
+    for piece in &shared.ram {
+        let Some(region) = free.region_mut(piece.region).filter(|region| region.len() >= piece.pages.end)
+        else {
+            return Err(misfit);
+        };
+        copy_bits(&bits, at, piece.pages.clone(), |word, bits| {
+            count += u64::from(bits.count_ones());
+            region.union_word(word, bits);
+        });
+        at += piece.pages.end - piece.pages.start;
+    }
+    Ok(count)
+}

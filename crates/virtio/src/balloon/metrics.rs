@@ -1,0 +1,64 @@
+//! What happened.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! figures {
+    ($($(#[$meta:meta])* $name:ident,)*) => {
+        #[derive(Debug, Default)]
+        pub(super) struct Metrics {
+            $(pub(super) $name: AtomicU64,)*
+        }
+
+        /// What a balloon did since it was made; a reset by the driver changes nothing in it.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+        #[non_exhaustive]
+        pub struct BalloonFigures {
+            $($(#[$meta])* pub $name: u64,)*
+        }
+
+        impl Metrics {
+            pub(super) fn figures(&self) -> BalloonFigures {
+                BalloonFigures { $($name: self.$name.load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+figures! {
+    /// Pages put into the balloon.
+    inflated_pages,
+    /// Pages taken out of it.
+    deflated_pages,
+    /// Buffers and hypercalls with reports.
+    reports,
+    /// Pages reported.
+    reported_pages,
+    /// Pages that stayed because the guest relies on what is in them (page poison).
+    poisoned_pages,
+    /// Pages that stayed because the host could not lose them at that moment.
+    held_pages,
+    /// Pages that were dropped.
+    dropped_pages,
+    /// Nanoseconds in dropping.
+    drop_ns,
+    /// Pages hinted.
+    hinted_pages,
+    /// Hints for a command that was over.
+    stale_hints,
+    /// Statistics received.
+    stats,
+    /// Ranges and page numbers that are not in memory.
+    outside,
+    /// Ranges that are not whole pages.
+    unaligned,
+    /// Buffers that made no sense.
+    malformed,
+    /// Rings that could not be followed.
+    broken,
+    /// Refusals of the host.
+    host_errors,
+}
+
+pub(super) fn add(counter: &AtomicU64, value: u64) {
+    counter.fetch_add(value, Ordering::Relaxed);
+}

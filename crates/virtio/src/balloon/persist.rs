@@ -1,0 +1,82 @@
+//! The balloon's saved state.
+
+use super::control::{DONE, FIRST, STOP};
+use super::device::{Balloon, Role, Roles};
+use super::map::MapRegisters;
+use super::stats::GuestStats;
+use crate::device::QueueSpec;
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
+use vmferry_guest_abi::balloon::FreeMap;
+
+/// The balloon, apart from its registers and queues.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonSaved {
+    /// Pages that it is to have.
+    pub target: u32,
+    /// Pages that it has, as the driver says.
+    pub actual: u32,
+    /// What the driver is to do about hints.
+    pub command: u32,
+    /// The last request for hints.
+    pub asked: u32,
+    /// What the driver fills free pages with.
+    pub poison: u32,
+    /// The statistics buffer that the device keeps, by its first descriptor.
+    pub held: Option<u16>,
+    /// Address and pages of the guest's map of free pages.
+    pub map: Option<(u64, u64)>,
+    /// The guest's latest statistics.
+    pub stats: GuestStats,
+}
+
+impl BalloonSaved {
+    pub(super) fn of(balloon: &Balloon) -> Self {
+        let shared = balloon.shared();
+        Self {
+            target: shared.target.load(Ordering::Acquire),
+            actual: shared.actual.load(Ordering::Acquire),
+            command: shared.command.load(Ordering::Acquire),
+            asked: shared.asked.load(Ordering::Acquire),
+            poison: shared.poison.load(Ordering::Acquire),
+            held: balloon.held,
+            map: shared.map().map(|map| (map.gpa, map.pages)),
+            stats: shared.stats(),
+        }
+    }
+
+    /// Takes it up. A buffer that is kept must be one that the queue can have; everything else may be anything, as a driver may
+    /// write anything.
+    ///
+    /// A request for hints does not survive a move: whoever asked is on the other side. The guest is told that it is over, or it
+    /// would keep the hinted pages out of use for ever.
+    pub(super) fn load(
+        &self,
+        balloon: &mut Balloon,
+        active: Option<(u128, &[QueueSpec])>,
+    ) -> Result<bool, String> {
+        let (features, queues) = active.unwrap_or_default();
+        let ready: Vec<_> = queues.iter().map(|queue| queue.index).collect();
+        let roles = Roles::new(features, &ready);
+        let stats = queues.iter().find(|queue| roles.of(queue.index) == Some(Role::Stats));
+        if let Some(held) = self.held
+            && stats.is_none_or(|queue| held >= queue.max_size)
+        {
+            return Err(format!("it keeps a statistics buffer at {held}, where there is none"));
+        }
+        let command = if self.asked >= FIRST { DONE } else { STOP };
+        let shared = balloon.shared();
+        shared.target.store(self.target, Ordering::Release);
+        shared.actual.store(self.actual, Ordering::Release);
+        shared.asked.store(self.asked, Ordering::Release);
+        shared.command.store(command, Ordering::Release);
+        shared.poison.store(self.poison, Ordering::Release);
+        shared.set_stats(self.stats);
+        shared.set_features(features);
+        balloon.roles = roles;
+        balloon.held = self.held;
+        balloon.stream = None;
+        balloon.set_registers(MapRegisters::of(self.map.map(|(gpa, pages)| FreeMap { gpa, pages })));
+        Ok(command != self.command)
+    }
+}

@@ -1,0 +1,134 @@
+//! What the guest says of its memory (5.5.6.3).
+
+use super::control::Shared;
+use super::metrics::add;
+use crate::device::Progress;
+use crate::queue::{Buffer, PORTION, RingError, VirtQueue};
+use crate::signals::Signals;
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
+use vm_memory::GuestMemory;
+
+/// Names of the tags, in their order: those of the specification, and those that Linux 6.12 added to its header.
+const NAMES: [&str; 16] = [
+    "swap_in",
+    "swap_out",
+    "major_faults",
+    "minor_faults",
+    "free",
+    "total",
+    "available",
+    "caches",
+    "hugetlb_allocations",
+    "hugetlb_failures",
+    "oom_kills",
+    "allocation_stalls",
+    "async_scans",
+    "direct_scans",
+    "async_reclaims",
+    "direct_reclaims",
+];
+
+/// Bytes of a statistic: a 16-bit tag and a 64-bit value.
+const ENTRY: usize = 10;
+/// Most bytes of statistics that are looked at: each tag some times over.
+const MOST: usize = 64 * ENTRY;
+
+/// The guest's latest statistics: what it chose to tell. Sizes are in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestStats {
+    values: [Option<u64>; NAMES.len()],
+}
+
+impl GuestStats {
+    /// The statistics that are there, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        NAMES.iter().zip(&self.values).filter_map(|(name, value)| Some((*name, (*value)?)))
+    }
+
+    /// The statistic `name`, if the guest told it.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<u64> {
+        self.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
+    }
+
+    /// Reads entries in any order; unknown tags are ignored, the last of a tag counts.
+    fn parse(bytes: &[u8]) -> Self {
+        let mut stats = Self::default();
+        for entry in bytes.as_chunks::<ENTRY>().0 {
+            let [tag_low, tag_high, value @ ..] = *entry;
+            let tag = usize::from(u16::from_le_bytes([tag_low, tag_high]));
+            if let Some(slot) = stats.values.get_mut(tag) {
+                *slot = Some(u64::from_le_bytes(value));
+            }
+        }
+        stats
+    }
+}
+
+/// The device's side of the statistics queue: it keeps the driver's buffer until it wants to know more.
+///
+/// Takes a buffer, reads it and keeps it; gives the one that it has back if statistics are wanted, or if the driver, against the
+/// rules, puts a second one in.
+pub(super) fn serve<M: GuestMemory>(
+    shared: &Shared,
+    signals: &Signals,
+    (held, buffer, bytes): (&mut Option<u16>, &mut Buffer, &mut Vec<u8>),
+    queue: &mut VirtQueue,
+    memory: &M,
+) -> Result<Progress, RingError> {
+    let mut given = false;
+    let mut progress = Progress::More;
+    for _ in 0..PORTION {
+        if !queue.pop(memory, buffer)? {
+            progress = queue.empty(memory)?;
+            if progress == Progress::Done {
+                break;
+            }
+            continue;
+        }
+        let read = buffer.read(memory, MOST, bytes);
+        match read {
+            Ok(()) if bytes.len().is_multiple_of(ENTRY) => {
+                add(&shared.metrics.stats, 1);
+                shared.set_stats(GuestStats::parse(bytes));
+            }
+            _ => shared.malformed("statistics"),
+        }
+        if let Some(second) = held.replace(buffer.head()) {
+            queue.give_back(memory, second, 0)?;
+            given = true;
+        }
+    }
+    if let Some(head) = *held
+        && shared.stats_wanted.swap(false, Ordering::AcqRel)
+    {
+        queue.give_back(memory, head, 0)?;
+        *held = None;
+        given = true;
+    }
+    if given && queue.wants_interrupt(memory)? {
+        signals.used_buffer();
+    }
+    Ok(progress)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_come_in_any_order_and_unknown_ones_are_ignored() {
+        let mut bytes = Vec::new();
+        for (tag, value) in [(4u16, 7u64), (999, 1), (0, u64::MAX), (4, 8), (15, 3)] {
+            bytes.extend(tag.to_le_bytes());
+            bytes.extend(value.to_le_bytes());
+        }
+        let stats = GuestStats::parse(&bytes);
+        assert_eq!(
+            stats.iter().collect::<Vec<_>>(),
+            [("swap_in", u64::MAX), ("free", 8), ("direct_reclaims", 3)]
+        );
+        assert_eq!((stats.get("free"), stats.get("total")), (Some(8), None));
+    }
+}

@@ -1,0 +1,397 @@
+//! The virtio-mmio transport, version 2 (virtio 1.2, section 4.2).
+
+mod saved;
+#[cfg(test)]
+mod tests;
+
+pub use saved::{LoadError, QueueSaved, TransportSaved};
+
+use crate::device::{Device, Progress, QueueSpec};
+use crate::queue::{RingError, VirtQueue};
+use crate::signals::Signals;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED,
+    VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_mmio as register;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestMemory};
+
+/// Bytes of a device's window: the registers and a configuration of 256 bytes.
+pub const WINDOW: u64 = 0x200;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+const VERSION: u32 = 2;
+/// Nobody's: vendor ids are not assigned to devices that the specification describes.
+const VENDOR: u32 = u32::from_le_bytes(*b"vmfy");
+
+const NEEDS_RESET: u32 = VIRTIO_CONFIG_S_NEEDS_RESET;
+const DRIVER_OK: u32 = VIRTIO_CONFIG_S_DRIVER_OK;
+const FEATURES_OK: u32 = VIRTIO_CONFIG_S_FEATURES_OK;
+/// The bits of the status that a driver sets.
+const DRIVERS: u32 =
+    VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | DRIVER_OK | FEATURES_OK | VIRTIO_CONFIG_S_FAILED;
+
+/// Features of rings and transport: descriptors in tables of their own, notifications by index, and no legacy.
+const TRANSPORT_FEATURES: u128 =
+    1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_F_VERSION_1;
+
+/// A queue as its driver describes it, before it is checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Setup {
+    spec: QueueSpec,
+    size: u32,
+    descriptors: u64,
+    driver: u64,
+    device: u64,
+}
+
+impl Setup {
+    fn new(spec: QueueSpec) -> Self {
+        Self { spec, size: spec.max_size.into(), descriptors: 0, driver: 0, device: 0 }
+    }
+
+    /// The queue, if it can be one: a size that is allowed, rings that are aligned and in memory.
+    fn queue<M: GuestMemory>(&self, memory: &M) -> Result<Queue, RingError> {
+        let index = self.spec.index;
+        let ring = |source| RingError::Ring { queue: index, source };
+        let mut queue = Queue::new(self.spec.max_size).map_err(ring)?;
+        queue.try_set_size(u16::try_from(self.size).unwrap_or(0)).map_err(ring)?;
+        queue.try_set_desc_table_address(GuestAddress(self.descriptors)).map_err(ring)?;
+        queue.try_set_avail_ring_address(GuestAddress(self.driver)).map_err(ring)?;
+        queue.try_set_used_ring_address(GuestAddress(self.device)).map_err(ring)?;
+        queue.set_ready(true);
+        if queue.is_valid(memory) { Ok(queue) } else { Err(RingError::Setup { queue: index }) }
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    setup: Setup,
+    /// There while the queue is ready.
+    queue: Option<VirtQueue>,
+    /// It is to be served, again or for the first time.
+    due: bool,
+}
+
+/// What the driver has set.
+#[derive(Debug)]
+struct Core<D> {
+    device: D,
+    status: u32,
+    device_select: u32,
+    driver_select: u32,
+    driver_features: u128,
+    queue_select: u32,
+    slots: Vec<Slot>,
+}
+
+/// A device and its registers. All methods may be called from all vCPUs' threads at once.
+#[derive(Debug)]
+pub struct MmioTransport<D> {
+    signals: Arc<Signals>,
+    core: Mutex<Core<D>>,
+    /// Some queue is due.
+    more: AtomicBool,
+}
+
+impl<D: Device> MmioTransport<D> {
+    /// `device`, as after a reset. `signals` are those that it was made with.
+    #[must_use]
+    pub fn new(device: D, signals: Arc<Signals>) -> Self {
+        let slot = |spec: &QueueSpec| Slot { setup: Setup::new(*spec), queue: None, due: false };
+        let core = Core {
+            device,
+            status: 0,
+            device_select: 0,
+            driver_select: 0,
+            driver_features: 0,
+            queue_select: 0,
+            slots: D::QUEUES.iter().map(slot).collect(),
+        };
+        Self { signals, core: Mutex::new(core), more: AtomicBool::new(false) }
+    }
+
+    /// The driver reads `data.len()` bytes at `offset` of the window.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        if let Some(within) = offset.checked_sub(register::VIRTIO_MMIO_CONFIG.into()) {
+            // Fields are up to 64 bits; a string instruction could ask for more.
+            let len = data.len().min(8);
+            self.core().device.read_config(within, &mut data[..len]);
+        } else if let Some(register) = aligned(offset, data.len()) {
+            data.copy_from_slice(&self.read_register(register).to_le_bytes());
+        }
+    }
+
+    /// The driver writes `data` at `offset` of the window. A notification is served before this returns; what is left of it is
+    /// [due](Self::due).
+    pub fn write<M: GuestMemory>(&self, memory: &M, offset: u64, data: &[u8]) {
+        if let Some(within) = offset.checked_sub(register::VIRTIO_MMIO_CONFIG.into()) {
+            if data.len() <= 8 {
+                self.core().device.write_config(within, data);
+            }
+        } else if let (Some(register), Ok(bytes)) = (aligned(offset, data.len()), data.try_into()) {
+            self.write_register(memory, register, u32::from_le_bytes(bytes));
+        }
+    }
+
+    /// Whether a queue has not been served to its end; [`work`](Self::work) goes on.
+    #[must_use]
+    pub fn due(&self) -> bool {
+        self.more.load(Ordering::Acquire)
+    }
+
+    /// Goes on with queues that are [due](Self::due), a portion of each; says whether it did. Does nothing while another thread is
+    /// serving the device: that thread goes on itself.
+    pub fn work<M: GuestMemory>(&self, memory: &M) -> bool {
+        let mut core = match self.core.try_lock() {
+            Ok(core) => core,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        let more = core.serve_due(memory, &self.signals);
+        self.more.store(more, Ordering::Release);
+        true
+    }
+
+    /// Serves queue `index`, as if the driver had notified: for threads that have something for the driver.
+    pub fn notify<M: GuestMemory>(&self, memory: &M, index: u16) {
+        let mut core = self.core();
+        if let Some(slot) = core.slots.iter_mut().find(|slot| slot.setup.spec.index == index) {
+            slot.due = true;
+        }
+        let more = core.serve_due(memory, &self.signals);
+        self.more.store(more, Ordering::Release);
+    }
+
+    /// The guest is about to run again, here or after it was loaded: what it was told is told again, and all queues are due.
+    pub fn resumed(&self) {
+        let mut core = self.core();
+        core.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
+        self.more.store(core.running(), Ordering::Release);
+        drop(core);
+        self.signals.again();
+    }
+
+    fn core(&self) -> MutexGuard<'_, Core<D>> {
+        // A panic while it was held would be a defect of a device, which the driver can reset.
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read_register(&self, at: u32) -> u32 {
+        match at {
+            register::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
+            register::VIRTIO_MMIO_VERSION => VERSION,
+            register::VIRTIO_MMIO_DEVICE_ID => D::ID,
+            register::VIRTIO_MMIO_VENDOR_ID => VENDOR,
+            register::VIRTIO_MMIO_INTERRUPT_STATUS => self.signals.status(),
+            register::VIRTIO_MMIO_CONFIG_GENERATION => self.signals.generation(),
+            // A shared memory region that does not exist has this length and address (4.2.2).
+            register::VIRTIO_MMIO_SHM_LEN_LOW
+            | register::VIRTIO_MMIO_SHM_LEN_HIGH
+            | register::VIRTIO_MMIO_SHM_BASE_LOW
+            | register::VIRTIO_MMIO_SHM_BASE_HIGH => u32::MAX,
+            register::VIRTIO_MMIO_DEVICE_FEATURES => {
+                let core = self.core();
+                bank(core.offered(), core.device_select)
+            }
+            register::VIRTIO_MMIO_QUEUE_NUM_MAX => {
+                self.core().selected().map_or(0, |slot| slot.setup.spec.max_size.into())
+            }
+            register::VIRTIO_MMIO_QUEUE_READY => {
+                self.core().selected().is_some_and(|slot| slot.queue.is_some()).into()
+            }
+            register::VIRTIO_MMIO_STATUS => self.core().status,
+            _ => 0,
+        }
+    }
+
+    fn write_register<M: GuestMemory>(&self, memory: &M, at: u32, value: u32) {
+        match at {
+            register::VIRTIO_MMIO_INTERRUPT_ACK => self.signals.acknowledge(value),
+            register::VIRTIO_MMIO_QUEUE_NOTIFY => {
+                if let Ok(index) = u16::try_from(value) {
+                    self.notify(memory, index);
+                }
+            }
+            register::VIRTIO_MMIO_STATUS => {
+                let mut core = self.core();
+                core.set_status(value, &self.signals);
+                self.more.store(core.running(), Ordering::Release);
+            }
+            register::VIRTIO_MMIO_DEVICE_FEATURES_SEL => self.core().device_select = value,
+            register::VIRTIO_MMIO_DRIVER_FEATURES_SEL => self.core().driver_select = value,
+            register::VIRTIO_MMIO_DRIVER_FEATURES => self.core().accept(value),
+            register::VIRTIO_MMIO_QUEUE_SEL => self.core().queue_select = value,
+            register::VIRTIO_MMIO_QUEUE_READY => self.core().set_ready(value, memory, &self.signals),
+            _ => self.core().set_up(at, value),
+        }
+    }
+}
+
+/// The register at `offset`, if it is accessed as registers are: 32 bits, aligned (4.2.2.2).
+fn aligned(offset: u64, len: usize) -> Option<u32> {
+    u32::try_from(offset).ok().filter(|at| len == 4 && at.is_multiple_of(4))
+}
+
+/// Bank `select` of 32 of the bits; there are four.
+fn bank(features: u128, select: u32) -> u32 {
+    let bytes = features.to_le_bytes();
+    let at = usize::try_from(select).unwrap_or(usize::MAX).saturating_mul(4);
+    bytes.get(at..at.saturating_add(4)).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+impl<D: Device> Core<D> {
+    fn offered(&self) -> u128 {
+        self.device.features() | TRANSPORT_FEATURES
+    }
+
+    /// The driver is there and the device works for it.
+    fn running(&self) -> bool {
+        self.status & (DRIVER_OK | VIRTIO_CONFIG_S_FAILED | NEEDS_RESET) == DRIVER_OK
+    }
+
+    /// Features and queues may be changed: by a driver that is there, until it is ready.
+    fn negotiating(&self) -> bool {
+        self.status & FEATURES_OK == 0
+    }
+
+    fn selected(&self) -> Option<&Slot> {
+        self.slots.iter().find(|slot| u32::from(slot.setup.spec.index) == self.queue_select)
+    }
+
+    fn selected_mut(&mut self) -> Option<&mut Slot> {
+        let select = self.queue_select;
+        self.slots.iter_mut().find(|slot| u32::from(slot.setup.spec.index) == select)
+    }
+
+    fn accept(&mut self, bits: u32) {
+        if self.negotiating() && self.driver_select < 4 {
+            let shift = self.driver_select * 32;
+            self.driver_features &= !(u128::from(u32::MAX) << shift);
+            self.driver_features |= u128::from(bits) << shift;
+        }
+    }
+
+    /// The status as the driver writes it: 0 is a reset, everything else adds bits (2.1.1: a driver must not clear one).
+    fn set_status(&mut self, value: u32, signals: &Signals) {
+        if value == 0 {
+            self.reset(signals);
+            return;
+        }
+        let mut added = value & DRIVERS & !self.status;
+        if added & FEATURES_OK != 0 && !self.acceptable() {
+            tracing::debug!(features = self.driver_features, "a driver's features are refused");
+            added &= !FEATURES_OK;
+        }
+        if (self.status | added) & FEATURES_OK == 0 {
+            // Ready without features agreed upon: refused, too (3.1.1).
+            added &= !DRIVER_OK;
+        }
+        self.status |= added;
+        if added & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0 {
+            signals.set_live(true);
+            let event_idx = self.driver_features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
+            let mut ready = Vec::new();
+            for slot in &mut self.slots {
+                if let Some(queue) = &mut slot.queue {
+                    queue.queue_mut().set_event_idx(event_idx);
+                    // A driver may have put buffers in and notified before it was ready (Linux does, for statistics); the device
+                    // must not look at them until now (2.1.2), so it does now.
+                    slot.due = true;
+                    ready.push(queue.index());
+                }
+            }
+            self.device.activate(self.driver_features, &ready);
+        }
+    }
+
+    /// Only what is offered, and not a legacy driver's choice.
+    fn acceptable(&self) -> bool {
+        self.driver_features & !self.offered() == 0 && self.driver_features & 1 << VIRTIO_F_VERSION_1 != 0
+    }
+
+    fn reset(&mut self, signals: &Signals) {
+        signals.set_live(false);
+        self.status = 0;
+        (self.device_select, self.driver_select, self.queue_select) = (0, 0, 0);
+        self.driver_features = 0;
+        for slot in &mut self.slots {
+            *slot = Slot { setup: Setup::new(slot.setup.spec), queue: None, due: false };
+        }
+        self.device.reset();
+    }
+
+    /// Addresses and size of the selected queue, which must not be ready.
+    fn set_up(&mut self, at: u32, value: u32) {
+        let Some(Slot { setup, queue: None, .. }) = self.selected_mut() else { return };
+        match at {
+            register::VIRTIO_MMIO_QUEUE_NUM => setup.size = value,
+            register::VIRTIO_MMIO_QUEUE_DESC_LOW => set_low(&mut setup.descriptors, value),
+            register::VIRTIO_MMIO_QUEUE_DESC_HIGH => set_high(&mut setup.descriptors, value),
+            register::VIRTIO_MMIO_QUEUE_AVAIL_LOW => set_low(&mut setup.driver, value),
+            register::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => set_high(&mut setup.driver, value),
+            register::VIRTIO_MMIO_QUEUE_USED_LOW => set_low(&mut setup.device, value),
+            register::VIRTIO_MMIO_QUEUE_USED_HIGH => set_high(&mut setup.device, value),
+            _ => {}
+        }
+    }
+
+    /// Makes the selected queue ready, between FEATURES_OK and DRIVER_OK; or takes it away, at any time, which is what drivers do
+    /// before they reset a device.
+    fn set_ready<M: GuestMemory>(&mut self, value: u32, memory: &M, signals: &Signals) {
+        let may = self.status & (FEATURES_OK | DRIVER_OK | NEEDS_RESET) == FEATURES_OK;
+        let Some(slot) = self.selected_mut() else { return };
+        match value {
+            0 => (slot.queue, slot.due) = (None, false),
+            1 if may && slot.queue.is_none() => match slot.setup.queue(memory) {
+                Ok(queue) => slot.queue = Some(VirtQueue::new(slot.setup.spec.index, queue)),
+                Err(error) => self.rest(&error, signals),
+            },
+            _ => {}
+        }
+    }
+
+    /// The device cannot go on: it says so and waits for a reset (2.1.2).
+    fn rest(&mut self, error: &RingError, signals: &Signals) {
+        tracing::debug!(%error, device = D::ID, "a virtio device rests until its driver resets it");
+        self.status |= NEEDS_RESET;
+        self.device.broken(error);
+        signals.config_changed();
+    }
+
+    /// Serves a portion of each queue that is due; says whether any still is.
+    fn serve_due<M: GuestMemory>(&mut self, memory: &M, signals: &Signals) -> bool {
+        if !self.running() {
+            return false;
+        }
+        let mut failed = None;
+        for slot in &mut self.slots {
+            let (Some(queue), true) = (&mut slot.queue, slot.due) else { continue };
+            match self.device.serve(queue, memory) {
+                Ok(progress) => slot.due = progress == Progress::More,
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            self.rest(&error, signals);
+            return false;
+        }
+        self.slots.iter().any(|slot| slot.due && slot.queue.is_some())
+    }
+}
+
+fn set_low(address: &mut u64, value: u32) {
+    *address = *address >> 32 << 32 | u64::from(value);
+}
+
+fn set_high(address: &mut u64, value: u32) {
+    *address = *address & u64::from(u32::MAX) | u64::from(value) << 32;
+}

@@ -1,0 +1,95 @@
+//! What a device tells its driver without being asked.
+
+use std::fmt::Debug;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
+
+/// The interrupt line of a device: edge triggered, so that each call is an interrupt.
+pub trait Interrupt: Send + Sync + Debug {
+    /// Sends the interrupt. When it returns, the interrupt controller has it.
+    ///
+    /// # Errors
+    /// If the host refuses.
+    fn trigger(&self) -> io::Result<()>;
+}
+
+/// Interrupt status and configuration generation of one device, and its line. Without a lock: a vCPU reads and acknowledges while
+/// another one's request is being processed, and a control thread must never wait for that.
+#[derive(Debug)]
+pub struct Signals {
+    status: AtomicU32,
+    generation: AtomicU32,
+    /// Whether the driver has said that it is ready for interrupts (DRIVER_OK).
+    live: AtomicBool,
+    line: Box<dyn Interrupt>,
+}
+
+impl Signals {
+    /// Nothing to tell, on `line`.
+    #[must_use]
+    pub fn new(line: Box<dyn Interrupt>) -> Arc<Self> {
+        let (status, generation) = (AtomicU32::new(0), AtomicU32::new(0));
+        Arc::new(Self { status, generation, live: AtomicBool::new(false), line })
+    }
+
+    /// The device has used a buffer.
+    pub fn used_buffer(&self) {
+        self.raise(VIRTIO_MMIO_INT_VRING);
+    }
+
+    /// The configuration has changed; what changed can be read already.
+    pub fn config_changed(&self) {
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.raise(VIRTIO_MMIO_INT_CONFIG);
+    }
+
+    /// Sends the interrupt again if something is still unacknowledged. An interrupt that is not needed is harmless, one that is lost
+    /// is not: for a guest that has just been loaded or resumed.
+    pub fn again(&self) {
+        if self.status.load(Ordering::Acquire) != 0 {
+            self.trigger();
+        }
+    }
+
+    pub(crate) fn status(&self) -> u32 {
+        self.status.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn acknowledge(&self, bits: u32) {
+        self.status.fetch_and(!bits, Ordering::AcqRel);
+    }
+
+    pub(crate) fn generation(&self) -> u32 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_live(&self, live: bool) {
+        self.live.store(live, Ordering::Release);
+        if !live {
+            self.status.store(0, Ordering::Release);
+        }
+    }
+
+    pub(crate) fn load(&self, status: u32, generation: u32, live: bool) {
+        self.generation.store(generation, Ordering::Release);
+        self.status.store(status & (VIRTIO_MMIO_INT_VRING | VIRTIO_MMIO_INT_CONFIG), Ordering::Release);
+        self.live.store(live, Ordering::Release);
+    }
+
+    fn raise(&self, bit: u32) {
+        // Before DRIVER_OK a driver must not get interrupts (3.1.1); what changed until then it reads anyway.
+        if self.live.load(Ordering::Acquire) {
+            // The status first: the driver reads it when the interrupt comes.
+            self.status.fetch_or(bit, Ordering::AcqRel);
+            self.trigger();
+        }
+    }
+
+    fn trigger(&self) {
+        if let Err(error) = self.line.trigger() {
+            tracing::warn!(%error, "an interrupt of a virtio device cannot be sent");
+        }
+    }
+}

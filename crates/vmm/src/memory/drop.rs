@@ -1,0 +1,102 @@
+//! Pages that are given back to the host while the guest runs.
+
+use super::{GuestRam, MemoryError, RamRegion};
+use crate::options::DropWay;
+use std::os::fd::AsFd;
+use vmferry_memory::{PageRun, RegionId};
+use vmferry_sys::{SysError, mapping, memfd};
+
+/// Why pages could not be given back.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DropError {
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("pages of {region} cannot be given back to the host")]
+    Host {
+        region: RegionId,
+        #[source]
+        source: SysError,
+    },
+}
+
+impl GuestRam {
+    /// Gives the pages of `run` back to the host; they read as zeros when this returns, if `way` is [`DropWay::DontNeed`]. The caller
+    /// knows that the guest does not need what is in them, and that no page can be missing
+    /// ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
+    ///
+    /// # Dropped, then marked
+    /// For a migration a drop is a write of zeros that KVM does not see (traps.md 4), so it is marked like one, and *after* it was done:
+    /// a harvest takes the mark first and reads the page later. If the mark is taken, the page that is read is the dropped one, and the
+    /// target gets zeros; if the drop comes after the read, so does its mark, and a later harvest has the page sent again. The other
+    /// way round, a harvest between mark and drop would take the mark, send what was there, and leave the drop without one: zeros here,
+    /// an old page there. There is always a later harvest: drops happen on vCPUs' threads, in the exit that asked for them, and the
+    /// last harvest is made when all vCPUs have been paused, hence out of such an exit.
+    ///
+    /// A page that the guest writes between drop and mark is marked for nothing, and in KVM's log too, as the dropped page was mapped
+    /// anew for that write.
+    pub(crate) fn drop_pages(&self, id: RegionId, run: PageRun, way: DropWay) -> Result<(), DropError> {
+        let not_ram = || MemoryError::NotRam { what: format!("{id}, {run}") };
+        let ram = self.region(id).filter(|ram| run.end() <= ram.region().pages()).ok_or_else(not_ram)?;
+        let dropped = ram.give_back(run, way);
+        // Also after an error: some may be gone.
+        ram.marks().bitmap().set_range(run.range());
+        dropped.map_err(|source| DropError::Host { region: id, source })
+    }
+}
+
+impl RamRegion {
+    fn give_back(&self, run: PageRun, way: DropWay) -> Result<(), SysError> {
+        let start = self.host_address() + run.first.offset();
+        let span = start..start + run.bytes();
+        match (way, self.file()) {
+            (DropWay::Nothing, _) => Ok(()),
+            // Through the file, so that the pages are gone and not only this mapping of them. A part of a huge page that somebody holds
+            // at the moment is overwritten with zeros instead: nothing is gained, nothing is lost.
+            (_, Some(file)) => {
+                memfd::punch(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes()).map(|_| ())
+            }
+            // SAFETY: the caller checked that the run lies in the mapping, which is private and anonymous as it has no file; this crate
+            // makes no references to guest bytes other than to atomics.
+            (DropWay::DontNeed, None) => unsafe { mapping::drop_pages(span) },
+            // SAFETY: as above.
+            (DropWay::Free, None) => unsafe { mapping::free_pages(span) },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{Backing, VmOptions};
+    use vm_memory::{Bytes, GuestAddress};
+    use vmferry_bitmap::Bitmap;
+
+    #[test]
+    fn dropped_pages_read_as_zeros_and_are_marked() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let mut options = VmOptions::new(8 << 20, 1);
+            options.backing = backing;
+            let ram = GuestRam::new(&options).unwrap();
+            ram.map().write_slice(&[7; 4 * 4096], GuestAddress(0x4000)).unwrap();
+            let mut marked = Bitmap::new(2048);
+            ram.regions()[0].marks().bitmap().harvest(&mut marked);
+            marked.clear_all();
+
+            ram.drop_pages(RegionId(0), PageRun::from(5..7), DropWay::DontNeed).unwrap();
+            ram.regions()[0].marks().bitmap().harvest(&mut marked);
+            assert!(marked.runs().eq(std::iter::once(5..7)), "{backing}");
+            let bytes: Vec<u8> =
+                (4..8).map(|page| ram.map().read_obj(GuestAddress(page << 12)).unwrap()).collect();
+            assert_eq!(bytes, [7, 0, 0, 7], "{backing}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_in_memory_is_not_dropped() {
+        let ram = GuestRam::new(&VmOptions::new(8 << 20, 1)).unwrap();
+        for (region, run) in [(0, 2047..2049), (1, 0..1), (0, u64::MAX - 1..u64::MAX)] {
+            let dropped = ram.drop_pages(RegionId(region), PageRun::from(run), DropWay::DontNeed);
+            assert!(matches!(dropped, Err(DropError::Memory(_))));
+        }
+    }
+}
