@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A set of pages that threads take pages out of: of all who want a page, one gets it.
 ///
-/// Pages only leave it. That is the whole argument for "each page once": a bit is cleared by one atomic read-modify-write
-/// that tells whoever cleared it, and nothing sets it again.
+/// A page leaves it by one atomic read-modify-write that tells whoever cleared its bit, and comes into it only from whoever
+/// holds it ([`give_64`](Self::give_64)). That is the whole argument for "each page once": at any instant a page is in the
+/// bitmap, or one thread has it.
 ///
 /// All operations are sequentially consistent, so that a thread may announce something elsewhere and then look here (with
 /// a fence between), while another takes a page here and then looks there: one of them sees the other.
@@ -94,6 +95,24 @@ impl ClaimBitmap {
         bits
     }
 
+    /// Puts pages in that the caller holds, of the 64 from `first` on, a multiple of 64: bit `i` of `pages` is page `first + i`.
+    ///
+    /// # Panics
+    /// If `first` is no multiple of 64, or a page lies beyond the end.
+    pub fn give_64(&self, first: u64, pages: u64) {
+        if pages == 0 {
+            return;
+        }
+        assert!(first.is_multiple_of(64), "page {first} begins no word");
+        let end = first + 64 - u64::from(pages.leading_zeros());
+        assert!(end <= self.len, "page {} of {}", end - 1, self.len);
+        let (word, _) = place(first);
+        // Before the pages can be taken: the count never falls below 0, and a bitmap that has pages does not look empty.
+        self.left.fetch_add(pages.count_ones().into(), Ordering::SeqCst);
+        let before = self.words[word].fetch_or(pages, Ordering::SeqCst);
+        debug_assert_eq!(before & pages, 0, "a page that its giver did not hold");
+    }
+
     /// Takes what is left of `range`; returns how many pages that were, and whether they were the last.
     ///
     /// # Panics
@@ -138,7 +157,7 @@ mod tests {
         fn what_is_taken_is_gone_and_counted(
             len in 1u64..300,
             pages in prop::collection::vec(0u64..300, 0..100),
-            steps in prop::collection::vec((0u8..3, 0u64..310, 0u64..80, any::<u64>()), 0..60),
+            steps in prop::collection::vec((0u8..4, 0u64..310, 0u64..80, any::<u64>()), 0..60),
         ) {
             let mut model = set(len, &pages);
             let claims = ClaimBitmap::new(&model);
@@ -152,6 +171,15 @@ mod tests {
                             .map(|i| 1 << i)
                             .sum();
                         prop_assert_eq!(claims.take_64(first, wanted), want);
+                    }
+                    2 => {
+                        let first = at / 64 * 64;
+                        let give: u64 = (0..64)
+                            .filter(|i| wanted >> i & 1 == 1 && first + i < len && !model.test(first + i))
+                            .map(|i| 1 << i)
+                            .sum();
+                        (0..64).filter(|i| give >> i & 1 == 1).for_each(|i| { model.set(first + i); });
+                        claims.give_64(first, give);
                     }
                     _ => {
                         let range = at.min(len)..(at + count).min(len);

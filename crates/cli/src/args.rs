@@ -1,6 +1,6 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
-use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -119,6 +119,9 @@ pub(crate) struct DemoArgs {
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
+    /// Leave out what the guest says is free, where it can be asked
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) free_pages: OnOff,
     /// Parallel channels
     #[arg(long, default_value_t = 2)]
     pub(crate) channels: u16,
@@ -265,6 +268,9 @@ pub(crate) struct MigrateArgs {
     /// Slow a guest that dirties faster than the link carries
     #[arg(long, value_enum, default_value = "off")]
     pub(crate) auto_converge: AutoConvergeArg,
+    /// Leave out what the guest says is free, where it can be asked
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) free_pages: OnOff,
     /// Compare every page on both sides while the guest is stopped
     #[arg(long)]
     pub(crate) verify: bool,

@@ -52,6 +52,23 @@ impl From<OnTimeoutArg> for OnTimeout {
     }
 }
 
+/// Something that is done, or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum OnOff {
+    /// It is
+    #[default]
+    On,
+    /// It is not
+    Off,
+}
+
+impl From<OnOff> for bool {
+    fn from(arg: OnOff) -> Self {
+        arg == OnOff::On
+    }
+}
+
 /// How a page that a guest waits for is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -314,6 +314,7 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
         // A link that the guest outruns must not keep the demonstration from its end.
         timeout_ms: Some(20_000),
         on_timeout: OnTimeoutArg::Switch,
+        free_pages: args.free_pages,
         verify: true,
         ..MigrateRequest::to(uri)
     }

@@ -200,6 +200,17 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
         count(&data["raw_pages"]),
         count(&data["zero_pages"]),
     )?;
+    let free = &report["free_pages"];
+    if count(&free["reports"]) > 0 {
+        writeln!(
+            out,
+            "free         {} pages left out; first answer after {}, {} answers, {} of them of no use",
+            count(&data["free_pages_skipped"]),
+            ms(&free["first_answer_ms"]),
+            count(&free["reports"]),
+            count(&free["dropped_reports"]),
+        )?;
+    }
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 mod awake;
 mod channel;
 mod error;
+mod free;
 mod lacking;
 mod latency;
 mod lazy;
@@ -19,13 +20,14 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
+pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use latency::prefer_latency_of;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, FaultFigures, PaceFigures, PassReport, PostcopyFigures, Report, RingFigures,
-    ThrottleFigures, VcpuRing,
+    Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PostcopyFigures, Report,
+    RingFigures, ThrottleFigures, VcpuRing,
 };
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,

@@ -1,6 +1,6 @@
 //! What can be seen of a migration while it runs, and how it is told to stop.
 
-use crate::report::PaceFigures;
+use crate::report::{FreePagesFigures, PaceFigures};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,6 +12,8 @@ pub(crate) struct Counters {
     pub(crate) raw_pages: AtomicU64,
     pub(crate) zero_pages: AtomicU64,
     pub(crate) untouched: AtomicU64,
+    /// Pages left out as free, each as often as it was.
+    pub(crate) free: AtomicU64,
     pub(crate) cpu_us: AtomicU64,
 }
 
@@ -74,7 +76,7 @@ pub struct Progress {
     pub pass: u32,
     /// Pages that this pass has to look at.
     pub pass_pages: u64,
-    /// Pages sent (with content or as zero) or found untouched in this pass.
+    /// Pages sent (with content or as zero), found untouched or left out as free in this pass.
     pub pass_done: u64,
     /// Pages known to be dirty and not yet sent, this pass included.
     pub remaining_pages: u64,
@@ -86,6 +88,10 @@ pub struct Progress {
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
+    /// Pages that were left out because the guest says that they are free, and not sent since.
+    pub free_pages_skipped: u64,
+    /// How free pages were learnt of so far; `None` if nobody can be asked, or is to be.
+    pub free_pages: Option<FreePagesFigures>,
     /// Time since the start.
     pub elapsed: Duration,
     /// Pages that are still to be sent to a guest that runs on the target.
@@ -178,7 +184,7 @@ impl Monitor {
     /// Pages that were sent or skipped since the start.
     pub(crate) fn pages_done(&self) -> u64 {
         let counters = &self.counters;
-        [&counters.raw_pages, &counters.zero_pages, &counters.untouched]
+        [&counters.raw_pages, &counters.zero_pages, &counters.untouched, &counters.free]
             .iter()
             .map(|counter| counter.load(Ordering::Relaxed))
             .sum()

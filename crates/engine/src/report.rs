@@ -45,6 +45,8 @@ pub struct Report {
     pub pace: Option<PaceFigures>,
     /// How often the link was lost in postcopy, and taken up again.
     pub interruptions: u64,
+    /// How free pages were learnt of; `None` if nobody could be asked, or was to be.
+    pub free_pages: Option<FreePagesFigures>,
     /// How the guest was slowed; `None` if it never was.
     pub throttle: Option<ThrottleFigures>,
     /// CPU time of the engine's threads.
@@ -87,7 +89,7 @@ pub struct Bytes {
     pub raw_pages: u64,
     /// Pages sent as a count of zeros, or not at all because they were never touched.
     pub zero_pages: u64,
-    /// Pages skipped because the guest said that they are free.
+    /// Pages skipped because the guest said that they are free, and never sent afterwards.
     pub free_pages_skipped: u64,
     /// Bytes of pages sent as differences.
     pub delta: u64,
@@ -273,6 +275,25 @@ impl From<&LazyFigures> for PostcopyFigures {
             ms: figures.elapsed_us as f64 / 1e3,
         }
     }
+}
+
+/// How free pages were learnt of.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct FreePagesFigures {
+    /// How often it was asked which pages are free.
+    pub questions: u64,
+    /// Answers that came, or parts of them.
+    pub reports: u64,
+    /// Those of them that came when what they would have been for was over.
+    pub late_reports: u64,
+    /// Those of them that were not used, because they were late, or for a question that nobody asked.
+    pub dropped_reports: u64,
+    /// Pages that were said to be free and that the guest does not have.
+    pub outside_pages: u64,
+    /// Pages that were protected and put off, to be left out or to be sent at the end of the pass.
+    pub put_off_pages: u64,
+    /// From the first question to the first answer, in ms; `None` if none came.
+    pub first_answer_ms: Option<f64>,
 }
 
 /// How a guest was slowed so that it dirtied less.

@@ -13,7 +13,7 @@ pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU
 #[cfg(test)]
 pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
 #[cfg(test)]
-pub(crate) use stepped::{AtomicBitmap, ClaimBitmap};
+pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, unscheduled};
 
 /// The shipped bitmaps, each call of which is one step for the scheduler; what happens within a call has tests of its own.
 #[cfg(test)]
@@ -21,8 +21,22 @@ mod stepped {
     use std::ops::Range;
     use vmferry_bitmap::Bitmap;
 
+    thread_local! {
+        static UNSCHEDULED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    }
+
+    /// Calls `work`, which uses these bitmaps in one thread and outside the scheduler.
+    pub(crate) fn unscheduled<T>(work: impl FnOnce() -> T) -> T {
+        let before = UNSCHEDULED.replace(true);
+        let done = work();
+        UNSCHEDULED.set(before);
+        done
+    }
+
     fn step() {
-        shuttle::thread::yield_now();
+        if !UNSCHEDULED.get() {
+            shuttle::thread::yield_now();
+        }
     }
 
     #[derive(Debug)]
@@ -60,6 +74,11 @@ mod stepped {
         pub(crate) fn take_64(&self, first: u64, wanted: u64) -> u64 {
             step();
             self.0.take_64(first, wanted)
+        }
+
+        pub(crate) fn give_64(&self, first: u64, pages: u64) {
+            step();
+            self.0.give_64(first, pages);
         }
 
         pub(crate) fn take_range(&self, range: Range<u64>) -> (u64, bool) {

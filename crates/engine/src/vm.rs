@@ -5,12 +5,14 @@
 //! | [`GuestMemory`] | both sides, many threads | the guest's pages |
 //! | [`DirtyTracker`], [`Protect`] | the source | which pages the guest wrote since they were read |
 //! | [`SourceVm`] | the source | pause, save, resume |
+//! | [`FreePages`] | the source | which pages the guest does not use |
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | pages that come while the guest runs |
 //!
-//! The engine calls [`SourceVm`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
+//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
 //! channel threads at once.
 
+use crate::free::FreePages;
 use crate::lazy::LazyMemory;
 use crate::report::RingFigures;
 use std::fmt;
@@ -181,6 +183,11 @@ pub trait SourceVm: Send {
     /// # Errors
     /// If `kind` cannot be had: which, and why, and what can.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
+
+    /// Who says which pages are free, for one migration; `None`, the default, if nobody can.
+    fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
+        None
+    }
 
     /// Slows the guest so that it dirties less: each vCPU stands still for its share of the time, 0 to 1, in slices of at most
     /// 10 ms. The last share stands for all further vCPUs; a single 0 ends it.

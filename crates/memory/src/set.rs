@@ -76,4 +76,22 @@ impl PageSet {
         assert_eq!(self.maps.len(), other.maps.len(), "sets of one layout");
         self.maps.iter_mut().zip(&other.maps).for_each(|((_, a), (_, b))| a.union(b));
     }
+
+    /// Takes out the pages of `other`.
+    ///
+    /// # Panics
+    /// If the two are not of one layout.
+    pub fn subtract(&mut self, other: &Self) {
+        assert_eq!(self.maps.len(), other.maps.len(), "sets of one layout");
+        self.maps.iter_mut().zip(&other.maps).for_each(|((_, a), (_, b))| a.subtract(b));
+    }
+
+    /// Keeps only the pages that are in `other`, too.
+    ///
+    /// # Panics
+    /// If the two are not of one layout.
+    pub fn retain(&mut self, other: &Self) {
+        assert_eq!(self.maps.len(), other.maps.len(), "sets of one layout");
+        self.maps.iter_mut().zip(&other.maps).for_each(|((_, a), (_, b))| a.retain_range(0..a.len(), b));
+    }
 }

@@ -1,13 +1,15 @@
 //! The guest and its life: filled, running, paused, moved.
 
 use crate::clock::Clock;
+use crate::free::FreeHeap;
+use crate::heap::{Churn, Counts, Heap, HeapFigures};
 use crate::memory::Memory;
-use crate::ram::{Ram, stats_page};
+use crate::ram::{Ram, stats_page, usable_pages};
 use crate::state::Saved;
 use crate::worker::{Cpu, Gate, Shared, lock};
 use crate::{Error, ProcessOptions};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_engine::{GuestMemory, Section};
@@ -27,6 +29,7 @@ pub struct ProcessGuest {
     running: Option<(Workload, Arc<Shared>)>,
     threads: Vec<JoinHandle<()>>,
     pub(crate) lazy: Arc<LazySlot>,
+    counts: Arc<Counts>,
 }
 
 /// A view of a process guest for threads other than its owner's.
@@ -34,6 +37,7 @@ pub struct ProcessGuest {
 pub struct ProcessHandle {
     memory: Arc<Memory>,
     lazy: Arc<LazySlot>,
+    counts: Arc<Counts>,
 }
 
 /// How long threads may take to pause, or to end: they do within a millisecond, unless they wait for memory.
@@ -50,7 +54,11 @@ impl ProcessGuest {
     /// If the options are impossible, the host has no memory, or the workload does not fit.
     pub fn new(options: ProcessOptions, workload: Workload) -> Result<Self, Error> {
         let mut guest = Self::new_incoming(options)?;
-        let (ram, layout) = Ram::new(&guest.memory, &workload, options.cpus)?;
+        if !options.heap.is_multiple_of(PAGE_SIZE) {
+            return Err(Error::Options(format!("a heap of {} bytes: whole pages are needed", options.heap)));
+        }
+        let heap = options.heap / PAGE_SIZE;
+        let (ram, layout) = Ram::new(&guest.memory, &workload, options.cpus, heap)?;
         let header = &stats_page(&guest.memory).header;
         header.version.store(STATS_VERSION, Ordering::Relaxed);
         header.cpus.store(layout.cpus, Ordering::Relaxed);
@@ -60,7 +68,7 @@ impl ProcessGuest {
         stats_page(&guest.memory).raise(State::Filling);
         let workers = (0..layout.cpus).map(|cpu| Worker::new(&workload, &layout, cpu));
         let cpus = workers.map(|worker| (worker, false)).collect();
-        guest.furnish(workload, ram, Clock::new(), cpus);
+        guest.furnish(workload, (ram, heap), Clock::new(), cpus);
         Ok(guest)
     }
 
@@ -70,11 +78,21 @@ impl ProcessGuest {
     /// If the options are impossible or the host has no memory.
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
         let (memory, lazy) = (Arc::new(Memory::new(&options)?), Arc::new(LazySlot::new(options.cpus)));
-        Ok(Self { memory, options, running: None, threads: Vec::new(), lazy })
+        let counts = Arc::default();
+        Ok(Self { memory, options, running: None, threads: Vec::new(), lazy, counts })
     }
 
     /// Gives the guest its workers, each with whether it has filled its share of memory.
-    fn furnish(&mut self, workload: Workload, ram: Ram, clock: Clock, workers: Vec<(Worker, bool)>) {
+    fn furnish(
+        &mut self,
+        workload: Workload,
+        (ram, heap): (Ram, u64),
+        clock: Clock,
+        workers: Vec<(Worker, bool)>,
+    ) {
+        // A guest that came with some content came with its heap's, or with what was done of that.
+        let churn = Churn::new(workers.iter().all(|(_, filled)| *filled));
+        let heap = Heap::new(&ram, usable_pages(&self.memory), heap).map(|heap| (heap, Mutex::new(churn)));
         let filled = AtomicU64::new(workers.iter().map(|(_, filled)| u64::from(*filled)).sum());
         let cpu = |(index, (worker, filled)): (usize, (Worker, bool))| Cpu {
             index,
@@ -83,7 +101,9 @@ impl ProcessGuest {
         };
         let cpus: Vec<Cpu> = workers.into_iter().enumerate().map(cpu).collect();
         let (gate, memory) = (Gate::default(), Arc::clone(&self.memory));
-        self.running = Some((workload, Arc::new(Shared { gate, memory, ram, clock, cpus, filled })));
+        let counts = Arc::clone(&self.counts);
+        let shared = Shared { gate, memory, ram, clock, cpus, filled, heap, counts };
+        self.running = Some((workload, Arc::new(shared)));
     }
 
     fn shared(&self, what: &'static str) -> Result<&Arc<Shared>, Error> {
@@ -129,7 +149,8 @@ impl ProcessGuest {
             return Err(Error::WrongState { what: "save the guest", why: "the guest has not come yet" });
         };
         let workers = shared.cpus.iter().map(|cpu| lock(&cpu.worker).save()).collect();
-        Saved { workload: *workload, clock: shared.clock.save(), workers }.sections()
+        let heap = shared.heap.as_ref().map_or(0, |(heap, _)| heap.all_pages());
+        Saved { workload: *workload, clock: shared.clock.save(), workers, heap }.sections()
     }
 
     /// Takes the state of a guest whose memory is here. It stays paused.
@@ -141,7 +162,7 @@ impl ProcessGuest {
             return Err(Error::WrongState { what: "load a guest", why: "there is one already" });
         }
         let saved = Saved::from_sections(sections, self.options.cpus)?;
-        let (ram, layout) = Ram::new(&self.memory, &saved.workload, self.options.cpus)?;
+        let (ram, layout) = Ram::new(&self.memory, &saved.workload, self.options.cpus, saved.heap)?;
         let restore = |(state, cpu)| {
             let mut worker = Worker::new(&saved.workload, &layout, cpu);
             worker.restore(state);
@@ -152,8 +173,24 @@ impl ProcessGuest {
             (worker, filled)
         };
         let workers = saved.workers.iter().zip(0..).map(restore).collect();
-        self.furnish(saved.workload, ram, Clock::restore(saved.clock), workers);
+        self.furnish(saved.workload, (ram, saved.heap), Clock::restore(saved.clock), workers);
         Ok(())
+    }
+
+    /// What says which of its pages are free, if it has a heap.
+    pub(crate) fn free_heap(&self) -> Option<FreeHeap> {
+        let (_, shared) = self.running.as_ref()?;
+        let (heap, _) = shared.heap.as_ref()?;
+        Some(FreeHeap::new(heap.clone(), shared.ram.clone()))
+    }
+
+    /// Looks at every page in use of the heap; says how many are not as the guest left them. The guest must be paused.
+    ///
+    /// # Errors
+    /// If there is no guest.
+    pub fn check_heap(&self) -> Result<u64, Error> {
+        let shared = self.shared("check the guest's heap")?;
+        Ok(shared.heap.as_ref().map_or(0, |(heap, _)| heap.check_all()))
     }
 
     /// Ends the threads. Memory stays until the guest is dropped.
@@ -178,7 +215,9 @@ impl ProcessGuest {
     /// A view for other threads.
     #[must_use]
     pub fn handle(&self) -> ProcessHandle {
-        ProcessHandle { memory: Arc::clone(&self.memory), lazy: Arc::clone(&self.lazy) }
+        let (memory, lazy, counts) =
+            (Arc::clone(&self.memory), Arc::clone(&self.lazy), Arc::clone(&self.counts));
+        ProcessHandle { memory, lazy, counts }
     }
 }
 
@@ -204,6 +243,12 @@ impl Drop for ProcessGuest {
 }
 
 impl ProcessHandle {
+    /// What the guest did with its heap since it came here.
+    #[must_use]
+    pub fn heap(&self) -> HeapFigures {
+        self.counts.figures()
+    }
+
     /// What the guest reports of itself on its statistics page.
     ///
     /// # Errors

@@ -6,7 +6,9 @@
 
 mod clock;
 mod error;
+mod free;
 mod guest;
+mod heap;
 mod memory;
 mod migrate;
 mod options;
@@ -16,4 +18,5 @@ mod worker;
 
 pub use error::Error;
 pub use guest::{ProcessGuest, ProcessHandle};
+pub use heap::HeapFigures;
 pub use options::ProcessOptions;

@@ -4,7 +4,8 @@ use crate::ProcessGuest;
 use std::sync::Arc;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
+    TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -37,6 +38,10 @@ impl SourceVm for ProcessGuest {
                 "a process guest's pages cannot be tracked by `{other}`, which needs KVM; use `wp`"
             ))),
         }
+    }
+
+    fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
+        self.free_heap().map(|heap| Box::new(heap) as _)
     }
 
     fn pause(&mut self) -> Result<(), VmError> {

@@ -25,13 +25,16 @@ pub struct ProcessOptions {
     pub memfd: bool,
     /// Ask for transparent huge pages.
     pub huge_pages: bool,
+    /// Bytes of memory that the workload leaves alone and the guest takes and gives up page by page, in whole pages; a migration
+    /// can leave out what is free of it. A guest that comes from elsewhere brings its own, whatever is said here.
+    pub heap: u64,
 }
 
 impl ProcessOptions {
-    /// A guest of `memory` bytes and `cpus` threads: anonymous memory, huge pages.
+    /// A guest of `memory` bytes and `cpus` threads: anonymous memory, huge pages, no heap.
     #[must_use]
     pub fn new(memory: u64, cpus: u32) -> Self {
-        Self { memory, cpus, memfd: false, huge_pages: true }
+        Self { memory, cpus, memfd: false, huge_pages: true, heap: 0 }
     }
 
     pub(crate) fn layout(&self) -> Result<Layout, Error> {

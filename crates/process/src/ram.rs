@@ -9,6 +9,7 @@ use vmferry_engine::GuestMemory;
 use vmferry_guest_abi::{
     Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload,
 };
+use vmferry_memory::RegionId;
 
 /// What lies below is not the workload's: a machine has its boot structures and the statistics page there.
 const RESERVED: u64 = STATS_GPA + STATS_BYTES;
@@ -25,6 +26,8 @@ pub(crate) struct Ram {
     _memory: Arc<Memory>,
     /// Address and pages of each region, without what is reserved at the start of the first.
     spans: Vec<(NonNull<u8>, u64)>,
+    /// The regions' names.
+    regions: Vec<RegionId>,
     table_pages: u64,
 }
 
@@ -34,14 +37,22 @@ unsafe impl Send for Ram {}
 unsafe impl Sync for Ram {}
 
 impl Ram {
-    pub(crate) fn new(memory: &Arc<Memory>, workload: &Workload, cpus: u32) -> Result<(Self, Layout), Error> {
+    /// For a workload, and `heap` pages that it leaves alone.
+    pub(crate) fn new(
+        memory: &Arc<Memory>,
+        workload: &Workload,
+        cpus: u32,
+        heap: u64,
+    ) -> Result<(Self, Layout), Error> {
         if workload.alloc.is_some() {
             return Err(Error::Options(
                 "a process guest has no allocator: leave alloc= out of the workload, or use --guest kvm"
                     .to_owned(),
             ));
         }
-        let layout = Layout::new(workload, usable_pages(memory), u64::from(cpus)).map_err(Error::Workload)?;
+        let usable = usable_pages(memory).checked_sub(heap);
+        let usable = usable.ok_or_else(|| Error::Options(format!("a heap of {heap} pages is too large")))?;
+        let layout = Layout::new(workload, usable, u64::from(cpus)).map_err(Error::Workload)?;
         let count = memory.layout().regions().len();
         let mut spans: Vec<_> = (0..count)
             .map(|position| {
@@ -52,12 +63,27 @@ impl Ram {
         let reserved = usize::try_from(RESERVED).map_err(|error| Error::Options(error.to_string()))?;
         // SAFETY: the first region has at least MIN_MEMORY bytes, more than what is reserved.
         spans[0] = (unsafe { spans[0].0.add(reserved) }, spans[0].1 - RESERVED / PAGE_SIZE);
-        Ok((Self { _memory: Arc::clone(memory), spans, table_pages: layout.table_pages() }, layout))
+        let regions = memory.layout().regions().iter().map(|region| region.id).collect();
+        let ram = Self { _memory: Arc::clone(memory), spans, regions, table_pages: layout.table_pages() };
+        Ok((ram, layout))
     }
 
     /// Word `word` of page `page` of everything usable, counters included.
+    /// Which page of which region page `page` of everything usable is.
+    pub(crate) fn place(&self, page: u64) -> Option<(RegionId, u64)> {
+        let (mut left, mut reserved) = (page, RESERVED / PAGE_SIZE);
+        for (region, (_, pages)) in self.regions.iter().zip(&self.spans) {
+            if left < *pages {
+                return Some((*region, left + reserved));
+            }
+            left -= pages;
+            reserved = 0;
+        }
+        None
+    }
+
     #[inline]
-    fn word(&self, page: u64, word: usize) -> &AtomicU64 {
+    pub(crate) fn word(&self, page: u64, word: usize) -> &AtomicU64 {
         let mut left = page;
         for (start, pages) in &self.spans {
             if left < *pages {

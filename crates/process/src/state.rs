@@ -10,6 +10,7 @@ const VERSION: u32 = 1;
 const WORKLOAD: &str = "process-workload";
 const CLOCK: &str = "process-clock";
 const WORKER: &str = "process-worker";
+const HEAP: &str = "process-heap";
 
 /// Everything that is saved.
 #[derive(Debug, PartialEq)]
@@ -17,12 +18,19 @@ pub(crate) struct Saved {
     pub(crate) workload: Workload,
     pub(crate) clock: SavedClock,
     pub(crate) workers: Vec<SavedWorker>,
+    /// Pages of the heap; its content is in memory.
+    pub(crate) heap: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 struct WorkloadV1 {
     /// As on the command line.
     spec: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct HeapV1 {
+    pages: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -39,16 +47,20 @@ impl Saved {
         for (worker, index) in self.workers.iter().zip(0..) {
             sections.push(section(WORKER, index, &WorkerV1 { words: worker.words.to_vec() })?);
         }
+        if self.heap > 0 {
+            sections.push(section(HEAP, 0, &HeapV1 { pages: self.heap })?);
+        }
         Ok(sections)
     }
 
-    /// Reads the sections of a guest with `cpus` threads; each must be there once, and no other.
+    /// Reads the sections of a guest with `cpus` threads; each must be there once (that of a heap only if it has one), and no other.
     pub(crate) fn from_sections(sections: &[Section], cpus: u32) -> Result<Self, Error> {
-        let known = |s: &&Section| ![WORKLOAD, CLOCK, WORKER].contains(&s.name.as_str());
+        let known = |s: &&Section| ![WORKLOAD, CLOCK, WORKER, HEAP].contains(&s.name.as_str());
         if let Some(unknown) = sections.iter().find(known) {
             return Err(Error::State(format!("section '{}' is unknown here", unknown.name)));
         }
-        let expected = 2 + usize::try_from(cpus).unwrap_or(usize::MAX);
+        let heap = sections.iter().any(|section| section.name == HEAP);
+        let expected = usize::try_from(cpus).map_or(usize::MAX, |cpus| cpus + 2 + usize::from(heap));
         if sections.len() != expected {
             return Err(Error::State(format!("{} sections came, {expected} are needed", sections.len())));
         }
@@ -65,6 +77,7 @@ impl Saved {
             workload: workload.spec.parse().map_err(Error::SavedWorkload)?,
             clock: find(sections, CLOCK, 0)?,
             workers: workers.collect::<Result<_, Error>>()?,
+            heap: if heap { find::<HeapV1>(sections, HEAP, 0)?.pages } else { 0 },
         })
     }
 }
@@ -107,6 +120,7 @@ mod tests {
                     words: std::array::from_fn(|i| word(i as u64 + 1000 * u64::from(cpu))),
                 })
                 .collect(),
+            heap: seed % 3,
         }
     }
 
@@ -127,7 +141,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_foreign_or_of_another_version_is_named() {
-        let sections = saved(2, 7).sections().unwrap();
+        let sections = saved(2, 6).sections().unwrap();
         let refused = |sections: &[Section]| Saved::from_sections(sections, 2).unwrap_err().to_string();
         assert!(refused(&sections[..3]).contains("3 sections came, 4 are needed"));
         let mut twice = sections.clone();

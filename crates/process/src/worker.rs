@@ -1,6 +1,7 @@
 //! The threads that stand for vCPUs.
 
 use crate::clock::Clock;
+use crate::heap::{Churn, Counts, Heap};
 use crate::memory::Memory;
 use crate::ram::{Ram, stats_page};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,6 +13,8 @@ use vmferry_guest_abi::{CpuBlock, Every, REPORT_NS, State, Step, Worker};
 const STEPS: u32 = 64;
 /// Pages filled between two such looks.
 const FILL_PAGES: u64 = 64;
+/// Between two series of deeds on the heap: 20,000 deeds a second.
+const HEAP_NS: u64 = 400_000;
 /// Longest sleep of an idle thread.
 const NAP: Duration = Duration::from_millis(1);
 
@@ -82,6 +85,9 @@ pub(crate) struct Shared {
     pub(crate) clock: Clock,
     pub(crate) cpus: Vec<Cpu>,
     pub(crate) filled: AtomicU64,
+    /// What the first thread works on besides, and what it remembers of it.
+    pub(crate) heap: Option<(Heap, Mutex<Churn>)>,
+    pub(crate) counts: Arc<Counts>,
 }
 
 impl Shared {
@@ -125,6 +131,7 @@ impl Shared {
         let page = stats_page(&self.memory);
         let block: &CpuBlock = &page.cpus[cpu.index];
         let mut reports = Every::new(REPORT_NS, self.clock.ns());
+        let mut deeds = Every::new(HEAP_NS, self.clock.ns());
         let idle = worker.is_idle();
         while self.gate.open() && cpu.filled.load(Ordering::Relaxed) {
             for _ in 0..STEPS {
@@ -141,6 +148,12 @@ impl Shared {
                 }
             }
             let now = self.clock.ns();
+            if let (Some((heap, churn)), 0) = (&self.heap, cpu.index) {
+                let mut churn = lock(churn);
+                if (deeds.due(now) || heap.is_new(&churn)) && !heap.step(&mut churn, &self.counts) {
+                    page.raise(State::Corrupt);
+                }
+            }
             if reports.due(now) {
                 worker.verify(page.header.verify_request.load(Ordering::Relaxed));
                 block.publish(&worker.report(now));

@@ -10,7 +10,7 @@ pub(crate) use server::{Errand, Order, Place, Server, Shared};
 
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
-use crate::choices::{AutoConvergeArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -52,6 +52,8 @@ pub(crate) struct MigrateRequest {
     pub(crate) on_timeout: OnTimeoutArg,
     #[serde(default)]
     pub(crate) auto_converge: AutoConvergeArg,
+    #[serde(default)]
+    pub(crate) free_pages: OnOff,
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
@@ -110,6 +112,7 @@ impl MigrateRequest {
             timeout_ms: None,
             on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
+            free_pages: OnOff::On,
             verify: false,
             keep_running: false,
             insecure: false,
@@ -131,6 +134,7 @@ impl MigrateRequest {
             timeout: self.timeout_ms.map(Duration::from_millis),
             on_timeout: self.on_timeout.into(),
             auto_converge: self.auto_converge.into(),
+            free_pages: self.free_pages.into(),
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,

@@ -38,4 +38,14 @@ pub(super) enum Defect {
     StartsRenounced,
     /// What is moot at the target's end is dropped again and again, and the end with it.
     DropsTheEnd,
+    /// Pages are left out by an answer that was asked for before they were protected.
+    AsksFirst,
+    /// Pages are protected when the answer by which they are left out has come.
+    ProtectsAfterAsking,
+    /// Pages are protected anew that were sent.
+    ProtectsSent,
+    /// What the guest says of a pass that has ended counts for the next.
+    TakesLateAnswers,
+    /// What was free before the pause is left out after it.
+    SettlesEarly,
 }

@@ -78,7 +78,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(21) {
+    match rng.below(22) {
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -91,10 +91,11 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         13 => Event::LocalFailure(refusal()),
         14 if rng.per_mille(500) => Event::PeerLost("fuzz".into()),
         14 => Event::NotSent("fuzz".into()),
-        15 => Event::HandedOver { pages: rng.below(PAGES) },
+        15 => Event::HandedOver { pages: rng.below(PAGES), skipped: rng.below(PAGES) },
         16 => Event::Reconnected,
         17 => Event::NotReconnected("fuzz".into()),
         18 => Event::SwitchNow,
+        20 => Event::Comparing { pages: rng.below(2) * PAGES },
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
         _ if rng.per_mille(300) => Event::Cancel,
@@ -120,6 +121,9 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
                 let received = ToSource::Received { pass: *number, suspects: 0, runs: vec![] };
+                if *kind == source::Pass::Digests {
+                    events.push(Event::Comparing { pages: PAGES });
+                }
                 events.extend([Event::PassSent { bytes: 4096 }, Event::Message(received)]);
                 if *kind == source::Pass::Digests {
                     let verified = ToSource::Verified { pages: PAGES, mismatched: 0, samples: vec![] };
@@ -131,7 +135,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Resume => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
             // Every page: nothing is left to compare.
-            Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES }),
+            Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES, skipped: 0 }),
             Action::Send(ToTarget::LoadLazily { .. }) => {
                 events.push(Event::Message(ToSource::Ready { load_us: 1 }));
             }

@@ -1,13 +1,20 @@
 //! The source's host in the simulation: does what the session decides, takes its time, and sometimes fails.
 
+use super::guest::Memory;
+use super::here_free;
+use super::here_lazy::{REGION, flags, set_of};
 use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use crate::lacking::Collected;
 use crate::source::events::{Action, Event, Pass};
+use crate::source::flight::{Flight, Turn};
+use crate::source::pending::Pending;
 use crate::source::session::{Phase, Session};
+use crate::source::skip::Skipping;
 use crate::source::{MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 use vmferry_memory::{Gpa, Layout, Region, RegionId};
 use vmferry_wire::{MachineConfig, Refusal, RefusalCode, Section, ToSource, ToTarget};
@@ -20,7 +27,10 @@ pub(super) struct Job {
     pub(super) first: bool,
     /// What is left is claimed as it goes.
     pub(super) rest: bool,
+    /// Pages to compare.
     pub(super) left: VecDeque<usize>,
+    /// Pages to send.
+    pub(super) flight: Option<Arc<Flight>>,
     /// Digests were taken of these; their content is read when they are sent.
     pub(super) prepared: Vec<(usize, u64)>,
     pub(super) active: bool,
@@ -49,7 +59,10 @@ pub(super) struct Here {
     pub(super) connecting: bool,
     /// Bulk and then urgent channels that are lost alone.
     pub(super) dead: Vec<bool>,
-    pub(super) pending: Vec<bool>,
+    pub(super) pending: Pending,
+    pub(super) skipping: Option<Skipping>,
+    /// For good, not for a rehearsal.
+    pub(super) paused: bool,
     pub(super) jobs: Vec<Job>,
     pub(super) missing: usize,
     bytes: u64,
@@ -74,7 +87,8 @@ pub(super) fn machine(pages: usize) -> MachineConfig {
 }
 
 impl Here {
-    pub(super) fn new(rng: &mut Rng, pages: usize) -> (Self, Vec<Action>) {
+    pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect) -> (Self, Vec<Action>) {
+        let pages = memory.pages.len();
         let channels = 1 + u16::try_from(rng.below(4)).expect("small");
         let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
         let settings = Settings {
@@ -111,7 +125,9 @@ impl Here {
             connected: true,
             connecting: false,
             dead: vec![false; usize::from(channels + settings.urgent_count())],
-            pending: vec![true; pages],
+            pending: Pending::everything(&layout(pages)),
+            skipping: here_free::skipping(rng, memory, defect),
+            paused: false,
             jobs: (0..channels).map(|_| Job::default()).collect(),
             missing: 0,
             bytes: 0,
@@ -322,12 +338,13 @@ impl World {
             }
             Action::Harvest => self.harvest(),
             Action::Pause => {
-                self.here.running = false;
+                self.stop_asking();
+                (self.here.running, self.here.paused) = (false, true);
                 Event::Paused
             }
             Action::Save => {
                 // Saving may write guest memory, with the guest stopped.
-                self.memory.write(&mut self.rng);
+                self.memory.write_in_use(&mut self.rng);
                 let section =
                     |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
                 Event::Saved {
@@ -353,46 +370,79 @@ impl World {
     }
 
     fn resume(&mut self) {
-        self.here.running = true;
+        (self.here.running, self.here.paused) = (true, false);
         self.check_owner();
     }
 
     fn harvest(&mut self) -> Event {
-        self.memory.harvest(&mut self.here.pending);
+        self.stop_asking();
+        self.here.pending.land();
+        let since = self.here.pending.since().region_mut(REGION).expect("the one region");
+        self.memory.harvest(since);
         if self.defect == Defect::LostPage && self.rng.per_mille(200) {
-            let page = self.rng.index(self.here.pending.len());
-            self.here.pending[page] = false;
+            since.test_and_clear(self.rng.below(since.len()));
         }
-        Event::Harvested {
-            pages: self.here.pending.iter().filter(|dirty| **dirty).count() as u64,
-            writers: Vec::new(),
+        if self.here.paused {
+            self.settle_free();
         }
+        Event::Harvested { pages: self.here.pending.count(), writers: Vec::new() }
     }
 
     fn begin_pass(&mut self, number: u32, pass: Pass) {
-        let pages = self.here.pending.len();
+        let pages = self.memory.pages.len();
         let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
-        let set = match pass {
-            Pass::Dirty { .. } => std::mem::replace(&mut self.here.pending, vec![false; pages]),
+        let mut compared = vec![false; pages];
+        let flight = match pass {
+            Pass::Dirty { .. } => Some(self.here.pending.take_off()),
             Pass::Again(runs) => {
                 let named =
                     |page: u64| runs.iter().any(|run| (run.first..run.first + run.count).contains(&page));
-                (0..pages as u64).map(named).collect()
+                let set: Vec<bool> = (0..pages as u64).map(named).collect();
+                Some(self.here.pending.resend(&set_of(&set)))
             }
-            // What the target lacks is compared when it comes.
-            Pass::Digests => match &self.here.claims {
-                Some(claims) => claims.iter().map(|lacking| !lacking).collect(),
-                None => vec![true; pages],
-            },
+            Pass::Digests => {
+                // What the target lacks is compared when it comes, what was left out never.
+                let left_out = flags(self.here.pending.skipped());
+                let lacking = self.here.claims.clone().unwrap_or_else(|| vec![false; pages]);
+                for page in 0..pages {
+                    compared[page] = !left_out[page] && !lacking[page];
+                }
+                None
+            }
         };
         let channels = self.here.jobs.len();
         self.here.missing = channels;
         self.here.bytes = 0;
         for (channel, job) in self.here.jobs.iter_mut().enumerate() {
-            let left = (0..pages).filter(|page| set[*page] && page % channels == channel).collect();
-            *job = Job { pass: number, digests, first, left, active: true, ..Job::default() };
+            let left = (0..pages).filter(|page| compared[*page] && page % channels == channel).collect();
+            let flight = flight.clone();
+            *job = Job { pass: number, digests, first, left, flight, active: true, ..Job::default() };
         }
         self.start_senders();
+        if digests {
+            let pages = compared.iter().filter(|compared| **compared).count() as u64;
+            self.source_handle(Event::Comparing { pages });
+        } else {
+            self.ask_what_is_free();
+        }
+    }
+
+    /// The next pages of a channel's share, `most` of them: of those whose turn is last when there are no others.
+    fn next_pages(&mut self, channel: usize, most: usize) -> Vec<usize> {
+        let channels = self.here.jobs.len();
+        let job = &mut self.here.jobs[channel];
+        let Some(flight) = &job.flight else {
+            return job.left.drain(..most.min(job.left.len())).collect();
+        };
+        let mut next = Vec::new();
+        for turn in [Turn::First, Turn::Last] {
+            for page in (channel..self.memory.pages.len()).step_by(channels) {
+                if next.len() < most && flight.take_64(0, turn, 0, 1 << page) != 0 {
+                    next.push(page);
+                }
+            }
+        }
+        next
     }
 
     pub(super) fn start_senders(&mut self) {
@@ -432,9 +482,9 @@ impl World {
             self.transmit(BULK + channel, cargo);
         }
         let most = 1 + self.rng.index(6);
-        let job = &mut self.here.jobs[channel];
-        let next: Vec<usize> = job.left.drain(..most.min(job.left.len())).collect();
+        let next = self.next_pages(channel, most);
         if next.is_empty() {
+            let job = &mut self.here.jobs[channel];
             let pass = job.pass;
             job.active = false;
             self.transmit(BULK + channel, Cargo::Barrier(pass));

@@ -4,9 +4,9 @@ use super::here::{Job, layout};
 use super::link::{Cargo, Request};
 use super::world::{BULK, Defect, Item, TO_TARGET, World};
 use crate::lacking::{Collected, pieces};
-use crate::source::UrgentPath;
 use crate::source::events::Event;
 use crate::source::postcopy::lacking;
+use crate::source::{MigrationMode, UrgentPath};
 use vmferry_memory::{PageSet, RegionId};
 use vmferry_wire::{RunName, ToTarget};
 
@@ -29,10 +29,14 @@ pub(super) fn set_of(flags: &[bool]) -> PageSet {
 
 impl World {
     pub(super) fn hand_over(&mut self, also: &[RunName]) -> Event {
-        let pages = self.here.pending.len();
+        let pages = self.memory.pages.len();
+        if self.here.settings.mode == MigrationMode::Postcopy {
+            self.settle_free();
+        }
         let also = if self.defect == Defect::ForgetsSuspects { &[] } else { also };
-        let pending = std::mem::replace(&mut self.here.pending, vec![false; pages]);
-        let set = lacking(set_of(&pending), &layout(pages), also).expect("honest names");
+        let pending = self.here.pending.take(PageSet::empty(&layout(pages)));
+        let set = lacking(pending, &layout(pages), also).expect("honest names");
+        self.here.pending.forget_skipped(&set);
         for piece in pieces(&set) {
             if let Some(failed) = self.source_sends(ToTarget::Lacking(piece)) {
                 return failed;
@@ -40,7 +44,7 @@ impl World {
         }
         self.here.claims = Some(flags(&set));
         self.serve();
-        Event::HandedOver { pages: set.count() }
+        Event::HandedOver { pages: set.count(), skipped: self.here.pending.skipped_count() }
     }
 
     /// Requests are served from now on.

@@ -22,7 +22,7 @@ impl World {
             return wrong("the target runs what was not handed over");
         }
         if let Some(lazy) = self.there.lazy.as_ref().filter(|_| there)
-            && (lazy.left() > 0 || self.there.pages != *lazy.model())
+            && (lazy.left() > 0 || !self.same(lazy.model()))
         {
             return wrong("the target has not all of the guest's memory, or another's");
         }
@@ -46,6 +46,8 @@ impl World {
             committed: self.here.committed,
             lazy: self.there.rest,
             resent: self.here.session.suspects_resent,
+            skipped: self.here.pending.skipped_count(),
+            dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             interruptions: self.here.session.interruptions(),
             crashed: gone,
             source: self.here.outcome,
@@ -54,11 +56,16 @@ impl World {
         })
     }
 
+    /// Whether the target's memory is `model`, as far as anybody will look.
+    pub(super) fn same(&self, model: &[u64]) -> bool {
+        (0..model.len()).all(|page| !self.memory.counts(page) || self.there.pages[page] == model[page])
+    }
+
     fn source_is_wrong(&self, source: &Outcome) -> Option<&'static str> {
         let (here, there) = (self.here.running, self.there.running);
         let died = self.there.crashed;
         let verified = self.here.session.verification.as_ref().map(|found| (found.pages, found.mismatched));
-        let all = Some((self.memory.pages.len() as u64, 0));
+        let all = Some((self.memory.pages.len() as u64 - self.here.pending.skipped_count(), 0));
         match source {
             Outcome::Completed if here || !(there || died) => Some("completed, but not moved"),
             Outcome::Completed if self.here.settings.verify && !self.there.rest && verified != all => {

@@ -34,6 +34,8 @@ pub(super) enum Item {
     TargetStep(target::Action),
     TargetWakes,
     SenderStep(usize, usize),
+    SkipStep,
+    GuestAnswers,
     Urgent(usize, usize, Request),
     Operator,
 }
@@ -61,6 +63,10 @@ pub(super) struct Ending {
     pub(super) committed: bool,
     pub(super) lazy: bool,
     pub(super) resent: u64,
+    /// Pages that were left out as free.
+    pub(super) skipped: u64,
+    /// Answers about free pages that were dropped.
+    pub(super) dropped: u64,
     pub(super) interruptions: u64,
     /// A host died, or was told to stop with a guest that was not whole.
     pub(super) crashed: bool,
@@ -132,7 +138,7 @@ impl World {
     pub(super) fn new(seed: u64, defect: Defect) -> Self {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
-        let (here, first) = Here::new(&mut rng, memory.pages.len());
+        let (here, first) = Here::new(&mut rng, &memory, defect);
         let there = There::new(&mut rng, memory.pages.len());
         let streams = Streams {
             bulk: here.settings.channels.into(),
@@ -161,6 +167,7 @@ impl World {
         world.choose_faults();
         world.at(1, Item::Tick);
         world.at(1, Item::GuestWrites);
+        world.at(2, Item::GuestAnswers);
         world.at(1_000_000, Item::Operator);
         world
     }
@@ -422,6 +429,8 @@ impl World {
                 self.source_event(source::Event::Tick);
             }
             Item::GuestWrites => self.guest_works(),
+            Item::GuestAnswers => self.guest_answers(),
+            Item::SkipStep => self.skip_step(),
             Item::Cancel => self.source_event(source::Event::Cancel),
             Item::SwitchNow => self.source_event(source::Event::SwitchNow),
             Item::StopTarget if self.there.rest => self.crash_target(),
@@ -455,7 +464,9 @@ impl World {
         let next = 1 + self.rng.below(if self.now < 200_000 { 1_500 } else { 200_000 });
         self.at(next, Item::GuestWrites);
         for _ in 0..self.rng.below(4) {
-            if self.here.running {
+            if self.here.running && self.rng.per_mille(300) {
+                self.memory.free(&mut self.rng);
+            } else if self.here.running {
                 self.memory.write(&mut self.rng);
             } else if self.there.running {
                 self.guest_works_there();

@@ -5,15 +5,18 @@
 
 mod channels;
 mod ending;
+mod free;
 mod pacing;
 mod postcopy;
 
 use super::events::{Action, Event, Outcome, Pass};
+use super::flight::Flight;
 use super::pending::Pending;
 use super::postcopy::{Claims, UrgentOut};
 use super::sender::{Sender, SenderError, Shared};
 use super::session::{Phase, Session};
 use super::settings::{Settings, SwitchoverBandwidth};
+use super::skip::Skipping;
 use super::timings::Timings;
 use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
 use crate::lacking::Collected;
@@ -51,13 +54,13 @@ pub(super) type Numbered = (u64, Input);
 enum Job<'e> {
     Pages {
         pass: u32,
-        set: Arc<PageSet>,
+        flight: Arc<Flight>,
         first: bool,
     },
     /// Of all pages but these.
     Digests {
         pass: u32,
-        except: Option<Arc<PageSet>>,
+        except: Arc<PageSet>,
     },
     Rest {
         pass: u32,
@@ -105,6 +108,12 @@ pub(super) struct Driver<'s, 'e> {
     urgent: Arc<Vec<UrgentOut<'e>>>,
     lacking: Collected,
     pending: Pending,
+    /// Who says which pages are free, if anybody does.
+    skipping: Option<Skipping>,
+    /// Protects pages that are put off; none before tracking has begun.
+    protect: Option<Arc<dyn Protect>>,
+    /// The guest stands still, here.
+    paused: bool,
     /// A link failure that waits for the target's own word on it.
     held: Option<(Instant, String)>,
     cancel_seen: bool,
@@ -133,7 +142,9 @@ impl<'s, 'e> Driver<'s, 'e> {
         let held_before = vm.throttled();
         let (session, first) =
             Session::begin(ground.settings.clone(), vm.config(), pages, ground.began.elapsed());
-        let pending = Pending::everything(ground.memory.layout());
+        let layout = ground.memory.layout();
+        let pending = Pending::everything(layout);
+        let free = if ground.settings.free_pages { vm.free_pages() } else { None };
         let mut driver = Self {
             ground,
             scope,
@@ -154,6 +165,9 @@ impl<'s, 'e> Driver<'s, 'e> {
             urgent: Arc::default(),
             lacking: Collected::new(ground.memory.layout()),
             pending,
+            skipping: free.map(|source| Skipping::new(source, layout)),
+            protect: None,
+            paused: false,
             held: None,
             cancel_seen: false,
             ticked: Instant::now(),
@@ -171,7 +185,10 @@ impl<'s, 'e> Driver<'s, 'e> {
         );
         driver.close(&outcome);
         let held = driver.vm.throttled();
-        driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held)
+        let mut report =
+            driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held);
+        driver.report_free(&mut report);
+        report
     }
 
     fn read_control(&self) -> io::Result<()> {
@@ -237,8 +254,9 @@ impl<'s, 'e> Driver<'s, 'e> {
             self.ticked = Instant::now();
             return Event::Tick;
         }
+        let patience = self.leave_out_free();
         let peer = &self.control.peer;
-        match self.inputs.1.recv_timeout(TICK) {
+        match self.inputs.1.recv_timeout(patience) {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
             Ok((generation, _)) if generation != self.generation => Event::Tick,
             Ok((_, Input::Message(message))) => {
@@ -309,7 +327,9 @@ impl<'s, 'e> Driver<'s, 'e> {
                 let predicted = self.session.predicted_downtime();
                 self.timings.pausing(predicted);
                 self.switch_bandwidth();
+                self.stop_asking();
                 let paused = self.vm.pause();
+                self.paused = paused.is_ok();
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
             }
@@ -383,6 +403,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         if let Err(error) = self.tracker.start() {
             return local("starting to track dirty pages", &error);
         }
+        self.protect = Some(self.tracker.protector());
         match self.start_senders() {
             Ok(()) => Event::TrackerStarted,
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
@@ -422,8 +443,14 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn harvest(&mut self) -> Event {
         let began = Instant::now();
+        // The questions of the pass end with it: an answer that comes after the harvest may name what it found.
+        self.stop_asking();
+        self.pending.land();
         if let Err(error) = self.tracker.harvest(self.pending.since()) {
             return local("harvesting dirty pages", &error);
+        }
+        if self.paused {
+            self.settle_free();
         }
         let pages = self.pending.count();
         let seconds = self.dirtied_since.elapsed().as_secs_f64();
@@ -447,25 +474,17 @@ impl<'s, 'e> Driver<'s, 'e> {
     }
 
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
-        let job = match pass {
-            Pass::Dirty { first } => {
-                let set = Arc::new(self.pending.take(PageSet::empty(self.ground.memory.layout())));
-                self.begin_pass(number, set.count());
-                Job::Pages { pass: number, set, first }
-            }
+        let (flight, first) = match pass {
+            Pass::Dirty { first } => (self.pending.take_off(), first),
             Pass::Again(runs) => match self.named(&runs) {
-                Ok(set) => {
-                    self.begin_pass(number, set.count());
-                    Job::Pages { pass: number, set: Arc::new(set), first: false }
-                }
+                Ok(set) => (self.pending.resend(&set), false),
                 Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
             },
-            Pass::Digests => {
-                self.timings.verifying();
-                Job::Digests { pass: number, except: self.handed_over.clone() }
-            }
+            Pass::Digests => return Some(self.send_digests(number)),
         };
-        self.give_out(&job);
+        self.begin_pass(number, flight.pages());
+        self.give_out(&Job::Pages { pass: number, flight: Arc::clone(&flight), first });
+        self.ask_what_is_free(&flight);
         None
     }
 
@@ -548,8 +567,8 @@ fn send_jobs(
     let mut sender = Sender::new(ground.shared(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = match &job {
-            Job::Pages { pass, set, first } => sender.send_pass(*pass, set, *first),
-            Job::Digests { pass, except } => sender.send_digests(*pass, except.as_deref()),
+            Job::Pages { pass, flight, first } => sender.send_pass(*pass, flight, *first),
+            Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Rest { pass, claims, urgent } => {
                 crate::latency::give_way();
                 sender.send_rest(*pass, claims, urgent)

@@ -21,14 +21,19 @@ pub(crate) enum Event {
         pages: u64,
         writers: Vec<u64>,
     },
+    /// So many pages are being compared: all but those that the target lacks, and those whose content does not count.
+    Comparing {
+        pages: u64,
+    },
     Paused,
     Saved {
         sections: Vec<Section>,
     },
     Resumed,
-    /// The target was told which pages, so many, it lacks, and they are ready to be asked for.
+    /// The target was told which pages, so many, it lacks, and they are ready to be asked for. `skipped` others do not count.
     HandedOver {
         pages: u64,
+        skipped: u64,
     },
     /// A new control channel is up.
     Reconnected,
@@ -59,7 +64,7 @@ pub(crate) enum Pass {
     Dirty { first: bool },
     /// Pages that arrived damaged.
     Again(Vec<RunName>),
-    /// Digests of every page.
+    /// Digests of every page that the target has and that counts.
     Digests,
 }
 

@@ -2,13 +2,15 @@
 
 mod driver;
 pub(crate) mod events;
+pub(crate) mod flight;
 pub mod pace;
-mod pending;
+pub(crate) mod pending;
 mod policy;
 pub(crate) mod postcopy;
 pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
+pub(crate) mod skip;
 mod throttle;
 mod timings;
 

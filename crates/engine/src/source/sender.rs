@@ -4,6 +4,7 @@
 //! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
 //! between passes is needed for correctness, and the threads share nothing but counters.
 
+use super::flight::{Flight, Turn};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
 use crate::vm::{GuestMemory, Protect, VmError};
@@ -85,23 +86,38 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Self { shared, sink, index, writer, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
 
-    /// Sends this channel's share of `set` as pass `pass`, and its barrier. On the `first` pass pages that were never
-    /// touched are left out: the target's memory reads as zeros already.
-    pub(crate) fn send_pass(&mut self, pass: u32, set: &PageSet, first: bool) -> Result<(), SenderError> {
-        for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
-            let Some(map) = set.region(region.id) else { continue };
-            if first {
-                self.touched = Bitmap::new(region.pages());
-            }
-            for chunk in self.chunks(position, *region) {
-                if map.runs_in(chunk.clone()).next().is_some() {
-                    self.send_chunk(pass, region.id, map, chunk, first)?;
+    /// Sends this channel's share of `flight` as pass `pass`, and its barrier: each page that is not taken out before its turn.
+    /// On the `first` pass pages that were never touched are left out: the target's memory reads as zeros already.
+    pub(crate) fn send_pass(&mut self, pass: u32, flight: &Flight, first: bool) -> Result<(), SenderError> {
+        for turn in [Turn::First, Turn::Last] {
+            for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
+                if flight.has(position, turn) {
+                    self.send_region(pass, (flight, turn), (position, *region), first)?;
                 }
             }
-            self.flush(FrameKind::Pages, region.id, pass)?;
+        }
+        self.barrier(pass)
+    }
+
+    fn send_region(
+        &mut self,
+        pass: u32,
+        (flight, turn): (&Flight, Turn),
+        (position, region): (usize, Region),
+        first: bool,
+    ) -> Result<(), SenderError> {
+        // Zeros from the kernel: only what is used of them costs anything.
+        let mut mine = Bitmap::new(region.pages());
+        if first {
+            self.touched = Bitmap::new(region.pages());
+        }
+        for chunk in self.chunks(position, region) {
+            if flight.take(position, turn, chunk.clone(), &mut mine) {
+                self.send_chunk(pass, region.id, &mine, chunk, first)?;
+            }
         }
         self.touched = Bitmap::new(0);
-        self.barrier(pass)
+        self.flush(FrameKind::Pages, region.id, pass)
     }
 
     /// The order that loses no page: protect, *then* ask what was touched, *then* read. A write before the protection
@@ -153,12 +169,12 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     }
 
     /// Sends digests of this channel's share of all pages but `except` as pass `pass`, and its barrier. The guest is stopped.
-    pub(crate) fn send_digests(&mut self, pass: u32, except: Option<&PageSet>) -> Result<(), SenderError> {
+    pub(crate) fn send_digests(&mut self, pass: u32, except: &PageSet) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
             let mut touched = Bitmap::new(region.pages());
             for chunk in self.chunks(position, *region) {
                 self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
-                let left_out = except.and_then(|except| except.region(region.id));
+                let left_out = except.region(region.id);
                 let mut at = chunk.start;
                 for run in left_out.into_iter().flat_map(|map| map.runs_in(chunk.clone())) {
                     self.digest_part(pass, region.id, at..run.start, &touched)?;

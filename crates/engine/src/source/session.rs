@@ -84,6 +84,7 @@ pub(crate) enum Phase {
     Ended,
 }
 
+#[cfg_attr(test, derive(Clone))]
 #[derive(Debug)]
 pub(crate) struct Session {
     settings: Settings,
@@ -123,8 +124,10 @@ pub(crate) struct Session {
     last_ping: (u64, Duration),
     round_trip: Duration,
     ended: Option<Outcome>,
-    /// Pages of all regions: what a verification has to cover.
+    /// Pages of all regions.
     pages: u64,
+    /// What a verification has to cover.
+    comparing: Option<u64>,
     /// When the state last changed.
     last_step: Duration,
     /// When the guest stood still for the last time.
@@ -180,6 +183,7 @@ impl Session {
             round_trip: Duration::ZERO,
             ended: None,
             pages,
+            comparing: None,
             last_step: now,
             stopped: now,
             suspects_resent: 0,
@@ -321,13 +325,17 @@ impl Session {
                 self.remaining = pages;
                 self.hand_over()
             }
-            (State::HandingOver, Event::HandedOver { pages }) => self.named(pages),
+            (State::HandingOver, Event::HandedOver { pages, skipped }) => self.named(pages, skipped),
             (State::LastHarvest, Event::Harvested { pages, .. }) => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
                 self.remaining = pages;
                 self.send_last(Pass::Dirty { first: false })
             }
             (State::LastPass { received, .. }, Event::PassSent { .. }) => self.last_pass(true, received),
+            (State::Verifying { .. }, Event::Comparing { pages }) => {
+                self.comparing = Some(pages);
+                Vec::new()
+            }
             (State::Verifying { received, verified, .. }, Event::PassSent { .. }) => {
                 self.verifying(true, received, verified)
             }
@@ -559,8 +567,9 @@ impl Session {
         }
         match &self.verification {
             // A target that compared less than everything has verified nothing.
-            Some(Verification { mismatched: 0, pages, .. }) if *pages != self.pages - self.lacking => {
-                let detail = format!("the target compared {pages} of {} pages", self.pages - self.lacking);
+            Some(Verification { mismatched: 0, pages, .. }) if Some(*pages) != self.comparing => {
+                let wanted = self.comparing.unwrap_or(self.pages);
+                let detail = format!("the target compared {pages} of {wanted} pages");
                 self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true)
             }
             Some(Verification { mismatched: 0, .. }) => self.load(),

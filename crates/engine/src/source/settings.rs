@@ -122,6 +122,8 @@ pub struct Settings {
     pub on_timeout: OnTimeout,
     /// Whether the guest may be slowed.
     pub auto_converge: AutoConverge,
+    /// Leave out the pages that the guest says are free, where it can be asked.
+    pub free_pages: bool,
     /// Compare every page's digest while the guest is stopped.
     pub verify: bool,
     /// How long the peer may be silent before it is given up.
@@ -175,6 +177,7 @@ impl Default for Settings {
             timeout: None,
             on_timeout: OnTimeout::Cancel,
             auto_converge: AutoConverge::Off,
+            free_pages: true,
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,

@@ -184,6 +184,7 @@ impl Timings {
             mode: ground.settings.mode.to_string(),
             postcopy: session.figures.as_ref().map(PostcopyFigures::from),
             pace: ground.monitor.pace(),
+            free_pages: None,
             interruptions: session.interruptions(),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),

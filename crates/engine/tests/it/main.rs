@@ -1,6 +1,8 @@
 //! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
 
 mod faulting;
+mod free_pages;
+mod freeing;
 mod liars;
 mod links;
 mod moves;

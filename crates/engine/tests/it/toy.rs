@@ -4,6 +4,7 @@
 //! that was lost, whatever the engine says.
 
 use crate::faulting::Faulting;
+use crate::freeing::{FreeKind, Freeing};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU64, fence};
@@ -12,8 +13,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm,
-    TargetVm, TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, NothingToProtect, Protect, Section,
+    SourceVm, TargetVm, TrackerKind, VmError,
 };
 use vmferry_memory::{Gpa, Layout, PageIndex, PageRun, PageSet, Region, RegionId, Window};
 
@@ -70,6 +71,12 @@ pub(crate) struct Options {
     pub(crate) lazy: bool,
     /// A page that loading the state touches.
     pub(crate) load_touches: Option<(usize, u64)>,
+    /// Who says which pages are free.
+    pub(crate) free: Option<FreeKind>,
+    /// The guest has written this many further pages of each region and freed them, before it is moved.
+    pub(crate) freed: u64,
+    /// One of this many writes frees its page instead; 0: none.
+    pub(crate) free_one_in: u64,
 }
 
 impl Default for Options {
@@ -86,23 +93,28 @@ impl Default for Options {
             ballast: 0,
             lazy: false,
             load_touches: None,
+            free: None,
+            freed: 0,
+            free_one_in: 0,
         }
     }
 }
 
-struct Ram {
-    region: Region,
+pub(crate) struct Ram {
+    pub(crate) region: Region,
     pages: Vec<Page>,
     marks: AtomicBitmap,
     protected: AtomicBitmap,
     /// What the guest knows of each page: its last stamp, 0 for a page of zeros.
     ledger: Vec<AtomicU64>,
+    /// Pages that nobody reads before writing them.
+    pub(crate) free: AtomicBitmap,
 }
 
 pub(crate) struct Board {
     options: Options,
     layout: Layout,
-    rams: Vec<Ram>,
+    pub(crate) rams: Vec<Ram>,
     writes: AtomicU64,
     /// Pages that a vCPU found otherwise than it had left them.
     surprises: AtomicU64,
@@ -151,9 +163,12 @@ impl Board {
         if !self.touch(ram, page) {
             return;
         }
+        let was_free = ram.free.test_and_clear(page);
+        // It is in use before it is written: pairs with the fence of whoever looks which pages are free.
+        fence(SeqCst);
         // What it finds there is what it wrote last.
         let (found, known) = (ram.pages[index].0[0].load(Relaxed), ram.ledger[index].load(Relaxed));
-        if found != known {
+        if found != known && !was_free {
             self.surprises.fetch_add(1, Relaxed);
         }
         for word in STAMPED {
@@ -185,6 +200,10 @@ impl Board {
                     continue;
                 }
                 let count = self.writes.fetch_add(1, Relaxed) + 1;
+                if self.options.free_one_in > 0 && (choice >> 7).is_multiple_of(self.options.free_one_in) {
+                    ram.free.set(page);
+                    continue;
+                }
                 self.write(
                     ram,
                     page,
@@ -202,7 +221,9 @@ impl Board {
         for ram in &self.rams {
             for (page, (content, want)) in ram.pages.iter().zip(&ram.ledger).enumerate() {
                 let want = want.load(Relaxed);
-                if STAMPED.iter().any(|word| content.0[*word].load(Relaxed) != want) {
+                if !ram.free.test(page as u64)
+                    && STAMPED.iter().any(|word| content.0[*word].load(Relaxed) != want)
+                {
                     lost.push((ram.region.id, page as u64));
                 }
             }
@@ -212,7 +233,12 @@ impl Board {
 
     fn equals(&self, other: &Self) -> bool {
         let words = |board: &Self| -> Vec<u64> {
-            let pages = board.rams.iter().flat_map(|ram| &ram.pages);
+            // What is free on the side that it comes from is nobody's business.
+            let counts = |(ram, page): (&Ram, usize)| {
+                other.rams.iter().any(|own| own.region.id == ram.region.id && !own.free.test(page as u64))
+            };
+            let pages = board.rams.iter().flat_map(|ram| (0..ram.pages.len()).map(move |page| (ram, page)));
+            let pages = pages.filter(|page| counts(*page)).map(|(ram, page)| &ram.pages[page]);
             pages.flat_map(|page| page.0.iter().map(|word| word.load(Relaxed))).collect()
         };
         words(self) == words(other)
@@ -303,6 +329,8 @@ pub(crate) struct Toy {
     /// The machine that the guest comes from: at the start its memory must be this one's.
     twin: Option<Arc<Board>>,
     arrived_equal: Option<bool>,
+    /// How often nobody wanted to know any more which pages are free.
+    stopped: Arc<AtomicU64>,
 }
 
 impl Toy {
@@ -316,6 +344,7 @@ impl Toy {
                 marks: AtomicBitmap::new(*pages),
                 protected: AtomicBitmap::new(*pages),
                 ledger: (0..*pages).map(|_| AtomicU64::new(0)).collect(),
+                free: AtomicBitmap::new(*pages),
             })
             .collect();
         let layout = Layout::new(rams.iter().map(|ram| ram.region).collect()).unwrap();
@@ -339,13 +368,24 @@ impl Toy {
                 for page in 0..board.options.used.min(ram.region.pages()) {
                     board.write(ram, page, board.writes.fetch_add(1, Relaxed) + 1);
                 }
+                let used = board.options.used.min(ram.region.pages());
+                for page in used..(used + board.options.freed).min(ram.region.pages()) {
+                    board.write(ram, page, board.writes.fetch_add(1, Relaxed) + 1);
+                    ram.free.set(page);
+                }
             }
         }
         let spawn = |number| {
             let board = Arc::clone(&board);
             std::thread::spawn(move || board.run_vcpu(number))
         };
-        Self { vcpus: (0..writers).map(spawn).collect(), board, twin: None, arrived_equal: None }
+        Self {
+            vcpus: (0..writers).map(spawn).collect(),
+            board,
+            twin: None,
+            arrived_equal: None,
+            stopped: Arc::default(),
+        }
     }
 
     /// A machine like this one, empty, for its guest.
@@ -389,6 +429,11 @@ impl Toy {
     /// How often a vCPU found a page otherwise than it had left it.
     pub(crate) fn surprises(&self) -> u64 {
         self.board.surprises.load(Relaxed)
+    }
+
+    /// How often nobody wanted to know any more which pages are free.
+    pub(crate) fn told_to_stop(&self) -> u64 {
+        self.stopped.load(Relaxed)
     }
 
     /// The memory whose pages come later, once the engine has asked for it.
@@ -455,6 +500,11 @@ impl SourceVm for Toy {
         Ok(Box::new(Tracker(Arc::clone(&self.board))))
     }
 
+    fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
+        let kind = self.board.options.free?;
+        Some(Box::new(Freeing::new(kind, Arc::clone(&self.board), Arc::clone(&self.stopped))))
+    }
+
     fn pause(&mut self) -> Result<(), VmError> {
         if let (true, Some((ram, page))) = (self.running(), self.board.options.lose) {
             // The guest's last deed: however fast the move was, it has written this page since it was sent.
@@ -477,6 +527,9 @@ impl SourceVm for Toy {
         let mut sections = vec![section("writes", 0, std::slice::from_ref(&self.board.writes))];
         for ram in &self.board.rams {
             sections.push(section("ledger", ram.region.id.0, &ram.ledger));
+            let free = |page| AtomicU64::from(u64::from(ram.free.test(page)));
+            let free: Vec<_> = (0..ram.region.pages()).map(free).collect();
+            sections.push(section("free", ram.region.id.0, &free));
         }
         let payload = vec![0x5a; self.board.options.ballast];
         sections.push(Section { name: "ballast".into(), instance: 0, version: 1, payload });
@@ -521,8 +574,15 @@ impl TargetVm for Toy {
             assert!(self.board.touch(&self.board.rams[ram], page));
         }
         for Section { name, instance, payload, .. } in sections {
-            let ledger =
-                self.board.rams.iter().find(|ram| ram.region.id.0 == *instance).map(|ram| &ram.ledger);
+            let ram = self.board.rams.iter().find(|ram| ram.region.id.0 == *instance);
+            let ledger = ram.map(|ram| &ram.ledger);
+            if let ("free", Some(ram)) = (name.as_str(), ram) {
+                let free = (0..).zip(payload.chunks_exact(8)).filter(|(_, word)| word[0] != 0);
+                free.for_each(|(page, _)| {
+                    ram.free.set(page);
+                });
+                continue;
+            }
             let words = match (name.as_str(), ledger) {
                 ("writes", _) => std::slice::from_ref(&self.board.writes),
                 ("ledger", Some(ledger)) => ledger,

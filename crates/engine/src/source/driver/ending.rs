@@ -26,6 +26,8 @@ impl Driver<'_, '_> {
     pub(super) fn resume(&mut self) -> Event {
         // The guest first: stopping senders and the tracker can take their time.
         self.unthrottle();
+        self.stop_asking();
+        self.paused = false;
         let resumed = self.vm.resume();
         self.timings.resumed();
         self.shutdown();
@@ -35,6 +37,7 @@ impl Driver<'_, '_> {
     /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
     pub(super) fn close(&mut self, outcome: &Outcome) {
         self.unthrottle();
+        self.stop_asking();
         self.shutdown();
         self.jobs.clear();
         self.control.finish();

@@ -40,6 +40,10 @@ impl<'e> Driver<'_, 'e> {
     /// The guest stands still: what is pending now is what the target lacks.
     pub(super) fn hand_over(&mut self, also: &[RunName]) -> Event {
         let layout = self.ground.memory.layout();
+        if self.ground.settings.mode == MigrationMode::Postcopy {
+            // No harvest came before.
+            self.settle_free();
+        }
         let lacking = match lacking(self.pending.take(PageSet::empty(layout)), layout, also) {
             Ok(lacking) => lacking,
             Err(why) => return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)),
@@ -50,13 +54,14 @@ impl<'e> Driver<'_, 'e> {
             }
         }
         let pages = lacking.count();
+        self.pending.forget_skipped(&lacking);
         let lacking = Arc::new(lacking);
         self.handed_over = Some(Arc::clone(&lacking));
         // Without passes before, nothing is known of pages that were never touched.
         let look_up_untouched = self.ground.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(&lacking, self.ground.settings.urgent, look_up_untouched)));
         match self.serve_requests() {
-            Ok(()) => Event::HandedOver { pages },
+            Ok(()) => Event::HandedOver { pages, skipped: self.pending.skipped_count() },
             Err(error) => local("starting an urgent channel's thread", &crate::VmError::new(error)),
         }
     }

@@ -17,6 +17,7 @@ const FIRST_TRY: Duration = Duration::from_millis(50);
 const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);
 
 /// The state of a lost link.
+#[cfg_attr(test, derive(Clone))]
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     /// The target has said that it runs the guest.
@@ -65,9 +66,9 @@ impl Session {
 
     /// The target knows what it lacks. What it has is compared first, if that was asked for; what it lacks is compared as it
     /// comes.
-    pub(super) fn named(&mut self, pages: u64) -> Vec<Action> {
+    pub(super) fn named(&mut self, pages: u64, skipped: u64) -> Vec<Action> {
         self.lacking = pages;
-        if !self.settings.verify || pages == self.pages {
+        if !self.settings.verify || pages.saturating_add(skipped) == self.pages {
             return self.load();
         }
         self.state = State::Verifying { sent: false, received: false, verified: false };

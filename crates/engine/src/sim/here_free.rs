@@ -1,0 +1,178 @@
+//! Free pages in the simulation: the shipped code that leaves them out, and a guest that it asks.
+
+use super::guest::{Freedom, Memory};
+use super::here_lazy::REGION;
+use super::rng::Rng;
+use super::world::{Defect, Item, World};
+use crate::free::{Answer, Answers, FreePages, FreeReport};
+use crate::source::skip::{Flaw, Next, Skipping};
+use crate::vm::{Protect, VmError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{PageIndex, PageRun, RegionId};
+
+/// The guest as the engine asks it.
+#[derive(Debug)]
+struct Source {
+    answers: Answers,
+    freedom: Arc<Mutex<Freedom>>,
+    /// For what it says besides the truth.
+    rng: Rng,
+    asked: Option<u64>,
+}
+
+impl Source {
+    fn freedom(&self) -> MutexGuard<'_, Freedom> {
+        self.freedom.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn add(report: &mut FreeReport, pages: &[usize]) {
+    pages.iter().for_each(|page| report.add(REGION, PageRun::new(PageIndex(*page as u64), 1)));
+}
+
+impl FreePages for Source {
+    fn answers(&self) -> Answers {
+        self.answers
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        if self.rng.per_mille(10) {
+            return Err(VmError::new("nobody answers"));
+        }
+        self.asked = Some(question);
+        self.freedom().open = Some(question);
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        if self.rng.per_mille(5) {
+            return Err(VmError::new("the guest makes no sense"));
+        }
+        if self.rng.per_mille(100) {
+            // Memory that is not there.
+            report.add(RegionId(7), PageRun::from(0..u64::MAX));
+            report.add(REGION, PageRun::from(u64::MAX - 1..u64::MAX));
+        }
+        if self.answers == Answers::AtOnce {
+            let Some(question) = self.asked.take() else { return Ok(None) };
+            let freedom = Arc::clone(&self.freedom);
+            let mut freedom = freedom.lock().unwrap_or_else(PoisonError::into_inner);
+            let all = 0..freedom.free.len();
+            add(report, &freedom.look(&mut self.rng, all));
+            return Ok(Some(Answer { question, complete: true }));
+        }
+        let mut freedom = self.freedom();
+        if freedom.said.is_empty() {
+            return Ok(None);
+        }
+        let (question, pages, complete) = freedom.said.remove(0);
+        add(report, &pages);
+        Ok(Some(Answer { question, complete }))
+    }
+
+    fn stop(&mut self) {
+        self.freedom().open = None;
+        self.asked = None;
+    }
+}
+
+/// The tracker's part that protects.
+struct Tracker<'a>(Mutex<&'a mut Memory>);
+
+impl Protect for Tracker<'_> {
+    fn chunk_pages(&self) -> u64 {
+        64
+    }
+
+    fn protect(&self, _: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for page in pages.bits_in(chunk.range()) {
+            memory.protect(usize::try_from(page).expect("a few pages"));
+        }
+        Ok(())
+    }
+}
+
+/// Somebody to ask, in most runs.
+pub(super) fn skipping(rng: &mut Rng, memory: &Memory, defect: Defect) -> Option<Skipping> {
+    let answers = match rng.below(5) {
+        0 => return None,
+        1..=2 => Answers::AtOnce,
+        _ => Answers::ByGuest,
+    };
+    let source = Source { answers, freedom: memory.share_freedom(), rng: Rng::new(rng.next()), asked: None };
+    let mut skipping = Skipping::new(Box::new(source), &super::here::layout(memory.pages.len()));
+    skipping.flaw = match defect {
+        Defect::AsksFirst => Flaw::AsksFirst,
+        Defect::ProtectsAfterAsking => Flaw::ProtectsLate,
+        Defect::ProtectsSent => Flaw::ProtectsSent,
+        Defect::TakesLateAnswers => Flaw::TakesLate,
+        Defect::SettlesEarly => Flaw::SettlesEarly,
+        _ => Flaw::None,
+    };
+    Some(skipping)
+}
+
+impl World {
+    /// A pass has begun.
+    pub(super) fn ask_what_is_free(&mut self) {
+        if !self.here.paused
+            && let (Some(skipping), Some(flight)) = (&mut self.here.skipping, self.here.pending.flight())
+        {
+            skipping.begin(flight);
+            self.skip_later();
+        }
+    }
+
+    fn skip_later(&mut self) {
+        let delay = self.rng.latency(60);
+        self.at(delay, Item::SkipStep);
+    }
+
+    /// The driver has a moment for it.
+    pub(super) fn skip_step(&mut self) {
+        if self.here.ended() {
+            return;
+        }
+        // The driver does one thing after the other.
+        if self.here.busy {
+            return self.skip_later();
+        }
+        let Some(skipping) = &mut self.here.skipping else { return };
+        let tracker = Tracker(Mutex::new(&mut self.memory));
+        let (_, next) = skipping.step(&mut self.here.pending, &tracker);
+        if next != Next::Nothing {
+            self.skip_later();
+        }
+    }
+
+    pub(super) fn stop_asking(&mut self) {
+        if let Some(skipping) = &mut self.here.skipping {
+            skipping.close();
+        }
+    }
+
+    pub(super) fn settle_free(&mut self) {
+        if let Some(skipping) = &mut self.here.skipping {
+            skipping.settle(&mut self.here.pending);
+        }
+    }
+
+    /// The guest answers what it was asked, or a part of it, or says again what nobody asks any more.
+    pub(super) fn guest_answers(&mut self) {
+        let next = 1 + self.rng.below(if self.now < 200_000 { 400 } else { 100_000 });
+        self.at(next, Item::GuestAnswers);
+        let mut freedom = self.memory.freedom();
+        if !self.here.running || freedom.said.len() > 8 {
+            return;
+        }
+        let Some(question) = freedom.open else { return };
+        let count = freedom.free.len();
+        let from = self.rng.index(count);
+        let range = if self.rng.per_mille(500) { 0..count } else { from..count };
+        let pages = freedom.look(&mut self.rng, range);
+        let complete = self.rng.per_mille(700);
+        freedom.said.push((question, pages, complete));
+    }
+}

@@ -1,0 +1,569 @@
+//! The whole exchange as a model whose every reachable state is looked at (stateright): a guest that takes, writes and frees pages
+//! and answers questions, a channel's thread, and the driver's, which runs what is shipped: the [`Session`] decides, [`Pending`],
+//! [`Flight`] and [`Skipping`] do.
+//!
+//! Two pages, few deeds of the guest, two passes besides the last. The tracker is KVM's log, as in the tests beside this one.
+
+use super::{Flaw, Kept, Skipping, State as Asking};
+use crate::free::{Answer, Answers, FreePages, FreeReport};
+use crate::source::events::{Action, Event, Outcome, Pass};
+use crate::source::flight::{Flight, Turn};
+use crate::source::pending::Pending;
+use crate::source::session::Session;
+use crate::source::{OnTimeout, Settings};
+use crate::sync::unscheduled;
+use crate::vm::{Protect, VmError};
+use stateright::{Checker, Model, Property};
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{Gpa, Layout, PageRun, PageSet, Region, RegionId};
+use vmferry_wire::{MachineConfig, ToSource, ToTarget, Token};
+
+const PAGES: usize = 2;
+const REGION: RegionId = RegionId(0);
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// A set of pages as a number.
+type Mask = u64;
+
+fn region() -> Region {
+    Region { id: REGION, gpa: Gpa(0), len: (PAGES as u64) << 12 }
+}
+
+fn layout() -> Layout {
+    Layout::new(vec![region()]).expect("one region")
+}
+
+fn set_of(mask: Mask) -> PageSet {
+    let mut set = PageSet::empty(&layout());
+    set.region_mut(REGION).expect("the one region").union_word(0, mask);
+    set
+}
+
+fn mask_of(set: &PageSet) -> Mask {
+    set.region(REGION).expect("the one region").words()[0]
+}
+
+/// What the guest does with a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Use {
+    Free,
+    /// It is free no more, and was not written since.
+    Taken,
+    Used,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Page {
+    used: Use,
+    content: u8,
+    protected: bool,
+    marked: bool,
+    /// What the target has.
+    copy: u8,
+}
+
+/// What the guest was asked and has said.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+struct Said {
+    open: Option<u64>,
+    /// The question that it is answering, and the pages that it has found free so far: it looks at one after the other.
+    walk: Option<(u64, usize, Mask)>,
+    answers: Vec<(u64, Mask)>,
+}
+
+/// The sets of [`Pending`], and those of the pass under way with how many pages it began with.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Sets {
+    base: Mask,
+    since: Mask,
+    skipped: Mask,
+    flight: Option<(Mask, Mask, u64)>,
+}
+
+/// What the channel's thread does with the page that it has taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Hand {
+    Taken(usize),
+    Protected(usize),
+    Read(usize, u8),
+}
+
+/// What the driver has to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Todo {
+    Harvest,
+    Pause,
+    Save,
+    Send,
+    Resume,
+}
+
+#[derive(Debug, Clone)]
+struct World {
+    pages: [Page; PAGES],
+    said: Said,
+    sets: Sets,
+    kept: Kept,
+    session: Session,
+    /// What tells two sessions apart: a hash of all that they say of themselves.
+    session_key: u64,
+    todo: Vec<Todo>,
+    hand: Option<Hand>,
+    /// The pass that the channel sends, until it has told of its end.
+    sending: Option<u32>,
+    paused: bool,
+    deeds: u8,
+    live_passes: u8,
+    late: bool,
+    ended: Option<bool>,
+}
+
+impl World {
+    /// All that tells two states apart.
+    fn key(&self) -> impl Hash + PartialEq + use<> {
+        let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
+        let hands = (self.todo.clone(), self.hand, self.sending, self.paused);
+        let counts = (self.deeds, self.live_passes, self.late, self.ended);
+        (self.pages, self.said.clone(), self.sets.clone(), kept, hands, counts, self.session_key)
+    }
+}
+
+impl Hash for World {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
+    }
+}
+
+impl PartialEq for World {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Deed {
+    Take(usize),
+    Write(usize),
+    Free(usize),
+    /// The guest begins an answer, or looks at one page more for it, or gives it.
+    Answer,
+    /// The driver has a moment to leave pages out.
+    Step,
+    /// The driver does what the session said.
+    Do,
+    /// The channel's thread takes a page, protects it, reads it, sends it, or is done.
+    Channel,
+    Cancel,
+}
+
+#[derive(Debug)]
+struct Move {
+    answers: Answers,
+    flaw: Flaw,
+    deeds: u8,
+    cancels: bool,
+}
+
+#[derive(Debug)]
+struct Source {
+    answers: Answers,
+    /// What is free, for whoever reads it at once.
+    free: Mask,
+    asked: Option<u64>,
+    said: Arc<Mutex<Said>>,
+}
+
+impl FreePages for Source {
+    fn answers(&self) -> Answers {
+        self.answers
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        self.asked = Some(question);
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = Some(question);
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let (question, free) = match self.answers {
+            Answers::AtOnce => match said.open {
+                Some(question) => (question, self.free),
+                None => return Ok(None),
+            },
+            Answers::ByGuest if said.answers.is_empty() => return Ok(None),
+            Answers::ByGuest => said.answers.remove(0),
+        };
+        report.add_pages(&set_of(free));
+        Ok(Some(Answer { question, complete: true }))
+    }
+
+    fn stop(&mut self) {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = None;
+    }
+}
+
+struct Tracker<'a>(Mutex<&'a mut [Page; PAGES]>);
+
+impl Protect for Tracker<'_> {
+    fn protect(&self, _: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for page in pages.bits_in(chunk.range()) {
+            let page = &mut own[usize::try_from(page).expect("a few pages")];
+            (page.protected, page.marked) = (true, false);
+        }
+        Ok(())
+    }
+}
+
+impl Move {
+    fn skipping(&self, world: &World) -> (Skipping, Arc<Mutex<Said>>) {
+        let said = Arc::new(Mutex::new(world.said.clone()));
+        let free = |(at, page): (usize, &Page)| u64::from(page.used == Use::Free) << at;
+        let free = world.pages.iter().enumerate().map(free).sum();
+        let source = Source { answers: self.answers, free, asked: None, said: Arc::clone(&said) };
+        (Skipping::resume(Box::new(source), &layout(), &world.kept, self.flaw), said)
+    }
+
+    /// Lets the shipped code work on this state.
+    fn work<T>(
+        &self,
+        world: &mut World,
+        work: impl FnOnce(&mut Skipping, &mut Pending, &Tracker<'_>) -> T,
+    ) -> T {
+        let (mut skipping, said) = self.skipping(world);
+        let Sets { base, since, skipped, flight } = world.sets;
+        let flight = flight
+            .map(|(first, last, pages)| Arc::new(Flight::of_parts(&set_of(first), &set_of(last), pages)));
+        let mut pending = Pending::of([set_of(base), set_of(since), set_of(skipped)], flight);
+        let done = work(&mut skipping, &mut pending, &Tracker(Mutex::new(&mut world.pages)));
+        let [base, since, skipped] = pending.sets().map(mask_of);
+        let flight = pending.flight().map(|flight| {
+            let [first, last] = flight.sets(0).map(|map| map.words()[0]);
+            (first, last, flight.pages())
+        });
+        world.sets = Sets { base, since, skipped, flight };
+        world.late |= skipping.figures().late_reports > 0;
+        world.kept = skipping.keep();
+        world.said = said.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        done
+    }
+
+    /// Gives the session an event, and takes what it says to do: words to the target are answered at once.
+    fn tell(&self, world: &mut World, event: Event) {
+        for action in self.handle(world, Duration::ZERO, event) {
+            self.act(world, action);
+        }
+    }
+
+    fn handle(&self, world: &mut World, now: Duration, event: Event) -> Vec<Action> {
+        let actions = world.session.handle(now, event);
+        let mut hasher = std::hash::DefaultHasher::new();
+        format!("{:?}", world.session).hash(&mut hasher);
+        world.session_key = hasher.finish();
+        actions
+    }
+
+    fn act(&self, world: &mut World, action: Action) {
+        let message = |message| Event::Message(message);
+        match action {
+            Action::Send(ToTarget::Setup { .. }) => {
+                let [bulk, urgent, resume] = [1, 2, 3].map(|byte| Token([byte; 16]));
+                self.tell(world, message(ToSource::Accept { bulk, urgent, resume }));
+            }
+            Action::OpenChannels { .. } => {
+                self.tell(world, Event::ChannelsOpened);
+                self.tell(world, message(ToSource::ChannelsUp));
+            }
+            Action::StartTracker => {
+                world.pages.iter_mut().for_each(|page| (page.protected, page.marked) = (false, true));
+                self.tell(world, Event::TrackerStarted);
+            }
+            Action::Rehearse => self.tell(world, Event::Rehearsed { fixed: Duration::ZERO }),
+            Action::Harvest => world.todo.push(Todo::Harvest),
+            Action::Pause => world.todo.push(Todo::Pause),
+            Action::Save => world.todo.push(Todo::Save),
+            Action::Resume => world.todo.push(Todo::Resume),
+            Action::SendPass { number, pass: Pass::Dirty { .. } } => {
+                world.todo.push(Todo::Send);
+                world.sending = Some(number);
+            }
+            Action::Send(ToTarget::Load) => self.tell(world, message(ToSource::Ready { load_us: 0 })),
+            Action::Send(ToTarget::Commit) => {
+                self.tell(world, message(ToSource::Running { start_us: 0, cpu_us: 0 }));
+            }
+            Action::Finish(outcome) => {
+                world.todo.clear();
+                world.sending = None;
+                world.hand = None;
+                self.work(world, |skipping, _, _| skipping.close());
+                world.ended = Some(outcome == Outcome::Completed);
+            }
+            Action::Remember { .. } | Action::Send(_) => {}
+            other => panic!("{other:?} is not of this model"),
+        }
+    }
+
+    fn perform(&self, world: &mut World, todo: Todo) {
+        match todo {
+            Todo::Harvest => {
+                let (pages, paused) = (world.pages, world.paused);
+                let count = self.work(world, |skipping, pending, _| {
+                    skipping.close();
+                    pending.land();
+                    let since = pending.since().region_mut(REGION).expect("the one region");
+                    (0..).zip(&pages).filter(|(_, page)| page.marked).for_each(|(at, _)| {
+                        since.set(at);
+                    });
+                    if paused {
+                        skipping.settle(pending);
+                    }
+                    pending.count()
+                });
+                self.tell(world, Event::Harvested { pages: count, writers: Vec::new() });
+            }
+            Todo::Pause => {
+                self.work(world, |skipping, _, _| skipping.close());
+                world.paused = true;
+                self.tell(world, Event::Paused);
+            }
+            Todo::Save => self.tell(world, Event::Saved { sections: Vec::new() }),
+            Todo::Send => {
+                let paused = world.paused;
+                world.live_passes += u8::from(!paused);
+                self.work(world, |skipping, pending, _| {
+                    let flight = pending.take_off();
+                    if !paused {
+                        skipping.begin(&flight);
+                    }
+                });
+                if world.live_passes == 2 {
+                    // The timeout has come: after this pass the guest is stopped.
+                    let actions = self.handle(world, LIMIT * 2, Event::Tick);
+                    assert!(actions.iter().all(|action| matches!(action, Action::Send(ToTarget::Ping(_)))));
+                }
+            }
+            Todo::Resume => {
+                self.work(world, |skipping, _, _| skipping.close());
+                world.paused = false;
+                self.tell(world, Event::Resumed);
+            }
+        }
+    }
+
+    fn channel(&self, world: &mut World) {
+        let number = world.sending.expect("a pass");
+        match world.hand {
+            Some(Hand::Taken(page)) => {
+                (world.pages[page].protected, world.pages[page].marked) = (true, false);
+                world.hand = Some(Hand::Protected(page));
+            }
+            Some(Hand::Protected(page)) => world.hand = Some(Hand::Read(page, world.pages[page].content)),
+            Some(Hand::Read(page, content)) => {
+                world.pages[page].copy = content;
+                world.hand = None;
+            }
+            None => {
+                let taken = self.work(world, |_, pending, _| {
+                    let flight = pending.flight().expect("a pass");
+                    let take = |turn, page: usize| flight.take_64(0, turn, 0, 1 << page) != 0;
+                    [Turn::First, Turn::Last]
+                        .into_iter()
+                        .find_map(|turn| (0..PAGES).find(|page| take(turn, *page)))
+                });
+                world.hand = taken.map(Hand::Taken);
+                if taken.is_none() {
+                    world.sending = None;
+                    self.tell(world, Event::PassSent { bytes: 0 });
+                    let received = ToSource::Received { pass: number, suspects: 0, runs: Vec::new() };
+                    self.tell(world, Event::Message(received));
+                }
+            }
+        }
+    }
+
+    fn answer(&self, world: &mut World) {
+        let said = &mut world.said;
+        match said.walk.take() {
+            None => said.walk = said.open.map(|question| (question, 0, 0)),
+            Some((question, PAGES, free)) => said.answers.push((question, free)),
+            Some((question, at, free)) => {
+                let bit = u64::from(world.pages[at].used == Use::Free) << at;
+                said.walk = Some((question, at + 1, free | bit));
+            }
+        }
+    }
+}
+
+impl Model for Move {
+    type State = World;
+    type Action = Deed;
+
+    fn init_states(&self) -> Vec<World> {
+        let settings = Settings {
+            channels: 1,
+            timeout: Some(LIMIT),
+            on_timeout: OnTimeout::Switch,
+            ..Settings::default()
+        };
+        let config = MachineConfig { kind: "model".into(), vcpus: 1, regions: vec![region()], extra: vec![] };
+        let (session, first) = Session::begin(settings, config, PAGES as u64, Duration::ZERO);
+        let page = |used| Page { used, content: 1, protected: false, marked: false, copy: 0 };
+        let mut world = World {
+            pages: [page(Use::Free), page(Use::Used)],
+            said: Said::default(),
+            sets: Sets { base: (1 << PAGES) - 1, since: 0, skipped: 0, flight: None },
+            kept: Kept { state: Asking::Idle, question: 0, worth: set_of(0), round: 0 },
+            session,
+            session_key: 0,
+            todo: Vec::new(),
+            hand: None,
+            sending: None,
+            paused: false,
+            deeds: 0,
+            live_passes: 0,
+            late: false,
+            ended: None,
+        };
+        unscheduled(|| first.into_iter().for_each(|action| self.act(&mut world, action)));
+        vec![world]
+    }
+
+    fn actions(&self, world: &World, deeds: &mut Vec<Deed>) {
+        if world.ended.is_some() {
+            return;
+        }
+        if !world.paused {
+            for (at, page) in world.pages.iter().enumerate() {
+                match page.used {
+                    _ if world.deeds >= self.deeds && page.used != Use::Taken => {}
+                    Use::Free => deeds.push(Deed::Take(at)),
+                    Use::Taken => deeds.push(Deed::Write(at)),
+                    Use::Used => deeds.extend([Deed::Write(at), Deed::Free(at)]),
+                }
+            }
+            let may_answer = world.said.walk.is_some() || world.said.open.is_some();
+            if self.answers == Answers::ByGuest && may_answer && world.said.answers.len() < 2 {
+                deeds.push(Deed::Answer);
+            }
+        }
+        if !world.todo.is_empty() {
+            deeds.push(Deed::Do);
+        }
+        if world.todo.is_empty() && world.kept.state != Asking::Idle {
+            deeds.push(Deed::Step);
+        }
+        // A pass is sent once the driver has given it out.
+        if world.sending.is_some() && !world.todo.contains(&Todo::Send) {
+            deeds.push(Deed::Channel);
+        }
+        if self.cancels && !world.session.committed() {
+            deeds.push(Deed::Cancel);
+        }
+    }
+
+    fn next_state(&self, world: &World, deed: Deed) -> Option<World> {
+        let mut next = world.clone();
+        unscheduled(|| match deed {
+            Deed::Take(page) => {
+                next.deeds += 1;
+                next.pages[page].used = Use::Taken;
+            }
+            Deed::Write(at) => {
+                next.deeds += u8::from(next.pages[at].used == Use::Used);
+                let page = &mut next.pages[at];
+                page.used = Use::Used;
+                page.content += 1;
+                if page.protected {
+                    (page.protected, page.marked) = (false, true);
+                }
+            }
+            Deed::Free(page) => {
+                next.deeds += 1;
+                next.pages[page].used = Use::Free;
+            }
+            Deed::Answer => self.answer(&mut next),
+            Deed::Step => {
+                self.work(&mut next, |skipping, pending, tracker| skipping.step(pending, tracker));
+            }
+            Deed::Do => {
+                let todo = next.todo.remove(0);
+                self.perform(&mut next, todo);
+            }
+            Deed::Channel => self.channel(&mut next),
+            Deed::Cancel => {
+                // As the driver: what was still to be done is moot.
+                if next.todo.contains(&Todo::Send) {
+                    next.sending = None;
+                }
+                next.todo.clear();
+                self.tell(&mut next, Event::Cancel);
+            }
+        });
+        // What changes nothing (the driver finds no answer) is no step.
+        (next != *world).then_some(next)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("nothing that the guest will read is missed", |_, world: &World| {
+                let same = |page: &Page| page.used != Use::Used || page.copy == page.content;
+                world.ended != Some(true) || world.pages.iter().all(same)
+            }),
+            Property::always("in the end the guest keeps nothing back for us", |_, world: &World| {
+                world.ended.is_none() || world.said.open.is_none()
+            }),
+            Property::always("a page is in one place", |_, world: &World| {
+                let Sets { base, flight, .. } = world.sets;
+                let (first, last, _) = flight.unwrap_or_default();
+                first & last == 0 && base & (first | last) == 0
+            }),
+            Property::sometimes("a page is left out and the guest moves", |_, world: &World| {
+                world.ended == Some(true) && world.sets.skipped != 0
+            }),
+            Property::sometimes("a page is left out while the guest runs", |_, world: &World| {
+                !world.paused && world.sets.skipped != 0
+            }),
+            Property::sometimes("a page that was left out is written and sent", |_, world: &World| {
+                world.ended == Some(true) && world.pages[0].copy > 1
+            }),
+            Property::sometimes("the guest moves", |_, world: &World| world.ended == Some(true)),
+        ]
+    }
+}
+
+const LOST: &str = "nothing that the guest will read is missed";
+
+fn model(answers: Answers, flaw: Flaw) -> Move {
+    Move { answers, flaw, deeds: 3, cancels: false }
+}
+
+#[test]
+fn in_no_order_of_events_a_page_is_missed() {
+    use std::io::Write;
+    for (answers, cancels) in [(Answers::AtOnce, false), (Answers::ByGuest, false), (Answers::AtOnce, true)] {
+        let deeds = if answers == Answers::ByGuest || cancels { 2 } else { 3 };
+        let checker = Move { cancels, deeds, ..model(answers, Flaw::None) }.checker().spawn_dfs().join();
+        let states = checker.unique_state_count();
+        let _ = writeln!(std::io::stdout(), "model: {answers:?}, cancels {cancels}: {states} states");
+        checker.assert_properties();
+    }
+}
+
+#[test]
+fn each_wrong_order_misses_a_page() {
+    for (answers, flaw) in [
+        (Answers::ByGuest, Flaw::AsksFirst),
+        (Answers::AtOnce, Flaw::AsksFirst),
+        (Answers::ByGuest, Flaw::ProtectsLate),
+        (Answers::AtOnce, Flaw::ProtectsSent),
+        (Answers::ByGuest, Flaw::TakesLate),
+        (Answers::AtOnce, Flaw::SettlesEarly),
+    ] {
+        let checker = model(answers, flaw).checker().spawn_bfs().join();
+        assert!(checker.discovery(LOST).is_some(), "{flaw:?} was not found");
+    }
+}

@@ -1,0 +1,309 @@
+//! Answers about free pages against harvests, senders and a guest that frees pages and uses them again, in many interleavings
+//! (shuttle). What is shipped runs here: [`Pending`], [`Flight`], [`Skipping`].
+//!
+//! The tracker is KVM's log, the one that forgets most: a page is marked and not protected at the start, to protect it takes its
+//! mark, and a harvest leaves marks as they are.
+
+use super::{Flaw, Next, Skipping};
+use crate::free::{Answer, Answers, FreePages, FreeReport};
+use crate::source::flight::{Flight, Turn};
+use crate::source::pending::Pending;
+use crate::vm::{Protect, VmError};
+use shuttle::rand::Rng;
+use shuttle::sync::{Mutex, MutexGuard};
+use shuttle::thread;
+use std::sync::Arc;
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{Gpa, Layout, PageIndex, PageRun, Region, RegionId};
+
+const PAGES: u64 = 3;
+const REGION: RegionId = RegionId(0);
+/// Passes while the guest runs.
+const PASSES: u32 = 2;
+const TRIES: usize = 2000;
+/// What the guest does, and how long a page takes to be sent.
+const STEPS: u32 = 9;
+const LINK: u32 = 8;
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Page {
+    /// Counts up with each write.
+    content: u64,
+    protected: bool,
+    marked: bool,
+    free: bool,
+    /// The newest content that was sent.
+    copy: u64,
+}
+
+#[derive(Debug, Default)]
+struct Said {
+    open: Option<u64>,
+    answers: Vec<(u64, Vec<u64>)>,
+}
+
+/// Each access to a page is one step: the processor looks whether it is protected and writes it in one.
+#[derive(Debug)]
+struct Host {
+    pages: Vec<Mutex<Page>>,
+    said: Mutex<Said>,
+    /// Whether the channel's thread is done with the pass.
+    sent: Mutex<bool>,
+    /// The guest has stopped.
+    ended: Mutex<bool>,
+}
+
+impl Host {
+    fn new() -> Arc<Self> {
+        let page = |page| Mutex::new(Page { content: 1, marked: true, free: page == 1, ..Page::default() });
+        Arc::new(Self {
+            pages: (0..PAGES).map(page).collect(),
+            said: Mutex::default(),
+            sent: Mutex::new(false),
+            ended: Mutex::new(false),
+        })
+    }
+
+    fn page(&self, page: u64) -> MutexGuard<'_, Page> {
+        self.pages[usize::try_from(page).unwrap()].lock().unwrap()
+    }
+
+    /// The guest uses a page: takes it, if it is free, and then writes it.
+    fn write(&self, page: u64) {
+        self.page(page).free = false;
+        let mut page = self.page(page);
+        page.content += 1;
+        if page.protected {
+            (page.protected, page.marked) = (false, true);
+        }
+    }
+
+    /// The guest walks its lists: each page is looked at at its own time.
+    fn answer(&self) {
+        let Some(question) = self.said.lock().unwrap().open else { return };
+        let free = (0..PAGES).filter(|page| self.page(*page).free).collect();
+        let mut said = self.said.lock().unwrap();
+        if said.answers.len() < 3 {
+            said.answers.push((question, free));
+        }
+    }
+
+    fn guest(&self) {
+        for _ in 0..STEPS {
+            let page = shuttle::rand::thread_rng().gen_range(0..PAGES);
+            match shuttle::rand::thread_rng().gen_range(0..4) {
+                0 | 1 => self.write(page),
+                2 => self.page(page).free = true,
+                _ => (0..10).for_each(|_| thread::yield_now()),
+            }
+        }
+    }
+
+    /// The guest's driver, beside what it does with its pages. It sees late that it was told to stop.
+    fn balloon(&self) {
+        while !*self.ended.lock().unwrap() {
+            self.answer();
+            thread::yield_now();
+        }
+    }
+
+    /// As `Sender::send_pass`.
+    fn send(&self, flight: &Flight) {
+        let mut mine = Bitmap::new(PAGES);
+        for turn in [Turn::First, Turn::Last] {
+            for page in 0..PAGES {
+                // Chunks of one page.
+                if flight.take_64(0, turn, 0, 1 << page) == 0 {
+                    continue;
+                }
+                mine.set(page);
+                self.protect(REGION, PageRun::new(PageIndex(page), 1), &mine).unwrap();
+                mine.clear_all();
+                // The link is slower than the host.
+                (0..LINK).for_each(|_| thread::yield_now());
+                let content = self.page(page).content;
+                self.page(page).copy = content;
+            }
+        }
+        *self.sent.lock().unwrap() = true;
+    }
+
+    fn harvest(&self, into: &mut Bitmap) {
+        for page in 0..PAGES {
+            if self.page(page).marked {
+                into.set(page);
+            }
+        }
+    }
+}
+
+impl Protect for Host {
+    fn protect(&self, _: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        for page in pages.bits_in(chunk.range()) {
+            let mut page = self.page(page);
+            (page.protected, page.marked) = (true, false);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Source {
+    answers: Answers,
+    host: Arc<Host>,
+    asked: Option<u64>,
+}
+
+impl FreePages for Source {
+    fn answers(&self) -> Answers {
+        self.answers
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        self.asked = Some(question);
+        self.host.said.lock().unwrap().open = Some(question);
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        let (question, free) = match self.answers {
+            Answers::AtOnce => {
+                let Some(question) = self.asked.take() else { return Ok(None) };
+                (question, (0..PAGES).filter(|page| self.host.page(*page).free).collect())
+            }
+            Answers::ByGuest => {
+                let mut said = self.host.said.lock().unwrap();
+                if said.answers.is_empty() {
+                    return Ok(None);
+                }
+                said.answers.remove(0)
+            }
+        };
+        for page in free {
+            report.add(REGION, PageRun::new(PageIndex(page), 1));
+        }
+        Ok(Some(Answer { question, complete: true }))
+    }
+
+    fn stop(&mut self) {
+        self.asked = None;
+        self.host.said.lock().unwrap().open = None;
+    }
+}
+
+/// The driver's thread, from the start of tracking to the last page.
+fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
+    let start = |work: fn(&Host)| {
+        let host = Arc::clone(host);
+        thread::spawn(move || work(&host))
+    };
+    let (guest, balloon) = (start(Host::guest), start(Host::balloon));
+    let layout = Layout::new(vec![Region { id: REGION, gpa: Gpa(0), len: PAGES << 12 }]).unwrap();
+    let mut pending = Pending::everything(&layout);
+    let source = Source { answers, host: Arc::clone(host), asked: None };
+    let mut skipping = Skipping::new(Box::new(source), &layout);
+    skipping.flaw = flaw;
+    let mut skipped = 0;
+    for _ in 0..PASSES {
+        let flight = pending.take_off();
+        *host.sent.lock().unwrap() = false;
+        let (channel, pages) = (Arc::clone(host), Arc::clone(&flight));
+        let sender = thread::spawn(move || channel.send(&pages));
+        skipping.begin(&flight);
+        // The driver's loop: until the channel is done, whatever is open.
+        while !*host.sent.lock().unwrap() {
+            let (pages, next) = skipping.step(&mut pending, &**host);
+            skipped += pages;
+            if next != Next::Now {
+                thread::yield_now();
+            }
+        }
+        sender.join().unwrap();
+        skipping.close();
+        pending.land();
+        host.harvest(pending.since().region_mut(REGION).unwrap());
+    }
+    // The guest has stopped.
+    guest.join().unwrap();
+    *host.ended.lock().unwrap() = true;
+    balloon.join().unwrap();
+    host.harvest(pending.since().region_mut(REGION).unwrap());
+    skipped += skipping.settle(&mut pending);
+    host.send(&pending.take_off());
+    skipped
+}
+
+fn run(answers: Answers, flaw: Flaw) {
+    let host = Host::new();
+    migrate(&host, answers, flaw);
+    for page in 0..PAGES {
+        let Page { content, free, copy, .. } = *host.page(page);
+        assert!(free || copy == content, "page {page} is lost: {copy} instead of {content}");
+    }
+}
+
+#[test]
+fn no_write_is_lost_to_an_answer() {
+    for answers in [Answers::AtOnce, Answers::ByGuest] {
+        shuttle::check_random(move || run(answers, Flaw::None), TRIES);
+        shuttle::check_pct(move || run(answers, Flaw::None), TRIES, 4);
+    }
+}
+
+/// A test in which nothing is ever left out would pass, too.
+#[test]
+fn pages_are_left_out_in_passes_and_at_the_end() {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    for answers in [Answers::AtOnce, Answers::ByGuest] {
+        let total = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&total);
+        let one = move || {
+            let host = Host::new();
+            count.fetch_add(migrate(&host, answers, Flaw::None), Ordering::Relaxed);
+        };
+        shuttle::check_random(one, 300);
+        assert!(total.load(Ordering::Relaxed) >= 20, "{answers:?}: {total:?}");
+    }
+}
+
+/// Always the same interleavings.
+fn search(answers: Answers, flaw: Flaw) {
+    let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 40 * TRIES);
+    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(move || run(answers, flaw));
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn asking_before_protecting_loses_a_write() {
+    search(Answers::ByGuest, Flaw::AsksFirst);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn taking_the_first_answer_for_the_second_loses_a_write() {
+    search(Answers::AtOnce, Flaw::AsksFirst);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn protecting_after_the_question_loses_a_write() {
+    search(Answers::AtOnce, Flaw::ProtectsLate);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn protecting_what_was_sent_loses_a_write() {
+    search(Answers::AtOnce, Flaw::ProtectsSent);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn a_late_answer_that_counts_loses_a_write() {
+    search(Answers::ByGuest, Flaw::TakesLate);
+}
+
+#[test]
+#[should_panic(expected = "is lost")]
+fn an_answer_from_before_the_pause_loses_a_write() {
+    search(Answers::AtOnce, Flaw::SettlesEarly);
+}

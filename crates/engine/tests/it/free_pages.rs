@@ -1,0 +1,165 @@
+//! Whole moves of guests that say which of their pages are free, use them again, come late, or make no sense. By precopy: what
+//! postcopy makes of it is tested with real faults, with the process guest.
+
+use crate::freeing::FreeKind;
+use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
+use crate::toy::{Options, Toy, Tracking};
+use std::time::Duration;
+use vmferry_engine::{Listener, MigrationState, Monitor, OnTimeout, Report, Settings};
+
+const PAGES: u64 = 6700;
+const FREED: u64 = 4000;
+/// A sender takes 512 pages at a time: those that it has are not left out any more.
+const AT_LEAST: u64 = FREED - 2 * 512;
+const USED: u64 = 600;
+
+/// 6000 and 700 pages, 600 of each in use, and 4000 and 100 that were written and freed.
+fn options(free: FreeKind, tracking: Tracking) -> Options {
+    Options {
+        pages: vec![6000, 700],
+        used: USED,
+        free: Some(free),
+        freed: FREED,
+        tracking,
+        ..Options::default()
+    }
+}
+
+/// Slow enough for a guest to answer in the first pass: the pages in use take 100 ms.
+fn slow() -> Settings {
+    Settings { max_bandwidth: Some(50_000_000), ..quick() }
+}
+
+fn sent(report: &Report) -> u64 {
+    report.bytes.raw_pages
+}
+
+#[test]
+fn what_was_written_and_freed_is_not_sent() {
+    for tracking in [Tracking::Marks, Tracking::ByHand] {
+        for free in [
+            FreeKind::AtOnce,
+            FreeKind::After(Duration::from_millis(5)),
+            FreeKind::Repeats(Duration::from_millis(8)),
+        ] {
+            let settings = Settings { verify: true, ..slow() };
+            let (report, _) = move_well(options(free, tracking), &unix_uri(), &settings);
+            let without = Settings { free_pages: false, ..settings };
+            let (all, _) = move_well(options(free, tracking), &unix_uri(), &without);
+            let skipped = report.bytes.free_pages_skipped;
+            assert!(skipped >= AT_LEAST, "{free:?}: {report:?}");
+            assert_eq!(report.skipped_pages, skipped, "{free:?}");
+            assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
+            assert!(sent(&report) + AT_LEAST <= sent(&all), "{free:?}: {} of {}", sent(&report), sent(&all));
+            let figures = report.free_pages.as_ref().unwrap();
+            assert!(figures.questions >= 2 && figures.first_answer_ms.is_some(), "{figures:?}");
+            assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
+            assert_eq!(all.verified_pages, PAGES);
+        }
+    }
+}
+
+/// Pages go in and out of use all the time; the guest finds every stamp, on whatever side it then is.
+#[test]
+fn what_is_freed_and_used_again_arrives() {
+    let (mut skipped, mut dropped) = (0, 0);
+    for round in 0..24u64 {
+        let tracking = if round % 2 == 0 { Tracking::Marks } else { Tracking::ByHand };
+        let free = match round % 4 {
+            0 | 1 => FreeKind::AtOnce,
+            2 => FreeKind::After(Duration::from_micros(300 * round)),
+            _ => FreeKind::Repeats(Duration::from_millis(round)),
+        };
+        let options = Options { free_one_in: 3, rest: Duration::from_micros(100), ..options(free, tracking) };
+        let settings = Settings {
+            verify: round % 3 == 0,
+            channels: 1 + u16::try_from(round % 3).unwrap(),
+            timeout: Some(Duration::from_millis(600)),
+            on_timeout: OnTimeout::Switch,
+            ..slow()
+        };
+        let (report, _) = move_well(options, &unix_uri(), &settings);
+        skipped += report.bytes.free_pages_skipped;
+        dropped += report.free_pages.as_ref().unwrap().dropped_reports;
+    }
+    assert!(skipped > 24 * AT_LEAST / 2, "{skipped}");
+    assert!(dropped > 0, "no answer was late");
+}
+
+#[test]
+fn answers_that_come_late_are_dropped_and_cost_nothing() {
+    // Much later than the pass takes: what it says is of no use any more.
+    let free = FreeKind::After(Duration::from_millis(400));
+    let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &quick());
+    assert_eq!(report.bytes.free_pages_skipped, 0, "{report:?}");
+    let figures = report.free_pages.unwrap();
+    assert!(figures.questions >= 1 && figures.reports == 0, "{figures:?}");
+    // The first answer is late, a later pass hears it while its own question is open.
+    let free = FreeKind::Repeats(Duration::from_millis(30));
+    let settings = Settings {
+        downtime_limit: Duration::from_millis(1),
+        timeout: Some(Duration::from_millis(500)),
+        on_timeout: OnTimeout::Switch,
+        ..slow()
+    };
+    let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &settings);
+    let figures = report.free_pages.unwrap();
+    assert!(figures.late_reports > 0 && figures.late_reports <= figures.dropped_reports, "{figures:?}");
+}
+
+#[test]
+fn a_source_that_never_answers_or_fails_costs_nothing() {
+    for free in [FreeKind::Never, FreeKind::Fails, FreeKind::FailsLater] {
+        let settings = Settings { verify: true, ..quick() };
+        let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &settings);
+        let skipped = report.bytes.free_pages_skipped;
+        // One that fails later has brought something before.
+        assert!(skipped == 0 || free == FreeKind::FailsLater, "{free:?}: {skipped}");
+        assert_eq!((skipped + report.verified_pages, report.skipped_pages), (PAGES, skipped), "{free:?}");
+    }
+}
+
+#[test]
+fn memory_that_is_not_there_is_counted_and_left_alone() {
+    let settings = Settings { verify: true, ..slow() };
+    let (report, _) = move_well(options(FreeKind::Outside, Tracking::ByHand), &unix_uri(), &settings);
+    let figures = report.free_pages.unwrap();
+    assert!(figures.outside_pages > 1 << 60, "{figures:?}");
+    assert!(report.bytes.free_pages_skipped >= AT_LEAST);
+}
+
+/// However it ends, the guest is told that nobody wants to know any more, and the next attempt sends what has to be sent.
+#[test]
+fn a_cancel_leaves_the_guest_its_pages() {
+    let mut told = 0;
+    for round in 0..8u64 {
+        let free = if round % 2 == 0 { FreeKind::AtOnce } else { FreeKind::After(Duration::from_millis(3)) };
+        let mut source = Toy::new(Options { free_one_in: 3, ..options(free, Tracking::ByHand) }, true);
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        let monitor = Monitor::new();
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(2 + round * 5));
+                monitor.cancel();
+            });
+            attempt(&mut source, &mut target, &listener, &uri, &slow(), &monitor)
+        });
+        check_owner(&source, &target, &ended);
+        assert_eq!(source.surprises(), 0);
+        told += source.told_to_stop();
+        if ended.state() == Some(MigrationState::Completed) {
+            continue;
+        }
+        assert!(source.works());
+        drop((target, listener));
+        let (mut target, listener) = (source.target(), Listener::bind(&unix_uri(), false).unwrap());
+        let uri = listener.uri().unwrap();
+        let again = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        check_owner(&source, &target, &again);
+        assert_eq!(again.state(), Some(MigrationState::Completed), "{}", again.error());
+        assert_eq!((target.lost(), target.surprises()), (vec![], 0));
+    }
+    assert!(told > 0);
+}

@@ -1,0 +1,45 @@
+//! Which pages of the guest are free: those of its heap that it does not use.
+
+use crate::heap::Heap;
+use crate::ram::Ram;
+use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
+use vmferry_memory::{PageIndex, PageRun};
+
+/// Looks into the table that the guest keeps.
+#[derive(Debug)]
+pub(crate) struct FreeHeap {
+    heap: Heap,
+    ram: Ram,
+    question: Option<u64>,
+}
+
+impl FreeHeap {
+    pub(crate) fn new(heap: Heap, ram: Ram) -> Self {
+        Self { heap, ram, question: None }
+    }
+}
+
+impl FreePages for FreeHeap {
+    fn answers(&self) -> Answers {
+        Answers::AtOnce
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        self.question = Some(question);
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        let Some(question) = self.question.take() else { return Ok(None) };
+        self.heap.each_free(|page| {
+            if let Some((region, page)) = self.ram.place(page) {
+                report.add(region, PageRun::new(PageIndex(page), 1));
+            }
+        });
+        Ok(Some(Answer { question, complete: true }))
+    }
+
+    fn stop(&mut self) {
+        self.question = None;
+    }
+}

@@ -1,0 +1,146 @@
+//! A process guest whose free pages stay behind: it takes and gives up pages of its heap all the time, moves in every mode, and
+//! finds each page in use as it left it.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
+    migrate, receive,
+};
+use vmferry_guest_abi::State;
+use vmferry_process::{ProcessGuest, ProcessOptions};
+
+const MEMORY: u64 = 64 << 20;
+const HEAP: u64 = 32 << 20;
+const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < Duration::from_secs(40), "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn options(memfd: bool) -> ProcessOptions {
+    let mut options = ProcessOptions::new(MEMORY, 2);
+    (options.memfd, options.heap) = (memfd, HEAP);
+    options
+}
+
+/// A guest that has written all of its heap, and uses a part of it.
+fn running(memfd: bool) -> ProcessGuest {
+    let mut guest = ProcessGuest::new(options(memfd), LOAD.parse().unwrap()).unwrap();
+    guest.start().unwrap();
+    let handle = guest.handle();
+    wait("the guest to fill its memory", || handle.stats().is_ok_and(|s| s.state >= State::Running));
+    wait("the heap's first content", || handle.heap().taken > HEAP / 4096);
+    guest
+}
+
+fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
+    let mut source = running(memfd);
+    let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
+    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(Duration::from_secs(10)));
+    let settings = Settings { mode, free_pages, verify: true, ..Settings::default() };
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let received = receive(&mut target, &listener, &arrival).expect("the guest");
+            if let Some(rest) = received.rest {
+                let rest = rest.finish(&listener, &arrival);
+                assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+            }
+        });
+        migrate(&mut source, &uri, None, &settings, &Monitor::new()).expect("a migration")
+    });
+    let what = format!("{mode} memfd {memfd} free pages {free_pages}");
+    assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
+    let handle = target.handle();
+    wait("the heap at work", || handle.heap().checked > 2000);
+    wait("the guest's page of requests", || handle.request_verify(7));
+    wait("the guest's check", || handle.stats().is_ok_and(|stats| stats.verified(7)));
+    let mut stats = None;
+    wait("a report", || {
+        stats = handle.stats().ok();
+        stats.is_some()
+    });
+    let stats = stats.unwrap();
+    assert_eq!((stats.corrupt(), stats.state), (0, State::Running), "{what}: {:?}", stats.first_corrupt());
+    SourceVm::pause(&mut target).unwrap();
+    assert_eq!((target.check_heap().unwrap(), handle.heap().corrupt), (0, 0), "{what}");
+    report
+}
+
+fn compare(mode: MigrationMode, memfd: bool) {
+    let (with, without) = (moved(mode, memfd, true), moved(mode, memfd, false));
+    say(&format!(
+        "{mode}, memfd {memfd}: {} bytes and {:.1} ms with free pages left out, {} and {:.1} ms without; {} pages, {:?}",
+        with.bytes.wire,
+        with.total_ms,
+        without.bytes.wire,
+        without.total_ms,
+        with.bytes.free_pages_skipped,
+        with.free_pages
+    ));
+    // Three quarters of the heap are free, about.
+    let least = HEAP / 4096 / 2;
+    assert!(with.bytes.free_pages_skipped > least, "{with:?}");
+    assert_eq!(with.skipped_pages, with.bytes.free_pages_skipped);
+    assert_eq!(with.verified_pages + with.skipped_pages, MEMORY / 4096, "{with:?}");
+    assert!(
+        with.bytes.wire + least * 4096 < without.bytes.wire,
+        "{} {}",
+        with.bytes.wire,
+        without.bytes.wire
+    );
+    assert_eq!((without.bytes.free_pages_skipped, without.verified_pages), (0, MEMORY / 4096));
+}
+
+#[test]
+fn free_pages_stay_behind_in_precopy() {
+    for memfd in [false, true] {
+        compare(MigrationMode::Precopy, memfd);
+    }
+}
+
+#[test]
+fn free_pages_are_not_waited_for_in_postcopy() {
+    if let Err(error) = ProcessGuest::new_incoming(options(false)).unwrap().lazy_memory() {
+        return say(&format!("not run: {error}"));
+    }
+    for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {
+        compare(mode, false);
+    }
+}
+
+#[test]
+fn a_heap_must_fit() {
+    let refused = |heap| {
+        let mut options = options(false);
+        options.heap = heap;
+        ProcessGuest::new(options, LOAD.parse().unwrap()).unwrap_err().to_string()
+    };
+    assert!(refused(4097).contains("whole pages"), "{}", refused(4097));
+    assert!(refused(MEMORY).contains("too large"), "{}", refused(MEMORY));
+    assert!(refused(MEMORY - (8 << 20)).contains("workload"), "{}", refused(MEMORY - (8 << 20)));
+}
+
+/// The checks above could find what is lost.
+#[test]
+fn a_page_of_the_heap_that_is_lost_is_found() {
+    let mut guest = running(false);
+    SourceVm::pause(&mut guest).unwrap();
+    assert_eq!(guest.check_heap().unwrap(), 0);
+    let memory = SourceVm::memory(&guest);
+    let region = memory.layout().regions()[0];
+    let last = region.pages() - HEAP / 4096 / 2;
+    let run = vmferry_memory::PageRun::from(last..last + 64);
+    memory.window(region.id, run).unwrap().zero();
+    let lost = guest.check_heap().unwrap();
+    assert!(lost > 0 && lost <= 64, "{lost}");
+}
