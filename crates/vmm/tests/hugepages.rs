@@ -2,8 +2,12 @@
 
 #[path = "../../sys/tests/pool/mod.rs"]
 mod pool;
+#[expect(dead_code, reason = "of what it can do to a link, one thing is done here")]
+#[path = "../../process/tests/postcopy/proxy.rs"]
+mod proxy;
 
 use pool::Pool;
+use proxy::{Harm, Proxy, Rule, Way};
 use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,6 +18,7 @@ use vmferry_engine::{
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
 use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
+use vmferry_wire::Role;
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
@@ -91,20 +96,30 @@ fn moved(
     kind: Option<TrackerKind>,
     settings: &Settings,
 ) -> (Report, Vm, Option<PostcopyFigures>) {
-    let mut target = empty(target);
     let uri = socket();
     let listener = Listener::bind(&uri, false).unwrap();
+    moved_over((&uri, &listener), source, target, kind, settings)
+}
+
+fn moved_over(
+    (uri, listener): (&Uri, &Listener),
+    source: &mut Vm,
+    target: VmOptions,
+    kind: Option<TrackerKind>,
+    settings: &Settings,
+) -> (Report, Vm, Option<PostcopyFigures>) {
+    let mut target = empty(target);
     let (arrival, figures) = (Arrival::new(Duration::from_secs(10)), Mutex::new(None));
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
-            let received = receive(&mut target, &listener, &arrival).unwrap();
+            let received = receive(&mut target, listener, &arrival).unwrap();
             if let Some(rest) = received.rest {
-                let state = rest.finish(&listener, &arrival);
+                let state = rest.finish(listener, &arrival);
                 assert_eq!((state.state, state.left), (MigrationState::Completed, 0), "{state:?}");
                 *figures.lock().unwrap() = Some(state.postcopy);
             }
         });
-        let report = migrate(source, &uri, kind, settings, &Monitor::new()).unwrap();
+        let report = migrate(source, uri, kind, settings, &Monitor::new()).unwrap();
         if report.state != MigrationState::Completed {
             arrival.stop();
         }
@@ -169,6 +184,34 @@ fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
             assert!(stats(&target.handle()).unwrap().writes() > before, "{what}");
         }
     }
+}
+
+/// Huge pages of which some parts have come when the link is lost: the rest comes on the next, and nothing twice.
+#[test]
+fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
+    let Some(_pool) = pool(2) else { return };
+    let mut cut = 0;
+    for (role, after) in [(Role::Urgent, 900_000), (Role::Urgent, 3_000_000), (Role::Bulk, 700_000)] {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let way = Way { role, index: 0, opened: 0, to_target: true };
+        let proxy = Proxy::new(&listener.uri().unwrap(), vec![Rule { way, after, harm: Harm::CutAll }]);
+        let settings = Settings {
+            mode: MigrationMode::Postcopy,
+            max_bandwidth: Some(16 << 20),
+            reconnect_for: Duration::from_secs(20),
+            ..Settings::default()
+        };
+        let mut source = running(options(Backing::HugePages));
+        let link = (&proxy.uri(), &listener);
+        let (_, target, figures) =
+            moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
+        assert_eq!(figures.expect("the guest came before its memory").duplicates, 0);
+        assert_eq!(corrupt(&target, 5), 0, "{role:?} after {after} bytes");
+        say(&format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
+        cut += proxy.harmed();
+    }
+    // How much goes which way depends on where the guest writes.
+    assert!(cut > 0);
 }
 
 #[test]
