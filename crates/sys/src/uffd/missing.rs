@@ -69,7 +69,7 @@ pub enum Event {
         address: u64,
         /// It was a write.
         write: bool,
-        /// Who sleeps, as its `gettid` says; 0 without [`FEATURE_THREAD_ID`]. A fault that KVM lets a kernel worker
+        /// Who sleeps, as its `gettid` says; 0 without [`FEATURE_THREAD_ID`](super::FEATURE_THREAD_ID). A fault that KVM lets a kernel worker
         /// take for a vCPU carries that worker's id.
         thread: u32,
     },
