@@ -41,7 +41,7 @@ pub(crate) fn check() -> Result<Status> {
     );
     let pool = vmferry_vmm::HugePagePool::read();
     line(
-        "huge pages (--hugepages)",
+        "huge pages (--memory-backing hugetlbfs)",
         if pool.pages > 0 {
             Ok(format!("{} of 2 MiB, {} free", pool.pages, pool.free))
         } else {

@@ -1,6 +1,6 @@
 //! One machine of either kind, as the command handles it.
 
-use crate::args::{BackingArg, GuestKind, OnOff, RunArgs};
+use crate::args::{BackingArg, GuestKind, RunArgs};
 use anyhow::{Context, Result, bail};
 use std::sync::Arc;
 use vmferry_dirty::Policy;
@@ -33,10 +33,10 @@ impl Machine {
 
     fn build_kvm(args: &RunArgs) -> Result<Self> {
         let mut options = VmOptions::new(args.memory, args.cpus);
-        options.backing = match (args.hugepages, args.memory_backing) {
-            (OnOff::On, _) => Backing::HugePages,
-            (OnOff::Off, BackingArg::Anonymous) => Backing::Anonymous,
-            (OnOff::Off, BackingArg::Memfd) => Backing::Memfd,
+        options.backing = match args.memory_backing {
+            BackingArg::Anonymous => Backing::Anonymous,
+            BackingArg::Memfd => Backing::Memfd,
+            BackingArg::Hugetlbfs => Backing::HugePages,
         };
         options.huge_pages = args.huge_pages;
         options.incoming = args.incoming.is_some();
@@ -67,8 +67,10 @@ impl Machine {
         if args.dirty_ring.0.is_some() {
             bail!("a process guest has no vCPUs and so no dirty rings; leave --dirty-ring off");
         }
-        if args.hugepages == OnOff::On {
-            bail!("a process guest takes no pages out of the host's pool; leave --hugepages off");
+        if args.memory_backing == BackingArg::Hugetlbfs {
+            bail!(
+                "a process guest takes no pages out of the host's pool; use --memory-backing anonymous or memfd"
+            );
         }
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;

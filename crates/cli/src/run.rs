@@ -37,8 +37,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let mut machine = Machine::build(args)?;
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
-    let shared =
-        Arc::new(Shared::new(args.guest.to_string(), probe, (args.peer_timeout, args.stay_awake), orders));
+    let shared = Arc::new(Shared::new(
+        args.guest.to_string(),
+        probe,
+        (args.peer_timeout, args.stay_awake.into()),
+        orders,
+    ));
     let server = args.api.as_deref().map(|path| Server::start(path, Arc::clone(&shared))).transpose()?;
     let on_signal = Arc::clone(&shared);
     ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;

@@ -10,7 +10,7 @@ use crate::threads::VcpuThreads;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
@@ -60,6 +60,8 @@ struct Stripe {
     bell: OwnedFd,
     /// The last interrupt that a call noticed.
     seen: AtomicU64,
+    /// Calls of `next_fault` that are under way.
+    readers: AtomicU32,
 }
 
 /// Memory mapped in this process whose pages may be missing.
@@ -119,7 +121,7 @@ impl UffdMemory {
             debug_assert!(options.user_mode_only || uffd.access() == Access::Full);
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let bell = bell.map_err(|error| FaultError::Wait { stripe: 0, source: error.into() })?;
-            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0) })
+            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
         };
         Ok(Self {
             stripes: (0..count).map(open).collect::<Result<_, FaultError>>()?,
@@ -151,6 +153,13 @@ impl UffdMemory {
     pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         (!*begun).then(change)
+    }
+
+    /// Whether pages are missing and nobody waits for faults on them at this moment. Who has just read one and places its page
+    /// does not count, so one look means little.
+    pub(crate) fn lacks_server(&self) -> bool {
+        let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
+        begun && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
     }
 
     fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
@@ -358,7 +367,11 @@ impl LazyMemory for UffdMemory {
     }
 
     fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
-        Ok(self.wait(stripe, within)?)
+        let readers = self.stripes.get(stripe).map(|stripe| &stripe.readers);
+        readers.map(|readers| readers.fetch_add(1, Ordering::Relaxed));
+        let fault = self.wait(stripe, within);
+        readers.map(|readers| readers.fetch_sub(1, Ordering::Relaxed));
+        Ok(fault?)
     }
 
     fn interrupt(&self) {

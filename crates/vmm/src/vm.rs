@@ -23,7 +23,7 @@ use vmferry_engine::Section;
 use vmferry_fault::LazySlot;
 use vmferry_sys::ring::RingEntries;
 
-/// How long the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
+/// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Where a VM is in its life.
@@ -209,7 +209,9 @@ impl Vm {
         self.stage = Stage::Stopped;
         self.keeper = None;
         self.shared.board.stop();
-        let sleeps = self.shared.board.pause_all(LAST_PATIENCE).is_err();
+        let board = &self.shared.board;
+        let stopped = |within| board.pause_all(within).is_ok();
+        let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
         // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
         self.shared.lazy.end();
         if sleeps {

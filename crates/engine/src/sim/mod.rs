@@ -93,7 +93,7 @@ fn no_seed_breaks_a_promise() {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 16] = [
+const KINDS: [Kind; 17] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),

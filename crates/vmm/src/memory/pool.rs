@@ -52,7 +52,7 @@ impl fmt::Display for Advice {
         write!(
             f,
             "it takes {need} huge pages of 2 MiB, and the host has {free} free; `sysctl vm.nr_hugepages={want}` (as root, \
-             best soon after boot) gets them, or run without --hugepages on"
+             best soon after boot) gets them, or choose another --memory-backing"
         )
     }
 }
