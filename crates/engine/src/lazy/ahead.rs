@@ -2,6 +2,8 @@
 
 /// Runs that are followed at once in one stripe: a few vCPUs that walk through memory side by side.
 const RUNS: usize = 8;
+/// So many pages may come by themselves where a run goes on: the bulk stream follows it, in frames of as many at most.
+const OTHERS: u64 = 64;
 /// The first time that a run is recognised, and the most that is asked for ahead: 32 KiB, 150 us of a link of 2 Gb/s. While
 /// they arrive the run goes on through them, so that its next fault finds none of them in its way; and whoever else waits for a
 /// page waits no longer than for a few.
@@ -41,11 +43,9 @@ impl Ahead {
     pub(super) fn fault(&mut self, region: usize, page: u64) -> Guess {
         self.turn += 1;
         let turn = self.turn;
-        // Right behind what was asked for, or a little further: neighbours may have come by themselves.
+        // Right behind what was asked for, or further.
         let follows = |run: &&mut Run| {
-            run.turn > 0
-                && run.region == region
-                && (run.last + 1..=run.last + 1 + u64::from(run.ahead.max(FIRST))).contains(&page)
+            run.turn > 0 && run.region == region && (run.last + 1..=run.last + 1 + OTHERS).contains(&page)
         };
         if let Some(run) = self.runs.iter_mut().find(follows) {
             let used = run.ahead;

@@ -76,7 +76,7 @@ pub(crate) struct Sender<'a, S> {
     writer: TableWriter,
     scratch: Box<[u8; PAGE_BYTES]>,
     /// Which pages of a region were ever touched; one bitmap, reused from region to region.
-    touched: Bitmap,
+    pub(super) touched: Bitmap,
     sequence: u64,
 }
 

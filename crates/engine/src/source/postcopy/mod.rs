@@ -17,6 +17,7 @@ use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Layout, PAGE_SIZE, PageSet, RegionId};
 
 /// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
@@ -32,6 +33,9 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
     let bytes = u128::from(rate) * AT_ONCE.as_nanos() / 1_000_000_000;
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
 }
+
+/// A bulk frame near the guest is so many times shorter than others: it costs more, and who needs a page of it waits less.
+const NEAR: u64 = 4;
 
 /// Requests that wait for bulk threads, at most: more than a guest has vCPUs.
 const MOST_QUEUED: usize = 4096;
@@ -52,8 +56,12 @@ pub(crate) struct Wanted {
 #[derive(Debug)]
 pub(crate) struct Claims {
     pub(crate) regions: Vec<(RegionId, ClaimBitmap)>,
-    /// The next chunk for a bulk thread, counted over all regions.
+    /// Chunks that no bulk thread has taken, counted over all regions.
+    chunks: ClaimBitmap,
+    /// Below it all chunks are taken.
     cursor: AtomicU64,
+    /// Where a guest that walks through memory is, as far as its faults tell: a number of a page counted from the first chunk, plus 1; 0 for nowhere.
+    near: AtomicU64,
     pub(crate) path: UrgentPath,
     /// Requests that wait for a bulk thread, unless the path is dedicated.
     queue: Mutex<VecDeque<Wanted>>,
@@ -80,11 +88,30 @@ enum Flaw {
     LeavesLate,
 }
 
+/// A bulk thread's piece of work.
+#[derive(Debug, Clone)]
+struct Chunk {
+    /// Position of its region.
+    region: usize,
+    pages: Range<u64>,
+    /// `pages.start <= from <= pages.end`: where to begin; what lies before comes last.
+    from: u64,
+    /// The guest may come to need these soon, and wait for a frame that one of them is in.
+    near: bool,
+}
+
+/// How many chunks so many pages are.
+fn chunks(pages: u64) -> u64 {
+    pages.div_ceil(CHUNK_PAGES)
+}
+
 impl Claims {
     pub(crate) fn new(lacking: &PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
         Self {
             regions: lacking.iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
+            chunks: ClaimBitmap::new(&Bitmap::full(lacking.iter().map(|(_, map)| chunks(map.len())).sum())),
             cursor: AtomicU64::new(0),
+            near: AtomicU64::new(0),
             path,
             queue: Mutex::default(),
             queued: AtomicUsize::new(0),
@@ -96,9 +123,10 @@ impl Claims {
         }
     }
 
-    /// Most pages of a bulk frame: 1 to 64.
-    pub(crate) fn frame_pages(&self) -> u64 {
-        self.frame_pages.load(Ordering::Relaxed)
+    /// Most pages of a bulk frame: 1 to 64; fewer `near` the guest, which may come to wait for the whole frame.
+    fn frame_pages(&self, near: bool) -> u64 {
+        let pages = self.frame_pages.load(Ordering::Relaxed);
+        if near { pages.div_ceil(NEAR) } else { pages }
     }
 
     /// Makes bulk frames as long as a channel takes `AT_ONCE` for at `rate` bytes a second. Its pages are on their way from
@@ -118,16 +146,52 @@ impl Claims {
         self.regions.iter().position(|(own, _)| *own == id)
     }
 
-    /// The next chunk that no bulk thread has taken.
-    fn next_chunk(&self) -> Option<(usize, Range<u64>)> {
-        let mut chunk = self.cursor.fetch_add(1, Ordering::Relaxed);
-        for (position, (_, map)) in self.regions.iter().enumerate() {
-            let chunks = map.len().div_ceil(CHUNK_PAGES);
-            if chunk < chunks {
-                let first = chunk * CHUNK_PAGES;
-                return Some((position, first..(first + CHUNK_PAGES).min(map.len())));
+    /// The guest walks through memory and is about to come to this page, which need not exist: what lies behind it is next.
+    fn guest_runs_on(&self, region: usize, page: u64) {
+        let page = page.min(self.regions[region].1.len().saturating_sub(1));
+        let before: u64 = self.regions[..region].iter().map(|(_, map)| chunks(map.len())).sum();
+        // A hint: whichever comes last will do, and one that is lost costs a fault.
+        self.near.store(before * CHUNK_PAGES + page + 1, Ordering::Relaxed);
+    }
+
+    /// The next piece of work for a bulk thread that no other has: where the guest is, or right behind, or else the first that is
+    /// left.
+    fn next_chunk(&self) -> Option<Chunk> {
+        if let Some(page) = self.near.swap(0, Ordering::Relaxed).checked_sub(1) {
+            let number = page / CHUNK_PAGES;
+            if number < self.chunks.len() && self.chunks.take(number) {
+                // Another thread goes on behind it, unless a fault tells otherwise.
+                let behind = (number + 1) * CHUNK_PAGES + 1;
+                let _ = self.near.compare_exchange(0, behind, Ordering::Relaxed, Ordering::Relaxed);
+                return self.chunk(number, page % CHUNK_PAGES);
             }
-            chunk -= chunks;
+            let behind = number + 1;
+            if behind < self.chunks.len() && self.chunks.take(behind) {
+                return self.chunk(behind, 0);
+            }
+        }
+        loop {
+            let number = self.cursor.fetch_add(1, Ordering::Relaxed);
+            if number >= self.chunks.len() {
+                return None;
+            }
+            if self.chunks.take(number) {
+                return self.chunk(number, 0).map(|chunk| Chunk { near: false, ..chunk });
+            }
+        }
+    }
+
+    /// Chunk `number`, near the guest, from its page `from` on.
+    fn chunk(&self, mut number: u64, from: u64) -> Option<Chunk> {
+        for (region, (_, map)) in self.regions.iter().enumerate() {
+            if number < chunks(map.len()) {
+                let first = number * CHUNK_PAGES;
+                let pages = first..(first + CHUNK_PAGES).min(map.len());
+                // Claims are made word by word.
+                let from = (first + from / 64 * 64).min(pages.end);
+                return Some(Chunk { region, pages, from, near: true });
+            }
+            number -= chunks(map.len());
         }
         None
     }

@@ -3,7 +3,7 @@
 use super::super::sender::{FrameSink, Sender, SenderError};
 use super::super::settings::UrgentPath;
 use super::urgent::UrgentOut;
-use super::{Claims, Wanted};
+use super::{Chunk, Claims, Wanted};
 use std::ops::Range;
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{PageIndex, PageRun, RegionId};
@@ -19,8 +19,8 @@ impl<S: FrameSink> Sender<'_, S> {
         urgent: &[UrgentOut<'_>],
     ) -> Result<(), SenderError> {
         claims.bulk_begins();
-        while let Some((region, chunk)) = claims.next_chunk() {
-            self.send_rest_of(pass, claims, (region, chunk), urgent)?;
+        while let Some(chunk) = claims.next_chunk() {
+            self.send_rest_of(pass, claims, &chunk, urgent)?;
         }
         while !claims.bulk_ends() {
             self.serve_queue(pass, claims, urgent)?;
@@ -32,34 +32,47 @@ impl<S: FrameSink> Sender<'_, S> {
         &mut self,
         pass: u32,
         claims: &Claims,
-        (position, chunk): (usize, Range<u64>),
+        chunk: &Chunk,
         urgent: &[UrgentOut<'_>],
     ) -> Result<(), SenderError> {
-        let (id, map) = &claims.regions[position];
-        let mut touched = None;
-        let mut at = chunk.start;
-        while at < chunk.end {
+        let (id, map) = &claims.regions[chunk.region];
+        if claims.look_up_untouched && map.any(chunk.pages.clone()) {
+            if self.touched.len() != map.len() {
+                self.touched = Bitmap::new(map.len());
+            }
+            // Of other chunks it holds what was found then, which nobody asks for again.
+            self.shared.memory.touched(*id, chunk.pages.clone().into(), &mut self.touched)?;
+        }
+        self.send_part_of(pass, claims, chunk, chunk.from..chunk.pages.end, urgent)?;
+        self.send_part_of(pass, claims, chunk, chunk.pages.start..chunk.from, urgent)?;
+        self.flush(FrameKind::Pages, *id, pass)?;
+        self.serve_queue(pass, claims, urgent)
+    }
+
+    fn send_part_of(
+        &mut self,
+        pass: u32,
+        claims: &Claims,
+        chunk: &Chunk,
+        part: Range<u64>,
+        urgent: &[UrgentOut<'_>],
+    ) -> Result<(), SenderError> {
+        let (id, map) = &claims.regions[chunk.region];
+        let mut at = part.start;
+        while at < part.end {
             // A frame is a piece of a word, so that it is claimed at once and right before it is sent.
-            let pages = claims.frame_pages();
+            let pages = claims.frame_pages(chunk.near);
             let (first, begin) = (at / 64 * 64, at % 64);
             let end = (begin + pages).min(64);
             let wanted = (u64::MAX >> (64 - (end - begin))) << begin;
             at = first + end;
             let mut bits = map.take_64(first, wanted);
-            if bits == 0 {
-                continue;
-            }
-            if claims.look_up_untouched && touched.is_none() {
-                let mut found = Bitmap::new(map.len());
-                self.shared.memory.touched(*id, chunk.clone().into(), &mut found)?;
-                touched = Some(found);
-            }
             while bits != 0 {
                 let begin = u64::from(bits.trailing_zeros());
                 let len = u64::from((!(bits >> begin)).trailing_zeros());
                 bits &= u64::MAX.checked_shl(u32::try_from(begin + len).unwrap_or(64)).unwrap_or(0);
                 let run = first + begin..first + begin + len;
-                self.push_claimed(pass, *id, run, touched.as_ref())?;
+                self.push_claimed(pass, *id, run, claims.look_up_untouched)?;
             }
             // At once: a page that is claimed and not sent keeps whoever waits for it waiting.
             if self.writer_pages() > 0 {
@@ -67,25 +80,29 @@ impl<S: FrameSink> Sender<'_, S> {
                 self.serve_queue(pass, claims, urgent)?;
             }
         }
-        self.flush(FrameKind::Pages, *id, pass)?;
-        self.serve_queue(pass, claims, urgent)
+        Ok(())
     }
 
-    /// Adds pages that are claimed to the frame; those that were never touched as zeros, unread.
+    /// Adds pages that are claimed to the frame; if it was `looked_up`, those that were never touched as zeros, unread.
     fn push_claimed(
         &mut self,
         pass: u32,
         region: RegionId,
         run: Range<u64>,
-        touched: Option<&Bitmap>,
+        looked_up: bool,
     ) -> Result<(), SenderError> {
-        let Some(touched) = touched else { return self.send_run(pass, region, run.into()) };
+        if !looked_up {
+            return self.send_run(pass, region, run.into());
+        }
+        let touched = std::mem::replace(&mut self.touched, Bitmap::new(0));
         let mut at = run.start;
-        for some in touched.runs_in(run.clone()) {
+        let pushed = touched.runs_in(run.clone()).try_for_each(|some| {
             self.push_zeros(pass, region, at..some.start, FrameKind::Pages)?;
             at = some.end;
-            self.send_run(pass, region, some.into())?;
-        }
+            self.send_run(pass, region, some.into())
+        });
+        self.touched = touched;
+        pushed?;
         self.push_zeros(pass, region, at..run.end, FrameKind::Pages)
     }
 

@@ -47,9 +47,9 @@ impl Model {
     /// As `Sender::send_rest`.
     fn bulk(&self) {
         self.claims.bulk_begins();
-        while let Some((region, chunk)) = self.claims.next_chunk() {
-            for first in chunk.step_by(64) {
-                let bits = self.claims.regions[region].1.take_64(first, u64::MAX);
+        while let Some(chunk) = self.claims.next_chunk() {
+            for first in chunk.pages.step_by(64) {
+                let bits = self.claims.regions[chunk.region].1.take_64(first, u64::MAX);
                 (0..64).filter(|bit| bits >> bit & 1 != 0).for_each(|bit| self.send(first + bit));
                 self.serve_queue();
             }
@@ -113,4 +113,57 @@ fn a_bulk_thread_that_takes_itself_out_late_leaves_requests_behind() {
 #[should_panic(expected = "left behind")]
 fn a_request_left_to_a_bulk_thread_that_was_there_is_left_behind() {
     search(Flaw::LeavesLate);
+}
+
+/// Two regions, of 3 chunks and a part and of 2.
+fn two_regions() -> Claims {
+    let region = |id, gpa, pages: u64| Region { id: RegionId(id), gpa: Gpa(gpa), len: pages << 12 };
+    let layout = Layout::new(vec![region(0, 0, 1600), region(1, 1 << 32, 1024)]).unwrap();
+    Claims::new(&PageSet::full(&layout), UrgentPath::Dedicated, false)
+}
+
+#[test]
+fn bulk_threads_take_each_page_once_wherever_the_guest_is() {
+    let work = |claims: &Claims, taken: &[Count]| {
+        while let Some(chunk) = claims.next_chunk() {
+            assert!(chunk.pages.contains(&chunk.from) || chunk.from == chunk.pages.end);
+            for page in chunk.pages {
+                let before = if chunk.region == 0 { 0 } else { 1600 };
+                taken[usize::try_from(before + page).unwrap()].fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    };
+    let run = move || {
+        let taken: Arc<Vec<Count>> = Arc::new((0..2624).map(|_| Count::new(0)).collect());
+        let claims = Arc::new(two_regions());
+        let start = || {
+            let (claims, taken) = (Arc::clone(&claims), Arc::clone(&taken));
+            thread::spawn(move || work(&claims, &taken))
+        };
+        let workers = [start(), start()];
+        for (region, page) in [(0, 1599), (1, 600), (1, 1 << 40), (0, 0)] {
+            claims.guest_runs_on(region, page);
+        }
+        workers.into_iter().for_each(|worker| worker.join().unwrap());
+        assert!(taken.iter().all(|taken| taken.load(Ordering::SeqCst) == 1));
+    };
+    shuttle::check_random(run, TRIES);
+}
+
+#[test]
+fn bulk_threads_follow_a_guest_that_walks_through_memory() {
+    let run = || {
+        let claims = two_regions();
+        let mut next =
+            || claims.next_chunk().map(|chunk| (chunk.region, chunk.pages.start, chunk.from, chunk.near));
+        assert_eq!(next(), Some((0, 0, 0, false)));
+        claims.guest_runs_on(1, 100);
+        assert_eq!(next(), Some((1, 0, 64, true)), "where it is");
+        assert_eq!(next(), Some((1, 512, 512, true)), "and behind");
+        assert_eq!(next(), Some((0, 512, 512, false)), "and else what is left");
+        claims.guest_runs_on(0, 700);
+        assert_eq!(next(), Some((0, 1024, 1024, true)), "its chunk is taken");
+        assert_eq!((next(), next()), (Some((0, 1536, 1536, false)), None));
+    };
+    shuttle::check_random(run, 1);
 }

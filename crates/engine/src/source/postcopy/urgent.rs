@@ -62,6 +62,9 @@ fn serve(claims: &Claims, out: &UrgentOut<'_>, channel: usize, request: Request)
     let region = claims.position(id).filter(|region| page.0 < claims.regions[*region].1.len());
     let region = region.ok_or_else(|| not_there(id, page.0))?;
     let wanted = Wanted { region, page: page.0, ahead, again, channel };
+    if ahead > 0 {
+        claims.guest_runs_on(region, page.0.saturating_add(ahead.into()));
+    }
     if claims.path != UrgentPath::Dedicated && claims.leave(wanted) {
         return Ok(());
     }
