@@ -2,9 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::report::of_purpose;
 use super::{Purpose, Side, Way};
 use crate::json::{Case, Document};
+use crate::report::tables::of_purpose;
 
 /// Ours, compared with `shared` at most.
 const OF_SHARED: f64 = 1.0 / 20.0;

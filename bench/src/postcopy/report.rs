@@ -1,21 +1,20 @@
 //! From runs to the document, and from the document to tables for a terminal.
 
-use std::collections::BTreeSet;
-
-use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::Value;
 
 use super::figures::{Measured, histogram, measure};
-use super::goals::{goals, published};
+use super::goals::{goals as verdicts, published};
 use super::watch::WAIT_MIN_US;
 use super::{CaseRuns, CaseSpec, Options, Purpose, SideRuns};
 use crate::json::{Case, Document};
 use crate::reaper::to_f64;
+use crate::report::tables::{
+    Column, GOALS, add_spreads, cells, goals, grid, head, host, list, number, of_purpose, text,
+};
 use crate::rtt::Floor;
-use crate::stats::Spread;
 
 /// Columns of the table: title, metric, digits, whether the spread is shown.
-pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
+pub(super) const COLUMNS: &[Column] = &[
     ("mean us", "mean_us", 0, true),
     ("p50", "p50_us", 0, false),
     ("p99", "p99_us", 0, true),
@@ -31,7 +30,7 @@ pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
 ];
 
 /// Columns of the table of what the target says itself, and of the conditions.
-pub(super) const BESIDE: &[(&str, &str, usize, bool)] = &[
+pub(super) const BESIDE: &[Column] = &[
     ("floor us", "floor_us", 0, true),
     ("own faults", "own_faults", 0, false),
     ("own mean us", "own_mean_us", 0, false),
@@ -79,11 +78,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, floors: &[Option
         .param("vcpus", spec.vcpus)
         .param("before_ms", u64::try_from(options.before.as_millis()).unwrap_or(u64::MAX))
         .param("rounds", measured.len());
-    let names: BTreeSet<&String> = measured.iter().flat_map(|measured| measured.figures.keys()).collect();
-    for name in names {
-        let values = measured.iter().filter_map(|measured| measured.figures.get(name).copied());
-        case.spread(name, Spread::of(values));
-    }
+    add_spreads(&mut case, measured.iter().map(|measured| &measured.figures));
     case.hist_us = histogram(measured.iter());
     case
 }
@@ -94,7 +89,7 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
         ("rounds", options.repeats.into()),
         ("wait_min_us", WAIT_MIN_US.into()),
         ("published", published(document).into()),
-        ("goals", goals(document).into()),
+        ("goals", verdicts(document).into()),
         ("failures", failures.into()),
     ];
     document.summary.extend(summary.map(|(name, value): (&str, Value)| (name.to_owned(), value)));
@@ -102,24 +97,14 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
 
 /// What was run where, and under which conditions.
 pub(super) fn conditions(document: &Document) -> Vec<String> {
-    let host = &document.host;
-    let number = |name: &str| document.summary.get(name).and_then(Value::as_f64).unwrap_or(0.0);
-    let mut lines = vec![format!(
-        "{} cores, {} GiB, Linux {}, {}, QEMU {}. Medians of {} rounds; ± is how far the farthest round lies from it.",
-        host.cores,
-        host.memory_bytes >> 30,
-        host.kernel,
-        host.kvm,
-        host.qemu.as_deref().unwrap_or("not installed"),
-        number("rounds"),
-    )];
-    lines.extend(host.busy_text().map(|line| line.trim_end().to_owned()));
+    let mut lines = host(document);
+    let wait_min = document.summary.get("wait_min_us").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
         "Times are the guest's own: stalls of {} us and more of its vCPUs, from the command until the end, each vCPU's downtime \
          left out. Shorter ones are faults that the host answers itself. Mean and count are exact; percentiles lie in the \
          right power of two, and where in it follows from the mean of those in it. Waits before: as many such stalls has the \
          guest when nothing moves.",
-        number("wait_min_us")
+        wait_min
     ));
     lines.push(
         "Floor: round trip of a page on the idle link and a local fault, measured in the same round. / link: the whole time by \
@@ -128,20 +113,6 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
             .into(),
     );
     lines
-}
-
-/// The cases of a purpose.
-pub(super) fn of_purpose(document: &Document, purpose: Purpose) -> impl Iterator<Item = &Case> {
-    let wanted = format!("{purpose:?}").to_lowercase();
-    document.cases.iter().filter(move |case| case.params.get("purpose").is_some_and(|own| *own == wanted))
-}
-
-/// Text for each column of a case.
-pub(super) fn cells(case: &Case, columns: &[(&str, &str, usize, bool)]) -> Vec<String> {
-    let text = |(_, name, digits, spread): &(&str, &str, usize, bool)| {
-        if *spread { case.spread_text(name, *digits) } else { case.text(name, *digits) }
-    };
-    [case.name.clone()].into_iter().chain(columns.iter().map(text)).collect()
 }
 
 /// A table as text.
@@ -161,15 +132,11 @@ pub(super) fn tables(document: &Document) -> Vec<TextTable> {
     ] {
         let ran = of_purpose(document, purpose).filter(|case| !case.metrics.is_empty());
         let rows: Vec<_> = ran.map(|case| cells(case, columns)).collect();
-        let head = ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect();
-        tables.push(TextTable { title, head, rows });
+        tables.push(TextTable { title, head: head(columns), rows });
     }
-    let list = |name: &str| document.summary.get(name).and_then(Value::as_array).into_iter().flatten();
-    let number = |value: &Value| value.as_f64().map_or("-".into(), |value| format!("{value:.3}"));
-    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
-    let published = list("published").map(|row| {
+    let published = list(document, "published").map(|row| {
         let columns = ["published_interleaved", "interleaved", "published_dedicated", "dedicated", "ours"];
-        [text(&row["name"])].into_iter().chain(columns.map(|name| number(&row[name]))).collect()
+        [text(&row["name"])].into_iter().chain(columns.map(|name| number(&row[name], 3))).collect()
     });
     let head = vec![
         "mean / shared",
@@ -180,11 +147,7 @@ pub(super) fn tables(document: &Document) -> Vec<TextTable> {
         "ours",
     ];
     tables.push(TextTable { title: "The published progression", head, rows: published.collect() });
-    let goals = list("goals").map(|goal| {
-        let verdict = if goal["met"] == true { "met" } else { "missed" };
-        vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"]), verdict.into()]
-    });
-    tables.push(TextTable { title: "Goals", head: vec!["goal", "want", "got", ""], rows: goals.collect() });
+    tables.push(TextTable { title: "Goals", head: GOALS.to_vec(), rows: goals(document) });
     tables.retain(|table| !table.rows.is_empty());
     tables
 }
@@ -199,17 +162,4 @@ pub fn table(document: &Document) -> String {
     text.push_str(&document.skipped_text());
     text.push_str(&document.failures_text());
     text
-}
-
-fn grid(head: &[&str], rows: &[Vec<String>]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(head);
-    for row in rows {
-        table.add_row(row.iter().enumerate().map(|(column, text)| {
-            let side = if column == 0 { CellAlignment::Left } else { CellAlignment::Right };
-            Cell::new(text).set_alignment(side)
-        }));
-    }
-    table
 }

@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::report::of_purpose;
 use super::spec::ENTRIES;
 use super::{Policy, Purpose, Side};
 use crate::json::{Case, Document};
+use crate::report::tables::of_purpose;
 
 /// The guest is to be at least this fast, compared with the log.
 const OF_LOG: f64 = 0.9;

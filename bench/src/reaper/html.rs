@@ -3,11 +3,12 @@
 use serde_json::Value;
 
 use super::Purpose;
-use super::report::{COLUMNS, PARTS, cells, conditions, extra_tables, of_purpose};
+use super::report::{COLUMNS, PARTS, conditions, extra_tables};
 use super::spec::ENTRIES;
 use crate::json::{Case, Document, Series};
 use crate::report::html::Page;
 use crate::report::svg::{Chart, Line, Tone};
+use crate::report::tables::{cells, of_purpose};
 
 /// When the guest falls below this share of its highest speed, only a logarithmic axis shows both.
 const DEEP: f64 = 0.1;

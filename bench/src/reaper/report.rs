@@ -2,18 +2,20 @@
 
 use std::collections::BTreeMap;
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::{Value, json};
 
 use super::figures::{Figures, fault_us, figures, speed_before};
-use super::goals::{goals, published};
+use super::goals::{goals as verdicts, published};
 use super::spec::{ENTRIES, SCALE};
 use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
 use crate::json::{Case, Document, Series};
+use crate::report::tables::{
+    Column, GOALS, add_spreads, cells, goals, grid, head, host, list, number, of_purpose, text,
+};
 use crate::stats::Spread;
 
 /// Columns of the table: title, metric, digits, whether the spread is shown.
-pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
+pub(super) const COLUMNS: &[Column] = &[
     ("drop s", "drop_s", 1, true),
     ("worst ms/GB", "worst_ms_per_gb", 0, true),
     ("writes/s during", "writes_during_per_s", 0, true),
@@ -29,7 +31,7 @@ pub(super) const COLUMNS: &[(&str, &str, usize, bool)] = &[
 ];
 
 /// Columns of the table that says where the guest's time went.
-pub(super) const PARTS: &[(&str, &str, usize, bool)] = &[
+pub(super) const PARTS: &[Column] = &[
     ("faults", "faults", 0, false),
     ("lost %", "lost_pct", 1, true),
     ("by faults", "fault_pct", 1, false),
@@ -93,12 +95,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option
     if let Side::Ring { policy, .. } = runs.side {
         case = case.param("policy", policy.name());
     }
-    let names: std::collections::BTreeSet<&String> =
-        rounds.iter().flatten().flat_map(BTreeMap::keys).collect();
-    for name in names {
-        let values = rounds.iter().flatten().filter_map(|figures| figures.get(name).copied());
-        case.spread(name, Spread::of(values));
-    }
+    add_spreads(&mut case, rounds.iter().flatten());
     case.series = typical(runs, rounds, options.before.as_secs_f64());
     case
 }
@@ -160,7 +157,7 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
         ("window_s", WINDOW.into()),
         ("scale", SCALE.into()),
         ("published", published(document).into()),
-        ("goals", goals(document).into()),
+        ("goals", verdicts(document).into()),
         ("failures", failures.into()),
     ];
     document.summary.extend(summary.map(|(name, value): (&str, Value)| (name.to_owned(), value)));
@@ -185,23 +182,13 @@ fn explain(case: &mut Case, fault_us: Option<f64>) {
 
 /// What was run where, and under which conditions.
 pub(super) fn conditions(document: &Document) -> Vec<String> {
-    let host = &document.host;
-    let number = |name: &str| document.summary.get(name).and_then(Value::as_f64).unwrap_or(0.0);
-    let mut lines = vec![format!(
-        "{} cores, {} GiB, Linux {}, {}, QEMU {}. Medians of {} rounds; ± is how far the farthest round lies from it.",
-        host.cores,
-        host.memory_bytes >> 30,
-        host.kernel,
-        host.kvm,
-        host.qemu.as_deref().unwrap_or("not installed"),
-        number("rounds"),
-    )];
-    lines.extend(host.busy_text().map(|text| text.trim_end().to_owned()));
+    let mut lines = host(document);
+    let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
         "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
          its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
          link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
-        number("scale")
+        scale
     ));
     lines.push(
         "Drop: seconds below 80 % of the median before, in windows of 100 ms, downtime included. Worst: time for 1 GiB of \
@@ -216,25 +203,6 @@ pub(super) fn conditions(document: &Document) -> Vec<String> {
     lines
 }
 
-/// The cases to compare, or those of an idle guest.
-pub(super) fn of_purpose(document: &Document, purpose: Purpose) -> impl Iterator<Item = &Case> {
-    let wanted = format!("{purpose:?}").to_lowercase();
-    document.cases.iter().filter(move |case| case.params.get("purpose").is_some_and(|own| *own == wanted))
-}
-
-/// Text for each column of a case.
-pub(super) fn cells(case: &Case, columns: &[(&str, &str, usize, bool)]) -> Vec<String> {
-    let mut row = vec![case.name.clone()];
-    if case.skipped.is_some() {
-        row.push("skipped".into());
-    } else {
-        row.extend(columns.iter().map(|(_, name, digits, spread)| {
-            if *spread { case.spread_text(name, *digits) } else { case.text(name, *digits) }
-        }));
-    }
-    row
-}
-
 /// The document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let mut text = conditions(document).join("\n");
@@ -244,8 +212,7 @@ pub fn table(document: &Document) -> String {
     {
         let rows: Vec<_> = of_purpose(document, purpose).map(|case| cells(case, columns)).collect();
         if !rows.is_empty() {
-            let head: Vec<&str> = ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect();
-            text.push_str(&format!("{}\n", grid(&head, &rows)));
+            text.push_str(&format!("{}\n", grid(&head(columns), &rows)));
         }
     }
     for (head, rows) in extra_tables(document) {
@@ -260,14 +227,11 @@ pub fn table(document: &Document) -> String {
 
 /// What `predict` pays for the guest's speed; drops beside the published ones; goals.
 pub(super) fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
-    let list = |name: &str| document.summary.get(name).and_then(Value::as_array).into_iter().flatten();
-    let number = |value: &Value| value.as_f64().map_or("-".into(), |value| format!("{value:.2}"));
-    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
     let mut paid = Vec::new();
     let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
     for (case, sizes) in cases.into_iter().flatten() {
         for (entries, ratios) in sizes.as_object().into_iter().flatten() {
-            let ratio = |name: &str| number(&ratios[name]["median"]);
+            let ratio = |name: &str| number(&ratios[name]["median"], 2);
             paid.push(vec![
                 format!("{case}/{entries}"),
                 ratio("writes_during_per_s"),
@@ -279,16 +243,11 @@ pub(super) fn extra_tables(document: &Document) -> [(&'static [&'static str], Ve
             ]);
         }
     }
-    let drops = list("published").map(|row| {
+    let drops = list(document, "published").map(|row| {
         let mut cells = vec![text(&row["name"])];
         let columns = ["published_to_bitmap", "to_log", "published_to_fixed", "to_fixed"];
-        cells.extend(columns.map(|name| number(&row[name])));
+        cells.extend(columns.map(|name| number(&row[name], 2)));
         cells
-    });
-    let goals = list("goals").map(|goal| {
-        let got = goal["got"].as_f64().unwrap_or(f64::NAN);
-        let verdict = if goal["met"] == true { "met" } else { "missed" };
-        vec![text(&goal["name"]), text(&goal["want"]), format!("{got:.3}"), verdict.into()]
     });
     [
         (&["predict to fixed", "writes/s", "faults", "passes", "GB sent", "total", "downtime"], paid),
@@ -302,19 +261,6 @@ pub(super) fn extra_tables(document: &Document) -> [(&'static [&'static str], Ve
             ],
             drops.collect(),
         ),
-        (&["goal", "want", "got", ""], goals.collect()),
+        (&GOALS, goals(document)),
     ]
-}
-
-fn grid(head: &[&str], rows: &[Vec<String>]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(head);
-    for row in rows {
-        table.add_row(row.iter().enumerate().map(|(column, text)| {
-            let side = if column == 0 { CellAlignment::Left } else { CellAlignment::Right };
-            Cell::new(text).set_alignment(side)
-        }));
-    }
-    table
 }

@@ -3,6 +3,7 @@
 pub mod bars;
 pub mod html;
 pub mod svg;
+pub(crate) mod tables;
 
 /// `text` with what has a meaning in HTML and SVG replaced.
 pub fn escape(text: &str) -> String {

@@ -41,7 +41,7 @@ pub(crate) enum Command {
     /// Take up a link that was lost in postcopy, or decide who owns a guest of which nobody knows
     Recover(RecoverArgs),
     /// What this host can do, and how to enable the rest
-    Check,
+    Check(CheckArgs),
     /// Measure: ours, QEMU and the floor in one run
     Bench(BenchArgs),
     #[command(name = vmferry_bench::floor::RECEIVER_SUBCOMMAND, hide = true)]
@@ -310,6 +310,13 @@ pub(crate) struct DirtyRateArgs {
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
     /// Write the result as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Write what was found as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }

@@ -1,60 +1,110 @@
 //! `vmferry check`: what this host can do.
 
-use crate::{Status, guest};
-use anyhow::Result;
-use std::fs;
+mod host;
+mod postcopy;
 
-/// Prints a line for each thing that vmferry uses, and what to do where it is missing.
-pub(crate) fn check() -> Result<Status> {
-    let mut usable = false;
-    let mut line = |name: &str, found: Result<String, String>, otherwise: &str| match found {
-        Ok(text) => {
-            usable = true;
-            println!("yes  {name:24} {text}");
+use crate::args::CheckArgs;
+use crate::{Status, guest, output};
+use anyhow::Result;
+use serde::Serialize;
+use std::io::Write;
+
+/// One thing that vmferry uses.
+#[derive(Debug, Serialize)]
+struct Finding {
+    /// Its name in JSON: stays as it is.
+    id: &'static str,
+    #[serde(skip)]
+    name: &'static str,
+    ok: bool,
+    /// What was found, or what is missing.
+    detail: String,
+    /// How to enable it, and what works without it; only where it is missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    how: Option<&'static str>,
+}
+
+impl Finding {
+    fn new(
+        id: &'static str,
+        name: &'static str,
+        found: Result<String, String>,
+        otherwise: &'static str,
+    ) -> Self {
+        let ok = found.is_ok();
+        let (Ok(detail) | Err(detail)) = found;
+        Self { id, name, ok, detail, how: (!ok).then_some(otherwise) }
+    }
+
+    fn line(&self) -> String {
+        let Self { name, detail, .. } = self;
+        match self.how {
+            None => format!("yes  {name:24} {detail}"),
+            Some(how) => format!("no   {name:24} {detail}; {how}"),
         }
-        Err(why) => println!("no   {name:24} {why}; {otherwise}"),
-    };
-    line(
-        "KVM guests",
-        guest::no_kvm().map_or_else(|| Ok("/dev/kvm works".into()), Err),
-        "without it `--guest process` still works; load kvm_intel or kvm_amd, and join the group that owns /dev/kvm",
-    );
-    line(
-        "dirty rings",
-        vmferry_vmm::largest_dirty_ring()
-            .map_err(|error| error.to_string())
-            .and_then(|most| most.ok_or_else(|| "KVM has none".into()))
-            .map(|most| format!("up to {most} entries a vCPU")),
-        "`--tracker log` and `wp` need none; rings need Linux 5.11",
-    );
-    line(
-        "tracking by wp",
-        vmferry_dirty::WpTracker::available()
-            .map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into())
-            .map_err(|e| e.to_string()),
-        "needs Linux 6.7 and access to userfaultfd (vm.unprivileged_userfaultfd=1, or root)",
-    );
-    line(
-        "transparent huge pages",
-        huge_pages(),
-        "memory is mapped in 4 KiB pages, which is slower: set it to madvise or always",
-    );
-    let pool = vmferry_vmm::HugePagePool::read();
-    line(
-        "huge pages (--memory-backing hugetlbfs)",
-        if pool.pages > 0 {
-            Ok(format!("{} of 2 MiB, {} free", pool.pages, pool.free))
-        } else {
-            Err("the pool is empty".into())
-        },
-        "`sysctl vm.nr_hugepages=512` sets 1 GiB aside",
-    );
+    }
+}
+
+/// Prints a line for each thing that vmferry uses, and what to do where it is missing; or one JSON document.
+pub(crate) fn check(args: &CheckArgs) -> Result<Status> {
+    let mut findings = guests();
+    findings.extend(postcopy::findings());
+    findings.extend(host::findings());
+    let usable = findings.iter().any(|finding| finding.ok);
+    // Standard output belongs to the document then.
+    if args.json.as_deref() != Some("-".as_ref()) {
+        findings.iter().for_each(|finding| println!("{}", finding.line()));
+    }
+    if let Some(path) = &args.json {
+        let document = serde_json::json!({ "version": env!("CARGO_PKG_VERSION"), "checks": findings });
+        writeln!(output::open(path)?, "{document:#}")?;
+    }
     Ok(if usable { Status::Done } else { Status::Failed })
 }
 
-fn huge_pages() -> Result<String, String> {
-    let path = "/sys/kernel/mm/transparent_hugepage/enabled";
-    let text = fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
-    let text = text.trim().to_owned();
-    if text.contains("[never]") { Err(format!("{path} says {text}")) } else { Ok(text) }
+/// What kinds of guest there can be, and how their writes are found.
+fn guests() -> Vec<Finding> {
+    vec![
+        Finding::new(
+            "kvm",
+            "KVM guests",
+            guest::no_kvm().map_or_else(|| Ok(format!("/dev/kvm works: {}", host::kind_of_kvm())), Err),
+            "without it `--guest process` still works; load kvm_intel or kvm_amd, and join the group that owns /dev/kvm",
+        ),
+        Finding::new(
+            "dirty_rings",
+            "dirty rings",
+            vmferry_vmm::largest_dirty_ring()
+                .map_err(|error| error.to_string())
+                .and_then(|most| most.ok_or_else(|| "KVM has none".into()))
+                .map(|most| format!("up to {most} entries a vCPU (`run --dirty-ring SIZE`)")),
+            "`--tracker log` and `wp` need none; rings need Linux 5.11",
+        ),
+        Finding::new(
+            "wp",
+            "tracking by wp",
+            vmferry_dirty::WpTracker::available()
+                .map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into())
+                .map_err(|e| e.to_string()),
+            "needs Linux 6.7 and access to userfaultfd (vm.unprivileged_userfaultfd=1, or root)",
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_says_what_to_do_and_what_is_there_does_not() {
+        let there = Finding::new("x", "a thing", Ok("found".into()), "do this");
+        assert_eq!(there.line(), format!("yes  {:24} found", "a thing"));
+        assert_eq!(
+            serde_json::to_value(&there).unwrap(),
+            serde_json::json!({ "id": "x", "ok": true, "detail": "found" })
+        );
+        let missing = Finding::new("x", "a thing", Err("not found".into()), "do this");
+        assert_eq!(missing.line(), format!("no   {:24} not found; do this", "a thing"));
+        assert_eq!(serde_json::to_value(&missing).unwrap()["how"], "do this");
+    }
 }

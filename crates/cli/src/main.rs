@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         Command::Status(args) => api::status(&args),
         Command::Switch(args) => api::simple(&args.api, "switch"),
         Command::Recover(args) => api::recover(&args),
-        Command::Check => check::check(),
+        Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
         Command::RttSource { arguments } => bench::rtt_source(&arguments),

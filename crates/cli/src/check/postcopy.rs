@@ -1,0 +1,74 @@
+//! What postcopy and lazy restores need: faults of whoever touches the guest's memory.
+
+use super::Finding;
+use std::fs::File;
+use vmferry_sys::SysError;
+use vmferry_sys::uffd::{
+    FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, Userfaultfd,
+};
+
+/// `UFFD_FEATURE_MINOR_SHMEM`.
+const MINOR_SHMEM: u64 = 1 << 10;
+
+const PERMIT: &str = "postcopy and lazy restores of KVM guests need it: be root, set the sysctl vm.unprivileged_userfaultfd to 1, \
+     or give this user access to /dev/userfaultfd, or the process CAP_SYS_PTRACE";
+
+pub(super) fn findings() -> Vec<Finding> {
+    let missing = FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID;
+    let minor =
+        |feature| Userfaultfd::open(feature).map_err(said).map(|_| "pages can be mapped in place".into());
+    vec![
+        Finding::new(
+            "faults_kernel",
+            "faults, kernel and KVM",
+            Userfaultfd::open_full(missing).map_err(said).map(|_| way()),
+            PERMIT,
+        ),
+        Finding::new(
+            "faults_user",
+            "faults, user code",
+            Userfaultfd::open(missing).map_err(said).map(|_| "missing pages of this process".into()),
+            "nothing can run before its memory is there: needs Linux 5.11 with CONFIG_USERFAULTFD, and no sandbox that forbids it",
+        ),
+        Finding::new(
+            "minor_shmem",
+            "minor faults, memfd",
+            minor(MINOR_SHMEM),
+            "needs Linux 5.14 and access to userfaultfd; postcopy copies pages instead",
+        ),
+        Finding::new(
+            "minor_hugetlbfs",
+            "minor faults, hugetlbfs",
+            minor(FEATURE_MINOR_HUGETLBFS | FEATURE_MISSING_HUGETLBFS),
+            "postcopy of guests on huge pages needs Linux 5.13 and access to userfaultfd",
+        ),
+        Finding::new(
+            "cpu_latency",
+            "processors kept awake",
+            // Opening it asks for nothing that stays when it is closed.
+            File::options()
+                .write(true)
+                .open("/dev/cpu_dma_latency")
+                .map(|_| "/dev/cpu_dma_latency can be written".into())
+                .map_err(|error| format!("/dev/cpu_dma_latency: {error}")),
+            "a page that is waited for takes longer when processors sleep deeply: be root, or give this user write access to it",
+        ),
+    ]
+}
+
+fn said(error: SysError) -> String {
+    error.to_string()
+}
+
+/// By which of the ways that a user may have it.
+fn way() -> String {
+    let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();
+    let ways = [
+        (super::host::has_capability(super::host::CAP_SYS_PTRACE), "CAP_SYS_PTRACE"),
+        (sysctl.is_ok_and(|text| text.trim() == "1"), "vm.unprivileged_userfaultfd=1"),
+        (device, "/dev/userfaultfd"),
+    ];
+    let ways: Vec<_> = ways.iter().filter(|(open, _)| *open).map(|(_, name)| *name).collect();
+    if ways.is_empty() { "permitted".into() } else { format!("by {}", ways.join(", ")) }
+}

@@ -1,0 +1,89 @@
+//! What the command says of its host.
+
+use crate::support::{Folder, VMFERRY, code, document, say, vmferry};
+use serde_json::Value;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+const IDS: [&str; 12] = [
+    "kvm",
+    "dirty_rings",
+    "wp",
+    "faults_kernel",
+    "faults_user",
+    "minor_shmem",
+    "minor_hugetlbfs",
+    "cpu_latency",
+    "transparent_huge_pages",
+    "huge_pages",
+    "tap",
+    "network_namespaces",
+];
+
+fn find<'a>(document: &'a Value, id: &str) -> &'a Value {
+    let checks = document["checks"].as_array().unwrap();
+    checks.iter().find(|check| check["id"] == id).unwrap_or_else(|| panic!("no {id}: {document}"))
+}
+
+/// Everything is named, and what is missing says what to do.
+fn complete(document: &Value) {
+    for id in IDS {
+        let check = find(document, id);
+        let told = check["how"].as_str().is_some_and(|how| how.len() > 10);
+        assert_eq!(check["ok"].as_bool(), Some(!told), "{check}");
+        assert!(check["detail"].as_str().is_some_and(|detail| !detail.is_empty()), "{check}");
+    }
+    assert_eq!(document["checks"].as_array().unwrap().len(), IDS.len(), "{document}");
+}
+
+#[test]
+fn what_the_host_can_do_is_said_to_people_and_to_programs() {
+    let output = vmferry(&["check", "--json", "-"]);
+    let document = document(&output);
+    complete(&document);
+    let text = String::from_utf8(vmferry(&["check"]).stdout).unwrap();
+    assert_eq!(text.lines().count(), IDS.len(), "{text}");
+    for (line, check) in text.lines().zip(document["checks"].as_array().unwrap()) {
+        let starts = if check["ok"] == true { "yes  " } else { "no   " };
+        assert!(line.starts_with(starts), "{line}: {check}");
+        say(line);
+    }
+    assert_eq!(code(&output), code(&vmferry(&["check"])));
+    // Into a file, what people read stays on standard output.
+    let folder = Folder::new();
+    let output = vmferry(&["check", "--json", &folder.path("found")]);
+    assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), IDS.len());
+    complete(&serde_json::from_str(&std::fs::read_to_string(folder.path("found")).unwrap()).unwrap());
+    assert_eq!(code(&vmferry(&["check", "--json", "/nonexistent/found"])), 1);
+}
+
+/// What is claimed is so: a guest whose pages come later needs what the check names.
+#[test]
+fn an_ordinary_user_is_told_how_to_get_the_faults_of_the_kernel() {
+    let nobody = 65_534;
+    let mut command = Command::new(VMFERRY);
+    command.args(["check", "--json", "-"]).stdin(Stdio::null());
+    if rustix::process::geteuid().is_root() {
+        command.uid(nobody).gid(nobody);
+    }
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(error) => return say(&format!("not run: no other user can start {VMFERRY}: {error}")),
+    };
+    let document = document(&output);
+    complete(&document);
+    let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let faults = find(&document, "faults_kernel");
+    say(&format!("an ordinary user: {faults}"));
+    if sysctl.trim() == "1" {
+        assert_eq!(faults["ok"], true, "{faults}");
+    } else if faults["ok"] == true {
+        assert!(faults["detail"].as_str().unwrap().contains("by "), "{faults}");
+    } else {
+        for way in ["vm.unprivileged_userfaultfd", "/dev/userfaultfd", "CAP_SYS_PTRACE"] {
+            assert!(faults["how"].as_str().unwrap().contains(way), "{faults}");
+        }
+    }
+    let namespaces = find(&document, "network_namespaces");
+    assert_eq!(namespaces["ok"], false, "{namespaces}");
+}
