@@ -335,12 +335,12 @@ impl AllocSnapshot {
             .ok()
             .filter(|cpus| (1..=MAX_CPUS).contains(cpus))
             .ok_or(StatsError::Invalid { word: CPUS, value: count })?;
-        let guest = read_block(&mut load, GUEST, |mut next| AllocGuest::take(&mut next));
+        let guest = read_block(&mut load, GUEST, |next| AllocGuest::take(next));
         let guest = guest.ok_or(StatsError::Busy { cpu: 0 })?;
         let mut blocks = [AllocCpu::default(); MAX_CPUS];
         for (cpu, block) in blocks.iter_mut().enumerate().take(cpus) {
             let start = HEADER_WORDS + cpu * BLOCK_WORDS;
-            let read = read_block(&mut load, start, |mut next| AllocCpu::take(&mut next));
+            let read = read_block(&mut load, start, |next| AllocCpu::take(next));
             *block = read.ok_or(StatsError::Busy { cpu })?;
         }
         Ok(Self { guest, cpus, blocks })
