@@ -48,6 +48,7 @@ fn a_target_moves_with_its_guest() {
     let (target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
     let output = source.migrate(&uri, &["--verify"]);
     assert_eq!(code(&output), 0, "{output:?}");
+    target.wait("the guest on the target", |s| s["vm"]["place"] == "running");
     target.goes_on();
     assert_eq!(target.status().unwrap()["vm"]["balloon"]["target"], 80 << 20);
 }
