@@ -1,5 +1,6 @@
 //! The command end to end: real processes, real sockets, and a guest that must be the same afterwards.
 
+mod balloon;
 mod check;
 mod failures;
 mod moves;

@@ -30,6 +30,8 @@ pub(crate) enum Command {
     Resume(ApiArgs),
     /// End the guest and its process
     Quit(ApiArgs),
+    /// How much of its memory the guest is to have, and what it says of it
+    Balloon(BalloonArgs),
     /// How fast the guest dirties its memory
     DirtyRate(DirtyRateArgs),
     /// How the guest and its migration are doing, as JSON
@@ -185,6 +187,12 @@ pub(crate) struct RunArgs {
     /// Give each vCPU a dirty ring of so many entries, a power of two; the guest then has no dirty log
     #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
     pub(crate) dirty_ring: DirtyRing,
+    /// Give it a balloon, by which it gives memory back and is asked for it; the same on both sides of a move
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) balloon: OnOff,
+    /// Let the balloon follow the host: take memory while the host is short of it, but leave the guest at least this much
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub(crate) balloon_auto: Option<u64>,
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
@@ -287,6 +295,19 @@ pub(crate) struct ApiArgs {
     /// Control socket of the vmferry that is meant
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BalloonArgs {
+    /// Control socket of the vmferry whose guest is meant
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Let the guest have this much of its memory
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub(crate) target: Option<u64>,
+    /// Write the answer as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -1,13 +1,14 @@
 //! One machine of either kind, as the command handles it.
 
 use crate::args::{BackingArg, GuestKind, RunArgs};
+use crate::choices::OnOff;
 use anyhow::{Context, Result, bail};
 use std::sync::Arc;
 use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_vmm::{Backing, SerialSink, Vm, VmHandle, VmOptions};
+use vmferry_vmm::{Backing, BalloonHandle, SerialSink, Vm, VmHandle, VmOptions};
 
 /// A machine. Owned by the thread that runs it.
 pub(crate) enum Machine {
@@ -41,6 +42,7 @@ impl Machine {
         options.huge_pages = args.huge_pages;
         options.incoming = args.incoming.is_some();
         options.dirty_ring = args.dirty_ring.0;
+        options.balloon = args.balloon == OnOff::On;
         options.serial = serial(args.serial.as_deref())?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
@@ -71,6 +73,9 @@ impl Machine {
             bail!(
                 "a process guest takes no pages out of the host's pool; use --memory-backing anonymous or memfd"
             );
+        }
+        if args.balloon_auto.is_some() {
+            bail!("a process guest has no balloon; leave --balloon-auto");
         }
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;
@@ -142,6 +147,14 @@ impl Probe {
         match self {
             Self::Kvm(vm) => vm.request_verify(request),
             Self::Process(guest) => guest.request_verify(request),
+        }
+    }
+
+    /// The guest's balloon, if it has one.
+    pub(crate) fn balloon(&self) -> Option<BalloonHandle> {
+        match self {
+            Self::Kvm(vm) => vm.balloon(),
+            Self::Process(_) => None,
         }
     }
 

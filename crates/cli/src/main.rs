@@ -2,6 +2,7 @@
 
 mod api;
 mod args;
+mod balloon;
 mod bench;
 mod check;
 mod choices;
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         Command::Resume(args) => api::simple(&args.api, "resume"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
+        Command::Balloon(args) => balloon::balloon(&args),
         Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),
         Command::Status(args) => api::status(&args),
         Command::Switch(args) => api::simple(&args.api, "switch"),

@@ -5,7 +5,7 @@ use crate::api::{MigrateRequest, Server, Shared};
 use crate::args::RunArgs;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, dirty_rate, output};
+use crate::{Status, balloon, dirty_rate, output};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -46,6 +46,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let server = args.api.as_deref().map(|path| Server::start(path, Arc::clone(&shared))).transpose()?;
     let on_signal = Arc::clone(&shared);
     ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;
+    if let Some(least) = args.balloon_auto {
+        let balloon = shared.probe.balloon().context("--balloon-auto needs --balloon on")?;
+        balloon::auto::start(balloon, least, &shared)?;
+    }
     let watched = Arc::clone(&shared);
     std::thread::Builder::new().name("speed".into()).spawn(move || {
         loop {

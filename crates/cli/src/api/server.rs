@@ -273,6 +273,7 @@ impl Shared {
             "received": *lock(&self.received),
             "restore": self.restore(),
             "guest": stats,
+            "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }
 
@@ -281,6 +282,7 @@ impl Shared {
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),
+            "balloon" => return crate::balloon::answer(self, arguments),
             "cancel" if self.handed_over() => bail!(
                 "too late to cancel: the guest runs on the target, and what is here of it is old; it ends by itself, or, once \
                  its link is lost, with recover --abandon"

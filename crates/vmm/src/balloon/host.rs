@@ -21,7 +21,8 @@ use vmferry_virtio::runs::GuestRun;
 ///
 /// [`LazySlot::settled`] keeps it so: a drop that has begun ends before pages can be missing, and one that has not does nothing.
 ///
-/// During precopy nothing is held back; see [`GuestRam::drop_pages`].
+/// During precopy nothing is held back; see [`GuestRam::drop_pages`]. Memory out of the host's pool of huge pages always is: it was set
+/// aside for this guest.
 #[derive(Debug)]
 pub(super) struct RamHost {
     ram: Arc<GuestRam>,
@@ -36,6 +37,9 @@ impl RamHost {
     }
 
     fn drop_all(&self, runs: &[GuestRun], way: DropWay) -> Result<Dropped, HostError> {
+        if self.ram.reserved() {
+            return Ok(Dropped::Held);
+        }
         let each = |run: &GuestRun| self.ram.drop_pages(run.region, run.run, way);
         match self.lazy.settled(|| runs.iter().try_for_each(each)) {
             None => Ok(Dropped::Held),

@@ -1,7 +1,7 @@
 //! Pages that are given back to the host while the guest runs.
 
 use super::{GuestRam, MemoryError, RamRegion};
-use crate::options::DropWay;
+use crate::options::{Backing, DropWay};
 use std::os::fd::AsFd;
 use vmferry_memory::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
@@ -20,6 +20,12 @@ pub(crate) enum DropError {
 }
 
 impl GuestRam {
+    /// Whether the host has set all of it aside for this guest. Such pages are not given back: the reservation would go with them, and a
+    /// guest that touches one when the pool is empty is killed.
+    pub(crate) fn reserved(&self) -> bool {
+        self.regions().iter().any(|ram| ram.backing() == Backing::HugePages)
+    }
+
     /// Gives the pages of `run` back to the host; they read as zeros when this returns, if `way` is [`DropWay::DontNeed`]. The caller
     /// knows that the guest does not need what is in them, and that no page can be missing
     /// ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
@@ -53,7 +59,7 @@ impl RamRegion {
             // Through the file, so that the pages are gone and not only this mapping of them. A part of a huge page that somebody holds
             // at the moment is overwritten with zeros instead: nothing is gained, nothing is lost.
             (_, Some(file)) => {
-                memfd::punch(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes()).map(|_| ())
+                memfd::erase(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes())
             }
             // SAFETY: the caller checked that the run lies in the mapping, which is private and anonymous as it has no file; this crate
             // makes no references to guest bytes other than to atomics.
@@ -67,7 +73,7 @@ impl RamRegion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{Backing, VmOptions};
+    use crate::options::VmOptions;
     use vm_memory::{Bytes, GuestAddress};
     use vmferry_bitmap::Bitmap;
 

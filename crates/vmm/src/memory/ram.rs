@@ -75,6 +75,12 @@ impl RamRegion {
         self.mapping.file()
     }
 
+    /// What it is made of.
+    #[must_use]
+    pub fn backing(&self) -> crate::Backing {
+        self.mapping.backing()
+    }
+
     /// The marks of pages that the VMM itself wrote.
     #[must_use]
     pub fn marks(&self) -> &WriteMarks {

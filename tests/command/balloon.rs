@@ -1,0 +1,65 @@
+//! The balloon, from outside.
+
+use crate::support::{Folder, Run, code, document, errors, kinds, vmferry};
+
+#[test]
+fn a_target_is_set_and_shown() {
+    if !kinds().contains(&"kvm") {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("kvm", &folder);
+    let output = vmferry(&["balloon", "--api", &source.api, "--target", "64M", "--json", "-"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let answer = document(&output);
+    assert_eq!(
+        (answer["memory"].as_u64(), answer["target"].as_u64()),
+        (Some(96 << 20), Some(64 << 20)),
+        "{answer}"
+    );
+    let status = source.status().unwrap();
+    assert_eq!(status["vm"]["balloon"]["target"], 64 << 20, "{status}");
+    let output = vmferry(&["balloon", "--api", &source.api]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("of 96.0 MiB, target 64.0 MiB"), "{text}");
+    for target in ["1M", "97M"] {
+        let output = vmferry(&["balloon", "--api", &source.api, "--target", target]);
+        assert_eq!(code(&output), 1);
+        assert!(errors(&output).contains("the guest can have"), "{output:?}");
+    }
+    source.goes_on();
+}
+
+#[test]
+fn a_target_moves_with_its_guest() {
+    if !kinds().contains(&"kvm") {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("kvm", &folder);
+    assert_eq!(code(&vmferry(&["balloon", "--api", &source.api, "--target", "80M"])), 0);
+    let without =
+        Run::start("kvm", &folder, "without", &["--incoming", "tcp:127.0.0.1:0", "--balloon", "off"]);
+    let status = without.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    assert!(status["vm"]["balloon"].is_null(), "{status}");
+    let output = source.migrate(status["vm"]["incoming"].as_str().unwrap(), &[]);
+    assert!(errors(&output).contains("balloon=off here and balloon=on there"), "{output:?}");
+    source.goes_on();
+    let (target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
+    let output = source.migrate(&uri, &["--verify"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    target.wait("the guest on the target", |s| s["vm"]["place"] == "running");
+    target.goes_on();
+    assert_eq!(target.status().unwrap()["vm"]["balloon"]["target"], 80 << 20);
+}
+
+#[test]
+fn a_guest_without_one_says_so() {
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let output = vmferry(&["balloon", "--api", &source.api]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("this guest has no balloon"), "{output:?}");
+    let output = vmferry(&["run", "--guest", "process", "--balloon-auto", "64M"]);
+    assert!(errors(&output).contains("a process guest has no balloon"), "{output:?}");
+}
