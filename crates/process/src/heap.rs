@@ -187,7 +187,6 @@ impl Heap {
             self.ram.word(self.first + page, word).load(Ordering::Relaxed) == content(stamp, word)
         };
         // Both ends, and something between.
-        #[expect(clippy::cast_possible_truncation, reason = "a remainder below 512")]
         let between = (stamp >> 20) as usize % PAGE_WORDS;
         let fine = [0, between, PAGE_WORDS - 1].into_iter().all(same);
         count(if fine { &counts.checked } else { &counts.corrupt });

@@ -7,11 +7,13 @@
 //! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie; whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are
 //! planted and must be found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
 
+mod defect;
 mod fuzz;
 mod guest;
 mod here;
 mod here_free;
 mod here_lazy;
+mod here_pass;
 mod judge;
 mod link;
 mod rng;

@@ -1,5 +1,6 @@
 //! The simulated world: a clock, a queue of what is to happen, two hosts, a link, and the faults of one seed.
 
+pub(super) use super::defect::Defect;
 use super::guest::Memory;
 use super::here::Here;
 use super::link::{Cargo, Request, Wire};
@@ -13,52 +14,6 @@ use vmferry_wire::{Refusal, RefusalCode};
 
 /// Longer than any migration of a few pages may take, in simulated microseconds.
 pub(super) const FOR_EVER: u64 = 900_000_000;
-
-/// A defect that is planted to see whether the simulation finds it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Defect {
-    None,
-    /// A harvest now and then loses a page.
-    LostPage,
-    /// The guest is started when its state is loaded, before the commit.
-    StartsAtLoad,
-    /// A link that breaks after the commit is taken for one that broke before it.
-    ResumesAfterCommit,
-    /// Pages are protected after they were read, not before.
-    ProtectsLate,
-    /// The target says that all pages are sound.
-    BlindToDamage,
-    /// A link that breaks when the guest runs at the target, before all of its memory is there, brings it back here.
-    ResumesInPostcopy,
-    /// Pages that are asked for are sent even if they were sent, and what comes is written over what is there.
-    OlderOverNewer,
-    /// Pages that are asked for are sent even if they were sent.
-    SendsTwice,
-    /// Pages that were claimed for a lost channel stay claimed on the next.
-    ClaimSurvives,
-    /// The target tells what it lacks while the lost channels still bring pages.
-    RetoldEarly,
-    /// What is stale at the handover is kept.
-    KeepsStale,
-    /// Pages that came damaged are not named at the handover.
-    ForgetsSuspects,
-    /// The target says that all is here when a page is lacking.
-    CompleteEarly,
-    /// The word that the last page is here is lost with the link that it came on.
-    ForgetsTheLast,
-    /// What is moot at the target's end is dropped again and again, and the end with it.
-    DropsTheEnd,
-    /// Pages are left out by an answer that was asked for before they were protected.
-    AsksFirst,
-    /// Pages are protected when the answer by which they are left out has come.
-    ProtectsAfterAsking,
-    /// Pages are protected anew that were sent.
-    ProtectsSent,
-    /// What the guest says of a pass that has ended counts for the next.
-    TakesLateAnswers,
-    /// What was free before the pause is left out after it.
-    SettlesEarly,
-}
 
 /// What is to happen. Numbers called `link` say for which set of channels it counts.
 #[derive(Debug)]

@@ -3,14 +3,16 @@
 //! | module | what |
 //! |---|---|
 //! | `host` | pages given back, and when they are not |
-//! | `hints` | free pages that a migration need not send |
+//! | `free`, `hints` | free pages that a migration need not send |
 //! | `handle` | the view for other threads |
 //! | `keeper` | a thread that asks the guest for statistics |
 
+mod free;
 mod handle;
 mod hints;
 mod host;
 
+pub(crate) use free::BalloonFree;
 pub use handle::{BalloonHandle, BalloonStatus, Hints};
 
 use crate::bus::MmioDevice;
