@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// What decides how the image looks, relative to `guest/`.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 11] = [
     "Cargo.toml",
     "Cargo.lock",
     "build.rs",
@@ -16,6 +16,8 @@ const SOURCES: [&str; 9] = [
     "src",
     "abi/Cargo.toml",
     "abi/src",
+    "alloc/Cargo.toml",
+    "alloc/src",
     "image/build.rs",
     ".cargo/config.toml",
 ];
@@ -60,8 +62,8 @@ fn build() -> Result<PathBuf, String> {
     }
 }
 
-/// The nested build: always optimized (a guest in debug mode would measure the compiler), never online (its only dependency
-/// is a path), and independent of how the outer build was called.
+/// The nested build: always optimized (a guest in debug mode would measure the compiler), never online (its
+/// dependencies are paths), and independent of how the outer build was called.
 fn cargo(guest: &Path, target: &Path) -> Result<Command, String> {
     let mut cargo = Command::new(variable("CARGO")?);
     for (name, _) in env::vars_os() {

@@ -9,6 +9,12 @@ pub(crate) fn out8(port: u16, value: u8) {
     unsafe { asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack, preserves_flags)) }
 }
 
+/// Writes 32 bits to a port. All writes to memory that stand before it come before it.
+pub(crate) fn out32(port: u16, value: u32) {
+    // SAFETY: as for `out8`, except that the device may read memory that the caller has prepared: no `nomem`.
+    unsafe { asm!("out dx, eax", in("dx") port, in("eax") value, options(nostack, preserves_flags)) }
+}
+
 /// Reads a byte from a port.
 pub(crate) fn in8(port: u16) -> u8 {
     let value;

@@ -22,7 +22,8 @@
 //! | behind it | code, tables, stacks of 64 vCPUs: the image, up to `image_end` below 4 MiB |
 //! | behind it | page directories for memory above 4 GiB, one page a GiB |
 //! | behind that, or the first range where it fits | the counters, 8 bytes for each page of the working set |
-//! | all other RAM of the memory map, up to 512 GiB | pages of the workload, in ascending order |
+//! | likewise, if memory is allocated or there is a balloon | the allocator's tables, 8 bytes a page (`pool.rs`) |
+//! | all other RAM of the memory map, up to 512 GiB | pages of the workload, in ascending order; what is left is the allocator's |
 //! | 0xfee00000 | the local APIC, uncached |
 //!
 //! # Why ring 3
@@ -38,11 +39,16 @@
 #![no_main]
 
 mod apic;
+mod balloon;
+mod carve;
 mod clock;
 mod cpu;
 mod idle;
+mod lock;
 mod memory;
+mod own;
 mod paging;
+mod pool;
 mod pvh;
 mod rt;
 mod run;
@@ -50,10 +56,13 @@ mod serial;
 mod smp;
 mod stats;
 mod traps;
+mod virtio;
 
 use core::sync::atomic::Ordering;
 use run::Plan;
-use vmferry_guest_abi::{GuestArgs, Layout, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, TscClock};
+use vmferry_guest_abi::{
+    ALLOC_STATS_GPA, GuestArgs, Layout, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, TscClock, Workload,
+};
 
 core::arch::global_asm!(include_str!("boot.s"));
 
@@ -90,6 +99,7 @@ extern "C" fn guest_main(apic_id: u64, other: u64) -> ! {
 /// Called once, by the first vCPU, as the first thing.
 unsafe fn plan() {
     assert!((&raw const stats::PAGE).addr() as u64 == STATS_GPA, "link.ld and STATS_GPA differ");
+    assert!((&raw const stats::ALLOC).addr() as u64 == ALLOC_STATS_GPA, "link.ld and ALLOC_STATS_GPA differ");
     serial::init();
     apic::mask_pics();
     // SAFETY: no other vCPU runs.
@@ -107,15 +117,36 @@ unsafe fn plan() {
     let mut free = memory::FreeRam::new(&boot);
     paging::map_high(&mut free);
     let cpus = smp::start_others(args.cpus, &clock);
-    let layout = match Layout::new(&args.workload, free.pages(), u64::from(cpus)) {
-        Ok(layout) => layout,
-        Err(error) => panic!("{error}"),
-    };
-    // SAFETY: `map_high` has mapped what `boot.s` had not; `free` is behind the image and nobody else has it.
-    let ram = unsafe { memory::Ram::new(free, layout.table_pages()) };
+    let workload = &args.workload;
+    let device = virtio::find(&args.windows, balloon::DEVICE_ID);
+    assert!(
+        args.inflate.is_none() || device.is_some(),
+        "inflate=: this machine has no balloon (virtio-mmio, version 2)"
+    );
+    let mut layout = fit(workload, &free, cpus);
+    let spare = free.pages() - layout.data_pages - layout.table_pages();
+    // With a workload that leaves no memory, a balloon has nothing to do.
+    let rest = device.is_some() && pool::Tables::worth(&free, &boot, cpus, spare);
+    let tables = (workload.alloc.is_some() || rest).then(|| {
+        // SAFETY: `map_high` has mapped what `boot.s` had not; `free` is behind the image and nobody else has it.
+        let tables = unsafe { pool::Tables::take(&mut free, &boot, device, cpus) };
+        layout = fit(workload, &free, cpus);
+        tables
+    });
+    // SAFETY: as above.
+    let ram = unsafe { memory::Ram::new(&mut free, layout.table_pages(), layout.data_pages) };
+    let pool = tables.map(|tables| pool::Pool::new(tables, &free, &boot, &args, (cpus, clock)));
     publish(&layout, tsc_khz);
     // SAFETY: by the promise above this is the only call.
-    unsafe { PLAN.set(Plan { args, layout, ram, clock, tsc_khz }) };
+    unsafe { PLAN.set(Plan { args, layout, ram, pool, clock, tsc_khz }) };
+}
+
+/// Divides what is free among `cpus` vCPUs.
+fn fit(workload: &Workload, free: &memory::FreeRam, cpus: u32) -> Layout {
+    match Layout::new(workload, free.pages(), u64::from(cpus)) {
+        Ok(layout) => layout,
+        Err(error) => panic!("{error}"),
+    }
 }
 
 /// Makes the statistics page valid.

@@ -51,6 +51,22 @@ impl FreeRam {
         range.start += bytes;
         Some(range.start - bytes)
     }
+
+    /// Takes the lowest `pages` pages out, or as many as there are.
+    fn take_lowest(&mut self, pages: u64) -> Self {
+        let mut taken = Self { ranges: [RamRange::default(); MAX_RANGES], count: 0 };
+        let mut left = pages * PAGE_SIZE;
+        for range in &mut self.ranges[..self.count] {
+            let bytes = left.min(range.end - range.start);
+            if bytes != 0 {
+                taken.ranges[taken.count] = RamRange { start: range.start, end: range.start + bytes };
+                taken.count += 1;
+            }
+            range.start += bytes;
+            left -= bytes;
+        }
+        taken
+    }
 }
 
 /// The workload's memory: page `n` of the workload is the `n`-th page of the ranges.
@@ -62,13 +78,14 @@ pub(crate) struct Ram {
 }
 
 impl Ram {
-    /// Uses everything that is left in `free`, and a table of `table_pages` pages taken out of it.
+    /// Takes a table of `table_pages` pages and `data_pages` pages of content out of `free`, the lowest that there are.
     ///
     /// # Safety
     /// The ranges in `free` are mapped, and nobody else uses them.
-    pub(crate) unsafe fn new(mut free: FreeRam, table_pages: u64) -> Self {
+    pub(crate) unsafe fn new(free: &mut FreeRam, table_pages: u64, data_pages: u64) -> Self {
         let counters = free.take(table_pages).expect("no contiguous memory for the counters; lower ws");
-        Self { ranges: free.ranges, count: free.count, counters }
+        let FreeRam { ranges, count } = free.take_lowest(data_pages);
+        Self { ranges, count, counters }
     }
 
     #[inline]

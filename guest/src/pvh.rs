@@ -2,6 +2,8 @@
 //!
 //! Both may lie anywhere in memory, so they are copied into the image before anything else is written.
 
+use vmferry_guest_abi::PAGE_SIZE;
+
 /// `XEN_HVM_START_MAGIC_VALUE`.
 const MAGIC: u32 = 0x336e_c578;
 
@@ -126,6 +128,15 @@ impl BootInfo {
     /// The command line; panics when it is not UTF-8.
     pub(crate) fn cmdline(&self) -> &str {
         core::str::from_utf8(&self.cmdline[..self.cmdline_len]).expect("the command line is no UTF-8")
+    }
+
+    /// Whole pages of RAM below `address`, in all of the map: what a map of free pages counts.
+    pub(crate) fn pages_below(&self, address: u64) -> u64 {
+        let pages = |range: &RamRange| {
+            let start = range.start.next_multiple_of(PAGE_SIZE);
+            (range.end.min(address) / PAGE_SIZE).saturating_sub(start / PAGE_SIZE)
+        };
+        self.ranges().iter().map(pages).sum()
     }
 
     /// RAM in the order of the map.

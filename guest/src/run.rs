@@ -1,6 +1,8 @@
 //! The workload's loop on each vCPU.
 
 use crate::memory::Ram;
+use crate::own::Own;
+use crate::pool::Pool;
 use crate::{cpu, idle, serial, stats};
 use core::sync::atomic::{AtomicU64, Ordering};
 use vmferry_guest_abi::{
@@ -14,6 +16,8 @@ pub(crate) struct Plan {
     pub(crate) args: GuestArgs,
     pub(crate) layout: Layout,
     pub(crate) ram: Ram,
+    /// There if there is something to allocate, or a balloon.
+    pub(crate) pool: Option<Pool>,
     pub(crate) clock: TscClock,
     pub(crate) tsc_khz: u32,
 }
@@ -36,8 +40,10 @@ pub(crate) fn run(plan: &Plan, index: u64) -> ! {
         ready(plan);
     }
     let now = plan.clock.ns(cpu::tsc());
+    let own = plan.pool.as_ref().map(|pool| Own::new(pool, &plan.args, index, plan.layout.cpus, now));
     let mut vcpu = Vcpu {
         plan,
+        own,
         index,
         worker,
         lines: SerialReporter::new(index, now),
@@ -62,6 +68,7 @@ fn ready(plan: &Plan) {
 
 struct Vcpu<'a> {
     plan: &'a Plan,
+    own: Option<Own<'a>>,
     index: u64,
     worker: Worker,
     lines: SerialReporter,
@@ -73,16 +80,20 @@ impl Vcpu<'_> {
     #[inline]
     fn turn(&mut self, sleeper: Option<&idle::Sleeper>) {
         let now = self.plan.clock.ns(cpu::tsc());
+        let busy = self.own.is_some() && self.turn_own(now);
+        let now = if busy { self.plan.clock.ns(cpu::tsc()) } else { now };
         match self.worker.step(&self.plan.ram, now) {
             Step::Worked => {}
             Step::Waited => match sleeper {
-                Some(sleeper) => sleeper.sleep(&mut self.worker),
-                None => core::hint::spin_loop(),
+                Some(sleeper) if !busy => sleeper.sleep(&mut self.worker),
+                _ => core::hint::spin_loop(),
             },
             Step::Corrupt(corrupt) => self.tell(corrupt),
         }
         if self.pages.due(now) {
-            self.worker.verify(stats::PAGE.header.verify_request.load(Ordering::Relaxed));
+            let request = stats::PAGE.header.verify_request.load(Ordering::Relaxed);
+            self.verify_own(request);
+            self.worker.verify(request);
             if self.plan.args.stats == StatsSink::Page
                 && let Some(block) =
                     usize::try_from(self.index).ok().and_then(|index| stats::PAGE.cpus.get(index))
@@ -94,6 +105,36 @@ impl Vcpu<'_> {
             for line in self.lines.poll(&mut self.worker, now).into_iter().flatten() {
                 self.print(&line);
             }
+        }
+    }
+
+    /// What is due with the allocator; whether that was anything.
+    #[inline(never)]
+    fn turn_own(&mut self, now: u64) -> bool {
+        let (mut wrong, mut first) = (0, None);
+        let own = self.own.as_mut();
+        let busy = own.is_some_and(|own| own.turn(now, &mut |corrupt| note(&mut wrong, &mut first, corrupt)));
+        self.found_own(wrong, first);
+        if busy {
+            // It takes what it takes, which is nobody's fault but ours.
+            self.worker.resume(self.plan.clock.ns(cpu::tsc()));
+        }
+        busy
+    }
+
+    fn verify_own(&mut self, request: u64) {
+        let (mut wrong, mut first) = (0, None);
+        if let Some(own) = &mut self.own {
+            own.verify(request, &mut |corrupt| note(&mut wrong, &mut first, corrupt));
+            self.found_own(wrong, first);
+            self.worker.resume(self.plan.clock.ns(cpu::tsc()));
+        }
+    }
+
+    fn found_own(&mut self, wrong: u64, first: Option<Corrupt>) {
+        if let Some(corrupt) = first {
+            (0..wrong).for_each(|_| self.worker.found(corrupt));
+            self.tell(corrupt);
         }
     }
 
@@ -112,4 +153,10 @@ impl Vcpu<'_> {
         // Printing takes most of a millisecond, which is nobody's fault but ours.
         self.worker.resume(self.plan.clock.ns(cpu::tsc()));
     }
+}
+
+/// Counts what is wrong, and keeps the first.
+fn note(wrong: &mut u64, first: &mut Option<Corrupt>, corrupt: Corrupt) {
+    *wrong += 1;
+    first.get_or_insert(corrupt);
 }

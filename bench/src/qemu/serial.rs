@@ -103,7 +103,7 @@ impl Serial {
                 self.timeline.add(cpu, now, writes, Duration::from_micros(stall_max_us));
             }
             Ok(Line::Corrupt { .. } | Line::Panic(_)) => return Err(QemuError::Guest(self.last.clone())),
-            Ok(Line::Hist { .. }) | Err(_) => {}
+            Ok(Line::Hist { .. } | Line::Alloc { .. } | Line::Inflated { .. }) | Err(_) => {}
         }
         Ok(())
     }

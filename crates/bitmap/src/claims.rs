@@ -52,6 +52,18 @@ impl ClaimBitmap {
         page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
     }
 
+    /// Whether a page of `range` is still in it.
+    ///
+    /// # Panics
+    /// If `range` ends beyond `len`.
+    #[must_use]
+    pub fn any(&self, range: Range<u64>) -> bool {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        let mut found = 0;
+        for_each_word(range, |word, mask| found |= self.words[word].load(Ordering::SeqCst) & mask);
+        found != 0
+    }
+
     /// Takes `page`; says whether it was there to be taken. A page beyond the end never is.
     pub fn take(&self, page: u64) -> bool {
         if !self.test(page) {
@@ -176,6 +188,8 @@ mod tests {
                         prop_assert_eq!(claims.take_range(range), (want, want > 0 && model.is_empty()));
                     }
                 }
+                let range = at.min(len)..(at + count).min(len);
+                prop_assert_eq!(claims.any(range.clone()), model.count_range(range) > 0);
                 prop_assert_eq!(claims.left(), model.count());
                 prop_assert_eq!(&claims.snapshot(), &model);
             }

@@ -136,6 +136,8 @@ pub(crate) enum BackingArg {
     Anonymous,
     /// A memfd, which other processes can map
     Memfd,
+    /// A memfd of 2 MiB pages out of the host's pool; the other side of a migration may do otherwise
+    Hugetlbfs,
 }
 
 /// Entries of each vCPU's dirty ring; none for the dirty log.
@@ -176,6 +178,10 @@ pub(crate) struct RunArgs {
     /// Ask for transparent huge pages
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
     pub(crate) huge_pages: bool,
+    /// Keep this host's processors awake while a guest waits for single pages (postcopy), where this user may ask for that
+    /// (/dev/cpu_dma_latency)
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) stay_awake: OnOff,
     /// Give each vCPU a dirty ring of so many entries, a power of two; the guest then has no dirty log
     #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
     pub(crate) dirty_ring: DirtyRing,

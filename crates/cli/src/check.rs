@@ -39,6 +39,16 @@ pub(crate) fn check() -> Result<Status> {
         huge_pages(),
         "memory is mapped in 4 KiB pages, which is slower: set it to madvise or always",
     );
+    let pool = vmferry_vmm::HugePagePool::read();
+    line(
+        "huge pages (--memory-backing hugetlbfs)",
+        if pool.pages > 0 {
+            Ok(format!("{} of 2 MiB, {} free", pool.pages, pool.free))
+        } else {
+            Err("the pool is empty".into())
+        },
+        "`sysctl vm.nr_hugepages=512` sets 1 GiB aside",
+    );
     Ok(if usable { Status::Done } else { Status::Failed })
 }
 

@@ -36,6 +36,7 @@ impl Machine {
         options.backing = match args.memory_backing {
             BackingArg::Anonymous => Backing::Anonymous,
             BackingArg::Memfd => Backing::Memfd,
+            BackingArg::Hugetlbfs => Backing::HugePages,
         };
         options.huge_pages = args.huge_pages;
         options.incoming = args.incoming.is_some();
@@ -65,6 +66,11 @@ impl Machine {
         }
         if args.dirty_ring.0.is_some() {
             bail!("a process guest has no vCPUs and so no dirty rings; leave --dirty-ring off");
+        }
+        if args.memory_backing == BackingArg::Hugetlbfs {
+            bail!(
+                "a process guest takes no pages out of the host's pool; use --memory-backing anonymous or memfd"
+            );
         }
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;

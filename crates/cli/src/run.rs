@@ -15,8 +15,8 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, TrackerKind, Uri,
-    migrate, receive, restore, restore_lazy, save, save_copy,
+    LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, Settings,
+    TrackerKind, Uri, migrate, receive, restore, restore_lazy, save, save_copy,
 };
 
 /// How often the machine's owner looks whether the guest has ended.
@@ -37,7 +37,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let mut machine = Machine::build(args)?;
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
-    let shared = Arc::new(Shared::new(args.guest.to_string(), probe, args.peer_timeout, orders));
+    let shared = Arc::new(Shared::new(
+        args.guest.to_string(),
+        probe,
+        (args.peer_timeout, args.stay_awake.into()),
+        orders,
+    ));
     let server = args.api.as_deref().map(|path| Server::start(path, Arc::clone(&shared))).transpose()?;
     let on_signal = Arc::clone(&shared);
     ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;
@@ -241,10 +246,11 @@ fn move_away(
     let monitor = shared.monitor();
     let speed_before = shared.speed.recent();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
+    let settings = Settings { stay_awake: shared.stay_awake, ..request.settings() };
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
         Uri::File(path) => save(machine.source(), path, &monitor),
-        _ => migrate(machine.source(), uri, tracker, &request.settings(), &monitor),
+        _ => migrate(machine.source(), uri, tracker, &settings, &monitor),
     };
     let elapsed = began.elapsed();
     let after = shared.probe.stats().ok();

@@ -19,7 +19,8 @@ pub enum Backing {
         /// Where in the file the region starts, in bytes.
         offset: u64,
     },
-    /// Anything else: every page counts as touched.
+    /// Anything else, such as a memfd of huge pages, which does not tell what was written (`SEEK_DATA` finds data
+    /// everywhere): every page counts as touched.
     Other,
 }
 

@@ -19,11 +19,20 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 48);
 
+/// As [`prefer_latency`], for a thread of this process that somebody else made, by its id: a vCPU that waits for pages, and must
+/// not wait again for the end of a slice of those who bring them. `false` takes it back.
+pub fn prefer_latency_of(thread: u32, prefer: bool) {
+    // 0 is the calling thread to the kernel, and nobody to us.
+    if thread != 0 {
+        change(thread, |attributes| attributes.runtime = if prefer { SLICE } else { 0 });
+    }
+}
+
 /// Asks the scheduler for short slices for this thread, and in return to be run soon when it is woken (Linux 6.12,
 /// `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an earlier deadline). It gets no larger share of a
 /// processor. A kernel that does not know it refuses, or takes no notice.
 pub(crate) fn prefer_latency() {
-    change(|attributes| attributes.runtime = SLICE);
+    change(0, |attributes| attributes.runtime = SLICE);
 }
 
 /// How much a thread that nobody waits for gives way: about a tenth of an ordinary thread's share where both want a processor,
@@ -34,23 +43,25 @@ const NICE: i32 = 10;
 /// Gives way to other threads from now on: this one sends or places pages that nobody waits for, and must not keep a processor
 /// from those that somebody does, or from the guest. There is no way back for an ordinary user.
 pub(crate) fn give_way() {
-    change(|attributes| {
+    change(0, |attributes| {
         attributes.policy = libc::SCHED_BATCH.unsigned_abs();
         attributes.nice = attributes.nice.max(NICE);
+        // Who runs is not interrupted before the end of its slice by whoever has one that is no shorter.
+        attributes.runtime = SLICE;
     });
 }
 
-fn change(how: impl FnOnce(&mut Attributes)) {
+fn change(thread: u32, how: impl FnOnce(&mut Attributes)) {
     let mut attributes = Attributes { size: 48, ..Attributes::default() };
-    // SAFETY: the kernel writes at most `size` bytes of `attributes`, of this very thread.
-    let known = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, 48u32, 0u32) };
+    // SAFETY: the kernel writes at most `size` bytes of `attributes`.
+    let known = unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, 48u32, 0u32) };
     // Whoever gave us a policy of his own (real time, idle) knows better.
     if known != 0 || attributes.policy != libc::SCHED_OTHER.unsigned_abs() {
         return;
     }
     how(&mut attributes);
     // SAFETY: the kernel reads `size` bytes of `attributes`.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0u32) };
+    unsafe { libc::syscall(libc::SYS_sched_setattr, thread, &raw const attributes, 0u32) };
 }
 
 #[cfg(test)]
@@ -65,6 +76,33 @@ mod tests {
             nice()
         });
         assert_eq!((there.join().unwrap(), nice()), (before.max(super::NICE), before));
+    }
+
+    #[test]
+    fn another_thread_is_given_short_slices_and_its_own_again() {
+        let slice = |thread: u32| {
+            let mut attributes = super::Attributes::default();
+            // SAFETY: the kernel writes at most 48 bytes, as many as there are.
+            let known =
+                unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, 48u32, 0u32) };
+            assert_eq!(known, 0);
+            attributes.runtime
+        };
+        // SAFETY: this call reads nothing of ours.
+        let own = u32::try_from(unsafe { libc::gettid() }).unwrap();
+        std::thread::spawn(move || {
+            let before = slice(own);
+            super::prefer_latency_of(own, true);
+            let short = slice(own);
+            super::prefer_latency_of(own, false);
+            if before == 0 {
+                println!("not run: this kernel has no slices that can be asked for (before Linux 6.12)");
+                return;
+            }
+            assert_eq!((short, slice(own)), (super::SLICE, before));
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]

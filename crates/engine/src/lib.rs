@@ -1,8 +1,8 @@
 //! The live-migration engine.
 
+mod awake;
 mod channel;
 mod error;
-mod fill;
 mod free;
 mod lacking;
 mod latency;
@@ -20,8 +20,8 @@ mod vm;
 
 pub use channel::{Listener, Uri, UriError, tcp};
 pub use error::MigrateError;
-pub use fill::{FillState, LazyProgress};
 pub use free::{Answer, Answers, FreePages, FreeReport};
+pub use latency::prefer_latency_of;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
@@ -29,7 +29,9 @@ pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PostcopyFigures, Report,
     RingFigures, ThrottleFigures, VcpuRing,
 };
-pub use snapshot::{LazyRestore, RestoreError, restore, restore_lazy, save, save_copy};
+pub use snapshot::{
+    FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
+};
 pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate, pace,

@@ -61,6 +61,11 @@ mod stepped {
             self.0.test(page)
         }
 
+        pub(crate) fn any(&self, range: Range<u64>) -> bool {
+            step();
+            self.0.any(range)
+        }
+
         pub(crate) fn take(&self, page: u64) -> bool {
             step();
             self.0.take(page)

@@ -76,6 +76,19 @@ pub enum FaultError {
     /// It was begun already.
     #[error("pages are missing already; end that first")]
     Begun,
+    /// A page came although none is missing.
+    #[error("no page of {0} is missing: begin first")]
+    NotBegun(RegionId),
+    /// Huge pages cannot be mapped a second time.
+    #[error(
+        "{region}: its huge pages cannot be mapped a second time, to be written before the guest sees them: {source}"
+    )]
+    Alias {
+        /// The region.
+        region: RegionId,
+        /// What the host said.
+        source: std::io::Error,
+    },
     /// A page of a memfd that does not go away.
     #[error(
         "{region}: {run} cannot be dropped: a huge page of the memfd is in use; set \

@@ -7,6 +7,8 @@
 //! | `stripes` | which userfaultfd a page belongs to; addresses to pages and back |
 //! | `threads` | which thread is which vCPU |
 //! | `discard` | making pages missing |
+//! | `huge` | memory made of huge pages, which come in parts and are shown whole |
+//! | `placing` | placing pages where the guest sees them |
 //! | `memory` | all of it together |
 //! | `slot` | where a VMM keeps it |
 //!
@@ -20,7 +22,9 @@
 
 mod discard;
 mod error;
+mod huge;
 mod memory;
+mod placing;
 mod region;
 mod slot;
 mod stripes;

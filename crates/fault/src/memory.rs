@@ -2,19 +2,23 @@
 
 use crate::discard::discard;
 use crate::error::FaultError;
+use crate::huge::{BLOCK_PAGES, Blocks, block_of};
+use crate::placing::{Source, fill_part, show};
 use crate::region::{Backing, LazyRegion};
 use crate::stripes::{Place, Stripes};
 use crate::threads::VcpuThreads;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
-use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
-use vmferry_memory::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, PageSet, RegionId};
-use vmferry_sys::uffd::{Access, Event, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, Userfaultfd};
+use vmferry_memory::{PAGE_SIZE, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_sys::uffd::{
+    Access, Event, FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM,
+    FEATURE_THREAD_ID, Userfaultfd,
+};
 use vmferry_sys::{PAGE_SIZE as SYS_PAGE, mapping, memfd, pagemap};
 
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
@@ -24,10 +28,6 @@ const MAX_STRIPES: usize = 16;
 /// The longest that a waiting thread sleeps without a look at whether it was interrupted; only for the case that
 /// several threads wait for one stripe, where one's return can hide the interrupt from another.
 const LOOK: Duration = Duration::from_millis(100);
-/// How often placing a page is tried while its mapping is being changed: with [`PAUSE`] between, a tenth of a second.
-const ATTEMPTS: u32 = 1000;
-const PAUSE: Duration = Duration::from_micros(100);
-
 /// How missing pages are handled.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -60,6 +60,8 @@ struct Stripe {
     bell: OwnedFd,
     /// The last interrupt that a call noticed.
     seen: AtomicU64,
+    /// Calls of `next_fault` that are under way.
+    readers: AtomicU32,
 }
 
 /// Memory mapped in this process whose pages may be missing.
@@ -69,6 +71,8 @@ pub struct UffdMemory {
     map: Stripes,
     /// As they were given.
     regions: Vec<LazyRegion>,
+    /// For each of `regions`, its huge pages if it is made of such.
+    blocks: Vec<Option<Blocks>>,
     /// For each of `regions`, whether the kernel places zeros in it.
     zeroable: Vec<AtomicBool>,
     huge_pages: bool,
@@ -99,8 +103,14 @@ impl UffdMemory {
     ) -> Result<Self, FaultError> {
         let count = options.stripes.clamp(1, MAX_STRIPES);
         let map = Stripes::new(&regions, count)?;
-        let shared = regions.iter().any(|region| matches!(region.backing, Backing::Memfd { .. }));
-        let features = FEATURE_THREAD_ID | if shared { FEATURE_MISSING_SHMEM } else { 0 };
+        let features = regions.iter().fold(FEATURE_THREAD_ID, |features, region| {
+            features
+                | match region.backing {
+                    Backing::Anonymous => 0,
+                    Backing::Memfd { .. } => FEATURE_MISSING_SHMEM,
+                    Backing::HugeMemfd { .. } => FEATURE_MISSING_HUGETLBFS | FEATURE_MINOR_HUGETLBFS,
+                }
+        });
         let open = |_| {
             let uffd = if options.user_mode_only {
                 Userfaultfd::open(features)
@@ -111,11 +121,12 @@ impl UffdMemory {
             debug_assert!(options.user_mode_only || uffd.access() == Access::Full);
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let bell = bell.map_err(|error| FaultError::Wait { stripe: 0, source: error.into() })?;
-            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0) })
+            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
         };
         Ok(Self {
             stripes: (0..count).map(open).collect::<Result<_, FaultError>>()?,
             map,
+            blocks: regions.iter().map(Blocks::new).collect::<Result<_, FaultError>>()?,
             zeroable: regions.iter().map(|_| AtomicBool::new(false)).collect(),
             regions,
             huge_pages: options.huge_pages,
@@ -144,11 +155,19 @@ impl UffdMemory {
         (!*begun).then(change)
     }
 
+    /// Whether pages are missing and nobody waits for faults on them at this moment. Who has just read one and places its page
+    /// does not count, so one look means little.
+    pub(crate) fn lacks_server(&self) -> bool {
+        let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
+        begun && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
+    }
+
     fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
         let place = self.map.with_pages(id, run)?;
         let mut found = 0;
         match &self.regions[place.position].backing {
-            Backing::Anonymous => {
+            // What a file of huge pages has may not be mapped here, and then a touch is a fault.
+            Backing::Anonymous | Backing::HugeMemfd { .. } => {
                 let map = pagemap::Pagemap::open().map_err(FaultError::host(id))?;
                 map.for_each_populated_entry(place.span(run), |pages| found += pages.end - pages.start)
                     .map_err(FaultError::host(id))?;
@@ -185,7 +204,11 @@ impl UffdMemory {
         for place in self.map.places() {
             let mut zeroable = true;
             for (stripe, part) in self.map.parts(place, place.all()) {
-                let registered = self.stripes[stripe].uffd.register_missing(place.span(part));
+                let uffd = &self.stripes[stripe].uffd;
+                let registered = match self.blocks[place.position] {
+                    Some(_) => uffd.register_unmapped(place.span(part)),
+                    None => uffd.register_missing(place.span(part)),
+                };
                 zeroable &= registered.map_err(FaultError::host(place.id))?.zero;
             }
             self.zeroable[place.position].store(zeroable, Ordering::Relaxed);
@@ -194,7 +217,12 @@ impl UffdMemory {
             let place = self.map.region(id)?;
             // SAFETY: `new`'s caller keeps the mappings, and vouches for their backing and that no reference covers
             // them; whoever calls `begin` wants the pages to be missing.
-            unsafe { discard(&self.regions[place.position], place, bits) }?;
+            unsafe {
+                match &self.blocks[place.position] {
+                    Some(blocks) => blocks.begin(place, bits)?,
+                    None => discard(&self.regions[place.position], place, bits)?,
+                }
+            }
         }
         Ok(())
     }
@@ -203,6 +231,9 @@ impl UffdMemory {
     fn release(&self) -> Result<(), FaultError> {
         let mut result = Ok(());
         for place in self.map.places() {
+            if let Some(blocks) = &self.blocks[place.position] {
+                result = result.and(blocks.end());
+            }
             for (stripe, part) in self.map.parts(place, place.all()) {
                 let done = self.stripes[stripe].uffd.unregister(place.span(part));
                 result = result.and(done.map_err(FaultError::host(place.id)));
@@ -259,6 +290,12 @@ impl UffdMemory {
 
     /// Places `run`, which lies in `place`, page by page from `source`.
     fn fill(&self, place: &Place, run: PageRun, source: Source<'_>) -> Result<Placed, FaultError> {
+        if let Some(blocks) = &self.blocks[place.position] {
+            let bytes = if let Source::Bytes(bytes) = source { Some(bytes) } else { None };
+            return blocks.place(run, bytes, |block| {
+                show(&self.stripes[self.map.stripe(place, block.first.0)].uffd, place, block)
+            });
+        }
         let mut placed = Placed::default();
         for (stripe, part) in self.map.parts(place, run) {
             let uffd = &self.stripes[stripe].uffd;
@@ -297,110 +334,6 @@ impl Stripe {
     }
 }
 
-/// What is placed.
-#[derive(Clone, Copy)]
-enum Source<'a> {
-    /// These bytes.
-    Bytes(&'a [u8]),
-    /// Zeros.
-    Zeros,
-    /// Zeros, by copies of a page of zeros.
-    CopiedZeros,
-}
-
-impl<'a> Source<'a> {
-    /// The content of `part` out of that of `run`, in which it lies.
-    fn part(self, run: PageRun, part: PageRun) -> Self {
-        match self {
-            Self::Bytes(bytes) => {
-                // Both fit: `bytes` is as long as `run`.
-                let at =
-                    |page: u64| usize::try_from((page - run.first.0) << PAGE_SHIFT).unwrap_or(usize::MAX);
-                Self::Bytes(&bytes[at(part.first.0)..at(part.end())])
-            }
-            other => other,
-        }
-    }
-
-    /// Places at the addresses `span`, of which it starts `done` bytes into this source; as many as the host does at once.
-    ///
-    /// # Safety
-    /// As for [`Userfaultfd::copy`].
-    unsafe fn place(
-        self,
-        uffd: &Userfaultfd,
-        span: Range<u64>,
-        done: usize,
-    ) -> Result<u64, vmferry_sys::SysError> {
-        static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Self::Bytes(bytes) => uffd.copy(span.start, &bytes[done..]),
-                Self::Zeros => uffd.zero(span),
-                Self::CopiedZeros => uffd.copy(span.start, &ZEROS),
-            }
-        }
-    }
-}
-
-/// Places `part`, all of it in the stripe of `uffd`. The kernel stops at the first page that is there already, having said
-/// how much it placed: such pages are stepped over.
-///
-/// 0 <= pages placed + pages there <= part.count, and every page below `at` is one or the other.
-fn fill_part(
-    uffd: &Userfaultfd,
-    place: &Place,
-    part: PageRun,
-    source: Source<'_>,
-    placed: &mut Placed,
-) -> Result<(), FaultError> {
-    let span = place.span(part);
-    let mut at = span.start;
-    // Pages that were there, from this address on up to `at`, whose sleepers are still to be woken.
-    let mut there = None;
-    let mut attempts = 0;
-    let wake = |there: &mut Option<u64>, at: u64| match there.take() {
-        // Somebody else placed the page and woke who slept on it; but who put it into a memfd by another way did not.
-        Some(from) => uffd.wake(from..at).map_err(FaultError::host(place.id)),
-        None => Ok(()),
-    };
-    while at < span.end {
-        let done = usize::try_from(at - span.start).unwrap_or(usize::MAX);
-        // SAFETY: inside a region for which `UffdMemory::new`'s caller vouches.
-        match unsafe { source.place(uffd, at..span.end, done) } {
-            Ok(bytes) => {
-                wake(&mut there, at)?;
-                placed.pages += bytes >> PAGE_SHIFT;
-                at += bytes;
-                attempts = 0;
-            }
-            Err(error) if error.errno() == Some(libc::EEXIST) => {
-                there.get_or_insert(at);
-                placed.there += 1;
-                at += PAGE_SIZE;
-                attempts = 0;
-            }
-            Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EINTR)) => {
-                attempts += 1;
-                if attempts > ATTEMPTS {
-                    wake(&mut there, at)?;
-                    return Err(FaultError::Unstable {
-                        region: place.id,
-                        page: part.first.0 + (at - span.start) / PAGE_SIZE,
-                    });
-                }
-                std::thread::sleep(PAUSE);
-            }
-            Err(error) => {
-                wake(&mut there, at)?;
-                return Err(FaultError::Host { region: place.id, source: error });
-            }
-        }
-    }
-    wake(&mut there, at)
-}
-
 impl LazyMemory for UffdMemory {
     fn stripes(&self) -> usize {
         self.map.count()
@@ -408,6 +341,13 @@ impl LazyMemory for UffdMemory {
 
     fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
         self.map.region(region).map_or(0, |place| self.map.stripe(place, page.0))
+    }
+
+    fn unit_pages(&self, region: RegionId) -> u64 {
+        match self.map.region(region) {
+            Ok(place) if self.blocks[place.position].is_some() => BLOCK_PAGES,
+            _ => 1,
+        }
     }
 
     fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
@@ -421,12 +361,17 @@ impl LazyMemory for UffdMemory {
             let _ = self.release();
             return Err(error.into());
         }
+        self.threads.prefer_latency(true);
         *begun = true;
         Ok(())
     }
 
     fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
-        Ok(self.wait(stripe, within)?)
+        let readers = self.stripes.get(stripe).map(|stripe| &stripe.readers);
+        readers.map(|readers| readers.fetch_add(1, Ordering::Relaxed));
+        let fault = self.wait(stripe, within);
+        readers.map(|readers| readers.fetch_sub(1, Ordering::Relaxed));
+        Ok(fault?)
     }
 
     fn interrupt(&self) {
@@ -455,6 +400,7 @@ impl LazyMemory for UffdMemory {
     fn wake(&self, region: RegionId, page: PageIndex) -> Result<(), VmError> {
         let run = PageRun::new(page, 1);
         let place = self.map.with_pages(region, run)?;
+        let run = if self.blocks[place.position].is_some() { block_of(page.0) } else { run };
         let stripe = self.map.stripe(place, page.0);
         Ok(self.stripes[stripe].uffd.wake(place.span(run)).map_err(FaultError::host(region))?)
     }
@@ -464,6 +410,7 @@ impl LazyMemory for UffdMemory {
         if *begun {
             // After an error it can be tried again: what is given back already is so again without harm.
             self.release()?;
+            self.threads.prefer_latency(false);
             *begun = false;
         }
         Ok(())

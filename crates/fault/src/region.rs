@@ -16,6 +16,13 @@ pub enum Backing {
         /// Where in the file the region starts, in bytes.
         offset: u64,
     },
+    /// A memfd of huge pages of 2 MiB (`MFD_HUGETLB | MFD_HUGE_2MB`), mapped shared, in whole huge pages.
+    HugeMemfd {
+        /// The file.
+        file: Arc<OwnedFd>,
+        /// Where in the file the region starts, in bytes.
+        offset: u64,
+    },
 }
 
 /// A region of guest memory, mapped readable and writable in this process.

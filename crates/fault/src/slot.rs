@@ -4,6 +4,7 @@ use crate::error::FaultError;
 use crate::memory::UffdMemory;
 use crate::threads::VcpuThreads;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 use vmferry_engine::LazyMemory;
 use vmferry_memory::{PageRun, RegionId};
 
@@ -61,6 +62,25 @@ impl LazySlot {
             Some(memory) => memory.settled(change),
             None => Some(change()),
         }
+    }
+
+    /// Waits until a guest's vCPUs, which have been told so, have stopped; at most for `patience`, and not for one that sleeps on a
+    /// missing page that nobody brings. `stopped` says whether they have, and may wait a little for it. False if some have
+    /// not: those sleep, and [`end`](Self::end) wakes them.
+    pub fn stop_or_sleep(&self, patience: Duration, mut stopped: impl FnMut(Duration) -> bool) -> bool {
+        /// Whoever serves faults is between two of them for a moment, but hardly at each of so many looks.
+        const LOOKS: u32 = 5;
+        const BETWEEN: Duration = Duration::from_millis(4);
+        let (begin, mut unserved) = (Instant::now(), 0);
+        while begin.elapsed() < patience && unserved < LOOKS {
+            if stopped(BETWEEN) {
+                return true;
+            }
+            let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+            let nobody = memory.as_ref().is_some_and(|memory| memory.lacks_server());
+            unserved = if nobody { unserved + 1 } else { 0 };
+        }
+        false
     }
 
     /// Ends it when the guest is over: whoever sleeps on a missing page wakes. Otherwise a vCPU that sleeps could not be

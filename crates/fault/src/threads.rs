@@ -39,6 +39,13 @@ impl VcpuThreads {
         found.map(|(vcpu, _)| vcpu).filter(|_| thread != 0)
     }
 
+    /// Whether vCPUs are to run soon when they are woken, rather than long at a time: while they wait for single pages.
+    pub(crate) fn prefer_latency(&self, prefer: bool) {
+        for id in &self.ids {
+            vmferry_engine::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
+        }
+    }
+
     fn set(&self, vcpu: u32, thread: u32) {
         let id = usize::try_from(vcpu).ok().and_then(|vcpu| self.ids.get(vcpu));
         if let Some(id) = id {

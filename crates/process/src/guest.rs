@@ -44,7 +44,7 @@ pub struct ProcessHandle {
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often a thread that does not pause is looked at.
 const LOOK: Duration = Duration::from_micros(50);
-/// How long the guest's end waits before it takes threads for asleep on a missing page, and wakes them.
+/// The longest that the guest's end waits before it takes threads for asleep on a missing page, and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 impl ProcessGuest {
@@ -199,7 +199,7 @@ impl ProcessGuest {
             shared.gate.set(false, true);
         }
         if let Some((_, shared)) = &self.running
-            && stopped(shared, LAST_PATIENCE).is_err()
+            && !self.lazy.stop_or_sleep(LAST_PATIENCE, |within| stopped(shared, within).is_ok())
         {
             tracing::warn!("the guest is ended while it waits for pages that have not come");
         }

@@ -44,6 +44,12 @@ impl Ram {
         cpus: u32,
         heap: u64,
     ) -> Result<(Self, Layout), Error> {
+        if workload.alloc.is_some() {
+            return Err(Error::Options(
+                "a process guest has no allocator: leave alloc= out of the workload, or use --guest kvm"
+                    .to_owned(),
+            ));
+        }
         let usable = usable_pages(memory).checked_sub(heap);
         let usable = usable.ok_or_else(|| Error::Options(format!("a heap of {heap} pages is too large")))?;
         let layout = Layout::new(workload, usable, u64::from(cpus)).map_err(Error::Workload)?;

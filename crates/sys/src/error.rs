@@ -79,9 +79,14 @@ impl SysError {
 
 /// Which kernel has the userfaultfd features `missing`.
 fn needs(missing: u64) -> &'static str {
-    use crate::uffd::{FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID};
-    if missing & !(FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID) == 0 {
+    use crate::uffd::{
+        FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID,
+    };
+    let shared = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
+    if missing & !shared == 0 {
         "missing pages of shared memory, and whose a fault is, need Linux 4.14 or newer"
+    } else if missing & !(shared | FEATURE_MINOR_HUGETLBFS) == 0 {
+        "missing parts of huge pages need Linux 5.13 or newer"
     } else {
         "write tracking needs Linux 6.7 or newer"
     }

@@ -38,6 +38,23 @@ pub unsafe fn drop_pages(span: Range<u64>) -> Result<(), SysError> {
     unsafe { advise("madvise(MADV_DONTNEED)", span, libc::MADV_DONTNEED, meaning) }
 }
 
+/// Takes the pages at `span`, a shared mapping of a memfd of huge pages, out of this mapping. The file keeps them: who
+/// touches one gets it from there again.
+///
+/// # Errors
+/// If they are not all mapped, or locked; or before Linux 5.18, which does not do this for huge pages.
+///
+/// # Safety
+/// `span` is a shared mapping of a file (of private memory it would drop the content), and no Rust reference covers it.
+pub unsafe fn unmap_pages(span: Range<u64>) -> Result<(), SysError> {
+    let meaning = |errno| match errno {
+        libc::EINVAL => "the memory is locked (mlock), or this kernel is older than 5.18",
+        other => common(other),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { advise("madvise(MADV_DONTNEED)", span, libc::MADV_DONTNEED, meaning) }
+}
+
 /// Lets the kernel take the private anonymous pages at `span` when it needs memory (`MADV_FREE`): until it does, or a page is
 /// written, they read as before, and from then on as zeros.
 ///

@@ -8,8 +8,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// Calls `each` with every range of bytes of `within` that holds data, in order (`lseek(2)`, `SEEK_DATA`, `SEEK_HOLE`).
 ///
 /// Data is what was ever written, through any mapping of the file in any process, in memory or swapped out, and not
-/// punched out since. Ranges are whole pages, or whole huge pages if the file has them. The file's offset, which nobody
-/// uses with memory, is moved.
+/// punched out since. Ranges are whole pages, or whole huge pages if the file has them. A memfd made of huge pages
+/// (`MFD_HUGETLB`) does not tell: all of it counts as data. The file's offset, which nobody uses with memory, is moved.
 ///
 /// # Errors
 /// If `file` is not a file that can tell.
@@ -44,6 +44,15 @@ pub fn data_ranges(
 /// # Errors
 /// If `file` is no file with pages to drop, or is sealed against writes.
 pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError> {
+    erase(file, within.clone())?;
+    Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
+}
+
+/// Makes the bytes `within` of `file` read as zeros in every mapping: whole pages are dropped, parts of one overwritten.
+///
+/// # Errors
+/// As for [`punch`].
+pub fn erase(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     use rustix::fs::FallocateFlags;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, flags, within.start, within.end - within.start).map_err(|error| {
@@ -53,8 +62,30 @@ pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError>
             libc::EOPNOTSUPP => "this kind of file cannot drop pages",
             other => common(other),
         })
-    })?;
-    Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
+    })
+}
+
+/// Sees to it that the file has pages at the bytes `within`; those that it has stay as they are, others are zeros. A page
+/// that is only touched instead, and that the host does not have, is a SIGBUS.
+///
+/// # Errors
+/// If the host has none to give.
+pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
+    use rustix::fs::FallocateFlags;
+    loop {
+        match rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, within.start, within.end - within.start)
+        {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                let target = format!("offsets {:#x}..{:#x}", within.start, within.end);
+                return Err(SysError::from_io("fallocate", target, error.into(), |errno| match errno {
+                    libc::ENOSPC | libc::ENOMEM => "the host has no (huge) page left for it",
+                    other => common(other),
+                }));
+            }
+        }
+    }
 }
 
 /// The next data or hole at or after `from`; `None` beyond the last.

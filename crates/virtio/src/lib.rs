@@ -25,7 +25,12 @@
 
 pub mod balloon;
 pub mod device;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 pub mod mmio;
 pub mod queue;
 pub mod runs;
 pub mod signals;
+#[cfg(any(test, feature = "hostile"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of it"))]
+mod testing;

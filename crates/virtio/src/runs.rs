@@ -165,7 +165,7 @@ mod tests {
         #[test]
         fn copied_bits_are_the_bits(words in prop::collection::vec(any::<u64>(), 1..6), at in 0u64..200, start in 0u64..130, count in 0u64..300) {
             let bit = |n: u64| words.get(usize::try_from(n / 64).unwrap()).is_some_and(|w| w >> (n % 64) & 1 == 1);
-            let mut out = vec![0u64; 8];
+            let mut out = [0u64; 8];
             copy_bits(&words, at, start..start + count, |word, bits| out[word] |= bits);
             for page in 0..512u64 {
                 let want = (start..start + count).contains(&page) && bit(at + page - start);

@@ -9,7 +9,7 @@ use crate::vcpu::{Board, Exit};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_fault::LazySlot;
-use vmferry_guest_abi::{StatsError, StatsSnapshot};
+use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
 
 /// What all views of a VM share.
 #[derive(Debug)]
@@ -71,6 +71,14 @@ impl VmHandle {
     /// yet: this never waits for one.
     pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
         stats::snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
+    }
+
+    /// What the guest reports of its allocator and its balloon, if it has an allocator.
+    ///
+    /// # Errors
+    /// As for [`stats`](Self::stats).
+    pub fn alloc_stats(&self) -> std::result::Result<AllocSnapshot, StatsError> {
+        stats::alloc_snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
     }
 
     /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.

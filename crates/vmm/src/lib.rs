@@ -38,7 +38,10 @@ pub use boot::{BootError, MAX_CMDLINE};
 pub use error::{Error, Result};
 pub use handle::VmHandle;
 pub use kvm::{largest_dirty_ring, open_kvm};
-pub use memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END, MemoryError, RamRegion, WriteMarks, layout_for};
+pub use memory::{
+    Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
+    WriteMarks, layout_for,
+};
 pub use options::{Backing, Captured, DropWay, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};

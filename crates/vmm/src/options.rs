@@ -1,15 +1,20 @@
 //! What a VM is to be like.
 
 use crate::error::{Error, Result};
+use crate::memory::HUGE_PAGE_BYTES;
 use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use vmferry_sys::ring::RingEntries;
 
 /// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
 pub const MIN_MEMORY: u64 = 4 << 20;
 /// Most vCPUs: what 8-bit local APIC ids can name, less the broadcast id.
 pub const MAX_CPUS: u32 = 254;
+
+/// Often enough for people and for a balloon that follows the host's pressure, seldom enough to cost an idle guest nothing.
+const STATS_EVERY: Duration = Duration::from_secs(1);
 
 /// What guest memory is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,6 +24,9 @@ pub enum Backing {
     Anonymous,
     /// A memfd, which other processes can map (hosts with huge pages for shared memory switched off get 4 KiB pages).
     Memfd,
+    /// A memfd of huge pages of 2 MiB out of the host's pool (hugetlbfs): all of the guest's memory is set aside at the
+    /// start, and never swapped out.
+    HugePages,
 }
 
 impl fmt::Display for Backing {
@@ -26,6 +34,7 @@ impl fmt::Display for Backing {
         f.pad(match self {
             Self::Anonymous => "anonymous",
             Self::Memfd => "memfd",
+            Self::HugePages => "huge-page",
         })
     }
 }
@@ -112,7 +121,7 @@ impl Write for Captured {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct VmOptions {
-    /// Guest memory in bytes: a multiple of 4 KiB, at least [`MIN_MEMORY`].
+    /// Guest memory in bytes: a multiple of 4 KiB (on huge pages, of 2 MiB), at least [`MIN_MEMORY`].
     pub memory: u64,
     /// Number of vCPUs, 1 to [`MAX_CPUS`].
     pub cpus: u32,
@@ -129,6 +138,8 @@ pub struct VmOptions {
     pub balloon: bool,
     /// How pages that the guest gives back go.
     pub drop_way: DropWay,
+    /// How often the guest is asked for its memory statistics; `None` for never.
+    pub stats_every: Option<Duration>,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
@@ -146,6 +157,7 @@ impl VmOptions {
             dirty_ring: None,
             balloon: true,
             drop_way: DropWay::default(),
+            stats_every: Some(STATS_EVERY),
             serial: SerialSink::discard(),
         }
     }
@@ -156,6 +168,12 @@ impl VmOptions {
                 "{} bytes of memory: a VM needs at least {} MiB, in whole 4 KiB pages",
                 self.memory,
                 MIN_MEMORY >> 20
+            )));
+        }
+        if self.backing == Backing::HugePages && !self.memory.is_multiple_of(HUGE_PAGE_BYTES) {
+            return Err(Error::Options(format!(
+                "{} bytes of memory: on huge pages of 2 MiB a VM has a multiple of that",
+                self.memory
             )));
         }
         if !(1..=MAX_CPUS).contains(&self.cpus) {

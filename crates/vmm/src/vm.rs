@@ -1,6 +1,6 @@
 //! A virtual machine.
 
-use crate::balloon::VmBalloon;
+use crate::balloon::{Keeper, VmBalloon};
 use crate::boot::KernelFormat;
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
@@ -23,7 +23,7 @@ use vmferry_engine::Section;
 use vmferry_fault::LazySlot;
 use vmferry_sys::ring::RingEntries;
 
-/// How long the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
+/// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Where a VM is in its life.
@@ -81,6 +81,8 @@ pub struct Vm {
     throttle: Arc<Throttle>,
     /// There while a vCPU is slowed.
     nudger: Option<Nudger>,
+    /// There if the guest is asked for statistics.
+    keeper: Option<Keeper>,
     tsc_khz: u32,
     identity: (String, String),
     notes: Vec<String>,
@@ -118,6 +120,8 @@ impl Vm {
         let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
         let (board, throttle, vcpus) =
             spawn_vcpus(&kvm, &machine, &devices, plan, fds, (rings.as_ref(), &lazy))?;
+        let keeper = devices.balloon().zip(options.stats_every);
+        let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
             vcpus,
             shared: Arc::new(Shared { board, devices, machine, lazy }),
@@ -127,6 +131,7 @@ impl Vm {
             reaper: Policy::default(),
             throttle,
             nudger: None,
+            keeper,
             tsc_khz,
             identity: model.identity(),
             notes,
@@ -179,6 +184,7 @@ impl Vm {
         }
         self.shared.devices.bus().resumed();
         self.shared.board.run_all();
+        self.keeper.iter().for_each(|keeper| keeper.set_running(true));
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
         self.stage = Stage::Running;
         Ok(())
@@ -194,14 +200,18 @@ impl Vm {
         self.expect("pause the guest", &[Stage::Running, Stage::Paused])?;
         // Paused from here on even if a vCPU does not answer: the others have stopped, and `resume` lets them run.
         self.stage = Stage::Paused;
+        self.keeper.iter().for_each(|keeper| keeper.set_running(false));
         self.shared.board.pause_all(PATIENCE)
     }
 
     /// Ends the guest and waits for its threads. Does nothing the second time.
     pub fn stop(&mut self) {
         self.stage = Stage::Stopped;
+        self.keeper = None;
         self.shared.board.stop();
-        let sleeps = self.shared.board.pause_all(LAST_PATIENCE).is_err();
+        let board = &self.shared.board;
+        let stopped = |within| board.pause_all(within).is_ok();
+        let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
         // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
         self.shared.lazy.end();
         if sleeps {

@@ -17,6 +17,9 @@ const MEMORY: u64 = 64 << 20;
 /// Every page of the working set is written many times while the guest is moved.
 const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
 
+/// However long a pass takes, some pages are not written during it.
+const SLOW: &str = "uniform,ws=8M,rate=2k,fill=random";
+
 fn kvm() -> bool {
     let text = match open_kvm() {
         Ok(_) => "KVM: ran".to_owned(),
@@ -71,19 +74,45 @@ struct Hiding {
 }
 
 impl Hiding {
-    /// The number that the guest stamped on this page, if it is one that it has written at least twice.
-    fn stamp(&self, page: u64) -> Option<u64> {
+    /// The number that the guest stamped on this page and its count of writes, if it has written it at least twice.
+    fn stamp(&self, page: u64) -> Option<(u64, u64)> {
         let window = self.memory.window(RegionId(0), (page..page + 1).into()).ok()?;
         let mut bytes = [0; PAGE_BYTES];
         window.copy_page(0, &mut bytes);
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-        (word(0) < 2048 && (2..1 << 20).contains(&word(8))).then(|| word(0))
+        (word(0) < 2048 && (2..1 << 20).contains(&word(8))).then(|| (word(0), word(8)))
     }
 
     /// Whether this is a page of the working set: those are numbered one after the other. (A block of the statistics
     /// page can look like one stamp by chance, but not like two neighbours.)
     fn stamped(&self, page: u64) -> bool {
-        self.stamp(page).is_some_and(|number| self.stamp(page + 1) == Some(number + 1))
+        let number = |page| self.stamp(page).map(|(number, _)| number);
+        number(page).is_some_and(|own| number(page + 1) == Some(own + 1))
+    }
+
+    /// Chooses a page that the guest has written since it was sent, by its own count: KVM may call a page dirty that was only
+    /// read. And not one that is dirty by now: written while it was sent it would have arrived damaged, and be sent
+    /// again whatever is withheld. Waits until there is one.
+    fn choose(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        let (mut since, begin) = (PageSet::empty(self.memory.layout()), Instant::now());
+        let sent = dirty.region(RegionId(0)).unwrap();
+        let clean = (0..sent.len() - 1).filter(|page| !sent.test(*page) && self.stamped(*page));
+        let before: Vec<_> = clean.filter_map(|page| Some((page, self.stamp(page)?))).collect();
+        let mut found = None;
+        while found.is_none() && begin.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(Duration::from_millis(5));
+            self.tracker.harvest(&mut since)?;
+            let written = since.region(RegionId(0)).unwrap();
+            let changed = |&&(page, stamp): &&(u64, (u64, u64))| {
+                written.test(page) && self.stamp(page).is_some_and(|now| now > stamp)
+            };
+            found = before.iter().find(changed).map(|(page, _)| *page);
+        }
+        self.page.store(found.unwrap_or(u64::MAX), Ordering::Relaxed);
+        for (region, map) in since.iter() {
+            dirty.region_mut(region).unwrap().union(map);
+        }
+        Ok(())
     }
 }
 
@@ -96,11 +125,10 @@ impl DirtyTracker for Hiding {
     }
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
         self.tracker.harvest(dirty)?;
-        let map = dirty.region_mut(RegionId(0)).unwrap();
         if self.page.load(Ordering::Relaxed) == u64::MAX {
-            let found = map.runs().flatten().find(|page| self.stamped(*page));
-            self.page.store(found.unwrap_or(u64::MAX), Ordering::Relaxed);
+            self.choose(dirty)?;
         }
+        let map = dirty.region_mut(RegionId(0)).unwrap();
         let page = self.page.load(Ordering::Relaxed);
         if page != u64::MAX {
             map.test_and_clear(page);
@@ -333,7 +361,8 @@ fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
         return;
     }
     let page = Arc::new(AtomicU64::new(u64::MAX));
-    let mut source = Withholding { vm: running(), page: Arc::clone(&page) };
+    let mut source =
+        Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
     let (report, _) = moved(&mut source, "named", TrackerKind::Log, true);
     let page = page.load(Ordering::Relaxed);
     assert_ne!(page, u64::MAX, "a page of the working set was withheld");
@@ -354,7 +383,8 @@ fn a_page_that_is_withheld_is_found_by_the_guest_itself() {
         return;
     }
     let page = Arc::new(AtomicU64::new(u64::MAX));
-    let mut source = Withholding { vm: running(), page: Arc::clone(&page) };
+    let mut source =
+        Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
     let (report, target) = moved(&mut source, "found", TrackerKind::Log, false);
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
     assert_ne!(page.load(Ordering::Relaxed), u64::MAX, "a page of the working set was withheld");

@@ -166,7 +166,8 @@ pub enum ToTarget {
     },
     /// The guest is yours: run it. From here on the source does not.
     Commit,
-    /// The answer to [`ToSource::Complete`]: the source has nothing left to do.
+    /// The answer to [`ToSource::Complete`]: the source has nothing left to do. Or, of a guest that was to run before all of its
+    /// memory was there, to [`ToSource::Returned`]: the source has heard it, so the target may go.
     Thanks,
     /// Forget it; the guest stays where it was.
     Cancel(Refusal),

@@ -1,6 +1,6 @@
 //! The kernel command line of the bare-metal guest: how a host tells it what to do.
 
-use crate::{Text, Workload, WorkloadError};
+use crate::{HintMode, Inflation, ReportMode, Text, Windows, Workload, WorkloadError};
 use core::fmt;
 use core::str::FromStr;
 
@@ -13,7 +13,8 @@ pub enum StatsSink {
     Serial,
 }
 
-/// The guest's command line: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order, separated by spaces.
+/// The guest's command line: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order, separated by spaces, and of the
+/// balloon `report=off|sync|async|hypercall hints=off|demand|incremental inflate=SIZE,by=256|16384|ranges`.
 ///
 /// Printed by [`Display`](fmt::Display), parsed by [`FromStr`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,13 +27,30 @@ pub struct GuestArgs {
     pub cpus: Option<u32>,
     /// Frequency of the TSC in kHz. Default: what CPUID says, or a measurement against the PIT.
     pub tsc_khz: Option<u32>,
+    /// How freed memory is given back, where there is a balloon. Default: synchronously.
+    pub report: ReportMode,
+    /// How free memory is told of, where there is a balloon. Default: on demand.
+    pub hints: HintMode,
+    /// What is given to the balloon once after boot. Default: nothing.
+    pub inflate: Option<Inflation>,
+    /// Where the machine says that virtio devices are.
+    pub windows: Windows,
 }
 
 impl GuestArgs {
     /// Arguments with every option at its default.
     #[must_use]
     pub fn new(workload: Workload) -> Self {
-        Self { workload, stats: StatsSink::Serial, cpus: None, tsc_khz: None }
+        Self {
+            workload,
+            stats: StatsSink::Serial,
+            cpus: None,
+            tsc_khz: None,
+            report: ReportMode::default(),
+            hints: HintMode::default(),
+            inflate: None,
+            windows: Windows::default(),
+        }
     }
 }
 
@@ -58,6 +76,8 @@ pub enum CmdlineError {
     },
 }
 
+const OPTIONS: &str = "workload=, stats=, cpus=, tsc_khz=, report=, hints= or inflate=";
+
 // The options of the command line say 64 too.
 const _: () = assert!(crate::MAX_CPUS == 64);
 
@@ -69,7 +89,7 @@ impl fmt::Display for CmdlineError {
                 write!(f, "command line: {key}={found} cannot be used; use {accepted}")
             }
             Self::Unknown { found } => {
-                write!(f, "command line: '{found}' is unknown; use workload=, stats=, cpus= or tsc_khz=")
+                write!(f, "command line: '{found}' is unknown; use {OPTIONS}")
             }
         }
     }
@@ -106,12 +126,32 @@ impl FromStr for GuestArgs {
                     args.tsc_khz =
                         Some(khz.ok_or(bad("tsc_khz", value, "a number of kHz, at least 1000"))?);
                 }
-                // What a host announces its devices by, as to Linux: for those who look for devices.
-                "virtio_mmio.device" => {}
-                _ => return Err(CmdlineError::Unknown { found: Text::new(word) }),
+                _ => args.take_balloon(key, value, word)?,
             }
         }
         Ok(args)
+    }
+}
+
+impl GuestArgs {
+    fn take_balloon(&mut self, key: &str, value: &str, word: &str) -> Result<(), CmdlineError> {
+        match key {
+            "report" => {
+                self.report = ReportMode::parse(value).ok_or(bad("report", value, ReportMode::ACCEPTED))?;
+            }
+            "hints" => self.hints = HintMode::parse(value).ok_or(bad("hints", value, HintMode::ACCEPTED))?,
+            "inflate" => {
+                let inflation = Inflation::parse(value).ok_or(bad("inflate", value, Inflation::ACCEPTED))?;
+                self.inflate = Some(inflation);
+            }
+            "virtio_mmio.device" => {
+                if !self.windows.add(value) {
+                    return Err(bad("virtio_mmio.device", value, "SIZE@0xADDR:IRQ"));
+                }
+            }
+            _ => return Err(CmdlineError::Unknown { found: Text::new(word) }),
+        }
+        Ok(())
     }
 }
 
@@ -132,6 +172,15 @@ impl fmt::Display for GuestArgs {
         if let Some(khz) = self.tsc_khz {
             write!(f, " tsc_khz={khz}")?;
         }
+        if self.report != ReportMode::default() {
+            write!(f, " report={}", self.report)?;
+        }
+        if self.hints != HintMode::default() {
+            write!(f, " hints={}", self.hints)?;
+        }
+        if let Some(inflate) = self.inflate {
+            write!(f, " inflate={inflate}")?;
+        }
         Ok(())
     }
 }
@@ -148,10 +197,23 @@ mod tests {
             "workload=idle stats=serial",
             "workload=uniform,ws=256M,rate=100k stats=page cpus=2 tsc_khz=2000000",
             "workload=zipf:0.99,fill=mix:30 stats=serial cpus=64",
+            "workload=idle,alloc=4G,rounds=1 stats=page report=async hints=incremental inflate=7G,by=ranges",
+            "workload=idle stats=page report=hypercall hints=off inflate=64M,by=16384",
         ] {
             assert_eq!(line.parse::<GuestArgs>().unwrap().to_string(), line);
         }
         assert_eq!("".parse::<GuestArgs>().unwrap().to_string(), "workload=idle stats=serial");
+    }
+
+    #[test]
+    fn the_machine_says_where_its_devices_are() {
+        let line =
+            "virtio_mmio.device=512@0xfeb00e00:12 stats=page virtio_mmio.device=4K@4096:5:1 report=sync";
+        let args: GuestArgs = line.parse().unwrap();
+        assert!(args.windows.iter().eq([0xfeb0_0e00, 4096]));
+        assert_eq!(args.to_string(), "workload=idle stats=page");
+        let many = "virtio_mmio.device=512@0x1000:5 ".repeat(crate::MAX_WINDOWS + 1);
+        assert_eq!(many.parse::<GuestArgs>().unwrap().windows.iter().count(), crate::MAX_WINDOWS);
     }
 
     #[test]
@@ -162,6 +224,12 @@ mod tests {
             ("cpus=0", "1 to 64"),
             ("cpus=65", "1 to 64"),
             ("tsc_khz=2GHz", "a number of kHz"),
+            ("report=maybe", "use off, sync, async or hypercall"),
+            ("hints=yes", "use off, demand or incremental"),
+            ("inflate=1G,by=4", "SIZE,by=ranges"),
+            ("virtio_mmio.device=512@0xzz:5", "SIZE@0xADDR:IRQ"),
+            ("virtio_mmio.device=512@0x1000", "SIZE@0xADDR:IRQ"),
+            ("virtio_mmio.device=512@0x0:5", "SIZE@0xADDR:IRQ"),
             ("quiet", "'quiet' is unknown"),
             ("root=/dev/vda", "'root=/dev/vda' is unknown"),
         ] {

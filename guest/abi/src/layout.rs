@@ -7,7 +7,8 @@ use core::ops::Range;
 /// How a guest divides its memory. `1 <= cpus <= 64`, `ws_pages <= data_pages`, and a busy pattern has `ws_pages >= cpus`.
 ///
 /// Pages are numbered `0..data_pages`; the first `ws_pages` of them are the working set. Besides them the guest needs
-/// [`table_pages`](Self::table_pages) for its counters, in memory that migrates like the rest.
+/// [`table_pages`](Self::table_pages) for its counters, in memory that migrates like the rest. A guest that allocates may have no
+/// pages with content: what is left is its allocator's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Pages that are written to.
@@ -49,7 +50,7 @@ impl fmt::Display for LayoutError {
             Self::Cpus { cpus } => write!(f, "{cpus} vCPUs: use 1 to {MAX_CPUS}"),
             Self::Memory { needed, usable } => write!(
                 f,
-                "the workload needs {needed} bytes and the guest can use {usable}; lower ws or data, or give it more memory"
+                "the workload needs {needed} bytes and the guest can use {usable}; lower ws, data or alloc, or give it more memory"
             ),
             Self::WorkingSet { ws_pages, cpus } => {
                 write!(f, "a working set of {ws_pages} pages is too small for {cpus} vCPUs; raise ws")
@@ -75,16 +76,18 @@ impl Layout {
         let ws = workload.ws.map(|bytes| bytes / PAGE_SIZE);
         let data = workload.data.map(|bytes| bytes / PAGE_SIZE);
         let idle = workload.pattern == Pattern::Idle;
+        let alloc_pages = workload.alloc.map_or(0, |alloc| alloc.bytes / PAGE_SIZE);
         let data_pages = match data.or(ws) {
             Some(pages) => pages,
+            None if alloc_pages != 0 => 0,
             None if idle => usable_pages,
             // pages + pages / 512 (rounded up) <= usable
             None => usable_pages - usable_pages.div_ceil(COUNTERS_A_PAGE + 1),
         };
         let ws_pages = if idle { 0 } else { ws.unwrap_or(data_pages) };
         let layout = Self { ws_pages, data_pages, cpus };
-        let needed = data_pages.saturating_add(layout.table_pages());
-        if needed > usable_pages || data_pages == 0 {
+        let needed = data_pages.saturating_add(layout.table_pages()).saturating_add(alloc_pages);
+        if needed > usable_pages || needed == 0 {
             return Err(LayoutError::Memory {
                 needed: needed.max(1).saturating_mul(PAGE_SIZE),
                 usable: usable_pages.saturating_mul(PAGE_SIZE),
@@ -177,6 +180,17 @@ mod tests {
         assert_eq!((ws.ws_pages, ws.data_pages), (256, 256));
         let idle = layout("idle,ws=1M", 100_000, 2).unwrap();
         assert_eq!((idle.ws_pages, idle.data_pages), (0, 256));
+    }
+
+    #[test]
+    fn what_is_allocated_is_left_alone() {
+        let idle = layout("idle,alloc=1M", 300, 2).unwrap();
+        assert_eq!((idle.ws_pages, idle.data_pages), (0, 0));
+        assert!((0..2).all(|cpu| idle.share(cpu).is_empty()));
+        let both = layout("uniform,ws=1M,alloc=1M", 600, 1).unwrap();
+        assert_eq!((both.ws_pages, both.data_pages), (256, 256));
+        assert!(matches!(layout("idle,alloc=1M", 255, 1), Err(LayoutError::Memory { .. })));
+        assert!(matches!(layout("uniform,ws=1M,alloc=1M", 512, 1), Err(LayoutError::Memory { .. })));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! * [`Workload`] is the specification (`uniform,ws=256M,rate=100k`), [`GuestArgs`] the kernel command line around it.
 //! * [`Layout`] says how many pages hold content and which vCPU owns which: each page has exactly one writer.
 //! * [`Worker`] fills, writes, stamps and checks pages, through the small trait [`PageStore`].
+//! * [`AllocPage`] is what a guest tells of its allocator and its balloon.
 //! * [`balloon`] is what the balloon has beyond the specification.
 //! * [`StatsPage`] is where a guest reports; [`Line`] is the same on a serial line, for hosts that cannot see the page.
 //!
@@ -17,7 +18,10 @@
 #[cfg(test)]
 extern crate std;
 
+mod alloc_stats;
+mod allocation;
 pub mod balloon;
+mod balloon_args;
 mod cmdline;
 mod fill;
 mod layout;
@@ -32,6 +36,12 @@ mod units;
 mod worker;
 mod workload;
 
+pub use alloc_stats::{
+    ALLOC_HIST_BUCKETS, ALLOC_STATS_BYTES, ALLOC_STATS_GPA, ALLOC_STATS_MAGIC, ALLOC_STATS_VERSION, AllocCpu,
+    AllocGuest, AllocPage, AllocSnapshot, alloc_stats_bytes,
+};
+pub use allocation::Allocation;
+pub use balloon_args::{HintMode, InflateBy, Inflation, MAX_WINDOWS, ReportMode, Windows};
 pub use cmdline::{CmdlineError, GuestArgs, StatsSink};
 pub use fill::Fill;
 pub use layout::{Layout, LayoutError, Share};
@@ -56,6 +66,9 @@ pub const PAGE_WORDS: usize = 512;
 
 /// Guest physical address of the [`StatsPage`]: the first page of the bare-metal guest's image, reserved in its `link.ld`.
 pub const STATS_GPA: u64 = 0x10_0000;
+
+/// In a [`Corrupt`], pages of the allocation workload have this number plus their guest-physical page number.
+pub const ALLOC_PAGE: u64 = 1 << 52;
 
 /// How often a guest refreshes its block of the statistics page, in nanoseconds.
 pub const REPORT_NS: u64 = 10_000_000;

@@ -55,6 +55,39 @@ pub enum Line {
         /// The check that failed.
         corrupt: Corrupt,
     },
+    /// `A cpu t_us rounds alloc_mib freed_mib reports reported_mib free_max_us`, every second while the guest allocates: what a vCPU
+    /// did since start.
+    Alloc {
+        /// Index of the vCPU.
+        cpu: u64,
+        /// Guest clock in microseconds.
+        t_us: u64,
+        /// Rounds completed.
+        rounds: u64,
+        /// Memory allocated, in MiB.
+        alloc_mib: u64,
+        /// Memory freed, in MiB.
+        freed_mib: u64,
+        /// Reports sent.
+        reports: u64,
+        /// Memory reported, in MiB.
+        reported_mib: u64,
+        /// The longest free, in microseconds.
+        free_max_us: u64,
+    },
+    /// `I pages requests alloc_us send_us total_us`: the inflation that the command line asked for is done.
+    Inflated {
+        /// Pages given to the balloon.
+        pages: u64,
+        /// Requests that it took.
+        requests: u64,
+        /// Time allocating, in microseconds.
+        alloc_us: u64,
+        /// Time sending, in microseconds.
+        send_us: u64,
+        /// All of it, in microseconds.
+        total_us: u64,
+    },
     /// `PANIC reason`: the guest gave up.
     Panic(Text),
 }
@@ -90,6 +123,14 @@ impl fmt::Display for Line {
             }
             Self::Corrupt { cpu, corrupt: Corrupt { page, word, want, got } } => {
                 write!(f, "CORRUPT page={page} want={want:#x} got={got:#x} word={word} cpu={cpu}")
+            }
+            Self::Alloc { cpu, t_us, rounds, alloc_mib, freed_mib, reports, reported_mib, free_max_us } => {
+                let rest = [alloc_mib, freed_mib, reports, reported_mib, free_max_us];
+                write!(f, "A {cpu} {t_us} {rounds}")?;
+                rest.into_iter().try_for_each(|number| write!(f, " {number}"))
+            }
+            Self::Inflated { pages, requests, alloc_us, send_us, total_us } => {
+                write!(f, "I {pages} {requests} {alloc_us} {send_us} {total_us}")
             }
             Self::Panic(reason) => write!(f, "PANIC {reason}"),
         }
@@ -133,6 +174,23 @@ fn parse(line: &str) -> Option<Line> {
             }
             Line::Hist { cpu, hist }
         }
+        "A" => Line::Alloc {
+            cpu: number(parts.next()?)?,
+            t_us: number(parts.next()?)?,
+            rounds: number(parts.next()?)?,
+            alloc_mib: number(parts.next()?)?,
+            freed_mib: number(parts.next()?)?,
+            reports: number(parts.next()?)?,
+            reported_mib: number(parts.next()?)?,
+            free_max_us: number(parts.next()?)?,
+        },
+        "I" => Line::Inflated {
+            pages: number(parts.next()?)?,
+            requests: number(parts.next()?)?,
+            alloc_us: number(parts.next()?)?,
+            send_us: number(parts.next()?)?,
+            total_us: number(parts.next()?)?,
+        },
         "CORRUPT" => {
             let page = keyed(&mut parts, "page")?;
             let want = keyed(&mut parts, "want")?;
@@ -229,12 +287,24 @@ mod tests {
             Line::Hist { cpu: 1, hist: core::array::from_fn(|bucket| bucket as u64) },
             Line::Corrupt { cpu: 1, corrupt },
             Line::Panic(Text::new("no memory map")),
+            Line::Alloc {
+                cpu: 1,
+                t_us: 2,
+                rounds: 3,
+                alloc_mib: 4,
+                freed_mib: 5,
+                reports: 6,
+                reported_mib: 7,
+                free_max_us: 8,
+            },
+            Line::Inflated { pages: 1, requests: 2, alloc_us: 3, send_us: 4, total_us: 5 },
         ];
         for line in lines {
             assert_eq!(line.to_string().parse(), Ok(line));
             assert_eq!(std::format!("{line}\r\n").parse(), Ok(line));
         }
         assert_eq!(lines[1].to_string(), "S 0 1 2 3 4 5");
+        assert_eq!(lines[5].to_string(), "A 1 2 3 4 5 6 7 8");
         assert_eq!(lines[3].to_string(), "CORRUPT page=5 want=0x7f got=0xffffffffffffffff word=1 cpu=1");
     }
 

@@ -206,6 +206,11 @@ impl Worker {
         self.stalls.resume(now_ns);
     }
 
+    /// Counts a failed check of something else that the vCPU keeps, as one of its own.
+    pub fn found(&mut self, corrupt: Corrupt) {
+        self.failed(corrupt);
+    }
+
     /// Starts a check of the whole share at full speed, unless `request` is the one that is done or under way, or 0.
     #[inline]
     pub fn verify(&mut self, request: u64) {

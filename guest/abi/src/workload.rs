@@ -1,8 +1,9 @@
 //! The workload specification: what a guest does to its memory.
 
+use crate::allocation::MAX_FRAG;
 use crate::text::Text;
 use crate::units::{parse_rate, parse_size, write_rate, write_size};
-use crate::{Fill, PAGE_SIZE};
+use crate::{Allocation, Fill, PAGE_SIZE};
 use core::fmt;
 use core::str::FromStr;
 
@@ -48,8 +49,12 @@ pub enum Pattern {
 /// | `skew=4` | vCPU i writes at `rate / skew^i`, at least once a second; needs a rate | 1 |
 /// | `fill=random` | content at start: see [`Fill`] | `random` |
 /// | `sweep=4k` | pages per second and vCPU that are checked in sequence, besides one for each write; 0 = no sweep | 4k and one for each write |
+/// | `alloc=4G` | memory to allocate, touch and free besides, see [`Allocation`]; a busy pattern then needs `ws` or `data` | none |
+/// | `rounds=1` | how often; 0 = for ever | 0 |
+/// | `frag=64` | one page in so many is kept until the next round; 0 = none | 0 |
 ///
-/// Sizes are cut to whole pages. `alloc=` (the density workload) is recognised and refused.
+/// Sizes are cut to whole pages. With `alloc`, `data` is nothing by default, and what neither `data` nor counters take belongs to
+/// the guest's allocator.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
     /// The pattern of writes.
@@ -67,13 +72,15 @@ pub struct Workload {
     /// Pages per second and vCPU that are checked in sequence. `None`: the default, one for each write and at least 4000 a
     /// second. `Some(rate)`: exactly that many, independent of the writes (0: no sweep, for measurements of access patterns).
     pub sweep: Option<u64>,
+    /// Memory to allocate and free besides.
+    pub alloc: Option<Allocation>,
 }
 
 impl Workload {
     /// A workload with every key at its default.
     #[must_use]
     pub fn new(pattern: Pattern) -> Self {
-        Self { pattern, ws: None, data: None, rate: 0, skew: 1, fill: Fill::Random, sweep: None }
+        Self { pattern, ws: None, data: None, rate: 0, skew: 1, fill: Fill::Random, sweep: None, alloc: None }
     }
 
     /// Writes per second of vCPU `cpu`; 0: as fast as it can.
@@ -88,10 +95,12 @@ impl Workload {
 }
 
 const PATTERNS: &str = "idle, uniform, sequential or zipf:THETA";
-const KEYS: &str = "ws, data, rate, skew, fill, sweep";
+const KEYS: &str = "ws, data, rate, skew, fill, sweep, alloc, rounds, frag";
 const SIZE: &str = "a size of at least 4K, such as 256M or 4G";
 const RATE: &str = "a number per second, such as 0, 2500 or 100k";
 const SKEW: &str = "a whole number from 1 to 1000, such as 4";
+const ROUNDS: &str = "a whole number, 0 for no end";
+const FRAG: &str = "a whole number from 2 to 1024, or 0";
 const FILL: &str = "random, zero, text or mix:PERCENT with PERCENT from 0 to 100";
 
 /// Why a workload specification was refused.
@@ -136,11 +145,13 @@ pub enum WorkloadError {
         /// Bytes of `ws`.
         ws: u64,
     },
-    /// A key of contracts.md that no guest of this version implements.
-    NotSupported {
+    /// `rounds` or `frag` without `alloc`, which they say more of.
+    WithoutAlloc {
         /// The key.
         key: &'static str,
     },
+    /// `alloc` with a pattern that would write to all memory.
+    AllocWithoutWs,
 }
 
 impl fmt::Display for WorkloadError {
@@ -169,7 +180,12 @@ impl fmt::Display for WorkloadError {
                     "workload: data={data} bytes is less than the working set ws={ws}; raise data or lower ws"
                 )
             }
-            Self::NotSupported { key } => write!(f, "workload: {key}= is not supported yet; leave it out"),
+            Self::WithoutAlloc { key } => {
+                write!(f, "workload: {key}= is said of alloc=; give alloc= too, or leave {key} out")
+            }
+            Self::AllocWithoutWs => f.write_str(
+                "workload: alloc= needs memory that the pattern leaves alone; give ws= too, or use idle",
+            ),
         }
     }
 }
@@ -216,6 +232,9 @@ struct Keys {
     skew: Option<u64>,
     fill: Option<Fill>,
     sweep: Option<u64>,
+    alloc: Option<u64>,
+    rounds: Option<u64>,
+    frag: Option<u64>,
 }
 
 impl Keys {
@@ -232,10 +251,28 @@ impl Keys {
                 set(&mut self.skew, "skew", value, skew, SKEW)
             }
             "fill" => set(&mut self.fill, "fill", value, Fill::parse(value), FILL),
-            "alloc" => Err(WorkloadError::NotSupported { key: "alloc" }),
+            "alloc" => set(&mut self.alloc, "alloc", value, size(value), SIZE),
+            "rounds" => set(&mut self.rounds, "rounds", value, whole(value), ROUNDS),
+            "frag" => {
+                let frag = whole(value).filter(|frag| *frag == 0 || (2..=MAX_FRAG).contains(frag));
+                set(&mut self.frag, "frag", value, frag, FRAG)
+            }
             _ => Err(WorkloadError::Key { found: Text::new(part) }),
         }
     }
+
+    fn allocation(&self) -> Result<Option<Allocation>, WorkloadError> {
+        let Some(bytes) = self.alloc else {
+            let alone = [("rounds", self.rounds), ("frag", self.frag)];
+            let given = alone.into_iter().find(|(_, value)| value.is_some());
+            return given.map_or(Ok(None), |(key, _)| Err(WorkloadError::WithoutAlloc { key }));
+        };
+        Ok(Some(Allocation { bytes, rounds: self.rounds.unwrap_or(0), frag: self.frag.unwrap_or(0) }))
+    }
+}
+
+fn whole(text: &str) -> Option<u64> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
 
 fn set<T>(
@@ -271,6 +308,10 @@ impl FromStr for Workload {
         if skew > 1 && rate == 0 {
             return Err(WorkloadError::SkewWithoutRate);
         }
+        let alloc = keys.allocation()?;
+        if alloc.is_some() && pattern != Pattern::Idle && keys.ws.or(keys.data).is_none() {
+            return Err(WorkloadError::AllocWithoutWs);
+        }
         Ok(Self {
             pattern,
             ws: keys.ws,
@@ -279,6 +320,7 @@ impl FromStr for Workload {
             skew,
             fill: keys.fill.unwrap_or(Fill::Random),
             sweep: keys.sweep,
+            alloc,
         })
     }
 }
@@ -308,99 +350,13 @@ impl fmt::Display for Workload {
             f.write_str(",sweep=")?;
             write_rate(f, sweep)?;
         }
+        if let Some(alloc) = self.alloc {
+            write!(f, ",{alloc}")?;
+        }
         Ok(())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use std::string::ToString;
-
-    #[test]
-    fn parses_the_example_of_the_contract() {
-        let workload: Workload = "uniform,ws=256M,rate=100k,fill=random".parse().unwrap();
-        assert_eq!(workload.pattern, Pattern::Uniform);
-        assert_eq!(workload.ws, Some(256 << 20));
-        assert_eq!(workload.rate, 100_000);
-        assert_eq!(workload.fill, Fill::Random);
-        assert_eq!(workload.data, None);
-    }
-
-    #[test]
-    fn parses_every_pattern_and_fill() {
-        for text in ["idle", "uniform", "sequential", "zipf:0.99", "zipf:1"] {
-            assert_eq!(text.parse::<Workload>().unwrap().to_string(), text);
-        }
-        for fill in ["zero", "text", "mix:30"] {
-            let text = std::format!("idle,fill={fill}");
-            assert_eq!(text.parse::<Workload>().unwrap().to_string(), text);
-        }
-    }
-
-    #[test]
-    fn each_vcpu_is_slower_than_the_one_before_by_the_skew() {
-        let rates = |text: &str| {
-            let workload: Workload = text.parse().unwrap();
-            [0, 1, 2, 63].map(|cpu| workload.rate_of(cpu))
-        };
-        assert_eq!(rates("uniform,rate=100k,skew=4"), [100_000, 25_000, 6_250, 1]);
-        assert_eq!(rates("uniform,rate=100k"), [100_000; 4]);
-        assert_eq!(rates("uniform"), [0; 4]);
-    }
-
-    #[test]
-    fn refuses_with_the_reason() {
-        let cases = [
-            ("", "is no pattern; use idle"),
-            ("unifrom", "'unifrom' is no pattern"),
-            ("zipf", "is no exponent"),
-            ("zipf:0", "'0' is no exponent"),
-            ("zipf:nan", "'nan' is no exponent"),
-            ("uniform:1", "is no pattern"),
-            ("uniform,ws=1", "ws=1 cannot be used; use a size of at least 4K"),
-            ("uniform,ws=256M,ws=1G", "ws= is given twice"),
-            ("uniform,rate=fast", "rate=fast cannot be used"),
-            ("uniform,rate=10k,skew=0", "skew=0 cannot be used; use a whole number from 1 to 1000"),
-            ("uniform,skew=4", "skew= divides a rate"),
-            ("uniform,fill=mix:101", "fill=mix:101 cannot be used"),
-            ("uniform,speed=1", "'speed=1' is not KEY=VALUE"),
-            ("uniform,", "'' is not KEY=VALUE"),
-            ("uniform,ws=1G,data=1M", "less than the working set"),
-            ("uniform,alloc=4G", "alloc= is not supported yet"),
-        ];
-        for (text, reason) in cases {
-            let error = text.parse::<Workload>().unwrap_err().to_string();
-            assert!(error.contains(reason), "{text}: {error}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn any_text_is_parsed_or_refused(text in "\\PC{0,60}") {
-            let _ = text.parse::<Workload>();
-        }
-
-        #[test]
-        fn print_then_parse_is_the_same(
-            pattern in prop_oneof![
-                Just(Pattern::Idle), Just(Pattern::Uniform), Just(Pattern::Sequential),
-                (0.001f64..8.0).prop_map(|theta| Pattern::Zipf(Theta::new(theta).unwrap())),
-            ],
-            ws in proptest::option::of(4096u64..1 << 45),
-            more in proptest::option::of(0u64..1 << 45),
-            rate in prop_oneof![Just(0), 1u64..1 << 40],
-            fill in prop_oneof![
-                Just(Fill::Random), Just(Fill::Zero), Just(Fill::Text), (0u8..=100).prop_map(Fill::Mix),
-            ],
-            sweep in proptest::option::of(0u64..1 << 30),
-            skew in 1u64..=1000,
-        ) {
-            let data = more.map(|more| ws.unwrap_or(4096) + more);
-            let skew = if rate == 0 { 1 } else { skew };
-            let workload = Workload { pattern, ws, data, rate, skew, fill, sweep };
-            prop_assert_eq!(workload.to_string().parse::<Workload>().unwrap(), workload);
-        }
-    }
-}
+#[path = "workload_tests.rs"]
+mod tests;

@@ -1,6 +1,6 @@
 //! The image is what boot loaders expect.
 
-use vmferry_guest_abi::{STATS_BYTES, STATS_GPA};
+use vmferry_guest_abi::{ALLOC_STATS_BYTES, STATS_BYTES, STATS_GPA};
 use vmferry_guest_image::ELF;
 
 const PT_LOAD: u64 = 1;
@@ -43,9 +43,9 @@ fn it_has_a_pvh_entry_inside_its_code() {
 }
 
 #[test]
-fn it_lies_between_1_and_4_mib_with_the_statistics_page_first() {
+fn it_lies_between_1_and_4_mib_with_the_statistics_first() {
     let loads: Vec<_> = segments().into_iter().filter(|[kind, ..]| *kind == PT_LOAD).collect();
-    assert_eq!((loads[0][2], loads[0][4]), (STATS_GPA, STATS_BYTES));
+    assert_eq!((loads[0][2], loads[0][4]), (STATS_GPA, STATS_BYTES + ALLOC_STATS_BYTES));
     for [_, _, start, file, memory] in loads {
         assert!(start >= 1 << 20 && start + memory <= 4 << 20 && file <= memory, "{start:#x} {memory:#x}");
     }

@@ -138,6 +138,7 @@ impl MigrateRequest {
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,
+            ..Settings::default()
         }
     }
 }

@@ -75,6 +75,8 @@ pub(crate) struct Shared {
     pub(crate) kind: String,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
+    /// Whether this host's processors stay awake in postcopy, whichever side of it this is.
+    pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
     /// Somebody has seen the report of a migration that has ended.
@@ -99,14 +101,15 @@ impl Shared {
     pub(crate) fn new(
         kind: String,
         probe: SharedProbe,
-        peer_timeout: Duration,
+        (peer_timeout, stay_awake): (Duration, bool),
         orders: SyncSender<Errand>,
     ) -> Self {
         Self {
             kind,
             probe,
             speed: Speed::default(),
-            arrival: Arrival::new(peer_timeout),
+            stay_awake,
+            arrival: Arrival::new(peer_timeout).stay_awake(stay_awake),
             quit: AtomicBool::new(false),
             seen: AtomicBool::new(false),
             place: Mutex::new(Place::Awaited),

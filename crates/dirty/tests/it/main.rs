@@ -2,6 +2,8 @@
 
 mod log;
 mod memory;
+#[path = "../../../sys/tests/pool/mod.rs"]
+mod pool;
 mod ring;
 mod signals;
 mod user_guest;

@@ -17,10 +17,13 @@ pub(crate) enum Kind {
     Huge,
     /// A memfd, mapped shared.
     Memfd,
+    /// A memfd of huge pages out of the host's pool, mapped shared.
+    Pool,
 }
 
 /// A mapping of whole huge pages.
 pub(crate) struct Memory {
+    kind: Kind,
     mapped: *mut std::ffi::c_void,
     mapped_len: usize,
     start: NonNull<u8>,
@@ -39,8 +42,14 @@ impl Memory {
     pub(crate) fn new(kind: Kind, pages: u64) -> Self {
         let len = usize::try_from(pages).unwrap() * PAGE_BYTES;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        let file = (kind == Kind::Memfd).then(|| {
-            let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = [Kind::Memfd, Kind::Pool].contains(&kind).then(|| {
+            use rustix::fs::MemfdFlags;
+            let of = if kind == Kind::Pool {
+                MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB
+            } else {
+                MemfdFlags::empty()
+            };
+            let fd = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC | of).unwrap();
             rustix::fs::ftruncate(&fd, len as u64).unwrap();
             Arc::new(fd)
         });
@@ -65,7 +74,7 @@ impl Memory {
         let advice = if kind == Kind::Huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
         // SAFETY: the range is ours. A kernel without huge pages refuses, which changes nothing.
         let _ = unsafe { madvise(start.cast(), len, advice) };
-        Self { mapped, mapped_len, start: NonNull::new(start).unwrap(), pages, file }
+        Self { kind, mapped, mapped_len, start: NonNull::new(start).unwrap(), pages, file }
     }
 
     pub(crate) fn host(&self) -> u64 {
@@ -74,6 +83,7 @@ impl Memory {
 
     pub(crate) fn region(&self, id: u32) -> MappedRegion {
         let backing = match &self.file {
+            Some(_) if self.kind == Kind::Pool => Backing::Other,
             Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
             None => Backing::Anonymous,
         };

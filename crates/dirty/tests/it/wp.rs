@@ -1,6 +1,7 @@
 //! Write protection against real memory, on real page tables.
 
 use crate::memory::{Kind, Memory, random, say};
+use crate::pool::Pool;
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -157,6 +158,39 @@ fn nothing_is_lost_of_a_memfd() {
     if available() {
         nothing_is_lost(Kind::Memfd, 2048, 60);
     }
+}
+
+/// Huge pages of the host's pool are never split: a write dirties all of its huge page, and that is found once.
+#[test]
+fn nothing_is_lost_of_the_hosts_huge_pages() {
+    if !available() {
+        return;
+    }
+    let _pool = match Pool::with(8) {
+        Ok(pool) => pool,
+        Err(why) => return say(&format!("write protection of huge pages: not run: {why}")),
+    };
+    {
+        let memory = Memory::new(Kind::Pool, 4096);
+        (0..2048).for_each(|page| memory.write(page, 1));
+        let (mut tracker, layout) = started(&memory);
+        assert_eq!(harvest(&mut tracker, &layout), [], "everything present is protected at the start");
+        memory.write(5, 2);
+        memory.write(1030, 2);
+        let whole = |number: u64| number * 512..(number + 1) * 512;
+        let want: Vec<u64> = whole(0).chain(whole(2)).collect();
+        assert_eq!(harvest(&mut tracker, &layout), want);
+        assert_eq!(harvest(&mut tracker, &layout), []);
+        // One that was not there.
+        memory.write(4095, 2);
+        assert_eq!(harvest(&mut tracker, &layout), whole(7).collect::<Vec<_>>());
+        tracker.stop().unwrap();
+        assert_eq!((memory.word(5).load(Ordering::Relaxed), memory.word(6).load(Ordering::Relaxed)), (2, 1));
+        let mut all = Bitmap::new(4096);
+        touched(&memory.region(0), PageRun::from(0..4096), &mut all).unwrap();
+        assert_eq!(all.count(), 4096, "the file does not tell, so nothing is taken for untouched");
+    }
+    nothing_is_lost(Kind::Pool, 4096, 60);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What can be made wrong on purpose.
+//! What can be wrong on purpose.
 
 /// A defect that is planted to see whether the simulation finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +32,10 @@ pub(super) enum Defect {
     CompleteEarly,
     /// The word that the last page is here is lost with the link that it came on.
     ForgetsTheLast,
+    /// A target that has renounced the guest ends, and its source never hears of it.
+    EndsRenounced,
+    /// A target that has renounced the guest starts it when the commit comes late.
+    StartsRenounced,
     /// What is moot at the target's end is dropped again and again, and the end with it.
     DropsTheEnd,
     /// Pages are left out by an answer that was asked for before they were protected.

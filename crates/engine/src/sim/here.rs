@@ -171,7 +171,12 @@ impl World {
                 Event::NotSent(_) | Event::Message(ToSource::Returned(_) | ToSource::Failed(_))
             );
         }
+        // Over a new link as well, unless it ran there meanwhile.
+        let late = before == Phase::PostcopyPaused
+            && !self.here.session.runs_there()
+            && matches!(event, Event::Message(ToSource::Returned(_)));
         let actions = self.here.session.handle(now, event);
+        self.here.given_back |= late && self.here.session.phase() == Phase::Ended;
         if before != Phase::Ended && self.here.session.phase() == Phase::Ended {
             // What was still to be done is moot.
             self.here.actions.clear();
@@ -276,6 +281,12 @@ impl World {
             let (first, paused) = (!self.here.committed, !self.here.running);
             self.promise(first && paused, |_| "a second commit, or one with the guest running".into());
             self.here.committed = true;
+            if self.here.session.handed_over() && !self.faults.calm && self.rng.per_mille(150) {
+                // Between the commit and the start is little time, and most to be decided.
+                let soon = self.rng.below(1000);
+                let item = if self.rng.per_mille(600) { Item::Cut } else { Item::CutChannel };
+                self.at(soon, item);
+            }
         }
         self.count_control();
         if self.link_up() && !self.faults.calm && self.rng.per_mille(3) {

@@ -33,6 +33,10 @@ impl World {
         if self.there.rest && !gone && (*source != Some(Outcome::Completed) || !there) {
             return wrong("nobody died, and yet its memory did not come together");
         }
+        let renounced = self.here.committed && self.there.lazy.is_some() && !self.there.rest;
+        if renounced && !gone && !self.there.stopped && matches!(source, Some(Outcome::Unknown(_))) {
+            return wrong("the target renounced it, and its source was not told");
+        }
         let by_timeout =
             matches!(source, Some(Outcome::Cancelled(why)) if why.starts_with("not done within"));
         if self.faults.calm && *source != Some(Outcome::Completed) && !by_timeout {

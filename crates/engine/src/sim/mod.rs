@@ -4,8 +4,9 @@
 //! Checked in every run: the guest never runs on both sides; it runs on the target only after the commit and only with
 //! the memory that it had; once the target was told to run it, it comes back only by the target's word; of a guest that
 //! runs before its memory is there no page comes twice, none is older than what the guest wrote, and if no host dies they
-//! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie; whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are
-//! planted and must be found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
+//! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie;
+//! whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are planted and must be
+//! found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
 
 mod defect;
 mod fuzz;
@@ -94,14 +95,15 @@ fn no_seed_breaks_a_promise() {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 16] = [
+const KINDS: [Kind; 17] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
     ("completed in postcopy after several", |end| end.whole() && end.interruptions > 1),
     ("cancelled", |end| matches!(end.source, Some(Outcome::Cancelled(_)))),
     ("failed before the commit", |end| !end.committed && end.failed()),
-    ("given back after it", |end| end.committed && end.failed()),
+    ("given back after it", |end| end.committed && end.failed() && end.interruptions == 0),
+    ("given back over a new link", |end| end.committed && end.failed() && end.interruptions > 0),
     ("unknown, and moved", |end| end.unknown() && end.target == Some(TargetOutcome::Completed)),
     ("unknown, and not", |end| end.unknown() && end.target != Some(TargetOutcome::Completed)),
     ("lost", |end| matches!(end.source, Some(Outcome::Lost(_)))),
@@ -148,6 +150,8 @@ fn planted_defects_are_found() {
         Defect::ForgetsSuspects,
         Defect::CompleteEarly,
         Defect::ForgetsTheLast,
+        Defect::EndsRenounced,
+        Defect::StartsRenounced,
         Defect::DropsTheEnd,
         Defect::AsksFirst,
         Defect::ProtectsAfterAsking,

@@ -9,7 +9,7 @@ use crate::lacking::Collected;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::collections::VecDeque;
 use vmferry_memory::RegionId;
-use vmferry_wire::{PageName, Refusal, RefusalCode, RunName, Token};
+use vmferry_wire::{PageName, Refusal, RefusalCode, RunName, ToTarget, Token};
 
 pub(super) fn tokens() -> Tokens {
     Tokens { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) }
@@ -31,6 +31,8 @@ pub(super) struct There {
     pub(super) running: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
+    /// Somebody wanted no guest any more while its source might still have asked.
+    pub(super) stopped: bool,
     /// The set of channels, and whether they were not closed.
     pub(super) link: usize,
     pub(super) connected: bool,
@@ -61,6 +63,7 @@ impl There {
             running: false,
             outcome: None,
             crashed: false,
+            stopped: false,
             link: 0,
             connected: true,
             tokens: (tokens().bulk, tokens().urgent),
@@ -104,6 +107,10 @@ impl World {
             self.there.actions.clear();
         }
         self.there.actions.extend(actions);
+        if self.defect == Defect::EndsRenounced && self.there.session.renounced() {
+            let why = Refusal::new(RefusalCode::Other, "renounced");
+            self.there.actions.push_back(Action::Finish(Outcome::Failed(why)));
+        }
     }
 
     /// A channel's thread, or the control channel's, finds it lost.
@@ -127,6 +134,11 @@ impl World {
         }
         let channel = u16::try_from(stream.saturating_sub(BULK)).expect("few channels");
         match cargo {
+            Cargo::ToTarget(ToTarget::Commit)
+                if self.defect == Defect::StartsRenounced && self.there.session.renounced() =>
+            {
+                self.start();
+            }
             Cargo::ToTarget(message) => self.target_event(link, Event::Message(message)),
             Cargo::Hello(token) => {
                 let (bulk, urgent) = self.there.tokens;
@@ -254,7 +266,11 @@ impl World {
                 if self.defect == Defect::StartsAtLoad {
                     self.start();
                 }
-                if failed { Event::LocalFailure(why) } else { Event::Loaded { micros: 9 } }
+                match failed {
+                    _ if self.abandoned() => Event::PeerLost("while the state was loaded".into()),
+                    true => Event::LocalFailure(why),
+                    false => Event::Loaded { micros: 9 },
+                }
             }
             _ if failed || !self.commit_lazily() => Event::StartFailed(why),
             _ => {

@@ -109,6 +109,10 @@ impl World {
         }
     }
 
+    pub(super) fn abandoned(&self) -> bool {
+        self.there.lazy.as_ref().is_some_and(|lazy| lazy.fate == Fate::Abandoned)
+    }
+
     pub(super) fn commit_lazily(&mut self) -> bool {
         let Some(lazy) = self.there.lazy.as_mut() else { return true };
         let open = lazy.fate == Fate::Open;
@@ -280,7 +284,8 @@ impl World {
     }
 
     pub(super) fn take_up(&mut self, link: usize) {
-        if !self.there.rest || link <= self.there.link {
+        let heard = self.there.rest || self.there.session.may_be_asked();
+        if !heard || link <= self.there.link {
             self.reply(link, false);
             return;
         }
@@ -352,6 +357,10 @@ impl World {
             } else if waiting == Some(true) {
                 self.source_event(super::source::Event::Recover);
             }
+        }
+        if self.there.session.renounced() && self.here.ended() {
+            // The guest runs at its source: nobody will ask any more.
+            self.target_event(self.there.link, Event::Stopped);
         }
         if !self.there.rest || self.there.ended() {
             return;

@@ -10,7 +10,6 @@ use super::there::There;
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use vmferry_wire::{Refusal, RefusalCode};
 
 /// Longer than any migration of a few pages may take, in simulated microseconds.
 pub(super) const FOR_EVER: u64 = 900_000_000;
@@ -436,8 +435,12 @@ impl World {
             Item::SwitchNow => self.source_event(source::Event::SwitchNow),
             Item::StopTarget if self.there.rest => self.crash_target(),
             Item::StopTarget => {
-                let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
-                self.target_event(self.there.link, target::Event::LocalFailure(why));
+                self.there.stopped |= !self.there.ended();
+                self.target_event(self.there.link, target::Event::Stopped);
+                if !self.there.ended() {
+                    // As the real driver, which looks every time.
+                    self.at(100_000, Item::StopTarget);
+                }
             }
             Item::CrashSource => self.crash_source(),
             Item::CrashTarget => self.crash_target(),

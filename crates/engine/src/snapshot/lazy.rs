@@ -1,18 +1,18 @@
 //! Running a guest out of a file at once: its pages come when it touches them, and the rest in order.
 
-use super::open::{RestoreError, SnapshotPages, open, slot};
+use super::fill::{FileOrigin, Lazy};
+use super::open::{RestoreError, open};
+use super::progress::LazyProgress;
 use super::{identity, ms, uri};
-use crate::MigrateError;
-use crate::fill::{Fill, Filler, LazyProgress, PageOrigin, Why};
+use crate::lazy::serve_faults;
 use crate::monitor::thread_cpu_us;
 use crate::target::Received;
-use crate::vm::TargetVm;
+use crate::vm::{TargetVm, VmError};
+use crate::{MigrateError, lazy};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
-use vmferry_memory::{PageIndex, PageRun, PageSet, RegionId};
-use vmferry_wire::{PageTable, TABLE_PAGES};
 
 /// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
 /// page that has not come: keep it until [`wait`](Self::wait) says that all is there.
@@ -22,20 +22,29 @@ pub struct LazyRestore {
     filling: Filling,
 }
 
-/// The thread that fills; ended and waited for when dropped.
+/// The threads that fill; ended and waited for when dropped.
 #[derive(Debug)]
 struct Filling {
-    fill: Arc<Fill>,
-    thread: Option<JoinHandle<()>>,
+    lazy: Arc<Lazy>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Filling {
+    fn spawn(&mut self, name: String, work: impl FnOnce(&Lazy) + Send + 'static) -> Result<(), MigrateError> {
+        let lazy = Arc::clone(&self.lazy);
+        let spawned = Builder::new().name(name).spawn(move || work(&lazy));
+        self.threads.push(spawned.map_err(|source| MigrateError::Host { what: "a thread", source })?);
+        Ok(())
+    }
 }
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        self.fill.stop();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the thread that fills memory panicked");
+        FileOrigin::stop(&self.lazy);
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread that fills memory panicked");
+            }
         }
     }
 }
@@ -50,24 +59,24 @@ impl LazyRestore {
     /// How far it is.
     #[must_use]
     pub fn progress(&self) -> LazyProgress {
-        self.filling.fill.progress()
+        FileOrigin::progress(&self.filling.lazy)
     }
 
     /// Looks at the progress from another thread, for as long as it likes.
     pub fn watch(&self) -> impl Fn() -> LazyProgress + Send + Sync + 'static {
-        let fill = Arc::clone(&self.filling.fill);
-        move || fill.progress()
+        let lazy = Arc::clone(&self.filling.lazy);
+        move || FileOrigin::progress(&lazy)
     }
 
     /// Waits until all pages are there, or one cannot be had, or `within` is over.
     pub fn wait(&self, within: Duration) -> LazyProgress {
-        self.filling.fill.wait(within)
+        FileOrigin::wait(&self.filling.lazy, within)
     }
 
     /// Ends it, also if pages are missing. Those stay missing, and a vCPU that needs one sleeps for ever: this is for a
     /// guest that is being ended.
     pub fn stop(&self) {
-        self.filling.fill.stop();
+        FileOrigin::stop(&self.filling.lazy);
     }
 }
 
@@ -77,104 +86,44 @@ impl LazyRestore {
 /// [`MigrateError::NotLazy`] if this VM or this host cannot do that: `vm` is as it was, and [`restore`](super::restore)
 /// will do. All others say that the file is not a whole guest that fits this machine; it has not run.
 pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, MigrateError> {
-    let not_lazy = |error: crate::VmError| MigrateError::NotLazy { why: error.to_string() };
+    let not_lazy = |error: VmError| MigrateError::NotLazy { why: error.to_string() };
     let failed = |source| MigrateError::Snapshot { uri: uri(path), source };
     let memory = vm.lazy_memory().map_err(not_lazy)?;
-    let pages = Arc::new(open(path, vm)?);
+    let pages = open(path, vm)?;
     let (id, copy_of) = identity(&pages)?;
     let sections = pages.sections().map_err(failed)?;
     let lacking = pages.lacking();
     memory.begin(&lacking).map_err(not_lazy)?;
-    let fill = Arc::new(Fill::new(memory, pages.layout(), pages.contents()));
-    let own = Arc::clone(&fill);
-    let spawned = std::thread::Builder::new().name("restore".into()).spawn(move || {
-        let origin = || FileOrigin { pages: Arc::clone(&pages), cached: None };
-        own.run(origin, |filler| sweep(filler, &lacking));
-    });
-    let spawned = spawned.map_err(|source| MigrateError::Host { what: "a thread", source });
-    let started = spawned.and_then(|thread| {
-        let filling = Filling { fill: Arc::clone(&fill), thread: Some(thread) };
+    let lazy = lazy::Lazy::from(FileOrigin::new(pages), memory, &lacking, vm.config().vcpus);
+    let mut filling = Filling { lazy: Arc::new(lazy), threads: Vec::new() };
+    let start = |filling: &mut Filling| {
+        for stripe in 0..filling.lazy.memory.stripes() {
+            filling.spawn(format!("fault-{stripe}"), move |lazy| serve_faults(lazy, stripe))?;
+        }
         let began = Instant::now();
         vm.load(&sections).map_err(|error| failed(error.into()))?;
-        let load_ms = ms(began.elapsed());
-        let early = filling.fill.progress().placed;
-        filling.fill.commit().map_err(|why| failed(RestoreError::Vm(crate::VmError::new(why))))?;
+        let (load_ms, early) = (ms(began.elapsed()), filling.lazy.figures().pages);
+        if !filling.lazy.commit() {
+            let why = filling.lazy.origin.failure().unwrap_or_default();
+            return Err(failed(RestoreError::Vm(VmError::new(why))));
+        }
+        // Only now: until here nothing is brought but what the state needs, so that the guest runs soon.
+        filling.spawn("restore".into(), move |lazy| FileOrigin::sweep(lazy, &lacking))?;
         vm.start().map_err(|error| failed(error.into()))?;
-        Ok((filling, load_ms, early))
-    });
-    match started {
-        Ok((filling, load_ms, pages)) => {
+        Ok((load_ms, early))
+    };
+    match start(&mut filling) {
+        Ok((load_ms, pages)) => {
             let cpu_ms = thread_cpu_us() as f64 / 1e3;
             let received = Received { id, copy_of, source: uri(path), pages, load_ms, cpu_ms, rest: None };
             Ok(LazyRestore { received, filling })
         }
         Err(error) => {
-            // The threads have ended, with `filling`.
-            if let Err(error) = fill.abandon() {
-                tracing::error!("a restore that failed could not be ended: {error}");
-            }
+            let lazy = Arc::clone(&filling.lazy);
+            // First the threads: what is placed after the end would be an error.
+            drop(filling);
+            lazy.end();
             Err(error)
-        }
-    }
-}
-
-/// Everything that may have content, in order.
-fn sweep(filler: &mut Filler<'_, FileOrigin>, lacking: &PageSet) {
-    for (region, map) in lacking.iter() {
-        map.runs().for_each(|run| filler.sweep(region, run.into()));
-    }
-}
-
-/// The file as one thread reads it.
-struct FileOrigin {
-    pages: Arc<SnapshotPages>,
-    /// The table that was read last: whoever sweeps needs it again, and whoever asks what pages are reads them next.
-    cached: Option<Cached>,
-}
-
-struct Cached {
-    position: usize,
-    block: u64,
-    /// `None` if none of its pages has content.
-    table: Option<PageTable>,
-}
-
-impl FileOrigin {
-    fn position(&self, region: RegionId) -> Result<usize, Why> {
-        self.pages.layout().position(region).ok_or_else(|| format!("the snapshot has no {region}").into())
-    }
-
-    /// The table of `page`.
-    fn table(&mut self, position: usize, page: PageIndex) -> Result<Option<&PageTable>, Why> {
-        let block = page.0 / TABLE_PAGES as u64;
-        let cached = match self.cached.take() {
-            Some(cached) if (cached.position, cached.block) == (position, block) => cached,
-            _ => Cached { position, block, table: self.pages.table(position, block)? },
-        };
-        Ok(self.cached.insert(cached).table.as_ref())
-    }
-}
-
-impl PageOrigin for FileOrigin {
-    fn contents(&mut self, region: RegionId, run: PageRun) -> Result<u64, Why> {
-        let position = self.position(region)?;
-        let Some(table) = self.table(position, run.first)? else { return Ok(0) };
-        let bits = run.range().enumerate().filter(|(_, page)| table.has_content(slot(PageIndex(*page))));
-        Ok(bits.fold(0, |bits, (bit, _)| bits | 1 << bit))
-    }
-
-    fn read(&mut self, region: RegionId, run: PageRun, to: &mut [u8]) -> Result<(), Why> {
-        let position = self.position(region)?;
-        let pages = Arc::clone(&self.pages);
-        match self.table(position, run.first)? {
-            Some(table) => Ok(pages.read(position, run.first, to, table)?),
-            None => Err(format!("{region} {run} has no content").into()),
-        }
-    }
-
-    fn expect(&mut self, region: RegionId, run: PageRun) {
-        if let Ok(position) = self.position(region) {
-            self.pages.will_need(position, run);
         }
     }
 }

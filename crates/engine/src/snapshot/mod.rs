@@ -5,15 +5,18 @@
 //! can be read without the others. It is written under a temporary name and takes its own only when all of it has reached
 //! the disk, so a file of that name is always whole; until then the guest can go on here.
 
+mod fill;
 mod lazy;
 mod open;
 mod pio;
+mod progress;
 mod restore;
 mod save;
 mod write;
 
 pub use lazy::{LazyRestore, restore_lazy};
 pub use open::RestoreError;
+pub use progress::{FillState, LazyProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
 

@@ -99,10 +99,6 @@ impl SnapshotPages {
         self.header.copy
     }
 
-    pub(super) fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
     pub(super) fn places(&self) -> &[RegionPlace] {
         &self.map.regions
     }

@@ -92,6 +92,8 @@ pub(super) struct Driver<'s, 'e> {
     session: Session,
     inputs: (SyncSender<Numbered>, Receiver<Numbered>),
     control: Arc<Stream>,
+    /// Its reader has ended: no last word is to be waited for.
+    control_lost: bool,
     /// What the control channel can be taken up again with.
     resume: Token,
     streams: Streams,
@@ -152,6 +154,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             session,
             inputs,
             control: Arc::new(control),
+            control_lost: false,
             resume: Token::NONE,
             streams: Streams::default(),
             generation: 0,
@@ -263,18 +266,19 @@ impl<'s, 'e> Driver<'s, 'e> {
                 self.timings.message(&message);
                 Event::Message(message)
             }
-            Ok((_, Input::ControlLost(error))) => Event::PeerLost(match error.kind() {
-                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                    format!("the target {peer} closed the connection")
-                }
-                io::ErrorKind::TimedOut => {
-                    format!(
-                        "nothing was heard of the target {peer} for {:?}",
-                        self.ground.settings.peer_timeout
-                    )
-                }
-                _ => format!("the link to {peer} failed: {error}"),
-            }),
+            Ok((_, Input::ControlLost(error))) => {
+                self.control_lost = true;
+                Event::PeerLost(match error.kind() {
+                    io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+                        format!("the target {peer} closed the connection")
+                    }
+                    io::ErrorKind::TimedOut => {
+                        let silence = self.ground.settings.peer_timeout;
+                        format!("nothing was heard of the target {peer} for {silence:?}")
+                    }
+                    _ => format!("the link to {peer} failed: {error}"),
+                })
+            }
             Ok((_, Input::PassDone(Ok(())))) => {
                 self.missing = self.missing.saturating_sub(1);
                 if self.missing > 0 {

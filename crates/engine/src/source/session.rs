@@ -6,7 +6,7 @@
 //! The rule that everything else serves: until [`ToTarget::Commit`] has been handed out, any failure ends in
 //! [`Action::Resume`] (if the guest was paused) and the guest goes on here. From the moment it has been handed out, this
 //! side never resumes the guest on its own, because the target may already run it; only the target's own word
-//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back.
+//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes.
 
 mod ending;
 mod postcopy;
@@ -356,7 +356,8 @@ impl Session {
                 Vec::new()
             }
             (State::Committed, message) => self.after_commit(now, message),
-            (_, ToSource::Failed(why)) => self.give_up(Outcome::Failed(why), false),
+            // A target that was about to be told to run the guest waits to hear that it was not.
+            (_, ToSource::Failed(why)) => self.give_up(Outcome::Failed(why), self.lazy),
             (State::AwaitAccept, ToSource::Accept { bulk, urgent, resume }) => {
                 self.state = State::Opening { opened: false, up: false };
                 vec![Action::Remember { resume }, Action::OpenChannels { bulk, urgent }]
@@ -417,11 +418,7 @@ impl Session {
             }
             // The target's promise that the guest never ran there and never will (it says `Failed` if it gave up just
             // before it read the commit): it is ours again.
-            ToSource::Returned(why) | ToSource::Failed(why) => {
-                self.state = State::Resuming;
-                self.ended = Some(Outcome::Failed(why));
-                vec![Action::Resume]
-            }
+            ToSource::Returned(why) | ToSource::Failed(why) => self.given_back(why),
             other => self.peer_lost(format!("the target answered the commit with {other:?}")),
         }
     }

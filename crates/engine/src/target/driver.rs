@@ -53,6 +53,8 @@ pub(super) struct Driver<'a> {
     /// Sources that came while this attempt was being wound up: they are served next.
     waiting: Vec<Incoming>,
     link: Link,
+    /// The control channel's reader has ended: no last word is to be waited for.
+    control_lost: bool,
     load: Duration,
     /// There once a guest was announced that may run before all of its memory is here.
     lazy_memory: Option<Arc<dyn LazyMemory>>,
@@ -80,6 +82,7 @@ impl<'a> Driver<'a> {
             inputs,
             waiting: Vec::new(),
             link,
+            control_lost: false,
             load: Duration::ZERO,
             lazy_memory: None,
             lacking,
@@ -148,24 +151,27 @@ impl<'a> Driver<'a> {
     }
 
     /// The next input of this attempt, or a new connection.
-    fn next_input(&self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
+    fn next_input(&mut self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
         let (attempt, input) = self.inputs.recv_timeout(within)?;
-        Ok((attempt == self.link.attempt || matches!(input, Input::Connected(_))).then_some(input))
+        let ours = attempt == self.link.attempt;
+        self.control_lost |= ours && matches!(input, Input::ControlLost(_));
+        Ok((ours || matches!(input, Input::Connected(_))).then_some(input))
     }
 
     fn wait(&mut self) -> Option<Event> {
         // Looked at every time: a source that never stops talking must not keep us from it.
         if self.arrival.stopped() {
-            let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
-            return Some(Event::LocalFailure(why));
+            return Some(Event::Stopped);
         }
-        let peer = &self.link.control.peer;
         if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
             return Some(Event::PeerLost(format!(
-                "{peer} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+                "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+                self.link.control.peer
             )));
         }
-        match self.next_input(TICK).ok().flatten()? {
+        let input = self.next_input(TICK).ok().flatten()?;
+        let peer = &self.link.control.peer;
+        match input {
             Input::Connected(incoming) => self.connected(*incoming),
             Input::Message(message) => Some(Event::Message(message)),
             Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
@@ -186,7 +192,7 @@ impl<'a> Driver<'a> {
     /// A channel that ends before the commit takes the migration with it. Which side was at fault matters to the
     /// reader: a cancelled source closes its channels, and says why on the control channel.
     fn channel_lost(&mut self, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
-        if self.session.memory_complete() {
+        if self.session.memory_complete() || self.session.renounced() {
             return None;
         }
         if let ReceiveError::Link(link) = error
@@ -210,10 +216,7 @@ impl<'a> Driver<'a> {
 
     fn connected(&mut self, incoming: Incoming) -> Option<Event> {
         if incoming.hello.role == Role::Control {
-            if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(RefusalCode::Busy)) {
-                tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
-            }
-            return None;
+            return self.control_back(incoming);
         }
         Some(match self.link.connected(incoming)? {
             Ok(()) => Event::ChannelUp,
@@ -222,6 +225,34 @@ impl<'a> Driver<'a> {
                 format!("the target's host refused a thread for a channel: {error}"),
             )),
         })
+    }
+
+    /// Only the source of a guest that may have been committed is heard beside this attempt's own control channel.
+    fn control_back(&mut self, incoming: Incoming) -> Option<Event> {
+        let ours = self.session.may_be_asked() && self.link.named_by(&incoming.hello);
+        let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
+        if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
+            tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
+            return None;
+        }
+        verdict.ok()?;
+        self.control_lost = false;
+        Some(match self.link.take_up(incoming, self.inputs, self.arrival.peer_timeout) {
+            Ok(()) => Event::ControlBack,
+            Err(error) => Event::PeerLost(format!("the new control channel cannot be used: {error}")),
+        })
+    }
+
+    /// The link is lost, and the guest runs already, or never will.
+    fn disconnect(&self) {
+        if self.session.renounced() {
+            tracing::warn!(
+                "the link to the source {} was lost before the guest was started here: it will not run here. The source is told                  so as soon as it asks; end this side only when the guest runs there",
+                self.link.control.peer
+            );
+        }
+        self.link.shutdown();
+        self.link.control.shutdown();
     }
 
     fn perform(&mut self, action: Action) -> Option<Event> {
@@ -245,7 +276,7 @@ impl<'a> Driver<'a> {
             Action::Load(sections) => Some(self.load(&sections)),
             Action::Start => Some(self.start()),
             Action::Disconnect => {
-                self.link.shutdown();
+                self.disconnect();
                 None
             }
             Action::EndLazily => {
@@ -303,7 +334,9 @@ impl<'a> Driver<'a> {
             return failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}"));
         }
         let all_here = lacking.is_empty();
-        let lazy = Arc::new(Lazy::new(memory, &lacking, self.vm.config().vcpus));
+        let mut lazy = Lazy::new(memory, &lacking, self.vm.config().vcpus);
+        lazy.origin.stay_awake = self.arrival.stay_awake;
+        let lazy = Arc::new(lazy);
         self.link.arrivals.go_on_lazily(Arc::clone(&lazy));
         match self.link.serve_faults() {
             Ok(threads) => self.fault_threads = threads,
@@ -321,7 +354,15 @@ impl<'a> Driver<'a> {
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
         let began = Instant::now();
-        match self.vm.load(sections) {
+        let loaded = self.vm.load(sections);
+        if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
+            // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
+            let peer = &self.link.control.peer;
+            return Event::PeerLost(format!(
+                "the link to the source {peer} was lost while the state was loaded"
+            ));
+        }
+        match loaded {
             Ok(()) => {
                 self.load = began.elapsed();
                 Event::Loaded { micros: micros(self.load) }
@@ -355,9 +396,11 @@ impl<'a> Driver<'a> {
             self.link.control.finish();
         }
         let deadline = Instant::now() + Duration::from_secs(1);
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        while !self.control_lost
+            && let Some(left) = deadline.checked_duration_since(Instant::now())
+        {
             match self.next_input(left) {
-                Ok(Some(Input::ControlLost(_))) | Err(_) => break,
+                Err(_) => break,
                 Ok(Some(Input::Connected(incoming))) => self.keep(*incoming),
                 Ok(_) => {}
             }

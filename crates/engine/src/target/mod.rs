@@ -5,6 +5,7 @@ mod driver;
 pub(crate) mod lazy;
 mod probe;
 pub(crate) mod receiver;
+mod relink;
 mod rest;
 pub(crate) mod session;
 
@@ -30,13 +31,21 @@ const POLL: Duration = Duration::from_millis(100);
 pub struct Arrival {
     stop: AtomicBool,
     peer_timeout: Duration,
+    stay_awake: bool,
 }
 
 impl Arrival {
     /// With how long a source may be silent before it is given up.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
-        Self { stop: AtomicBool::new(false), peer_timeout }
+        Self { stop: AtomicBool::new(false), peer_timeout, stay_awake: true }
+    }
+
+    /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
+    /// for that (it may unless something else is said here): see [`Settings::stay_awake`](crate::Settings::stay_awake).
+    #[must_use]
+    pub fn stay_awake(self, stay_awake: bool) -> Self {
+        Self { stay_awake, ..self }
     }
 
     /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.

@@ -2,10 +2,12 @@
 
 use super::lazy::{Lazy, Stager};
 use super::session::MAX_NAMED_RUNS;
-use crate::channel::{IoBuf, Stream};
+use crate::awake::Awake;
+use crate::channel::{IoBuf, Stream, tcp};
 use crate::vm::{GuestMemory, VmError};
 use std::cell::RefCell;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
@@ -202,11 +204,20 @@ impl Arrivals {
 pub(crate) trait FrameSource {
     /// Fills all of `bufs`.
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;
+
+    /// From now on somebody may wait for what is in here, behind whatever else is.
+    fn keep_short(&self) {}
 }
 
 impl FrameSource for &Stream {
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         self.receive(bufs)
+    }
+
+    fn keep_short(&self) {
+        if let Err(error) = tcp::keep_receive_queue_short(self.as_fd()) {
+            tracing::debug!("pages may wait in the queue of {}: {error}", self.peer);
+        }
     }
 }
 
@@ -260,8 +271,8 @@ pub(crate) struct Receiver<'a, S> {
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
     stager: Stager,
-    /// Since the handover this thread gives way to those that somebody waits for.
-    gave_way: bool,
+    /// This thread knows of the handover.
+    handed_over: Option<Awake>,
     /// Whether pages may be written directly before memory is sealed: on a bulk channel.
     direct: bool,
 }
@@ -276,7 +287,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             stager: Stager::default(),
-            gave_way: false,
+            handed_over: None,
             direct: false,
             memory,
             arrivals,
@@ -347,8 +358,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         let table = Table::decode(header, bytes, region.written.len())?;
         let all_here = match (lazy, header.kind) {
             (Some(lazy), _) => {
-                if self.direct && !std::mem::replace(&mut self.gave_way, true) {
-                    crate::latency::give_way();
+                if self.handed_over.is_none() {
+                    self.handed_over = Some(self.hand_over(lazy));
                 }
                 // Placed page by page, which excludes nobody; and a channel may be silent for long.
                 drop(sealed);
@@ -359,6 +370,17 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         };
         self.table = buffer;
         Ok(all_here)
+    }
+
+    /// The guest runs. A bulk channel gives way to whoever waits for a page, on the processors and with what is on its way; while
+    /// there are urgent channels, processors stay awake.
+    fn hand_over(&self, lazy: &Lazy) -> Awake {
+        if self.direct {
+            crate::latency::give_way();
+            self.stream.keep_short();
+            return Awake::default();
+        }
+        if lazy.origin.stay_awake { Awake::hold() } else { Awake::default() }
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {

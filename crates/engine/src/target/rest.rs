@@ -24,8 +24,10 @@ const TICK: Duration = Duration::from_millis(50);
 const PATIENCE: u32 = 3;
 
 /// The pages of a guest that runs already. They come, and are placed, by threads of their own; but somebody must keep
-/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish); without it the
-/// source is never released.
+/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish).
+///
+/// Dropped while pages are lacking, it ends its channels: the source keeps those pages and says that the link is lost, and
+/// whoever needs one of them here sleeps for ever. Nothing is made up.
 #[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
 pub struct Rest {
     session: Session,
@@ -145,7 +147,7 @@ impl Rest {
             }
             self.keep_house(&inputs, arrival);
             done.store(true, Ordering::Release);
-            self.close(&inputs);
+            self.end_channels(&inputs);
             drop(inputs);
         });
         self.watch.now()
@@ -261,8 +263,7 @@ impl Rest {
                 Err(error) => Some(Event::PeerLost(format!("no thread for a channel: {error}"))),
             };
         }
-        let ours = incoming.hello.migration == self.link.migration
-            && incoming.hello.token == self.link.tokens.resume;
+        let ours = self.link.named_by(&incoming.hello);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
             tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
@@ -271,7 +272,9 @@ impl Rest {
         if !ours {
             return None;
         }
-        match self.take_up(incoming, inputs) {
+        let taken = self.link.take_up(incoming, inputs, self.peer_timeout);
+        self.last_page_after_all();
+        match taken {
             Ok(()) => {
                 self.pending.push_back(Event::ControlBack);
                 self.pending.pop_front()
@@ -280,30 +283,13 @@ impl Rest {
         }
     }
 
-    /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being
-    /// placed would be sent again.
-    fn take_up(&mut self, incoming: Incoming, inputs: &Receiver<Numbered>) -> std::io::Result<()> {
-        self.end_channels(inputs);
-        self.link.attempt += 1;
-        self.link.control = Arc::new(incoming.stream);
-        self.link.control.set_timeouts(Some(self.peer_timeout), Some(self.peer_timeout))?;
-        self.link.read_control(self.peer_timeout)
+    fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
+        self.link.end_channels(inputs);
+        self.last_page_after_all();
     }
 
-    fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
-        // First: whoever asks on one of them must not be waited for.
-        self.link.shutdown();
-        self.link.control.shutdown();
-        if let Some(lazy) = self.link.arrivals.lazy() {
-            lazy.ask_on(Vec::new());
-        }
-        // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
-        // is tried again by its source.
-        while self.link.at_work() {
-            let _ = inputs.recv_timeout(Duration::from_millis(1));
-        }
-        self.link.join();
-        // The last page may have come in the meantime, and the word of it been dropped with the rest.
+    /// The last page may have come while the channels were ended, and the word of it been dropped with what else they reported.
+    fn last_page_after_all(&mut self) {
         let all_here = self.link.arrivals.lazy().is_some_and(|lazy| lazy.left() == 0);
         if all_here && !self.session.complete() {
             let event = self.all_here();
@@ -364,15 +350,23 @@ impl Rest {
             Err(error) => self.lost(error.to_string()),
         }
     }
+}
 
-    fn close(&mut self, inputs: &Receiver<Numbered>) {
-        self.end_channels(inputs);
-        // Told to stop before the end, the guest's vCPUs may sleep on missing pages: they must not be given zeros.
-        if self.watch.now().state == MigrationState::Completed {
-            for thread in self.fault_threads.drain(..) {
-                if thread.join().is_err() {
-                    tracing::error!("a fault thread panicked");
-                }
+/// Leaves no thread behind, whether it was finished, told to stop, or forgotten.
+impl Drop for Rest {
+    fn drop(&mut self) {
+        // Without its reader the queue takes nothing, so nobody waits for room in it.
+        self.queue = None;
+        self.link.shutdown();
+        self.link.control.shutdown();
+        self.link.join();
+        if let Some(lazy) = self.link.arrivals.lazy() {
+            // While pages are lacking the guest's vCPUs may sleep on them, and must not be given zeros.
+            if lazy.left() == 0 { lazy.end() } else { lazy.stop() }
+        }
+        for thread in self.fault_threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a fault thread panicked");
             }
         }
     }

@@ -1,7 +1,8 @@
 //! The target's side of a migration as a state machine without I/O: events in, actions out.
 //!
 //! The rule that everything else serves: the guest runs here only after [`ToTarget::Commit`], and whatever goes wrong
-//! before that ends without it having run. If it then runs before all of its memory is here, nothing that happens to the
+//! before that ends without it having run. If the source may have sent that word and its link is lost, this side gives the
+//! guest up for good and stays to say so ([`State::Renounced`]). If the guest then runs before all of its memory is here, nothing that happens to the
 //! link ends anything: what is lacking is waited for, over new channels if need be.
 
 mod lazy;
@@ -57,6 +58,8 @@ pub(crate) enum Event {
     AllHere(LazyFigures),
     /// The source has opened a new control channel.
     ControlBack,
+    /// Somebody here wants no guest any more.
+    Stopped,
     /// What is lacking, `pages` pages, was told to the source; these are the tokens for its new channels.
     Retold {
         pages: u64,
@@ -133,6 +136,8 @@ enum State {
     Loading,
     Ready,
     Starting,
+    /// The guest will never run here, and its source, which may have told this side to run it, does not know that yet.
+    Renounced,
     /// The guest runs, and its pages come.
     Lazy,
     /// The guest runs, and the link is lost.
@@ -172,6 +177,8 @@ pub(crate) struct Session {
     lost: bool,
     /// Set once nothing is lacking.
     complete: Option<LazyFigures>,
+    /// Why the guest was renounced, once it was.
+    renounced: Option<Refusal>,
 }
 
 /// Fresh random bits, given to the source.
@@ -180,6 +187,12 @@ pub(crate) struct Tokens {
     pub(crate) bulk: Token,
     pub(crate) urgent: Token,
     pub(crate) resume: Token,
+}
+
+/// The link was lost when the guest was as good as started.
+fn lost_before(why: &str) -> Refusal {
+    let detail = format!("the link was lost before the guest was started on the target ({why})");
+    Refusal::new(RefusalCode::Other, detail)
 }
 
 impl Session {
@@ -203,6 +216,7 @@ impl Session {
             lazy: false,
             lost: false,
             complete: None,
+            renounced: None,
         }
     }
 
@@ -229,6 +243,17 @@ impl Session {
         match event {
             Event::Message(ToTarget::Ping(number)) => vec![Action::Send(ToSource::Pong(number))],
             event if self.running_lazily() => self.lazily(event),
+            event if self.state == State::Renounced => self.after_renouncing(event),
+            Event::Stopped if self.state == State::Starting => Vec::new(),
+            Event::Stopped => {
+                self.fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"), true)
+            }
+            // The source would not take up a link that it did not know to be lost.
+            Event::ControlBack if self.may_be_asked() => {
+                self.renounce(lost_before("the source opened a new one"));
+                self.after_renouncing(Event::ControlBack)
+            }
+            Event::PeerLost(why) if self.may_be_asked() => self.fail(lost_before(&why), false),
             Event::AllHere(figures) => {
                 // So few pages were lacking that they came while the state was loaded. Told when the guest runs.
                 self.complete = Some(figures);
@@ -243,6 +268,11 @@ impl Session {
                     Action::Send(ToSource::Running { start_us: micros, cpu_us }),
                     Action::Finish(Outcome::Completed),
                 ]
+            }
+            Event::StartFailed(why) if self.state == State::Starting && self.lazy => {
+                self.renounce(why.clone());
+                // On a link that is known to be lost nothing can be said.
+                vec![if self.lost { Action::Disconnect } else { Action::Send(ToSource::Returned(why)) }]
             }
             Event::StartFailed(why) if self.state == State::Starting => {
                 self.state = State::Done;
@@ -284,14 +314,24 @@ impl Session {
     }
 
     fn fail(&mut self, why: Refusal, tell: bool) -> Vec<Action> {
+        let told = tell.then(|| Action::Send(ToSource::Failed(why.clone())));
+        if self.may_be_asked() {
+            // The commit may be on its way.
+            self.renounce(why);
+            return vec![told.unwrap_or(Action::Disconnect)];
+        }
+        self.end(why, told)
+    }
+
+    fn end(&mut self, why: Refusal, tell: Option<Action>) -> Vec<Action> {
         self.state = State::Done;
-        let tell = tell.then(|| Action::Send(ToSource::Failed(why.clone())));
         tell.into_iter().chain([Action::Finish(Outcome::Failed(why))]).collect()
     }
 
     fn message(&mut self, message: ToTarget) -> Vec<Action> {
         match (self.state, message) {
-            (_, ToTarget::Cancel(why)) => self.fail(why, false),
+            // A source that cancels has not committed.
+            (_, ToTarget::Cancel(why)) => self.end(why, None),
             (
                 State::AwaitSetup,
                 ToTarget::Setup { machine, mode, bulk_channels: bulk, urgent_channels: urgent, probe },

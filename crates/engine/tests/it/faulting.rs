@@ -16,7 +16,7 @@ pub(crate) type Write = Box<dyn Fn(RegionId, u64, &[u8]) + Send + Sync>;
 struct State {
     begun: bool,
     ended: bool,
-    /// Pages that are there, and how often they were placed.
+    /// Pages that are there, and how often content was given for them.
     placed: HashMap<(u32, u64), u32>,
     queues: [VecDeque<Fault>; STRIPES],
     interrupted: [bool; STRIPES],
@@ -72,7 +72,7 @@ impl Faulting {
         self.state.lock().unwrap().placed.contains_key(&(region.0, page))
     }
 
-    /// Whether some page was given twice.
+    /// Whether the content of some page was given twice.
     pub(crate) fn any_twice(&self) -> bool {
         self.state.lock().unwrap().placed.values().any(|times| *times > 1)
     }
@@ -84,9 +84,9 @@ impl Faulting {
         }
         let mut result = Placed::default();
         for (at, page) in run.range().enumerate() {
-            let times = state.placed.entry((region.0, page)).or_default();
-            *times += 1;
-            if *times > 1 {
+            let there = state.placed.contains_key(&(region.0, page));
+            *state.placed.entry((region.0, page)).or_default() += u32::from(bytes.is_some());
+            if there {
                 result.there += 1;
                 continue;
             }

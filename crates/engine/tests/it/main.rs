@@ -7,6 +7,7 @@ mod liars;
 mod links;
 mod moves;
 mod proxy;
+mod renounced;
 mod rig;
 mod snapshots;
 mod strangers;

@@ -31,6 +31,17 @@ pub(crate) enum Harm {
     CutBehindCommit,
     /// The commit left the source and does not arrive. Counts no bytes.
     CutAtCommit,
+    /// The same, and every other connection ends with it.
+    CutAllAtCommit,
+    /// Every other connection ends, and then the commit arrives. Counts no bytes.
+    CutOthersAtCommit,
+}
+
+impl Harm {
+    fn at_commit(self) -> bool {
+        use Harm::{CutAllAtCommit, CutAtCommit, CutBehindCommit, CutOthersAtCommit};
+        matches!(self, CutBehindCommit | CutAtCommit | CutAllAtCommit | CutOthersAtCommit)
+    }
 }
 
 /// Whether a whole commit is among these bytes of a control channel.
@@ -57,6 +68,7 @@ pub(crate) struct Rule {
 
 #[derive(Default)]
 struct Shared {
+    /// Of each connection, both ends.
     streams: Mutex<Vec<UnixStream>>,
     seen: Mutex<Vec<(Way, Vec<u8>)>>,
     done: AtomicBool,
@@ -66,8 +78,14 @@ struct Shared {
 
 impl Shared {
     fn cut_all(&self) {
-        for stream in &*self.streams.lock().unwrap() {
-            let _ = stream.shutdown(Shutdown::Both);
+        self.cut_all_but(usize::MAX);
+    }
+
+    fn cut_all_but(&self, connection: usize) {
+        for (at, stream) in self.streams.lock().unwrap().iter().enumerate() {
+            if at / 2 != connection {
+                let _ = stream.shutdown(Shutdown::Both);
+            }
         }
     }
 }
@@ -144,15 +162,23 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
     let (mut all, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         let mut bytes = buffer[..read].to_vec();
-        if let Some(Rule { harm: harm @ (Harm::CutBehindCommit | Harm::CutAtCommit), .. }) = rule {
-            if holds_commit(&[&all[..], &bytes].concat()) {
+        if let Some(Rule { harm, .. }) = rule.filter(|rule| rule.harm.at_commit()) {
+            if !shared.harmed.load(Ordering::Acquire) && holds_commit(&[&all[..], &bytes].concat()) {
                 shared.harmed.store(true, Ordering::Release);
-                let _ = from.shutdown(Shutdown::Both);
-                if harm == Harm::CutBehindCommit {
-                    let _ = into.write_all(&bytes);
-                    all.extend(&bytes);
+                if harm == Harm::CutOthersAtCommit {
+                    shared.cut_all_but(way.connection);
+                    // The target's channels find it before they are told to run the guest.
+                    std::thread::sleep(Duration::from_millis(50));
+                } else {
+                    let _ = from.shutdown(Shutdown::Both);
+                    if harm == Harm::CutBehindCommit {
+                        let _ = into.write_all(&bytes);
+                        all.extend(&bytes);
+                    } else if harm == Harm::CutAllAtCommit {
+                        shared.cut_all();
+                    }
+                    break;
                 }
-                break;
             }
         } else if let Some(rule) = rule
             && (all.len()..all.len() + read).contains(&rule.after)

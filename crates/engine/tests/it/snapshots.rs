@@ -124,7 +124,10 @@ fn a_file_takes_the_room_of_the_pages_with_content() {
 fn a_guest_runs_while_its_memory_comes() {
     for round in 0..10 {
         let folder = Folder::new();
-        let options = Options { pages: vec![3000, 700], used: 2500, writers: 2, ..Options::default() };
+        // The loading's touch is a fault for certain; on a busy host the guest may come to its pages when all are there.
+        let load_touches = Some((0, 2400));
+        let options =
+            Options { pages: vec![3000, 700], used: 2500, writers: 2, load_touches, ..Options::default() };
         let mut source = Toy::new(lazy(options), true);
         let report = saved(&mut source, &folder.file());
         let before = source.writes();
@@ -151,8 +154,10 @@ fn a_touched_page_comes_before_all_others() {
     saved(&mut source, &folder.file());
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
     let restored = restore_lazy(&mut target, &folder.file()).unwrap();
-    // The page, its neighbours at most, and nothing of the 19,984 before.
-    assert!((1..=16).contains(&restored.received().pages), "{}", restored.received().pages);
+    // The page, its neighbours at most, and nothing of the 19,984 before. Perhaps none by the count, which comes after the
+    // page: its placing wakes whoever waits.
+    assert!(restored.received().pages <= 16, "{}", restored.received().pages);
+    assert!(target.faulting().unwrap().is_placed(RegionId(0), 19_999));
     done(&restored);
     goes_on(&target);
 }
@@ -168,10 +173,10 @@ fn pages_of_zeros_come_when_they_are_touched() {
     let restored = restore_lazy(&mut target, &folder.file()).unwrap();
     done(&restored);
     let faulting = target.faulting().unwrap();
-    // It is a page of zeros, and its neighbours came with it; pages far from anybody's touch did not.
-    assert!(faulting.is_placed(RegionId(0), 19_999) && faulting.is_placed(RegionId(0), 19_990));
-    assert!(!faulting.is_placed(RegionId(0), 10_000));
-    assert!(restored.progress().zero_pages >= 16);
+    // Pages of zeros that nobody touched take no memory: its neighbour, and those of the block in which there are others.
+    assert!(faulting.is_placed(RegionId(0), 19_999));
+    assert!([19_998, 10_000, 300].iter().all(|page| !faulting.is_placed(RegionId(0), *page)));
+    assert!(restored.progress().zero_pages >= 1);
     goes_on(&target);
 }
 

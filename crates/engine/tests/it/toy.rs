@@ -190,10 +190,15 @@ impl Board {
                 random =
                     random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let choice = random >> 33;
-                let ram = &self.rams[usize::try_from(choice).unwrap() % self.rams.len()];
+                let which = usize::try_from(choice).unwrap() % self.rams.len();
+                let ram = &self.rams[which];
                 let used = self.options.used.min(ram.region.pages()) / self.options.writers;
                 // Each vCPU has pages of its own, so that the ledger needs no lock.
                 let page = (choice / 7 % used) * self.options.writers + number;
+                if self.options.lose == Some((which, page)) {
+                    // Were it written while it is being sent it would arrive damaged, and be sent again whatever its mark.
+                    continue;
+                }
                 let count = self.writes.fetch_add(1, Relaxed) + 1;
                 if self.options.free_one_in > 0 && (choice >> 7).is_multiple_of(self.options.free_one_in) {
                     ram.free.set(page);

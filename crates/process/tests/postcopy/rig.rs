@@ -190,7 +190,7 @@ pub(crate) fn take(
 }
 
 /// Ends a migration that does not end, so that the test does.
-fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
+pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
     while !finished() {
         arrival.stop();
         monitor.cancel();

@@ -284,7 +284,7 @@ impl<D: Device> Core<D> {
             return;
         }
         let mut added = value & DRIVERS & !self.status;
-        if added & FEATURES_OK != 0 && !self.acceptable() {
+        if added & FEATURES_OK != 0 && !self.acceptable(self.driver_features) {
             tracing::debug!(features = self.driver_features, "a driver's features are refused");
             added &= !FEATURES_OK;
         }
@@ -311,8 +311,8 @@ impl<D: Device> Core<D> {
     }
 
     /// Only what is offered, and not a legacy driver's choice.
-    fn acceptable(&self) -> bool {
-        self.driver_features & !self.offered() == 0 && self.driver_features & 1 << VIRTIO_F_VERSION_1 != 0
+    fn acceptable(&self, features: u128) -> bool {
+        features & !self.offered() == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0
     }
 
     fn reset(&mut self, signals: &Signals) {

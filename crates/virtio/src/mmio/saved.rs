@@ -1,6 +1,6 @@
 //! The transport's saved state.
 
-use super::{Core, DRIVER_OK, DRIVERS, FEATURES_OK, MmioTransport, NEEDS_RESET, Setup, Slot};
+use super::{DRIVER_OK, DRIVERS, FEATURES_OK, MmioTransport, NEEDS_RESET, Setup, Slot};
 use crate::device::{Device, QueueSpec};
 use crate::queue::{RingError, VirtQueue};
 use serde::{Deserialize, Serialize};
@@ -112,7 +112,7 @@ impl<D: Device> MmioTransport<D> {
         let mut core = self.core();
         let slots = slots::<D, M>(memory, saved)?;
         let status = saved.status;
-        let accepted = status & FEATURES_OK == 0 || core.would_accept(saved.driver_features);
+        let accepted = status & FEATURES_OK == 0 || core.acceptable(saved.driver_features);
         if status & !(DRIVERS | NEEDS_RESET) != 0
             || status & (DRIVER_OK | FEATURES_OK) == DRIVER_OK
             || !accepted
@@ -141,13 +141,6 @@ impl<D: Device> MmioTransport<D> {
         }
         self.signals.load(interrupt, generation, active);
         Ok(())
-    }
-}
-
-impl<D: Device> Core<D> {
-    fn would_accept(&self, features: u128) -> bool {
-        let offered = self.offered();
-        features & !offered == 0
     }
 }
 

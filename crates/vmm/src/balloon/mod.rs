@@ -11,9 +11,14 @@ mod free;
 mod handle;
 mod hints;
 mod host;
+mod keeper;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use free::BalloonFree;
 pub use handle::{BalloonHandle, BalloonStatus, Hints};
+
+pub(crate) use keeper::Keeper;
 
 use crate::bus::MmioDevice;
 use crate::memory::GuestRam;
@@ -66,6 +71,17 @@ impl VmBalloon {
     pub(crate) fn report(&self, data: &[u8]) {
         for page in data.as_chunks().0 {
             self.control.report(self.ram.map(), u32::from_le_bytes(*page));
+        }
+    }
+
+    /// Asks the guest for new statistics, if it has any. Called while the guest runs, by a thread that must not sleep on a page that is
+    /// still to come: while any is, nothing is asked. (Pages can only become missing before a guest runs, so this look holds for all of
+    /// the call. The lock that it takes is not kept: a vCPU takes that one while it has the device's.)
+    fn refresh(&self) {
+        if self.lazy.settled(|| ()).is_some()
+            && let Some(queue) = self.control.want_stats()
+        {
+            self.transport.notify(self.ram.map(), queue);
         }
     }
 

@@ -1,8 +1,9 @@
 //! One mapping, aligned so that huge pages fit it.
 
+use super::pool::{Advice, HugePagePool};
 use crate::options::Backing;
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::c_void;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,6 +29,17 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    /// The host has too few huge pages.
+    #[error("cannot map {len} bytes of guest memory: {advice}")]
+    HugePages {
+        /// How much.
+        len: u64,
+        /// What to do.
+        advice: Advice,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {
@@ -45,6 +57,7 @@ const ALIGN: usize = 2 << 20;
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
+    backing: Backing,
     file: Option<Arc<OwnedFd>>,
 }
 
@@ -57,19 +70,34 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `len` bytes (whole pages, not 0) of zeros.
     pub(crate) fn new(len: u64, backing: Backing) -> Result<Self, MemoryError> {
-        let failed = |source: io::Error| MemoryError::Map { len, backing, source };
+        // Huge pages are reserved here: later there is no way to say that there are too few, but to kill who touches one.
+        let failed = |source: io::Error| match backing {
+            Backing::HugePages => {
+                MemoryError::HugePages { len, advice: HugePagePool::read().advice(len), source }
+            }
+            _ => MemoryError::Map { len, backing, source },
+        };
         let size = usize::try_from(len).map_err(|_| failed(io::ErrorKind::OutOfMemory.into()))?;
         let file = match backing {
             Backing::Anonymous => None,
-            Backing::Memfd => Some(Arc::new(memfd(len).map_err(failed)?)),
+            Backing::Memfd => Some(memfd(len, MemfdFlags::empty()).map_err(failed)?),
+            Backing::HugePages => {
+                Some(memfd(len, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).map_err(failed)?)
+            }
         };
-        let start = map_aligned(size, file.as_deref()).map_err(failed)?;
-        Ok(Self { start, len: size, file })
+        let file = file.map(Arc::new);
+        let start = map_aligned(size, backing, file.as_deref()).map_err(failed)?;
+        Ok(Self { start, len: size, backing, file })
     }
 
     /// The first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
+    }
+
+    /// What it is made of.
+    pub(crate) fn backing(&self) -> Backing {
+        self.backing
     }
 
     /// The memfd behind it.
@@ -80,7 +108,9 @@ impl Mapping {
     /// Asks for huge pages.
     pub(crate) fn advise_huge(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping, and the advice changes how it is backed, not what it holds.
-        unsafe { rustix::mm::madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxHugepage)? };
+        unsafe {
+            rustix::mm::madvise(self.start.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxHugepage)?
+        };
         Ok(())
     }
 }
@@ -94,9 +124,9 @@ impl Drop for Mapping {
 }
 
 /// A memfd of `len` bytes that nobody can shrink: a mapping of a shrunken file would fault on access.
-fn memfd(len: u64) -> io::Result<OwnedFd> {
+fn memfd(len: u64, of: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create("vmferry-guest", flags)?;
+    let file = rustix::fs::memfd_create("vmferry-guest", flags | of)?;
     rustix::fs::ftruncate(&file, len)?;
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
     Ok(file)
@@ -104,7 +134,7 @@ fn memfd(len: u64) -> io::Result<OwnedFd> {
 
 /// Maps `len` bytes at a multiple of [`ALIGN`]: reserves more addresses than needed, maps in the middle of them, and
 /// gives the rest back.
-fn map_aligned(len: usize, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
+fn map_aligned(len: usize, backing: Backing, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
     let spare = len.checked_add(ALIGN).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: a new range of addresses, inaccessible; nothing else refers to it.
     let reserved = unsafe {
@@ -117,8 +147,10 @@ fn map_aligned(len: usize, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
     };
     let head = reserved.addr().next_multiple_of(ALIGN) - reserved.addr();
     let start = reserved.wrapping_byte_add(head);
-    // NORESERVE: a guest rarely touches all of its memory, and the host's owner decides about overcommit.
-    let fixed = MapFlags::FIXED | MapFlags::NORESERVE;
+    // NORESERVE: a guest rarely touches all of its memory, and the host's owner decides about overcommit. Of huge pages
+    // there is none.
+    let reserve = if backing == Backing::HugePages { MapFlags::empty() } else { MapFlags::NORESERVE };
+    let fixed = MapFlags::FIXED | reserve;
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: `start..start + len` lies within the range reserved above (head <= ALIGN), which is ours to replace.
     let mapped = unsafe {

@@ -6,11 +6,13 @@
 mod drop;
 mod mapping;
 mod marks;
+mod pool;
 mod ram;
 
 pub(crate) use drop::DropError;
 pub use mapping::MemoryError;
 pub use marks::WriteMarks;
+pub use pool::{Advice, HUGE_PAGE_BYTES, HugePagePool};
 pub use ram::{GuestRam, RamRegion};
 
 use vmferry_memory::{Gpa, Layout, LayoutError, Region, RegionId};

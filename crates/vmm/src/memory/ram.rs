@@ -26,9 +26,10 @@ impl RamRegion {
     /// The same, as trackers want to know it.
     #[must_use]
     pub fn mapped(&self) -> MappedRegion {
-        let backing = match self.mapping.file() {
-            None => Backing::Anonymous,
-            Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+        let backing = match (self.mapping.backing(), self.mapping.file()) {
+            (_, None) => Backing::Anonymous,
+            (crate::Backing::HugePages, _) => Backing::Other,
+            (_, Some(file)) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
         };
         MappedRegion {
             id: self.region.id,
@@ -41,9 +42,11 @@ impl RamRegion {
 
     /// The same, as missing pages need it.
     pub(crate) fn lazy(&self) -> LazyRegion {
-        let backing = match self.mapping.file() {
-            None => vmferry_fault::Backing::Anonymous,
-            Some(file) => vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: 0 },
+        use vmferry_fault::Backing;
+        let backing = match (self.mapping.backing(), self.mapping.file().cloned()) {
+            (_, None) => Backing::Anonymous,
+            (crate::Backing::HugePages, Some(file)) => Backing::HugeMemfd { file, offset: 0 },
+            (_, Some(file)) => Backing::Memfd { file, offset: 0 },
         };
         LazyRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
     }
@@ -101,6 +104,7 @@ impl GuestRam {
         for region in layout.regions() {
             let mapping = Mapping::new(region.len, options.backing)?;
             if options.huge_pages
+                && options.backing != crate::Backing::HugePages
                 && let Err(error) = mapping.advise_huge()
             {
                 notes.push(format!("{}: no huge pages ({error}); the guest runs on 4 KiB pages", region.id));

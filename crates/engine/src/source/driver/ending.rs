@@ -42,7 +42,9 @@ impl Driver<'_, '_> {
         self.jobs.clear();
         self.control.finish();
         let deadline = Instant::now() + Duration::from_secs(1);
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        while !self.control_lost
+            && let Some(left) = deadline.checked_duration_since(Instant::now())
+        {
             match self.inputs.1.recv_timeout(left) {
                 Ok((_, Input::ControlLost(_))) | Err(_) => break,
                 Ok(_) => {}

@@ -79,7 +79,7 @@ impl<'e> Driver<'_, 'e> {
             let (urgent, claims) = (Arc::clone(&self.urgent), Arc::clone(&claims));
             let (inputs, generation) = (self.inputs.0.clone(), self.generation);
             let work = move || {
-                let lost = serve_urgent(&claims, &urgent[channel], channel);
+                let lost = serve_urgent(&claims, &urgent[channel], channel, ground.settings.stay_awake);
                 ground.monitor.counters.add_thread_cpu();
                 let _ = inputs.send((generation, Input::UrgentLost(lost)));
             };
@@ -107,6 +107,7 @@ impl<'e> Driver<'_, 'e> {
     pub(super) fn disconnect(&mut self) {
         self.shutdown();
         self.control.shutdown();
+        self.control_lost = true;
         self.jobs.clear();
         self.missing = 0;
         // What its threads still report counts no more, and the pages that they claimed are the target's to name.
@@ -126,7 +127,7 @@ impl<'e> Driver<'_, 'e> {
         let settings = ground.settings;
         let channel = (ground.migration, Role::Control, 0, self.resume);
         match connect(ground.uri, channel, settings.insecure, settings.peer_timeout) {
-            Ok(control) => self.control = Arc::new(control),
+            Ok(control) => (self.control, self.control_lost) = (Arc::new(control), false),
             Err(error) => return Event::NotReconnected(error.to_string()),
         }
         ground.stop.store(false, Ordering::Release);

@@ -3,6 +3,7 @@
 use super::super::sender::{Sender, SenderError, Shared};
 use super::super::settings::UrgentPath;
 use super::{Claims, Wanted, not_there};
+use crate::awake::Awake;
 use crate::channel::{SendError, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_wire::{REQUEST_BYTES, Request, WireError};
@@ -30,8 +31,14 @@ impl<'a> UrgentOut<'a> {
 }
 
 /// Reads requests from channel `channel` until it ends.
-pub(crate) fn serve_urgent(claims: &Claims, out: &UrgentOut<'_>, channel: usize) -> SenderError {
+pub(crate) fn serve_urgent(
+    claims: &Claims,
+    out: &UrgentOut<'_>,
+    channel: usize,
+    stay_awake: bool,
+) -> SenderError {
     crate::latency::prefer_latency();
+    let _awake = if stay_awake { Awake::hold() } else { Awake::default() };
     let mut bytes = [0; REQUEST_BYTES];
     loop {
         if let Err(error) = out.stream.receive_bytes(&mut bytes) {

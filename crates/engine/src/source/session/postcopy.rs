@@ -7,7 +7,7 @@ use super::{Session, State};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
-use vmferry_wire::{LazyFigures, Section, ToSource, ToTarget};
+use vmferry_wire::{LazyFigures, Refusal, Section, ToSource, ToTarget};
 
 /// A pass that leaves more than this share of what the pass before left is the last, in hybrid mode: the guest dirties about as
 /// fast as the link carries.
@@ -136,6 +136,10 @@ impl Session {
                 self.state = State::Suspended;
                 Vec::new()
             }
+            // Not of a guest that has run there: two histories of it cannot be joined.
+            (State::Hearing, Event::Message(ToSource::Returned(why))) if !self.recovery.running => {
+                self.given_back(why)
+            }
             (State::Hearing, Event::Message(ToSource::Lacking(piece))) => vec![Action::TakeLacking(piece)],
             (State::Hearing, Event::Message(ToSource::Resume { pages, bulk, urgent })) => {
                 self.recovery.running = true;
@@ -165,6 +169,16 @@ impl Session {
             // Too late to keep the guest, and nothing to recover.
             _ => Vec::new(),
         }
+    }
+
+    /// The target's promise that the guest never ran there and never will: it is ours again. A target that renounced it stays
+    /// until it knows that this was heard.
+    pub(super) fn given_back(&mut self, why: Refusal) -> Vec<Action> {
+        self.state = State::Resuming;
+        self.ended = Some(Outcome::Failed(why));
+        let heard = self.lazy.then_some(Action::Send(ToTarget::Thanks));
+        // The guest first.
+        [Action::Resume].into_iter().chain(heard).collect()
     }
 
     /// The target has every page.

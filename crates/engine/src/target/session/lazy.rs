@@ -34,6 +34,36 @@ impl Session {
         actions
     }
 
+    /// Whether its source may come back over a new link to ask what has become of a guest that never ran here. Once this side
+    /// was ready the source may have told it to run the guest, even if that word never came.
+    pub(crate) fn may_be_asked(&self) -> bool {
+        self.lazy && matches!(self.state, State::Ready | State::Renounced)
+    }
+
+    /// Whether the guest was renounced.
+    pub(crate) fn renounced(&self) -> bool {
+        self.state == State::Renounced
+    }
+
+    /// Gives the guest up for good: from here on no commit starts it, however late it comes.
+    pub(super) fn renounce(&mut self, why: Refusal) {
+        self.state = State::Renounced;
+        self.renounced = Some(why);
+    }
+
+    /// There is one thing left to do: that the source hears of it. Until it has, only it may come back, however often; the
+    /// guest is stopped at its side until then, and nobody else can say that it may go on.
+    pub(super) fn after_renouncing(&mut self, event: Event) -> Vec<Action> {
+        let Some(why) = self.renounced.clone() else { return Vec::new() };
+        match event {
+            Event::ControlBack => vec![Action::Send(ToSource::Returned(why))],
+            Event::Message(ToTarget::Thanks | ToTarget::Cancel(_)) | Event::Stopped => self.end(why, None),
+            Event::PeerLost(_) | Event::LocalFailure(_) => vec![Action::Disconnect],
+            // A late commit among them.
+            _ => Vec::new(),
+        }
+    }
+
     /// Whether the guest runs here and has not all of its memory, or its source does not know yet that it has.
     pub(super) fn running_lazily(&self) -> bool {
         matches!(

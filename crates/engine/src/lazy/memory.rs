@@ -44,6 +44,14 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// The stripe that `page` belongs to: 0 to `stripes() - 1`.
     fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize;
 
+    /// Pages of a unit: a power of two. Whoever touches a page sleeps until all pages of its unit (aligned to that many,
+    /// within the region) are there, and they come in any order and in parts. Where it is more than 1, pages of zeros are
+    /// placed as well before anybody waits for them. Does not change.
+    fn unit_pages(&self, region: RegionId) -> u64 {
+        let _ = region;
+        1
+    }
+
     /// Makes the pages of `missing` missing, whatever they held, and every access to a page that is not populated sleep
     /// from now on. The vCPUs do not run.
     ///
@@ -62,7 +70,8 @@ pub trait LazyMemory: Send + Sync + Debug {
     fn interrupt(&self);
 
     /// Places a copy of `bytes`, which are whole pages, as the pages of `run`, each at once for whoever looks, and wakes
-    /// whoever waits for one of them. Pages that are there already stay as they are.
+    /// whoever waits for one of them; of larger units, each unit when all of it is there. Pages that are there already
+    /// stay as they are.
     ///
     /// # Errors
     /// If the run is not in the region, not as long as `bytes`, or the host refuses; the pages before the one it refused

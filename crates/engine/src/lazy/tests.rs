@@ -4,9 +4,9 @@
 //! Shuttle takes every access for sequentially consistent, and all accesses that the argument rests on are.
 
 use super::ahead::Ahead;
-use super::{Flaw, Lazy, UrgentLine, serve_faults};
+use super::{Fault, Flaw, Lazy, LazyMemory, Origin, Place, Placed, serve_faults};
 use crate::channel::Stream;
-use crate::lazy::{Fault, LazyMemory, Placed};
+use crate::target::lazy::{Lines, UrgentLine};
 use crate::vm::VmError;
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
@@ -35,27 +35,31 @@ struct State {
 struct Memory {
     state: Mutex<State>,
     changed: Condvar,
+    /// Pages that are seen together.
+    unit: usize,
 }
 
 impl Memory {
     /// A vCPU reads a page, and sleeps until it is there.
     fn read(&self, page: usize, vcpu: u32) -> u8 {
         let mut state = self.state.lock().unwrap();
+        let first = page / self.unit * self.unit;
+        let whole = |state: &State| state.pages[first..first + self.unit].iter().all(Option::is_some);
         loop {
-            if let Some(content) = state.pages[page] {
-                return content;
+            if whole(&state) {
+                return state.pages[page].unwrap();
             }
-            let (page_index, region) = (PageIndex(page as u64), RegionId(0));
-            state.faults[page % 2].push_back(Fault {
+            let (page_index, region) = (PageIndex(first as u64), RegionId(0));
+            state.faults[first / self.unit % 2].push_back(Fault {
                 region,
                 page: page_index,
                 write: false,
                 vcpu: Some(vcpu),
             });
             state.raised += 1;
-            let woken = state.woken[page];
+            let woken = state.woken[first];
             self.changed.notify_all();
-            while state.pages[page].is_none() && state.woken[page] == woken {
+            while !whole(&state) && state.woken[first] == woken {
                 state = self.changed.wait(state).unwrap();
             }
         }
@@ -84,7 +88,11 @@ impl LazyMemory for Memory {
     }
 
     fn stripe_of(&self, _: RegionId, page: PageIndex) -> usize {
-        usize::try_from(page.0 % 2).unwrap()
+        usize::try_from(page.0).unwrap() / self.unit % 2
+    }
+
+    fn unit_pages(&self, _: RegionId) -> u64 {
+        self.unit as u64
     }
 
     fn begin(&self, _: &PageSet) -> Result<(), VmError> {
@@ -118,7 +126,8 @@ impl LazyMemory for Memory {
     }
 
     fn wake(&self, _: RegionId, page: PageIndex) -> Result<(), VmError> {
-        self.state.lock().unwrap().woken[usize::try_from(page.0).unwrap()] += 1;
+        let first = usize::try_from(page.0).unwrap() / self.unit * self.unit;
+        self.state.lock().unwrap().woken[first] += 1;
         self.changed.notify_all();
         Ok(())
     }
@@ -128,29 +137,87 @@ impl LazyMemory for Memory {
     }
 }
 
-fn lazy(flaw: Flaw) -> (Arc<Memory>, Arc<Lazy>) {
+/// An origin whose fault threads bring pages themselves, as they do out of a file.
+#[derive(Debug, Default)]
+struct Direct {
+    /// How often a fault thread brought the last page.
+    last: shuttle::sync::atomic::AtomicU32,
+}
+
+impl Origin for Direct {
+    type Hands = ();
+
+    fn hands(&self) {}
+
+    fn bring(lazy: &Lazy<Self>, (): &mut (), place: Place, _: u16) {
+        let neighbour = place.page ^ 1;
+        for page in [place.page, neighbour] {
+            let last = u32::from(bring_unclaimed(lazy, page));
+            lazy.origin.last.fetch_add(last, std::sync::atomic::Ordering::SeqCst);
+        }
+    }
+}
+
+fn bring_unclaimed(lazy: &Lazy<Direct>, page: u64) -> bool {
+    let place = Place { region: 0, page };
+    lazy.lacks(place) && lazy.claim(place) && bring(lazy, page)
+}
+
+fn lazy<O>(origin: O, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc<Lazy<O>>) {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
     let lacking = PageSet::full(&Layout::new(vec![region]).unwrap());
-    let memory = Arc::new(Memory::default());
-    let mut lazy = Lazy::new(Arc::clone(&memory) as Arc<dyn LazyMemory>, &lacking, 2);
+    let memory = Arc::new(Memory { unit, ..Memory::default() });
+    let mut lazy = Lazy::from(origin, Arc::clone(&memory) as Arc<dyn LazyMemory>, &lacking, 2);
     lazy.flaw = flaw;
     (memory, Arc::new(lazy))
 }
 
 /// Brings a page; says whether it was the last.
-fn bring(lazy: &Lazy, page: u64) -> bool {
+fn bring<O>(lazy: &Lazy<O>, page: u64) -> bool {
     let run = PageRun::new(PageIndex(page), 1);
     match CONTENT[usize::try_from(page).unwrap()] {
         0 => lazy.take_zeros(0, run),
-        content => lazy.place_run(0, run, run.range(), &[content; PAGE_BYTES]).unwrap(),
+        content => lazy.place_run(0, run, &[content; PAGE_BYTES]).unwrap(),
     }
 }
 
 /// Two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
 fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
-    let (memory, lazy) = lazy(flaw);
+    run_units(flaw, reads, overflow, 1);
+}
+
+/// The same with huge pages of `unit` pages.
+fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usize) {
+    let (_, last) = run_on(
+        Lines::default(),
+        (flaw, overflow, unit),
+        reads,
+        [
+            |lazy| [1, 2].into_iter().map(|page| u32::from(bring(lazy, page))).sum(),
+            |lazy| [0, 3].into_iter().map(|page| u32::from(bring(lazy, page))).sum(),
+        ],
+    );
+    assert_eq!(last, 1, "the last page is noticed once");
+}
+
+/// Two vCPUs, a fault thread for each stripe that brings pages itself, and two that sweep.
+fn run_direct(reads: [&'static [usize]; 2], unit: usize) {
+    let sweep: fn(&Lazy<Direct>) -> u32 =
+        |lazy| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(lazy, page))).sum();
+    let (lazy, last) = run_on(Direct::default(), (Flaw::None, false, unit), reads, [sweep, sweep]);
+    let last = last + lazy.origin.last.load(std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(last, 1, "the last page is noticed once");
+}
+
+fn run_on<O: Origin + 'static>(
+    origin: O,
+    (flaw, overflow, unit): (Flaw, bool, usize),
+    reads: [&'static [usize]; 2],
+    channels: [fn(&Lazy<O>) -> u32; 2],
+) -> (Arc<Lazy<O>>, u32) {
+    let (memory, lazy) = lazy(origin, flaw, unit);
     if overflow {
-        while lazy.waiters.add(super::Place { region: 0, page: 2 }, 0, None) {}
+        while lazy.waiters.add(Place { region: 0, page: 2 }, 0, None) {}
     }
     let guests: Vec<_> = (0u32..)
         .zip(reads)
@@ -163,24 +230,22 @@ fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
             })
         })
         .collect();
-    let start = |work: fn(&Lazy) -> u32| {
+    let start = |work: fn(&Lazy<O>) -> u32| {
         let lazy = Arc::clone(&lazy);
         thread::spawn(move || work(&lazy))
     };
     let faults = [start(|lazy| (serve_faults(lazy, 0), 0).1), start(|lazy| (serve_faults(lazy, 1), 0).1)];
-    let channels = [
-        start(|lazy| [1, 2].into_iter().map(|page| u32::from(bring(lazy, page))).sum()),
-        start(|lazy| [0, 3].into_iter().map(|page| u32::from(bring(lazy, page))).sum()),
-    ];
+    let channels = channels.map(start);
     guests.into_iter().for_each(|guest| guest.join().unwrap());
     let last: u32 = channels.into_iter().map(|channel| channel.join().unwrap()).sum();
-    assert_eq!((last, lazy.left()), (1, 0), "the last page is noticed once");
     lazy.stop();
     faults.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), 0));
+    assert_eq!(lazy.left(), 0);
     assert_eq!(lazy.waiters.waiting(), [], "somebody is still written down");
     let (figures, raised) = (lazy.figures(), memory.state.lock().unwrap().raised);
     assert_eq!((figures.pages, figures.duplicates), (2, 0));
     assert!(overflow || figures.all.faults <= raised, "somebody was let go twice");
+    (lazy, last)
 }
 
 const BOTH: [&[usize]; 2] = [&[1, 0], &[1, 2, 3]];
@@ -190,6 +255,28 @@ const APART: [&[usize]; 2] = [&[1, 0], &[2, 3]];
 fn nobody_waits_for_ever_and_everybody_reads_what_was_sent() {
     shuttle::check_random(|| run(Flaw::None, BOTH, false), TRIES);
     shuttle::check_pct(|| run(Flaw::None, BOTH, false), TRIES, 4);
+}
+
+#[test]
+fn nobody_waits_for_ever_for_threads_that_bring_pages_themselves() {
+    for unit in [1, 2] {
+        shuttle::check_random(move || run_direct(BOTH, unit), TRIES);
+        shuttle::check_pct(move || run_direct(BOTH, unit), TRIES, 4);
+    }
+}
+
+#[test]
+fn nobody_waits_for_ever_for_a_huge_page_whose_parts_come_from_several_channels() {
+    for unit in [2, 4] {
+        shuttle::check_random(move || run_units(Flaw::None, BOTH, false, unit), TRIES);
+        shuttle::check_pct(move || run_units(Flaw::None, BOTH, false, unit), TRIES, 4);
+    }
+}
+
+#[test]
+#[should_panic(expected = "somebody is still written down")]
+fn a_fault_thread_that_looks_once_leaves_somebody_waiting_for_a_huge_page() {
+    search(|| run_units(Flaw::LooksOnce, BOTH, false, 2));
 }
 
 #[test]
@@ -223,13 +310,13 @@ fn a_page_that_is_taken_off_before_it_is_placed_is_lost() {
 
 /// A fault while the link is taken up again: the page is asked for on the new line.
 fn relink(flaw: Flaw) {
-    let (_, lazy) = lazy(flaw);
+    let (_, lazy) = lazy(Lines::default(), flaw, 1);
     let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
     far.set_nonblocking(true).unwrap();
     let line = Arc::new(UrgentLine::new(Arc::new(Stream::new(near, "near".into()).unwrap())));
     let (faulted, linked) = (Arc::clone(&lazy), Arc::clone(&lazy));
     let fault = Fault { region: RegionId(0), page: PageIndex(1), write: true, vcpu: None };
-    let fault = thread::spawn(move || faulted.serve(fault, &mut Ahead::default()));
+    let fault = thread::spawn(move || faulted.serve(fault, &mut Ahead::default(), &mut ()));
     let link = thread::spawn(move || {
         linked.ask_on(Vec::new());
         linked.ask_on(vec![line]);

@@ -1,9 +1,9 @@
 //! The threads that take faults, one a stripe.
 
 use super::ahead::{Ahead, Guess};
-use super::{Lazy, Place};
-use crate::lazy::Fault;
+use super::{Fault, Lazy, Origin, Place};
 use crate::sync::fence;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ const LOOK: Duration = Duration::from_secs(1);
 pub(super) const AGAIN: Duration = Duration::from_millis(100);
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
-pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
+pub(crate) fn serve_faults<O: Origin>(lazy: &Lazy<O>, stripe: usize) {
     crate::latency::prefer_latency();
-    let mut ahead = Ahead::default();
+    let (mut ahead, mut hands) = (Ahead::default(), lazy.origin.hands());
     while !lazy.stopped() {
         match lazy.memory.next_fault(stripe, LOOK) {
             Ok(None) => {}
-            Ok(Some(fault)) => lazy.serve(fault, &mut ahead),
+            Ok(Some(fault)) => lazy.serve(fault, &mut ahead, &mut hands),
             Err(error) => {
                 tracing::error!("faults of the guest cannot be read: {error}; trying again");
                 std::thread::sleep(AGAIN);
@@ -28,15 +28,15 @@ pub(crate) fn serve_faults(lazy: &Lazy, stripe: usize) {
     }
 }
 
-impl Lazy {
-    pub(super) fn serve(&self, fault: Fault, ahead: &mut Ahead) {
+impl<O: Origin> Lazy<O> {
+    pub(super) fn serve(&self, fault: Fault, ahead: &mut Ahead, hands: &mut O::Hands) {
         let now = self.now();
         let Some(place) = self.place_of(fault.region, fault.page) else {
             // The embedder's `LazyMemory` and its layout disagree; nobody can answer that.
             tracing::error!("a fault on page {} of {}, which is not there", fault.page, fault.region);
             return;
         };
-        if !self.lacks(place) {
+        if !self.unit_lacks(place) {
             return self.answer_here(place);
         }
         // Who waits is written down before the page is looked at again: see the module's documentation.
@@ -46,19 +46,24 @@ impl Lazy {
         if self.flaw == super::Flaw::LooksOnce {
             return;
         }
-        if !self.lacks(place) {
-            self.release(place.region, place.page..place.page + 1);
+        if !self.unit_lacks(place) {
+            self.release(place.region, self.unit(place));
             return self.answer_here(place);
         }
         if !measured {
             tracing::debug!("more faults at once than can be watched");
         }
-        let Guess { ahead, used } = ahead.fault(place.region, place.page);
+        // A huge page is run enough.
+        let single = self.single(place.region);
+        let Guess { ahead, used } =
+            if single { ahead.fault(place.region, place.page) } else { Guess::default() };
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
-        self.ask(place, ahead, false);
+        O::bring(self, hands, place, ahead);
     }
+}
 
+impl<O> Lazy<O> {
     /// The page is zero, or came in the meantime.
     fn answer_here(&self, place: Place) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
@@ -69,8 +74,23 @@ impl Lazy {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
+    /// These pages are taken off the set: whoever waited for one whose unit lacks nothing now goes on.
+    pub(super) fn release_units(&self, region: usize, pages: Range<u64>) {
+        if self.single(region) {
+            return self.release(region, pages);
+        }
+        let mut page = pages.start;
+        while page < pages.end {
+            let unit = self.unit(Place { region, page });
+            page = unit.end;
+            if !self.unit_lacks(Place { region, page: unit.start }) {
+                self.release(region, unit);
+            }
+        }
+    }
+
     /// Whoever waited for these pages goes on.
-    pub(super) fn release(&self, region: usize, pages: std::ops::Range<u64>) {
+    pub(super) fn release(&self, region: usize, pages: Range<u64>) {
         self.waiters.take(region, pages, |waiter| {
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });

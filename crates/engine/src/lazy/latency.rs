@@ -1,8 +1,7 @@
 //! How long faults take, for each vCPU and for everybody else.
 
-use super::lock;
 use hdrhistogram::Histogram;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use vmferry_wire::FaultLatency;
 
 /// Power-of-two buckets of microseconds, as published: below 1, 2, 4 and so on, up to an hour.
@@ -86,6 +85,10 @@ impl Latencies {
         sum.p99_ns = whole.value_at_quantile(0.99);
         sum
     }
+}
+
+fn lock(class: &Mutex<Class>) -> MutexGuard<'_, Class> {
+    class.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The first `i` with `ns` below 2^i microseconds.

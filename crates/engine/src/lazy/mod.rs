@@ -1,73 +1,74 @@
-//! Pages that come while the guest runs: which are lacking, who waits for them, and how long.
+//! Pages that come while the guest runs: which are lacking, who waits for them, and how long. Where they come from is the
+//! affair of an [`Origin`]: a link to the source of the migration (`target::lazy`), or a file (`snapshot::fill`).
 //!
 //! # One page's way
 //! Somebody touches a page that is not there; the fault thread of its stripe reads the fault. If the page is lacking, the
-//! thread notes who waits since when and asks for the page, once; if not, the page is known to be zero, or came in between.
-//! Whatever channel it then comes on, its content is staged, compared with its digest, placed, and only then taken off
-//! the set of lacking pages. A page that comes as zero is not placed at all unless somebody waits for it: it is only taken
-//! off the set, and a later fault is answered here.
+//! thread notes who waits since when and has the origin bring the page, once; if not, the page is known to be zero, or came
+//! in between. Over a link it is asked for, and whatever channel it then comes on, its content is staged; out of a file the
+//! fault thread reads it itself. Either way it is compared with its digest, placed, and only then taken off the set of
+//! lacking pages. A page that comes as zero is not placed at all unless somebody waits for it: it is only taken off the
+//! set, and a later fault is answered here.
 //!
 //! # Why nobody waits for ever
 //! The fault thread writes down the waiter and then looks whether the page still lacks; whoever brings a page takes it off the
 //! set and then looks for waiters. Both with a full fence between, so at least one of them sees the other: the fault
 //! thread a page that is no longer lacking, or the bringer a waiter. A page with content was placed before either looked,
-//! and placing wakes by itself; for a page of zeros whoever sees the other places it.
+//! and placing wakes by itself; for a page of zeros whoever sees the other places it. Of several threads that could bring a
+//! page one does, by the bit that says it is on its way, and finds whoever waits by then.
+//!
+//! # Units
+//! Where the guest runs on huge pages, a page that came cannot be seen before the others of its huge page: the unit
+//! ([`LazyMemory::unit_pages`]). A fault is then on a unit, and has all brought that lacks of it. All of the above holds for
+//! the unit: it lacks while any page of it does, zeros are placed like contents, and who takes the last page off the set
+//! looks for waiters. With units of one page it is the same thing.
 //!
 //! # Each page once
-//! The source gives each page out once, so none comes twice. If one does all the same it is left as it is, because placing
+//! An origin gives each page out once, so none comes twice. If one does all the same it is left as it is, because placing
 //! never overwrites, and counted.
 
 mod ahead;
 mod faults;
 mod latency;
+mod memory;
 mod place;
 mod waiters;
 
 pub(crate) use faults::serve_faults;
-pub(crate) use place::Stager;
+pub use memory::{Fault, LazyMemory, Placed};
 
-use crate::channel::Stream;
-use crate::lazy::LazyMemory;
-use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, RwLock, fence};
+use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};
 use crate::vm::VmError;
 use latency::Latencies;
-use std::io;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_memory::{Layout, PageIndex, PageRun, PageSet, RegionId};
-use vmferry_wire::{LazyFigures, Request};
+use vmferry_wire::LazyFigures;
 use waiters::Waiters;
 
-/// Pages that came damaged and are asked for again, at most: beyond that the link is given up.
-const MOST_DAMAGED: u64 = 10_000;
+/// Where pages come from.
+pub(crate) trait Origin: Debug + Send + Sync + Sized {
+    /// What each fault thread has of its own: buffers.
+    type Hands;
 
-/// An urgent channel, to ask on.
-#[derive(Debug)]
-pub(crate) struct UrgentLine {
-    stream: Arc<Stream>,
-    /// A request is one write; several fault threads may share a line.
-    turn: Mutex<()>,
-}
+    /// For one more fault thread.
+    fn hands(&self) -> Self::Hands;
 
-impl UrgentLine {
-    pub(crate) fn new(stream: Arc<Stream>) -> Self {
-        Self { stream, turn: Mutex::new(()) }
-    }
-
-    pub(crate) fn ask(&self, request: Request) -> io::Result<()> {
-        let _turn = lock(&self.turn);
-        self.stream
-            .send_bytes_within(&request.encode(), Duration::from_secs(1))
-            .map_err(|failed| failed.error)
-    }
+    /// Somebody waits for `place`, and is written down: it is brought at once, and so is what lacks of its unit, unless it is
+    /// on its way already. The `ahead` pages behind it are likely to be wanted next. Whoever brings a page calls
+    /// [`Lazy::place_run`] or [`Lazy::take_zeros`], from whatever thread.
+    fn bring(lazy: &Lazy<Self>, hands: &mut Self::Hands, place: Place, ahead: u16);
 }
 
 #[derive(Debug)]
 struct Region {
     id: RegionId,
+    /// Pages that come together: 1, or those of a huge page.
+    unit: u64,
     lacking: ClaimBitmap,
-    /// Pages that were asked for on the present lines.
+    /// Pages that somebody is bringing, or that were asked for on the present lines.
     asked: AtomicBitmap,
 }
 
@@ -86,19 +87,16 @@ struct Counters {
     ahead_used: Counter,
 }
 
-/// The memory of a guest that runs before all of it is here. Shared by fault threads and channels.
+/// The memory of a guest that runs before all of it is here. Shared by fault threads and whoever brings pages.
 #[derive(Debug)]
-pub(crate) struct Lazy {
+pub(crate) struct Lazy<O> {
+    pub(crate) origin: O,
     pub(crate) memory: Arc<dyn LazyMemory>,
     regions: Vec<Region>,
     left: AtomicU64,
     waiters: Waiters,
     latencies: Latencies,
     counters: Counters,
-    /// Where to ask; empty while the link is down.
-    lines: RwLock<Vec<Arc<UrgentLine>>>,
-    /// Pages that came damaged on these lines.
-    damaged_here: AtomicU64,
     /// Faults are not answered any more.
     stop: AtomicBool,
     fate: AtomicU8,
@@ -108,13 +106,13 @@ pub(crate) struct Lazy {
     /// Nanoseconds from `began` to the last page; 0 while there are pages to come.
     ended: AtomicU64,
     #[cfg(test)]
-    flaw: Flaw,
+    pub(crate) flaw: Flaw,
 }
 
 /// A way to get the order wrong, for tests that show that it matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flaw {
+pub(crate) enum Flaw {
     None,
     /// Who waits is written down, and the page not looked at again.
     LooksOnce,
@@ -126,37 +124,38 @@ enum Flaw {
     AsksBeforeLines,
 }
 
-/// The guest has not been started, and the link is up.
+/// The guest has not been started, and its pages come.
 const OPEN: u8 = 0;
 /// The guest is being started: from now on it waits for its pages, however long that takes.
 const COMMITTED: u8 = 1;
-/// The link was lost before: the guest will not be started here.
+/// Pages ceased to come before: the guest will not be started here.
 const ABANDONED: u8 = 2;
 
 /// A page: the position of its region in the layout, and its index there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
-    region: usize,
-    page: u64,
+pub(crate) struct Place {
+    pub(crate) region: usize,
+    pub(crate) page: u64,
 }
 
-impl Lazy {
-    /// The pages of `lacking` are to come, for a guest of `vcpus`.
-    pub(crate) fn new(memory: Arc<dyn LazyMemory>, lacking: &PageSet, vcpus: u32) -> Self {
+impl<O> Lazy<O> {
+    /// The pages of `lacking` are to come from `origin`, for a guest of `vcpus`.
+    pub(crate) fn from(origin: O, memory: Arc<dyn LazyMemory>, lacking: &PageSet, vcpus: u32) -> Self {
         let region = |(id, map): (RegionId, &vmferry_bitmap::Bitmap)| Region {
             id,
+            unit: memory.unit_pages(id).max(1),
             lacking: ClaimBitmap::new(map),
             asked: AtomicBitmap::new(map.len()),
         };
+        let regions = lacking.iter().map(region).collect();
         Self {
+            origin,
             memory,
-            regions: lacking.iter().map(region).collect(),
+            regions,
             left: AtomicU64::new(lacking.count()),
             waiters: Waiters::new(),
             latencies: Latencies::new(vcpus),
             counters: Counters::default(),
-            lines: RwLock::default(),
-            damaged_here: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             fate: AtomicU8::new(OPEN),
             began: Instant::now(),
@@ -189,26 +188,26 @@ impl Lazy {
         set
     }
 
-    /// Asks on `lines` from now on. What was asked for before is forgotten, because those lines are gone; whoever waits is
-    /// asked for again.
-    pub(crate) fn ask_on(&self, lines: Vec<Arc<UrgentLine>>) {
-        let again = !lines.is_empty();
-        #[cfg(test)]
-        if self.flaw == Flaw::AsksBeforeLines {
-            self.waiters.waiting().into_iter().for_each(|place| self.ask(place, 0, false));
-            *self.lines.write().unwrap_or_else(PoisonError::into_inner) = lines;
-            return;
-        }
-        *self.lines.write().unwrap_or_else(PoisonError::into_inner) = lines;
-        self.damaged_here.store(0, Ordering::Relaxed);
+    /// The pages that somebody waits for now.
+    pub(crate) fn waiting(&self) -> Vec<Place> {
+        self.waiters.waiting()
+    }
+
+    /// Says that `place` is being brought by the caller; false if somebody else had said so.
+    pub(crate) fn claim(&self, place: Place) -> bool {
+        !self.regions[place.region].asked.set(place.page)
+    }
+
+    /// Takes back what [`claim`](Self::claim) said.
+    pub(crate) fn unclaim(&self, place: Place) {
+        self.regions[place.region].asked.test_and_clear(place.page);
+    }
+
+    /// Takes back whatever was said: nobody brings anything any more.
+    pub(crate) fn unclaim_all(&self) {
         for region in &self.regions {
             let mut forgotten = vmferry_bitmap::Bitmap::new(region.asked.len());
             region.asked.harvest(&mut forgotten);
-        }
-        if again {
-            for place in self.waiters.waiting() {
-                self.ask(place, 0, false);
-            }
         }
     }
 
@@ -218,20 +217,30 @@ impl Lazy {
         self.fate.compare_exchange(OPEN, COMMITTED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    /// The link is lost. If the guest has not been started it will not be, and whoever waits for one of its pages (the
-    /// loading of its state) gets zeros, so that it ends; nobody will run on these.
+    /// Pages do not come any more. If the guest has not been started it will not be, and whoever waits for one of its pages
+    /// (the loading of its state) gets zeros, so that it ends; nobody will run on these.
     pub(crate) fn lost(&self) {
         if self.fate.compare_exchange(OPEN, ABANDONED, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             self.end();
         }
     }
 
+    /// Whether the link was lost before the guest was started: what was missing then reads as zeros.
+    pub(crate) fn abandoned(&self) -> bool {
+        self.fate.load(Ordering::SeqCst) == ABANDONED
+    }
+
     /// Ends the faults: what is still lacking reads as zeros.
     pub(crate) fn end(&self) {
-        self.stop();
-        if let Err(error) = self.memory.end() {
+        if let Err(error) = self.try_end() {
             tracing::warn!("guest memory stays registered for faults: {error}");
         }
+    }
+
+    /// Like [`end`](Self::end), for who has something to do if the host refuses.
+    pub(crate) fn try_end(&self) -> Result<(), VmError> {
+        self.stop();
+        self.memory.end()
     }
 
     /// Ends the fault threads.
@@ -240,43 +249,62 @@ impl Lazy {
         self.memory.interrupt();
     }
 
-    fn stopped(&self) -> bool {
+    pub(crate) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
 
-    fn place_of(&self, region: RegionId, page: PageIndex) -> Option<Place> {
-        let position = self.regions.iter().position(|own| own.id == region)?;
-        (page.0 < self.regions[position].lacking.len()).then_some(Place { region: position, page: page.0 })
+    /// The position of a region of the layout.
+    pub(crate) fn position(&self, region: RegionId) -> Option<usize> {
+        self.regions.iter().position(|own| own.id == region)
     }
 
-    fn lacks(&self, place: Place) -> bool {
+    /// The name of the region at a position.
+    pub(crate) fn region(&self, position: usize) -> RegionId {
+        self.regions[position].id
+    }
+
+    /// How many pages the region at a position has.
+    pub(crate) fn pages(&self, position: usize) -> u64 {
+        self.regions[position].lacking.len()
+    }
+
+    fn place_of(&self, region: RegionId, page: PageIndex) -> Option<Place> {
+        let position = self.position(region)?;
+        (page.0 < self.pages(position)).then_some(Place { region: position, page: page.0 })
+    }
+
+    pub(crate) fn lacks(&self, place: Place) -> bool {
         self.regions[place.region].lacking.test(place.page)
     }
 
-    /// Asks for a page, unless that was done already. A line that fails is found broken by whoever reads it, and then the
-    /// page is asked for again on the next.
-    fn ask(&self, place: Place, ahead: u16, again: bool) {
+    /// The pages that come together with `place`: itself, or its huge page.
+    pub(crate) fn unit(&self, place: Place) -> Range<u64> {
         let region = &self.regions[place.region];
-        if region.asked.set(place.page) && !again {
-            return;
+        let first = place.page / region.unit * region.unit;
+        first..(first + region.unit).min(region.lacking.len())
+    }
+
+    /// Whether the region at a position is in single pages.
+    fn single(&self, position: usize) -> bool {
+        self.regions[position].unit == 1
+    }
+
+    /// Whether something of the unit of `place` lacks.
+    fn unit_lacks(&self, place: Place) -> bool {
+        if self.single(place.region) {
+            return self.lacks(place);
         }
-        let page = PageIndex(place.page);
-        let stripe = self.memory.stripe_of(region.id, page);
-        let lines = self.lines.read().unwrap_or_else(PoisonError::into_inner);
-        let line = lines.get(stripe % lines.len().max(1)).cloned();
-        // Not held while something is sent: whoever ends the lines must not wait for that.
-        drop(lines);
-        let Some(line) = line else {
-            // The link is down: whoever waits is asked for when it is up again.
-            region.asked.test_and_clear(place.page);
-            return;
-        };
-        self.counters.requests.fetch_add(1, Ordering::Relaxed);
-        if let Err(error) = line.ask(Request::Page { region: region.id, page, ahead, again }) {
-            tracing::warn!("{} {} could not be asked for: {error}", region.id, PageRun::new(page, 1));
-            // Half a request may have left: nothing that follows could be understood.
-            line.stream.shutdown();
-        }
+        self.regions[place.region].lacking.any(self.unit(place))
+    }
+
+    /// For the figures: so many pages were asked for.
+    pub(crate) fn count_requests(&self, pages: u64) {
+        self.counters.requests.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// For the figures: a page came damaged.
+    pub(crate) fn count_damaged(&self) {
+        self.counters.damaged.fetch_add(1, Ordering::Relaxed);
     }
 
     /// `run` of a region is here (or known to be zero): takes it off the set. Returns how many pages that were, and
@@ -290,26 +318,6 @@ impl Lazy {
         }
         fence(Ordering::SeqCst);
         (taken, last)
-    }
-
-    fn zero(&self, place: Place) -> Result<(), VmError> {
-        let (region, page) = (self.regions[place.region].id, PageIndex(place.page));
-        let placed = self
-            .memory
-            .place_zeros(region, PageRun::new(page, 1))
-            .and_then(|placed| if placed.there > 0 { self.memory.wake(region, page) } else { Ok(()) });
-        // Once faults have ended everything is there, and nothing can be placed.
-        if self.stopped() { Ok(()) } else { placed }
-    }
-
-    /// Like `zero`, as often as it takes: nobody else will do it, and somebody waits.
-    fn zero_at_last(&self, place: Place) {
-        while let Err(error) = self.zero(place) {
-            tracing::error!(
-                "a page of zeros cannot be placed for somebody who waits for it: {error}; trying again"
-            );
-            std::thread::sleep(faults::AGAIN);
-        }
     }
 
     /// How it has gone so far.
@@ -335,10 +343,6 @@ impl Lazy {
             latency: self.latencies.figures(),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -1,0 +1,76 @@
+//! Processors that are kept awake while somebody waits for pages.
+//!
+//! A remote fault wakes five threads in a row, on two hosts: the one that reads the fault, the one that sends the page, the one that
+//! places it, and the vCPU (and between them the kernels' network stacks). Nobody computes meanwhile, so the processors fall asleep
+//! between two of them, and waking one costs more than all the work that it wakes up for: tens of microseconds where it is deep in
+//! sleep, or where it is itself a vCPU that its host must schedule again. Linux lets a process say for how long it may take
+//! (`Documentation/power/pm_qos_interface.rst`): whoever may write `/dev/cpu_dma_latency` (by default root) is allowed to ask, so its
+//! permissions are the consent of the host's owner.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+
+/// The request, made by writing a number of microseconds, and withdrawn when the file is closed.
+const DEVICE: &str = "/dev/cpu_dma_latency";
+/// Who puts processors to sleep.
+const DRIVER: &str = "/sys/devices/system/cpu/cpuidle/current_driver";
+
+/// As long as waking up may take on hardware, in microseconds: the shallowest sleep (C1) is left, which also leaves a core's resources
+/// to its other thread.
+const SHALLOW: i32 = 2;
+/// In a virtual machine there is no shallow sleep: the one state behind the guest's own polling gives the processor back to the host.
+const NONE: i32 = 0;
+
+/// As long as it lives, waking a processor of this host takes microseconds, if the host's owner lets us ask for that.
+#[derive(Debug, Default)]
+pub(crate) struct Awake {
+    _request: Option<File>,
+}
+
+impl Awake {
+    /// Asks for it. That it is refused is no error: whoever waits for pages waits somewhat longer.
+    pub(crate) fn hold() -> Self {
+        let virtual_machine = std::fs::read_to_string(DRIVER).is_ok_and(|driver| driver.trim() == "haltpoll");
+        let longest = if virtual_machine { NONE } else { SHALLOW };
+        let ask = || {
+            let mut request = OpenOptions::new().write(true).open(DEVICE)?;
+            request.write_all(&longest.to_ne_bytes())?;
+            Ok(request)
+        };
+        let request: std::io::Result<File> = ask();
+        if let Err(error) = &request {
+            tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
+        }
+        Self { _request: request.ok() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    /// The limit that holds on this host now, in microseconds.
+    fn limit() -> Option<i32> {
+        let mut bytes = [0; 4];
+        File::open(DEVICE).and_then(|mut file| file.read_exact(&mut bytes)).ok()?;
+        Some(i32::from_ne_bytes(bytes))
+    }
+
+    #[test]
+    fn the_host_holds_it_as_long_as_it_is_asked_for() {
+        let Some(before) = limit() else {
+            let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be read");
+            return;
+        };
+        let awake = Awake::hold();
+        if awake._request.is_none() {
+            let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be written");
+            return;
+        }
+        assert!(limit().unwrap() <= SHALLOW);
+        drop(awake);
+        // Others may ask as well; what was asked here is gone at least.
+        assert!(limit().unwrap() >= before.min(SHALLOW));
+    }
+}

@@ -1,0 +1,89 @@
+//! The source's session with a target that does less than it should.
+
+use super::*;
+
+/// A target that answers pings and does nothing else holds a guest for so long and no longer, in whatever state.
+#[test]
+fn a_target_that_only_answers_pings_is_given_up() {
+    use source::Outcome;
+    use source::{Action, Event};
+    let (mut waited_for, pages) = (Vec::new(), usize::try_from(PAGES).expect("small"));
+    for honest in 0..40 {
+        let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
+        let (mut session, mut actions) =
+            source::Session::begin(settings.clone(), machine(pages), PAGES, Duration::ZERO);
+        let (mut expected, mut now, mut pass, mut left, mut end) =
+            (Vec::new(), Duration::ZERO, 0, honest, None);
+        while end.is_none() {
+            honest_source_events(&actions, &mut pass, &mut expected);
+            // This side's own steps always go on; the target says so many words and then no more.
+            let at = expected.iter().position(|event| left > 0 || !matches!(event, Event::Message(_)));
+            let event = if let Some(at) = at {
+                left -= usize::from(matches!(expected[at], Event::Message(_)));
+                now += Duration::from_millis(1);
+                expected.remove(at)
+            } else {
+                now += Duration::from_millis(100);
+                Event::Tick
+            };
+            actions = session.handle(now, event);
+            for number in pings(&actions) {
+                assert_eq!(session.handle(now, Event::Message(ToSource::Pong(number))), []);
+            }
+            end = actions.iter().find_map(|action| match action {
+                Action::Finish(outcome) => Some(outcome.clone()),
+                _ => None,
+            });
+            assert!(now <= settings.peer_timeout * 4, "still waiting: {session:?}");
+        }
+        match end {
+            Some(Outcome::Completed) => break,
+            Some(Outcome::Failed(why)) => waited_for.push(why.detail),
+            Some(Outcome::Unknown(why)) => waited_for.push(why),
+            other => panic!("{other:?}"),
+        }
+    }
+    for what in [
+        "accepted the guest",
+        "taken its channels",
+        "received the pages",
+        "compared",
+        "loaded",
+        "runs the guest",
+    ] {
+        assert!(waited_for.iter().any(|why| why.contains(what)), "{what}: {waited_for:?}");
+    }
+}
+
+fn pings(actions: &[source::Action]) -> Vec<u64> {
+    let number = |action: &source::Action| match action {
+        source::Action::Send(ToTarget::Ping(number)) => Some(*number),
+        _ => None,
+    };
+    actions.iter().filter_map(number).collect()
+}
+
+/// A verification that looked at less than everything is none.
+#[test]
+fn a_verification_of_some_pages_is_refused() {
+    use source::Outcome;
+    use source::{Action, Event};
+    let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
+    let pages = usize::try_from(PAGES).expect("small");
+    let (mut session, mut actions) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
+    let (mut expected, mut pass, mut now) = (Vec::new(), 0, Duration::ZERO);
+    let end = loop {
+        honest_source_events(&actions, &mut pass, &mut expected);
+        let mut event = expected.remove(0);
+        if let Event::Message(ToSource::Verified { pages, .. }) = &mut event {
+            *pages -= 1;
+        }
+        now += Duration::from_millis(1);
+        actions = session.handle(now, event);
+        assert!(!actions.contains(&Action::Send(ToTarget::Commit)));
+        if let Some(Action::Finish(outcome)) = actions.last() {
+            break outcome.clone();
+        }
+    };
+    assert!(matches!(&end, Outcome::Failed(why) if why.detail.contains("compared 7 of 8 pages")), "{end:?}");
+}

@@ -1,0 +1,48 @@
+//! A link that was lost, taken up again over a new control channel.
+
+use super::channels::Link;
+use super::driver::Numbered;
+use crate::channel::Incoming;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+use vmferry_wire::Hello;
+
+impl Link {
+    /// Whether `hello` names this migration, with the token that only its source was given.
+    pub(super) fn named_by(&self, hello: &Hello) -> bool {
+        hello.migration == self.migration && hello.token == self.tokens.resume
+    }
+
+    /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being
+    /// placed would be sent again; nor a commit when it is told that the guest will not run here.
+    pub(super) fn take_up(
+        &mut self,
+        incoming: Incoming,
+        inputs: &Receiver<Numbered>,
+        peer_timeout: Duration,
+    ) -> io::Result<()> {
+        self.end_channels(inputs);
+        self.attempt += 1;
+        self.control = Arc::new(incoming.stream);
+        self.control.set_timeouts(Some(peer_timeout), Some(peer_timeout))?;
+        self.read_control(peer_timeout)
+    }
+
+    /// Ends every channel and its thread.
+    pub(super) fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
+        // First: whoever asks on one of them must not be waited for.
+        self.shutdown();
+        self.control.shutdown();
+        if let Some(lazy) = self.arrivals.lazy() {
+            lazy.ask_on(Vec::new());
+        }
+        // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
+        // is tried again by its source.
+        while self.at_work() {
+            let _ = inputs.recv_timeout(Duration::from_millis(1));
+        }
+        self.join();
+    }
+}

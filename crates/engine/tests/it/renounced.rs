@@ -1,0 +1,120 @@
+//! A link that is lost between the source's commit and the start of the guest, which has not all of its memory there: the
+//! target renounces the guest and stays, and the source takes it back when it has heard so over a new link.
+
+use crate::proxy::{Harm, Proxy, Rule, Way};
+use crate::rig::{Ended, attempt, check_owner, quick, socket_path};
+use crate::toy::{Options, Toy};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, Uri, migrate,
+    receive,
+};
+
+const CONTROL: Way = Way { connection: 0, to_target: true };
+
+fn options() -> Options {
+    Options { lazy: true, rest: Duration::from_millis(2), ..Options::default() }
+}
+
+fn settings(mode: MigrationMode) -> Settings {
+    Settings { mode, ..quick() }
+}
+
+/// A source, a target and a link that does this harm when the commit passes.
+struct Scene {
+    source: Toy,
+    target: Toy,
+    listener: Listener,
+    proxy: Proxy,
+}
+
+impl Scene {
+    fn new(harm: Harm) -> Self {
+        let source = Toy::new(options(), true);
+        let target = source.target();
+        let path = socket_path();
+        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let proxy = Proxy::new(path, Some(Rule { way: CONTROL, after: 0, harm }));
+        Self { source, target, listener, proxy }
+    }
+
+    fn check_returned(&self, ended: &Ended) {
+        assert!(self.proxy.harmed());
+        check_owner(&self.source, &self.target, ended);
+        assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
+        assert!(ended.error().contains("before the guest was started on the target"), "{}", ended.error());
+        assert!(matches!(ended.received, Err(ReceiveFailure::Failed(_))), "{:?}", ended.received);
+        assert!(self.source.works(), "the guest stands still");
+        assert_eq!(self.source.lost(), [], "the guest misses pages");
+    }
+}
+
+#[test]
+fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
+    for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {
+        for harm in [Harm::CutAtCommit, Harm::CutAllAtCommit, Harm::CutOthersAtCommit] {
+            let mut scene = Scene::new(harm);
+            let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
+            let settings = Settings { downtime_limit: Duration::from_micros(1), ..settings(mode) };
+            if mode == MigrationMode::Hybrid {
+                monitor.switch_now();
+            }
+            let began = Instant::now();
+            let ended =
+                attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &monitor);
+            scene.check_returned(&ended);
+            assert!(began.elapsed() < settings.peer_timeout, "{harm:?} {:?}", began.elapsed());
+        }
+    }
+}
+
+/// Waits until `monitor` says that somebody has to say how it goes on.
+fn until_recover_is_awaited(monitor: &Monitor) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !monitor.progress().awaits_recover {
+        assert!(Instant::now() < deadline, "{:?}", monitor.progress());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
+    let mut scene = Scene::new(Harm::CutAllAtCommit);
+    let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
+    let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            until_recover_is_awaited(&monitor);
+            // Longer than the target waits for anything else.
+            std::thread::sleep(settings.peer_timeout + Duration::from_millis(500));
+            monitor.recover();
+        });
+        attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &monitor)
+    });
+    scene.check_returned(&ended);
+}
+
+/// Nobody but its source is heard by a target that has renounced a guest, and whoever owns it may end the wait.
+#[test]
+fn a_target_that_waits_to_be_asked_can_be_stopped() {
+    let Scene { mut source, mut target, listener, proxy } = Scene::new(Harm::CutAllAtCommit);
+    let (uri, monitor) = (proxy.uri(), Monitor::new());
+    let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
+    let arrival = Arrival::new(settings.peer_timeout);
+    let (sent, received) = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, &settings, &monitor));
+        until_recover_is_awaited(&monitor);
+        let mut stranger = Toy::new(options(), true);
+        let refused = migrate(&mut stranger, &uri, None, &settings, &Monitor::new());
+        assert!(refused.is_err(), "{refused:?}");
+        assert!(stranger.works() && !receiving.is_finished());
+        arrival.stop();
+        let received = receiving.join().unwrap();
+        monitor.abandon();
+        (sending.join().unwrap(), received)
+    });
+    let ended = Ended { sent, received };
+    assert_eq!(ended.state(), Some(MigrationState::Unknown), "{}", ended.error());
+    check_owner(&source, &target, &ended);
+}

@@ -1,0 +1,318 @@
+//! Missing pages of memory made of huge pages (hugetlbfs), on real ones.
+
+#[path = "../../sys/tests/pool/mod.rs"]
+mod pool;
+
+use pool::Pool;
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use vmferry_engine::{LazyMemory, Placed};
+use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+
+const BLOCK: u64 = 512;
+const BLOCKS: u64 = 6;
+const PAGES: u64 = BLOCKS * BLOCK;
+const ID: RegionId = RegionId(3);
+const STALE: u64 = u64::MAX;
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+/// A mapping of huge pages.
+#[derive(Debug)]
+struct Mapped {
+    start: NonNull<u8>,
+    file: Arc<OwnedFd>,
+}
+
+// SAFETY: an address; the bytes are reached by atomics only.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), LEN) };
+    }
+}
+
+const LEN: usize = 6 << 21;
+
+impl Mapped {
+    fn new(flags: MapFlags) -> Self {
+        let huge = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = rustix::fs::memfd_create("huge", huge).unwrap();
+        rustix::fs::ftruncate(&file, LEN as u64).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let start = unsafe { mmap(std::ptr::null_mut(), LEN, access, MapFlags::SHARED | flags, &file, 0) };
+        Self { start: NonNull::new(start.unwrap().cast()).unwrap(), file: Arc::new(file) }
+    }
+
+    /// The first word of a page.
+    fn word(&self, page: u64) -> &AtomicU64 {
+        assert!(page < PAGES);
+        // SAFETY: inside the mapping, aligned, and everybody uses atomics or lets the kernel place pages.
+        unsafe {
+            AtomicU64::from_ptr(self.start.as_ptr().add(usize::try_from(page).unwrap() * PAGE_BYTES).cast())
+        }
+    }
+
+    fn read(&self, page: u64) -> u64 {
+        self.word(page).load(Ordering::Relaxed)
+    }
+
+    fn region(&self) -> LazyRegion {
+        let backing = Backing::HugeMemfd { file: Arc::clone(&self.file), offset: 0 };
+        LazyRegion { id: ID, host: self.start.addr().get() as u64, len: LEN as u64, backing }
+    }
+}
+
+fn layout() -> Layout {
+    Layout::new(vec![Region { id: ID, gpa: Gpa(0), len: LEN as u64 }]).unwrap()
+}
+
+struct Setup {
+    mapped: Arc<Mapped>,
+    lazy: UffdMemory,
+    /// The last to go.
+    _pool: Pool,
+}
+
+fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
+    let pool = match Pool::with(pages) {
+        Ok(pool) => pool,
+        Err(why) => {
+            say(&format!("huge pages: not run: {why}"));
+            return None;
+        }
+    };
+    let mapped = Arc::new(Mapped::new(flags));
+    let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
+    (options.stripes, options.user_mode_only) = (2, true);
+    // SAFETY: `mapped` owns the mapping, and reaches its bytes through atomics.
+    match unsafe { UffdMemory::new(vec![mapped.region()], Arc::clone(&mapped) as _, &options) } {
+        Ok(lazy) => Some(Setup { mapped, lazy, _pool: pool }),
+        Err(error) => {
+            say(&format!("huge pages: not run: {error}"));
+            None
+        }
+    }
+}
+
+fn content(page: u64) -> u64 {
+    if page.is_multiple_of(5) { 0 } else { page + 1 }
+}
+
+impl Setup {
+    fn stale(&self) {
+        (0..PAGES).for_each(|page| self.mapped.word(page).store(STALE, Ordering::Relaxed));
+    }
+
+    /// Brings a page as a channel does.
+    fn bring(&self, page: u64) -> Placed {
+        let run = PageRun::new(PageIndex(page), 1);
+        if content(page) == 0 {
+            return self.lazy.place_zeros(ID, run).unwrap();
+        }
+        let mut bytes = [7; PAGE_BYTES];
+        bytes[..8].copy_from_slice(&content(page).to_ne_bytes());
+        self.lazy.place(ID, run, &bytes).unwrap()
+    }
+
+    fn fault(&self, page: u64) -> PageIndex {
+        let stripe = self.lazy.stripe_of(ID, PageIndex(page));
+        let fault = self.lazy.next_fault(stripe, Duration::from_secs(10)).unwrap().expect("a fault");
+        assert_eq!((fault.region, fault.page.0 / BLOCK), (ID, page / BLOCK));
+        fault.page
+    }
+}
+
+/// Numbers below `count`, each once, in a disorder that depends on `seed`.
+fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
+    // 1021 is prime, and no factor of any count here.
+    (0..count).map(move |at| (at * 1021 + seed * 377) % count)
+}
+
+#[test]
+fn a_fault_ends_when_the_last_part_of_its_huge_page_has_come() {
+    let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
+    setup.stale();
+    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+    assert_eq!(setup.lazy.unit_pages(ID), BLOCK);
+    let (block, touched) = (BLOCK..2 * BLOCK, BLOCK + 300);
+    let awake = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(setup.mapped.read(touched), content(touched));
+            awake.store(true, Ordering::Release);
+        });
+        setup.fault(touched);
+        let order: Vec<u64> = shuffled(BLOCK, 3).map(|at| block.start + at).collect();
+        // The page that is waited for is not the last, and every tenth comes twice.
+        for page in &order[..511] {
+            assert_eq!(setup.bring(*page), Placed { pages: 1, there: 0 });
+            if page.is_multiple_of(10) {
+                assert_eq!(setup.bring(*page), Placed { pages: 0, there: 1 });
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!awake.load(Ordering::Acquire), "it sees a huge page that is not whole");
+        assert_eq!(setup.bring(order[511]), Placed { pages: 1, there: 0 });
+    });
+    assert!(awake.load(Ordering::Acquire));
+    for page in block.clone() {
+        assert_eq!(setup.mapped.read(page), content(page), "page {page}");
+    }
+    // What comes again does not harm what the guest has written since.
+    setup.mapped.word(touched).store(99, Ordering::Relaxed);
+    assert_eq!(setup.bring(touched), Placed { pages: 0, there: 1 });
+    assert_eq!(setup.mapped.read(touched), 99);
+    // A run over several huge pages, of which one is there.
+    let zeros = setup.lazy.place_zeros(ID, PageRun::from(100..PAGES)).unwrap();
+    assert_eq!(zeros, Placed { pages: PAGES - 100 - BLOCK, there: BLOCK });
+    assert_eq!((setup.mapped.read(PAGES - 1), setup.mapped.read(touched)), (0, 99));
+    say("huge pages: ran");
+}
+
+#[test]
+fn pages_that_are_not_missing_stay_and_what_was_never_touched_is_zero() {
+    let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
+    // The last two huge pages are never touched.
+    for page in 0..PAGES - 2 * BLOCK {
+        setup.mapped.word(page).store(STALE - page, Ordering::Relaxed);
+    }
+    let mut missing = PageSet::empty(&layout());
+    let lost = missing.region_mut(ID).unwrap();
+    (0..2 * BLOCK).step_by(3).for_each(|page| _ = lost.set(page));
+    lost.set_range(PAGES - BLOCK..PAGES - BLOCK + 7);
+    setup.lazy.begin(&missing).unwrap();
+    let lost = missing.region(ID).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for stripe in 0..2 {
+            let (setup, done) = (&setup, &done);
+            scope.spawn(move || {
+                while !done.load(Ordering::Acquire) {
+                    let fault = setup.lazy.next_fault(stripe, Duration::from_secs(5)).unwrap();
+                    let Some(fault) = fault else { continue };
+                    let first = fault.page.0 / BLOCK * BLOCK;
+                    let some = lost.runs_in(first..first + BLOCK).flatten();
+                    some.for_each(|page| _ = setup.bring(page));
+                    // As the engine does when nothing lacks (any more).
+                    setup.lazy.place_zeros(ID, PageRun::new(fault.page, 1)).unwrap();
+                }
+            });
+        }
+        for page in 0..PAGES {
+            let want = match page {
+                page if lost.test(page) => content(page),
+                page if page < PAGES - 2 * BLOCK => STALE - page,
+                _ => 0,
+            };
+            assert_eq!(setup.mapped.read(page), want, "page {page}");
+        }
+        done.store(true, Ordering::Release);
+        setup.lazy.interrupt();
+    });
+}
+
+#[test]
+fn many_bring_the_same_pages_while_the_guest_writes() {
+    let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
+    for round in 0..10 {
+        setup.stale();
+        setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+        let placed = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for bringer in 0..3 {
+                let (setup, placed) = (&setup, &placed);
+                scope.spawn(move || {
+                    for page in shuffled(PAGES, bringer + round) {
+                        placed.fetch_add(setup.bring(page).pages, Ordering::Relaxed);
+                    }
+                });
+            }
+            for guest in 0..2 {
+                let mapped = &setup.mapped;
+                scope.spawn(move || {
+                    // Each has its own half of the pages: reads what came, and writes over it.
+                    for page in shuffled(PAGES, guest).filter(|page| page % 2 == guest) {
+                        assert_eq!(mapped.read(page), content(page), "page {page}");
+                        mapped.word(page).store(page + 1_000_000, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(placed.into_inner(), PAGES, "each page once");
+        for page in 0..PAGES {
+            assert_eq!(setup.mapped.read(page), page + 1_000_000, "the guest's write is gone");
+        }
+        setup.lazy.end().unwrap();
+    }
+}
+
+#[test]
+fn the_end_wakes_who_sleeps_and_shows_nothing_stale() {
+    let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
+    for _ in 0..3 {
+        setup.stale();
+        setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+        setup.bring(BLOCK + 1);
+        std::thread::scope(|scope| {
+            let reading =
+                [scope.spawn(|| setup.mapped.read(7)), scope.spawn(|| setup.mapped.read(BLOCK + 1))];
+            setup.fault(7);
+            setup.fault(BLOCK + 1);
+            setup.lazy.end().unwrap();
+            assert_eq!(reading.map(|read| read.join().unwrap()), [0, content(BLOCK + 1)]);
+        });
+        for page in (0..PAGES).filter(|page| *page != BLOCK + 1) {
+            assert_eq!(setup.mapped.read(page), 0, "page {page}");
+        }
+        let run = PageRun::new(PageIndex(0), 1);
+        assert!(setup.lazy.place_zeros(ID, run).is_err(), "nothing is missing any more");
+    }
+}
+
+#[test]
+fn looking_never_sleeps() {
+    let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
+    let run = PageRun::new(PageIndex(5), 1);
+    let look = || setup.lazy.look(ID, run, || setup.mapped.read(5));
+    setup.stale();
+    assert_eq!(look(), Some(STALE));
+    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+    assert_eq!(look(), None);
+    (0..BLOCK - 1).for_each(|page| _ = setup.bring(page));
+    assert_eq!(look(), None, "all but one page of its huge page");
+    setup.bring(BLOCK - 1);
+    assert_eq!(look(), Some(content(5)));
+}
+
+/// A huge page that the host does not have is an error of whoever places it; touching it would be the end of the process.
+#[test]
+fn a_host_that_has_no_huge_page_left_says_so() {
+    let Some(setup) = setup(2, MapFlags::NORESERVE) else { return };
+    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+    let placed = |page| {
+        let run = PageRun::new(PageIndex(page), 1);
+        setup.lazy.place(ID, run, &[1; PAGE_BYTES]).map_err(|error| error.to_string())
+    };
+    let results: Vec<_> = (0..BLOCKS).map(|block| placed(block * BLOCK)).collect();
+    let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    assert!(good.len() >= 2);
+    let Some(Err(error)) = bad.first() else {
+        return say("no huge page left: not run: the host has more than were asked for");
+    };
+    assert!(error.contains("no (huge) page left"), "{error}");
+}

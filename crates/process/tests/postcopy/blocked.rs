@@ -1,0 +1,246 @@
+//! Pages that are needed and do not come: by the loading of the state while its source is dead, and by a guest whose
+//! keeper was dropped.
+
+use crate::proxy::{Harm, Proxy, Rule, Way};
+use crate::rig::{can_fault, given_up, options, running, say, settings, stands_still, wait, whole};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, MigrateError, MigrationMode, MigrationState,
+    Monitor, ReceiveFailure, Report, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
+};
+use vmferry_memory::{PAGE_BYTES, PageRun};
+use vmferry_process::ProcessGuest;
+use vmferry_wire::Role;
+
+/// A guest whose device state cannot be loaded without reading its memory, as a device that looks at its rings does.
+struct Touching {
+    guest: ProcessGuest,
+    begun: Arc<AtomicBool>,
+    loaded: Arc<AtomicBool>,
+}
+
+impl TargetVm for Touching {
+    fn config(&self) -> MachineConfig {
+        TargetVm::config(&self.guest)
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        TargetVm::memory(&self.guest)
+    }
+
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        self.guest.lazy_memory()
+    }
+
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        self.begun.store(true, Ordering::Release);
+        let memory = TargetVm::memory(&self.guest);
+        let region = memory.layout().regions()[0];
+        let mut page = [0; PAGE_BYTES];
+        // The guest's last page: what is sent in order comes to it late.
+        let last = region.pages() - 1;
+        memory.window(region.id, PageRun::from(last..last + 1))?.copy_page(0, &mut page);
+        self.loaded.store(true, Ordering::Release);
+        self.guest.load(sections)
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        TargetVm::start(&mut self.guest)
+    }
+}
+
+struct Blocked {
+    source: ProcessGuest,
+    sent: Result<Report, MigrateError>,
+    received: Result<(), ReceiveFailure>,
+    /// From the harm to both sides' end.
+    took: Duration,
+}
+
+/// Moves a guest over a link that withholds what is asked for; `harm` is done when the loading waits for it.
+fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
+    let mut source = running();
+    let (begun, loaded) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+    let guest = ProcessGuest::new_incoming(options()).unwrap();
+    let mut target = Touching { guest, begun: Arc::clone(&begun), loaded: Arc::clone(&loaded) };
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let stall = |index| {
+        let way = Way { role: Role::Urgent, index, opened: 0, to_target: true };
+        Rule { way, after: 0, harm: Harm::Stall }
+    };
+    let rules = (0..settings.urgent_channels).map(stall).collect();
+    let proxy = Proxy::new(&listener.uri().unwrap(), rules);
+    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let (sent, received, took) = std::thread::scope(|scope| {
+        let receiving =
+            scope.spawn(|| receive(&mut target, &listener, &arrival).map(|mut came| came.rest.take()));
+        let sending = scope.spawn(|| migrate(&mut source, &proxy.uri(), None, settings, &monitor));
+        let meanwhile = || {
+            wait("the state to be loaded", || begun.load(Ordering::Acquire));
+            wait("the page to be withheld", || proxy.harmed() > 0);
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!loaded.load(Ordering::Acquire), "the loading reads a page that has not come");
+            let began = Instant::now();
+            harm(&proxy);
+            wait("the target's end", || receiving.is_finished());
+            wait("the source's end", || sending.is_finished());
+            began.elapsed()
+        };
+        let took = catch_unwind(AssertUnwindSafe(meanwhile)).unwrap_or_else(|panic| {
+            given_up(&arrival, &monitor, &|| sending.is_finished());
+            resume_unwind(panic);
+        });
+        (sending.join().unwrap(), receiving.join().unwrap().map(drop), took)
+    });
+    drop(proxy);
+    Blocked { source, sent, received, took }
+}
+
+/// The target says why it has no guest, soon, and the guest goes on where it was.
+fn ended_well(what: &str, ended: &Blocked, within: Duration) {
+    let why = ended.received.as_ref().unwrap_err().to_string();
+    let sent = ended.sent.as_ref().map(|report| (report.state, report.error.clone()));
+    say(&format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
+    assert!(why.contains("it has not run here") && why.contains("source"), "{what}: {why}");
+    assert!(ended.took < within, "{what}: {:?}", ended.took);
+    let report = ended.sent.as_ref().unwrap();
+    assert_eq!(report.state, MigrationState::Failed, "{what}: {:?}", report.error);
+    whole(&ended.source, what);
+}
+
+#[test]
+fn a_state_whose_pages_cannot_come_is_given_up() {
+    let _alone = crate::rig::alone();
+    if !can_fault() {
+        return;
+    }
+    let settings = settings(MigrationMode::Postcopy);
+    let dead = blocked(&settings, |proxy| {
+        proxy.close(true);
+        proxy.cut(|_| true);
+    });
+    ended_well("a source that died", &dead, Duration::from_secs(2));
+    // One channel is enough: what it carried cannot come over another before the guest runs.
+    let part = blocked(&settings, |proxy| proxy.cut(|role| role == Role::Urgent));
+    ended_well("an urgent channel that died", &part, Duration::from_secs(2));
+    // A source that is there, answers, and does not bring the page is given a while.
+    let silent = blocked(&settings, |_| {});
+    ended_well("a page that is withheld", &silent, settings.peer_timeout * 5);
+}
+
+#[test]
+fn a_state_whose_pages_come_is_loaded() {
+    let _alone = crate::rig::alone();
+    if !can_fault() {
+        return;
+    }
+    let mut source = running();
+    let mut target = Touching {
+        guest: ProcessGuest::new_incoming(options()).unwrap(),
+        begun: Arc::default(),
+        loaded: Arc::default(),
+    };
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let settings = settings(MigrationMode::Postcopy);
+    let (arrival, uri) = (Arrival::new(settings.peer_timeout), listener.uri().unwrap());
+    let (sent, rest) = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let rest = receive(&mut target, &listener, &arrival)?.rest.expect("pages are lacking");
+            Ok::<_, ReceiveFailure>(rest.finish(&listener, &arrival))
+        });
+        (migrate(&mut source, &uri, None, &settings, &Monitor::new()), receiving.join().unwrap().unwrap())
+    });
+    assert_eq!(sent.unwrap().state, MigrationState::Completed);
+    assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0));
+    whole(&target.guest, "loaded with its pages");
+}
+
+/// Threads of this process by their names' beginning.
+fn threads(prefix: &str) -> usize {
+    let names = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
+        // One that ends meanwhile has none.
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    });
+    names.filter(|name| name.starts_with(prefix)).count()
+}
+
+/// Receives a guest and does `with` to what keeps house for it.
+fn kept(
+    settings: &Settings,
+    with: impl FnOnce(vmferry_engine::Rest, &Monitor),
+) -> (Report, [ProcessGuest; 2]) {
+    let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let uri = listener.uri().unwrap();
+    let report = std::thread::scope(|scope| {
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor).unwrap());
+        with(receive(&mut target, &listener, &arrival).unwrap().rest.expect("pages are lacking"), &monitor);
+        // Nobody takes the link up: there is no house any more.
+        drop(listener);
+        wait("the loss", || monitor.progress().awaits_recover || sending.is_finished());
+        monitor.abandon();
+        sending.join().unwrap()
+    });
+    (report, [source, target])
+}
+
+#[test]
+fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
+    let _alone = crate::rig::alone();
+    if !can_fault() {
+        return;
+    }
+    let settings = Settings {
+        max_bandwidth: Some(2 << 20),
+        reconnect_for: Duration::ZERO,
+        ..settings(MigrationMode::Postcopy)
+    };
+    let mut seen = None;
+    let (report, [source, target]) = kept(&settings, |rest, monitor| {
+        let watch = rest.watch();
+        let began = Instant::now();
+        drop(rest);
+        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+        assert_eq!(threads("target-"), 0);
+        let left = watch.now().left;
+        wait("the source to see it", || monitor.progress().state == MigrationState::PostcopyPaused);
+        assert!(
+            began.elapsed() < settings.peer_timeout,
+            "it is told, and need not find out: {:?}",
+            began.elapsed()
+        );
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!(watch.now().left, left, "nothing comes");
+        seen = Some(left);
+    });
+    assert!(seen.is_some_and(|left| left > 1000), "{seen:?}");
+    assert_eq!(report.state, MigrationState::Lost, "{:?}", report.error);
+    stands_still(&source, "dropped");
+    // Its threads sleep on pages that do not come; it can be ended all the same.
+    let began = Instant::now();
+    drop(target);
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}
+
+/// All pages are there, also those that nobody sent because they are zero.
+#[test]
+fn a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest() {
+    let _alone = crate::rig::alone();
+    if !can_fault() {
+        return;
+    }
+    let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
+    let (report, [source, target]) = kept(&settings, |rest, _| {
+        let watch = rest.watch();
+        wait("all pages", || watch.now().left == 0);
+        drop(rest);
+    });
+    assert_eq!(report.state, MigrationState::Lost, "nobody said that all is there: {:?}", report.error);
+    assert_eq!(threads("target-"), 0);
+    stands_still(&source, "dropped at the end");
+    whole(&target, "dropped at the end");
+}

@@ -1,0 +1,72 @@
+//! The host's pool of huge pages (Linux `Documentation/admin-guide/mm/hugetlbpage.rst`).
+
+use std::fmt;
+
+/// Bytes of a huge page.
+pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// Where the kernel tells about the pool of this size.
+const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// How many huge pages the host has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HugePagePool {
+    /// All.
+    pub pages: u64,
+    /// Those that nobody uses, or has been promised.
+    pub free: u64,
+}
+
+impl HugePagePool {
+    /// Reads it; zeros if this kernel has none.
+    #[must_use]
+    pub fn read() -> Self {
+        let number = |name: &str| {
+            let text = std::fs::read_to_string(format!("{POOL}/{name}")).unwrap_or_default();
+            text.trim().parse().unwrap_or(0)
+        };
+        let (pages, free): (u64, u64) = (number("nr_hugepages"), number("free_hugepages"));
+        Self { pages, free: free.saturating_sub(number("resv_hugepages")) }
+    }
+
+    /// What to do for `bytes` of memory.
+    pub(super) fn advice(self, bytes: u64) -> Advice {
+        Advice { pool: self, need: bytes.div_ceil(HUGE_PAGE_BYTES) }
+    }
+}
+
+/// How to get enough huge pages, as a sentence.
+#[derive(Debug, Clone, Copy)]
+pub struct Advice {
+    pool: HugePagePool,
+    need: u64,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pool: HugePagePool { pages, free }, need } = *self;
+        if free >= need {
+            return write!(f, "it takes {need} huge pages of 2 MiB, and the host has {free} free");
+        }
+        let want = pages + (need - free);
+        write!(
+            f,
+            "it takes {need} huge pages of 2 MiB, and the host has {free} free; `sysctl vm.nr_hugepages={want}` (as root, \
+             best soon after boot) gets them, or choose another --memory-backing"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_advice_says_how_many_pages_the_host_must_have() {
+        let pool = HugePagePool { pages: 10, free: 3 };
+        let text = pool.advice(64 << 20).to_string();
+        assert!(text.contains("32 huge pages") && text.contains("has 3 free"), "{text}");
+        assert!(text.contains("vm.nr_hugepages=39"), "{text}");
+        assert!(!pool.advice(6 << 20).to_string().contains("sysctl"));
+    }
+}

@@ -1,0 +1,212 @@
+//! The bare-metal guest's allocator and driver with this VMM's balloon.
+//!
+//! Every test prints `KVM: ran`, or `KVM: not run` and why.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+use vmferry_guest_abi::{
+    AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State, StatsSink,
+};
+use vmferry_memory::PageSet;
+use vmferry_vmm::{BalloonHandle, Captured, Error, SerialSink, Vm, VmHandle, VmOptions, open_kvm};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 256 * MIB;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn kvm() -> bool {
+    let opened = open_kvm();
+    let line = match &opened {
+        Ok(_) => "KVM: ran".to_owned(),
+        Err(error @ (Error::NoKvm | Error::NoPermission)) => format!("KVM: not run: {error}"),
+        Err(error) => panic!("KVM is there and cannot be used: {error}"),
+    };
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    let _ = writeln!(std::io::stdout(), "{line} ({name})");
+    opened.is_ok()
+}
+
+struct Guest {
+    vm: Vm,
+    handle: VmHandle,
+    serial: Captured,
+}
+
+impl Guest {
+    fn boot(workload: &str, change: impl FnOnce(&mut GuestArgs)) -> Self {
+        let (sink, serial) = SerialSink::capture();
+        let mut options = VmOptions::new(MEMORY, 2);
+        options.serial = sink;
+        let mut vm = Vm::new(options).expect("a VM");
+        let mut args = GuestArgs {
+            stats: StatsSink::Page,
+            cpus: Some(2),
+            tsc_khz: Some(vm.tsc_khz()),
+            ..GuestArgs::new(workload.parse().unwrap())
+        };
+        change(&mut args);
+        vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+        vm.start().unwrap();
+        Self { handle: vm.handle(), vm, serial }
+    }
+
+    fn wait(&self, what: &str, wanted: impl Fn(&AllocSnapshot) -> bool) -> AllocSnapshot {
+        let start = Instant::now();
+        loop {
+            let now = self.handle.alloc_stats();
+            if let Ok(now) = &now
+                && wanted(now)
+            {
+                return *now;
+            }
+            assert!(self.handle.exit().is_none(), "{what}: the guest ended: {}", self.serial.text());
+            let seen = now.map(|now| (now.guest, now.cpus().to_vec()));
+            assert!(start.elapsed() < PATIENCE, "{what}: {seen:?}, serial: {}", self.serial.text());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn verify(&self, request: u64) {
+        assert!(self.handle.request_verify(request));
+        let start = Instant::now();
+        loop {
+            if let Ok(stats) = self.handle.stats()
+                && stats.verified(request)
+            {
+                assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{}", self.serial.text());
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "the guest did not check its memory: {}", self.serial.text());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn balloon(&self) -> BalloonHandle {
+        self.handle.balloon().expect("a balloon")
+    }
+
+    fn empty_set(&self) -> PageSet {
+        PageSet::empty(self.handle.ram().layout())
+    }
+}
+
+#[test]
+fn what_is_freed_is_reported_in_every_way() {
+    if !kvm() {
+        return;
+    }
+    for report in [ReportMode::Sync, ReportMode::Async, ReportMode::Hypercall, ReportMode::Off] {
+        for frag in [0, 64] {
+            let workload = format!("uniform,ws=4M,rate=1k,alloc=128M,rounds=3,frag={frag}");
+            let mut guest = Guest::boot(&workload, |args| args.report = report);
+            let reports = report != ReportMode::Off;
+            let done = guest.wait("rounds", |now| now.done() && (now.guest.unreported_pages == 0) == reports);
+            let case = format!("{report}, frag={frag}: {:?} {:?}", done.guest, done.cpus());
+            let dropped = guest.balloon().status().figures.reported_pages * PAGE_SIZE;
+            assert!(
+                !reports || dropped >= 120 * MIB && dropped == done.sum(|cpu| cpu.report_bytes),
+                "{case}"
+            );
+            assert!(reports || dropped == 0, "{case}");
+            assert_eq!(done.sum(|cpu| cpu.short_rounds), 0, "{case}");
+            guest.verify(1);
+            guest.vm.stop();
+        }
+    }
+}
+
+#[test]
+fn memory_is_inflated_by_ranges_and_by_numbers() {
+    if !kvm() {
+        return;
+    }
+    for (by, requests) in
+        [(InflateBy::Ranges, 1), (InflateBy::Pages(16_384), 2), (InflateBy::Pages(256), 128)]
+    {
+        let inflate = Some(Inflation { bytes: 128 * MIB, by });
+        let mut guest = Guest::boot("idle,data=8M", |args| args.inflate = inflate);
+        let now = guest.wait("inflation", |now| now.guest.inflate_us != 0);
+        assert_eq!((now.guest.inflate_pages, now.guest.inflate_requests), (32_768, requests));
+        let status = guest.balloon().status();
+        assert_eq!(status.figures.inflated_pages, 32_768, "{status:?}");
+        guest.verify(1);
+        guest.vm.stop();
+    }
+}
+
+#[test]
+fn the_balloon_follows_its_target() {
+    if !kvm() {
+        return;
+    }
+    let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=16M", |_| {});
+    guest.wait("the first report", |now| now.guest.pages != 0);
+    for target in [100 * MIB, 250 * MIB, MEMORY] {
+        guest.balloon().set_target(target);
+        guest.wait("the balloon", |now| now.guest.balloon_pages == (MEMORY - target) / PAGE_SIZE);
+    }
+    guest.verify(1);
+    guest.vm.stop();
+}
+
+#[test]
+fn the_map_says_what_is_free() {
+    if !kvm() {
+        return;
+    }
+    let workload = "uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=2";
+    let mut guest = Guest::boot(workload, |args| args.hints = HintMode::Incremental);
+    let done = guest.wait("rounds", |now| now.done() && now.guest.unreported_pages == 0);
+    assert!(guest.balloon().keeps_map());
+    let mut free = guest.empty_set();
+    let count = guest.balloon().read_map(&mut free).unwrap();
+    assert_eq!(count, done.guest.free_pages);
+    // Half of what it allocated is kept.
+    assert_eq!(done.guest.pages - count, 32 * MIB / PAGE_SIZE / 2);
+    guest.verify(1);
+    guest.vm.stop();
+}
+
+#[test]
+fn free_pages_are_hinted_on_demand() {
+    if !kvm() {
+        return;
+    }
+    let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=64", |_| {});
+    let done = guest.wait("rounds", |now| now.done() && now.guest.unreported_pages == 0);
+    let mut sizes = Vec::new();
+    for walk in 1..=3 {
+        let command = guest.balloon().ask_hints().unwrap();
+        let (mut hinted, start) = (guest.empty_set(), Instant::now());
+        loop {
+            let hints = guest.balloon().take_hints(command, &mut hinted).expect("the request");
+            if hints.ended {
+                break;
+            }
+            assert!(
+                start.elapsed() < PATIENCE,
+                "no hints: {:?}",
+                guest.handle.alloc_stats().map(|s| s.guest)
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let now = guest.wait("the walk", |now| now.guest.hint_walks == walk);
+        assert_eq!(u64::from(command), now.guest.hint_id);
+        // All but what is kept for the guest itself.
+        assert!(hinted.count() + now.guest.low_pages + 1024 >= done.guest.free_pages, "{:?}", now.guest);
+        assert_eq!(hinted.count(), now.guest.held_pages);
+        sizes.push(now.guest.held_pages);
+        println!("walk {walk}: {} pages in {} us", hinted.count(), now.guest.hint_last_ns / 1000);
+        if walk == 2 {
+            guest.balloon().end_hints();
+            guest.wait("the end", |now| now.guest.held_pages == 0);
+        } else {
+            guest.balloon().stop_hints();
+            std::thread::sleep(Duration::from_millis(50));
+            assert_eq!(guest.handle.alloc_stats().unwrap().guest.held_pages, hinted.count());
+        }
+    }
+    assert!(sizes.windows(2).all(|pair| pair[0] == pair[1]), "{sizes:?}");
+    guest.verify(1);
+    guest.vm.stop();
+}

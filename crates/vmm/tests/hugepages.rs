@@ -1,0 +1,259 @@
+//! KVM guests on huge pages of the host's pool (hugetlbfs), moved by the real engine.
+
+#[path = "../../sys/tests/pool/mod.rs"]
+mod pool;
+#[expect(dead_code, reason = "of what it can do to a link, one thing is done here")]
+#[path = "../../process/tests/postcopy/proxy.rs"]
+mod proxy;
+
+use pool::Pool;
+use proxy::{Harm, Proxy, Rule, Way};
+use std::io::Write;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, FillState, Listener, MigrateError, MigrationMode, MigrationState, Monitor, PostcopyFigures,
+    Report, Settings, TrackerKind, UrgentPath, Uri, migrate, receive, restore, restore_lazy, save,
+};
+use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
+use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
+use vmferry_wire::Role;
+
+const MEMORY: u64 = 64 << 20;
+const CPUS: u32 = 2;
+/// Writes all over a part of memory, so that faults come from everywhere.
+const WORKLOAD: &str = "uniform,ws=24M,rate=50k,fill=mix:30";
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
+    handle.stats().ok()
+}
+
+/// Huge pages for so many guests; `None`, and a line that says why, where this host has no KVM or none of them.
+fn pool(guests: u64) -> Option<Pool> {
+    let pool = open_kvm()
+        .map_err(|error| error.to_string())
+        .and_then(|_| Pool::with(guests * MEMORY / HUGE_PAGE_BYTES));
+    pool.map_err(|why| say(&format!("KVM guests on huge pages: not run: {why}"))).ok()
+}
+
+fn options(backing: Backing) -> VmOptions {
+    let mut options = VmOptions::new(MEMORY, CPUS);
+    options.backing = backing;
+    options
+}
+
+fn running(options: VmOptions) -> Vm {
+    let mut vm = Vm::new(options).unwrap();
+    let mut args = GuestArgs::new(WORKLOAD.parse().unwrap());
+    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
+    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+    vm.start().unwrap();
+    let handle = vm.handle();
+    wait("the guest's work", || stats(&handle).is_some_and(|stats| stats.writes() > 4000));
+    vm
+}
+
+fn empty(mut options: VmOptions) -> Vm {
+    options.incoming = true;
+    Vm::new(options).unwrap()
+}
+
+fn socket() -> Uri {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    Uri::Unix(std::env::temp_dir().join(format!("vmferry-huge-{}-{number}", std::process::id())))
+}
+
+/// The guest's own check of all its pages.
+fn corrupt(vm: &Vm, request: u64) -> u64 {
+    let handle = vm.handle();
+    wait("a guest that can be asked", || handle.request_verify(request));
+    wait("the guest checking itself", || stats(&handle).is_some_and(|stats| stats.verified(request)));
+    let mut last = None;
+    wait("a report", || {
+        last = stats(&handle);
+        last.is_some()
+    });
+    last.unwrap().corrupt()
+}
+
+fn moved(
+    source: &mut Vm,
+    target: VmOptions,
+    kind: Option<TrackerKind>,
+    settings: &Settings,
+) -> (Report, Vm, Option<PostcopyFigures>) {
+    let uri = socket();
+    let listener = Listener::bind(&uri, false).unwrap();
+    moved_over((&uri, &listener), source, target, kind, settings)
+}
+
+fn moved_over(
+    (uri, listener): (&Uri, &Listener),
+    source: &mut Vm,
+    target: VmOptions,
+    kind: Option<TrackerKind>,
+    settings: &Settings,
+) -> (Report, Vm, Option<PostcopyFigures>) {
+    let mut target = empty(target);
+    let (arrival, figures) = (Arrival::new(Duration::from_secs(10)), Mutex::new(None));
+    let report = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let received = receive(&mut target, listener, &arrival).unwrap();
+            if let Some(rest) = received.rest {
+                let state = rest.finish(listener, &arrival);
+                assert_eq!((state.state, state.left), (MigrationState::Completed, 0), "{state:?}");
+                *figures.lock().unwrap() = Some(state.postcopy);
+            }
+        });
+        let report = migrate(source, uri, kind, settings, &Monitor::new()).unwrap();
+        if report.state != MigrationState::Completed {
+            arrival.stop();
+        }
+        receiving.join().unwrap();
+        report
+    });
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    (report, target, figures.into_inner().unwrap())
+}
+
+const BOTH_WAYS: [(Backing, Backing); 3] = [
+    (Backing::Anonymous, Backing::HugePages),
+    (Backing::HugePages, Backing::HugePages),
+    (Backing::HugePages, Backing::Memfd),
+];
+
+#[test]
+fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
+    let Some(_pool) = pool(2) else { return };
+    let rings = largest_dirty_ring().unwrap().is_some();
+    let trackers = [TrackerKind::Log, TrackerKind::Wp, TrackerKind::Ring];
+    for kind in trackers.into_iter().filter(|kind| rings || *kind != TrackerKind::Ring) {
+        let of = |backing| {
+            let mut options = options(backing);
+            options.dirty_ring = (kind == TrackerKind::Ring).then_some(4096);
+            options
+        };
+        let mut vm = running(of(Backing::Anonymous));
+        for (_, to) in BOTH_WAYS {
+            let settings = Settings { verify: true, max_bandwidth: Some(100 << 20), ..Settings::default() };
+            let (report, target, _) = moved(&mut vm, of(to), Some(kind), &settings);
+            assert_eq!((report.verified_pages, report.mismatched_pages), (MEMORY >> 12, 0));
+            assert_eq!(corrupt(&target, 5), 0, "{kind} to {to}");
+            vm = target;
+        }
+    }
+    say("KVM guests on huge pages: ran");
+}
+
+#[test]
+fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
+    let Some(_pool) = pool(2) else { return };
+    let paths = [UrgentPath::Dedicated, UrgentPath::Interleaved, UrgentPath::Shared];
+    for (mode, bandwidth) in [(MigrationMode::Postcopy, 60 << 20), (MigrationMode::Hybrid, 30 << 20)] {
+        for (urgent, (from, to)) in paths.into_iter().zip(BOTH_WAYS) {
+            let settings = Settings {
+                mode,
+                urgent,
+                urgent_channels: 2,
+                max_bandwidth: Some(bandwidth),
+                ..Settings::default()
+            };
+            let what = format!("{mode:?}, {urgent:?}, {from} to {to}");
+            let mut source = running(options(from));
+            let before = stats(&source.handle()).map_or(0, |stats| stats.writes());
+            let (_, target, figures) = moved(&mut source, options(to), None, &settings);
+            let figures = figures.expect("the guest came before its memory");
+            say(&format!("{what}: {figures:?}"));
+            assert!(figures.faults > 0, "{what}");
+            assert_eq!(figures.duplicates, 0, "{what}");
+            assert_eq!(corrupt(&target, 5), 0, "{what}");
+            assert!(stats(&target.handle()).unwrap().writes() > before, "{what}");
+        }
+    }
+}
+
+/// Huge pages of which some parts have come when the link is lost: the rest comes on the next, and nothing twice.
+#[test]
+fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
+    let Some(_pool) = pool(2) else { return };
+    let mut cut = 0;
+    for (role, after) in [(Role::Urgent, 900_000), (Role::Urgent, 3_000_000), (Role::Bulk, 700_000)] {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let way = Way { role, index: 0, opened: 0, to_target: true };
+        let proxy = Proxy::new(&listener.uri().unwrap(), vec![Rule { way, after, harm: Harm::CutAll }]);
+        let settings = Settings {
+            mode: MigrationMode::Postcopy,
+            max_bandwidth: Some(16 << 20),
+            reconnect_for: Duration::from_secs(20),
+            ..Settings::default()
+        };
+        let mut source = running(options(Backing::HugePages));
+        let link = (&proxy.uri(), &listener);
+        let (_, target, figures) =
+            moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
+        assert_eq!(figures.expect("the guest came before its memory").duplicates, 0);
+        assert_eq!(corrupt(&target, 5), 0, "{role:?} after {after} bytes");
+        say(&format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
+        cut += proxy.harmed();
+    }
+    // How much goes which way depends on where the guest writes.
+    assert!(cut > 0);
+}
+
+#[test]
+fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
+    let Some(_pool) = pool(2) else { return };
+    for (from, to) in BOTH_WAYS {
+        let mut source = running(options(from));
+        let path = std::env::temp_dir().join(format!("vmferry-huge-{}-file", std::process::id()));
+        let report = save(&mut source, &path, &Monitor::new()).unwrap();
+        assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+        drop(source);
+        let (mut target, mut lazy) = (empty(options(Backing::Anonymous)), empty(options(to)));
+        let restored = restore(&mut target, &path);
+        let comes = restore_lazy(&mut lazy, &path);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
+        assert_eq!(corrupt(&target, 5), 0, "{from} to {to}");
+        match comes {
+            Ok(comes) => {
+                let progress = comes.wait(Duration::from_secs(60));
+                assert_eq!(progress.state, FillState::Completed, "{progress:?}");
+                assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
+                assert_eq!(corrupt(&lazy, 5), 0, "{from} to {to}");
+                say(&format!("lazily, {from} to {to}: {progress:?}"));
+            }
+            Err(MigrateError::NotLazy { why }) => say(&format!("lazy restore: not run: {why}")),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn too_few_huge_pages_are_said_at_the_start() {
+    let Some(_pool) = pool(1) else { return };
+    let mut too_large = options(Backing::HugePages);
+    // More than any host here has.
+    too_large.memory = 1 << 44;
+    let error = Vm::new(too_large).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("8388608 huge pages") || text.contains("vm.nr_hugepages="), "{text}");
+    let mut uneven = options(Backing::HugePages);
+    uneven.memory = (16 << 20) + 4096;
+    let text = Vm::new(uneven).unwrap_err().to_string();
+    assert!(text.contains("a multiple of that"), "{text}");
+}

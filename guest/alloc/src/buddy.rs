@@ -1,0 +1,421 @@
+//! The buddy allocator.
+
+use crate::lists::{Lists, Words};
+use crate::word::{Kind, NIL, Word};
+use crate::{Batch, Block, FreeBits, List, Spans};
+use vmferry_guest_abi::balloon::MAX_ORDER;
+
+/// Part of the memory that is kept free of reports and hints, 1/32: a guest that has no more than that is about to use it again,
+/// so giving it back would only cost a fault a page, and what is isolated for a report must not be what an allocation waits for.
+const LOW_SHARE: u64 = 32;
+
+/// Numbers of pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pages {
+    /// All that the allocator has.
+    pub all: u64,
+    /// Free, and not reported since they were last in use.
+    pub unreported: u64,
+    /// Free, and reported or never used.
+    pub reported: u64,
+    /// Being reported.
+    pub isolated: u64,
+    /// Kept back because they were hinted.
+    pub held: u64,
+    /// Below so many free ones, nothing is isolated.
+    pub low: u64,
+}
+
+impl Pages {
+    /// Pages that can be allocated.
+    #[must_use]
+    pub fn free(&self) -> u64 {
+        self.unreported + self.reported
+    }
+}
+
+/// Why no more blocks were taken into a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// There are no more.
+    All,
+    /// The batch is full.
+    Full,
+    /// Memory is low.
+    Low,
+}
+
+/// A buddy allocator for blocks of orders 0 to 10 that knows which free blocks its host has been told of.
+///
+/// It allocates memory that was not reported before any that was: the host still stands behind it, so it needs no fault, and what
+/// was given back stays given back. A block that merges counts as reported only if both halves were.
+///
+/// Each frame has one word of 8 bytes, nothing else is kept a page. Allocation, free, isolation are O(1) in the size of memory: at
+/// most one step an order.
+///
+/// Invariants: every frame belongs to exactly one block, or to none (holes); no two free buddies of one order exist that are both
+/// in the free lists; `free + isolated + held + allocated = all`.
+#[derive(Debug)]
+pub struct Buddy<'a> {
+    spans: Spans,
+    words: Words<'a>,
+    unreported: Lists,
+    reported: Lists,
+    held: List,
+    isolated: u64,
+    all: u64,
+    low: u64,
+    frees: u64,
+    map: Option<FreeBits<'a>>,
+}
+
+impl<'a> Buddy<'a> {
+    /// An allocator of all memory in `spans`, all of it free and never used, so nothing of it is to be reported. `words` has at
+    /// least [`Spans::frames`] words, of any content.
+    ///
+    /// # Panics
+    /// If there are fewer words.
+    #[must_use]
+    pub fn new(spans: Spans, words: &'a mut [u64]) -> Self {
+        assert!(words.len() as u64 >= spans.frames(), "{} words for {} frames", words.len(), spans.frames());
+        let all = spans.pages();
+        let mut buddy = Self {
+            spans,
+            words: Words::new(words),
+            unreported: Lists::new(Kind::Unreported),
+            reported: Lists::new(Kind::Reported),
+            held: List::new(),
+            isolated: 0,
+            all,
+            low: all / LOW_SHARE,
+            frees: 0,
+            map: None,
+        };
+        buddy.each_block(|buddy, block| buddy.reported.insert(&mut buddy.words, block));
+        buddy
+    }
+
+    /// Calls `with` for the largest aligned blocks that memory consists of, the highest first, so that the lowest end up first in
+    /// their lists.
+    fn each_block(&mut self, mut with: impl FnMut(&mut Self, Block)) {
+        let spans = self.spans;
+        for span in spans.spans().iter().rev() {
+            let mut end = span.frame + span.pages;
+            while end > span.frame {
+                let order = end.trailing_zeros().min((end - span.frame).ilog2()).min(MAX_ORDER);
+                end -= 1 << order;
+                // Frames have 28 bits.
+                let frame = u32::try_from(end).unwrap_or(NIL);
+                with(self, Block { frame, order });
+            }
+        }
+    }
+
+    /// Keeps a map of free pages from now on. All its bits are clear, and nothing has been allocated yet.
+    pub fn keep_map(&mut self, map: FreeBits<'a>) {
+        self.map = Some(map);
+        self.each_block(|buddy, block| buddy.mark(block, true));
+    }
+
+    /// Which memory it has.
+    #[must_use]
+    pub fn spans(&self) -> &Spans {
+        &self.spans
+    }
+
+    /// How many pages are what.
+    #[must_use]
+    pub fn pages(&self) -> Pages {
+        Pages {
+            all: self.all,
+            unreported: self.unreported.pages,
+            reported: self.reported.pages,
+            isolated: self.isolated,
+            held: self.held.pages,
+            low: self.low,
+        }
+    }
+
+    /// Calls of [`free`](Self::free) so far: who sees it unchanged knows that nothing was freed meanwhile.
+    #[must_use]
+    pub fn frees(&self) -> u64 {
+        self.frees
+    }
+
+    /// Allocates a block of an order (0 to 10); `None` if no block is large enough.
+    #[inline]
+    pub fn alloc(&mut self, order: u32) -> Option<Block> {
+        let (lists, from) = match self.unreported.order_from(order) {
+            Some(from) => (&mut self.unreported, from),
+            None => {
+                let from = self.reported.order_from(order)?;
+                (&mut self.reported, from)
+            }
+        };
+        let block = lists.first(from)?;
+        lists.remove(&mut self.words, block);
+        // The upper halves stay what they were.
+        for half in (order..from).rev() {
+            lists.insert(&mut self.words, Block { frame: block.frame + (1 << half), order: half });
+        }
+        let block = Block { frame: block.frame, order };
+        self.words.set(block.frame, Word::alone(order, Kind::Used));
+        self.mark(block, false);
+        Some(block)
+    }
+
+    /// Frees a block, and returns the one that it has become part of.
+    ///
+    /// # Panics
+    /// If the block is not allocated: somebody has freed it twice.
+    #[inline]
+    pub fn free(&mut self, block: Block) -> Block {
+        let word = self.words.get(block.frame);
+        assert!(word.kind == Kind::Used && word.order == block.order, "freed twice: {block:?}, {word:?}");
+        self.frees = self.frees.wrapping_add(1);
+        self.mark(block, true);
+        self.merge(block, false)
+    }
+
+    /// Puts a free block that is in no list into one, merged as far as it goes.
+    fn merge(&mut self, block: Block, mut reported: bool) -> Block {
+        let Block { mut frame, mut order } = block;
+        while order < MAX_ORDER {
+            let buddy = Block { frame: frame ^ (1 << order), order };
+            let word = self.words.get(buddy.frame);
+            let lists = match word.kind {
+                Kind::Unreported if word.order == order => &mut self.unreported,
+                Kind::Reported if word.order == order => &mut self.reported,
+                _ => break,
+            };
+            reported &= word.kind == Kind::Reported;
+            lists.remove(&mut self.words, buddy);
+            self.words.set(frame.max(buddy.frame), Word::alone(0, Kind::Inside));
+            frame = frame.min(buddy.frame);
+            order += 1;
+        }
+        let merged = Block { frame, order };
+        let lists = if reported { &mut self.reported } else { &mut self.unreported };
+        lists.insert(&mut self.words, merged);
+        merged
+    }
+
+    /// Isolates for a report what is still free and unreported of a block that was freed once: all of it if it is free (with
+    /// what it has merged into), or the parts that no allocation has taken since.
+    ///
+    /// At most one step a page of `noted`. [`Taken::Full`] means that there may be more of it.
+    pub fn isolate(&mut self, noted: Block, batch: &mut Batch<'_>) -> Taken {
+        for order in noted.order..=MAX_ORDER {
+            let block = Block { frame: noted.frame >> order << order, order };
+            let word = self.words.get(block.frame);
+            if word.order == order {
+                match word.kind {
+                    Kind::Unreported => return self.isolate_block(block, batch),
+                    Kind::Reported => return Taken::All,
+                    _ => {}
+                }
+            }
+        }
+        let end = u64::from(noted.frame) + noted.pages();
+        let mut frame = noted.frame;
+        while u64::from(frame) < end {
+            let word = self.words.get(frame);
+            if word.kind == Kind::Unreported {
+                let taken = self.isolate_block(Block { frame, order: word.order }, batch);
+                if taken != Taken::All {
+                    return taken;
+                }
+            }
+            frame += if word.kind == Kind::Inside { 1 } else { 1 << word.order };
+        }
+        Taken::All
+    }
+
+    /// Isolates up to `portion` blocks that are free and unreported, large ones first; `None` if there may be more, and room for them.
+    pub fn isolate_any(&mut self, portion: usize, batch: &mut Batch<'_>) -> Option<Taken> {
+        for _ in 0..portion {
+            let largest = self.unreported.largest().and_then(|order| self.unreported.first(order));
+            let Some(block) = largest else { return Some(Taken::All) };
+            let taken = self.isolate_block(block, batch);
+            if taken != Taken::All {
+                return Some(taken);
+            }
+        }
+        None
+    }
+
+    fn isolate_block(&mut self, block: Block, batch: &mut Batch<'_>) -> Taken {
+        if self.pages().free() < self.low + block.pages() {
+            return Taken::Low;
+        }
+        if !batch.push(block) {
+            return Taken::Full;
+        }
+        self.unreported.remove(&mut self.words, block);
+        self.words.set(block.frame, Word::alone(block.order, Kind::Isolated));
+        self.isolated += block.pages();
+        Taken::All
+    }
+
+    /// Puts an isolated block back, as reported.
+    ///
+    /// # Panics
+    /// If it is not isolated.
+    pub fn put_back(&mut self, block: Block) {
+        let word = self.words.get(block.frame);
+        assert!(
+            word.kind == Kind::Isolated && word.order == block.order,
+            "not isolated: {block:?}, {word:?}"
+        );
+        self.isolated -= block.pages();
+        self.merge(block, true);
+    }
+
+    /// Takes up to `portion` free blocks out, large ones first, to be hinted, and kept until [`release_held`](Self::release_held);
+    /// `None` if there may be more, and room for them.
+    pub fn hold(&mut self, portion: usize, batch: &mut Batch<'_>) -> Option<Taken> {
+        for _ in 0..portion {
+            let free = self.pages().free();
+            let (lists, kind) = if self.reported.largest() > self.unreported.largest() {
+                (&mut self.reported, Kind::HeldReported)
+            } else {
+                (&mut self.unreported, Kind::HeldUnreported)
+            };
+            let largest = lists.largest().and_then(|order| lists.first(order));
+            let Some(block) = largest else { return Some(Taken::All) };
+            if free < self.low + block.pages() {
+                return Some(Taken::Low);
+            }
+            if !batch.push(block) {
+                return Some(Taken::Full);
+            }
+            lists.remove(&mut self.words, block);
+            let word = Word { next: self.held.head, prev: NIL, order: block.order, kind };
+            self.words.set(block.frame, word);
+            self.held.head = block.frame;
+            self.held.pages += block.pages();
+        }
+        None
+    }
+
+    /// Puts up to `blocks` hinted blocks back; whether there are more.
+    pub fn release_held(&mut self, blocks: usize) -> bool {
+        for _ in 0..blocks {
+            if self.held.head == NIL {
+                return false;
+            }
+            let word = self.words.get(self.held.head);
+            let block = Block { frame: self.held.head, order: word.order };
+            self.held.head = word.next;
+            self.held.pages -= block.pages();
+            self.merge(block, word.kind == Kind::HeldReported);
+        }
+        self.held.head != NIL
+    }
+
+    /// Puts an allocated block at the front of its owner's list.
+    pub fn push(&mut self, list: &mut List, block: Block) {
+        let word = self.words.get(block.frame);
+        assert!(word.kind == Kind::Used && word.order == block.order, "not allocated: {block:?}, {word:?}");
+        self.words.set(block.frame, Word { next: list.head, ..word });
+        list.head = block.frame;
+        list.pages += block.pages();
+    }
+
+    /// Takes the first block out of its owner's list.
+    pub fn pop(&mut self, list: &mut List) -> Option<Block> {
+        let block = self.first(list)?;
+        list.head = self.words.get(block.frame).next;
+        list.pages -= block.pages();
+        Some(block)
+    }
+
+    /// The first block of a list.
+    #[must_use]
+    pub fn first(&self, list: &List) -> Option<Block> {
+        self.block(list.head)
+    }
+
+    /// The block behind `block` in its owner's list.
+    #[must_use]
+    pub fn next(&self, block: Block) -> Option<Block> {
+        self.block(self.words.get(block.frame).next)
+    }
+
+    fn block(&self, frame: u32) -> Option<Block> {
+        (frame != NIL).then(|| Block { frame, order: self.words.get(frame).order })
+    }
+
+    fn mark(&self, block: Block, free: bool) {
+        if let Some(map) = self.map
+            && let Some(bit) = self.spans.bit(block.frame)
+        {
+            if free { map.set(bit, block.pages()) } else { map.clear(bit, block.pages()) }
+        }
+    }
+
+    /// Checks all that must hold, block by block; the free blocks with whether they are reported, in order of their frames.
+    #[cfg(test)]
+    pub(crate) fn check(&self) -> std::vec::Vec<(Block, bool)> {
+        let mut found = std::vec::Vec::new();
+        let mut pages = Pages { all: self.all, low: self.low, ..Pages::default() };
+        let mut used = 0;
+        for span in self.spans.spans() {
+            let (mut frame, end) = (u32::try_from(span.frame).unwrap(), span.frame + span.pages);
+            while u64::from(frame) < end {
+                let word = self.words.get(frame);
+                let block = Block { frame, order: word.order };
+                assert_eq!(frame % (1 << word.order), 0, "unaligned {block:?}");
+                assert!(u64::from(frame) + block.pages() <= end, "{block:?} is beyond memory");
+                for inside in 1..1 << word.order {
+                    assert_eq!(self.words.get(frame + inside).kind, Kind::Inside, "inside {block:?}");
+                }
+                match word.kind {
+                    Kind::Inside => panic!("frame {frame} belongs to no block"),
+                    Kind::Used => used += block.pages(),
+                    Kind::Isolated => pages.isolated += block.pages(),
+                    Kind::HeldUnreported | Kind::HeldReported => pages.held += block.pages(),
+                    Kind::Unreported => pages.unreported += block.pages(),
+                    Kind::Reported => pages.reported += block.pages(),
+                }
+                if matches!(word.kind, Kind::Unreported | Kind::Reported) {
+                    let buddy = self.words.get(frame ^ (1 << word.order));
+                    let free = matches!(buddy.kind, Kind::Unreported | Kind::Reported);
+                    assert!(
+                        word.order == MAX_ORDER || !free || buddy.order != word.order,
+                        "{block:?} has not merged"
+                    );
+                    found.push((block, word.kind == Kind::Reported));
+                }
+                frame += 1 << word.order;
+            }
+        }
+        assert_eq!(pages, self.pages());
+        assert_eq!(used + pages.free() + pages.isolated + pages.held, self.all);
+        self.check_lists(&found);
+        found
+    }
+
+    #[cfg(test)]
+    fn check_lists(&self, found: &[(Block, bool)]) {
+        let mut listed = std::vec::Vec::new();
+        for (lists, reported) in [(&self.unreported, false), (&self.reported, true)] {
+            for order in 0..=MAX_ORDER {
+                assert_eq!(lists.order_from(order) == Some(order), lists.first(order).is_some());
+                let (mut at, mut prev) = (lists.first(order), NIL);
+                while let Some(block) = at {
+                    assert_eq!(self.words.get(block.frame).prev, prev);
+                    listed.push((block, reported));
+                    (prev, at) = (block.frame, self.next(block));
+                    assert!(listed.len() <= self.words.frames(), "a list goes round");
+                }
+            }
+        }
+        listed.sort_unstable();
+        assert_eq!(listed, found);
+    }
+}
+
+#[cfg(test)]
+#[path = "buddy_tests.rs"]
+mod tests;

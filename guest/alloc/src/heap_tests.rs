@@ -1,0 +1,305 @@
+//! Tests of reporting, on a machine whose host really takes away what is reported.
+
+use super::*;
+use crate::{ASYNC_ENTRIES, SYNC_ENTRIES, Spans};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::vec;
+use std::vec::Vec;
+use vmferry_guest_abi::{PAGE_SIZE, PAGE_WORDS};
+
+/// Guest-physical address where memory begins.
+const START: u64 = 0x12_3000;
+
+/// A machine with words as memory. Time passes by the call of [`advance`](Self::advance), a microsecond at a time by itself.
+pub(crate) struct Model<'a> {
+    buddy: Mutex<Buddy<'a>>,
+    memory: Vec<AtomicU64>,
+    now: AtomicU64,
+    claimed: AtomicBool,
+    pub(crate) most: usize,
+    /// Reports taken.
+    pub(crate) reports: AtomicU64,
+    /// Pages that a report takes away beyond its blocks, to show that it is noticed.
+    pub(crate) greed: u64,
+}
+
+pub(crate) fn spans(pages: u64) -> Spans {
+    let mut spans = Spans::new();
+    spans.add(START, START + pages * PAGE_SIZE, 0).unwrap();
+    spans
+}
+
+pub(crate) fn words(spans: &Spans) -> Vec<u64> {
+    vec![0; usize::try_from(spans.frames()).unwrap()]
+}
+
+impl<'a> Model<'a> {
+    pub(crate) fn new(spans: Spans, words: &'a mut [u64]) -> Self {
+        let bytes = usize::try_from(spans.pages()).unwrap() * PAGE_WORDS;
+        Self {
+            buddy: Mutex::new(Buddy::new(spans, words)),
+            memory: (0..bytes).map(|_| AtomicU64::new(0)).collect(),
+            now: AtomicU64::new(1_000_000_000),
+            claimed: AtomicBool::new(false),
+            most: 64,
+            reports: AtomicU64::new(0),
+            greed: 0,
+        }
+    }
+
+    pub(crate) fn advance(&self, ns: u64) {
+        self.now.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    fn word(&self, gpa: u64) -> &AtomicU64 {
+        &self.memory[usize::try_from((gpa - START) / 8).unwrap()]
+    }
+}
+
+impl Machine for Model<'_> {
+    fn with<R>(&self, work: impl FnOnce(&mut Buddy<'_>) -> R) -> R {
+        work(&mut self.buddy.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+    fn now_ns(&self) -> u64 {
+        self.now.fetch_add(1000, Ordering::Relaxed)
+    }
+    fn load(&self, gpa: u64) -> u64 {
+        self.word(gpa).load(Ordering::Relaxed)
+    }
+    fn store(&self, gpa: u64, value: u64) {
+        self.word(gpa).store(value, Ordering::Relaxed);
+    }
+    fn relieve(&self) -> bool {
+        self.with(|buddy| buddy.pages().held != 0 && (buddy.release_held(1), true).1)
+    }
+    fn claim(&self) -> bool {
+        !self.claimed.swap(true, Ordering::Acquire)
+    }
+    fn most(&self) -> usize {
+        self.most
+    }
+    fn report(&self, blocks: &[Block]) {
+        assert!(self.claimed.load(Ordering::Relaxed) && (1..=self.most).contains(&blocks.len()));
+        for block in blocks {
+            let gpa = self.with(|buddy| buddy.spans().gpa(*block));
+            let end = self.memory.len() as u64 * 8 + START;
+            let words = gpa..(gpa + block.bytes() + self.greed * PAGE_SIZE).min(end);
+            words.step_by(8).for_each(|gpa| self.store(gpa, 0));
+        }
+        self.reports.fetch_add(1, Ordering::Relaxed);
+    }
+    fn release(&self) {
+        assert!(self.claimed.swap(false, Ordering::Release));
+    }
+}
+
+pub(crate) fn entries(cpus: usize, each: usize) -> Vec<Vec<AtomicU64>> {
+    (0..cpus).map(|_| (0..each).map(|_| AtomicU64::new(0)).collect()).collect()
+}
+
+pub(crate) fn buffers(entries: &[Vec<AtomicU64>]) -> Vec<FreeBuffer<'_>> {
+    entries.iter().map(|entries| FreeBuffer::new(entries)).collect()
+}
+
+/// Ticks until all has been quiet for long, and a few times more.
+pub(crate) fn settle(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
+    for _ in 0..80 {
+        machine.advance(FLUSH_NS / 10);
+        heaps.iter_mut().for_each(|heap| heap.tick(machine, machine.now_ns()));
+    }
+}
+
+#[test]
+fn a_full_buffer_is_reported_by_who_filled_it() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(1, SYNC_ENTRIES);
+    let buffers = buffers(&entries);
+    let mut slots = [Block::default(); 512];
+    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    // Every second page is freed, so that nothing merges.
+    let blocks: Vec<_> = (0..2048).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+    for block in blocks.iter().step_by(2).take(511) {
+        machine.store(machine.with(|buddy| buddy.spans().gpa(*block)), 7);
+        heap.free(&machine, *block);
+    }
+    assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
+    heap.free(&machine, blocks[1022]);
+    // 512 blocks, 64 in a report.
+    assert_eq!((machine.reports.load(Ordering::Relaxed), heap.stats().report_blocks), (8, 512));
+    assert_eq!(machine.with(|buddy| (buddy.pages().unreported, buddy.pages().isolated)), (0, 0));
+    assert_eq!(machine.load(machine.with(|buddy| buddy.spans().gpa(blocks[0]))), 0);
+    assert_eq!((heap.stats().flushes, heap.stats().reports), (1, 8));
+    // What was reported is not reported again.
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.reports.load(Ordering::Relaxed), 8);
+}
+
+#[test]
+fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(1, SYNC_ENTRIES);
+    let buffers = buffers(&entries);
+    let mut slots = [Block::default(); 512];
+    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    let large = heap.alloc(&machine, 10).unwrap();
+    heap.free(&machine, large);
+    // A part of it is in use again, the rest has no entry of its own.
+    let small = heap.alloc(&machine, 0).unwrap();
+    heap.tick(&machine, machine.now_ns());
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 1023);
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+    assert_eq!(heap.stats().report_bytes, 1023 * PAGE_SIZE);
+    assert!(large.contains(small));
+}
+
+#[test]
+fn off_reports_nothing() {
+    let spans = spans(4096);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&[], 0, Reports::Own, true, Batch::new(&mut slots));
+    let blocks: Vec<_> = (0..1000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+    blocks.into_iter().for_each(|block| heap.free(&machine, block));
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
+    assert_eq!(
+        machine.with(|buddy| buddy.pages().unreported),
+        1024 - machine.with(|buddy| buddy.pages().all % 1)
+    );
+}
+
+#[test]
+fn another_vcpu_reports_what_was_handed_over() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(2, ASYNC_ENTRIES);
+    let buffers = buffers(&entries);
+    let (mut first, mut second) = ([Block::default(); 512], [Block::default(); 512]);
+    let mut freer = Heap::new(&buffers, 0, Reports::Handed, false, Batch::new(&mut first));
+    let mut reporter = Heap::new(&buffers, 1, Reports::ForAll, true, Batch::new(&mut second));
+    let blocks: Vec<_> = (0..4096).map(|_| freer.alloc(&machine, 0).unwrap()).collect();
+    for block in blocks.iter().step_by(2).take(1200) {
+        freer.free(&machine, *block);
+    }
+    assert_eq!((freer.stats().reports, freer.stats().missed), (0, 200));
+    machine.advance(5_000_000);
+    reporter.tick(&machine, machine.now_ns());
+    assert_eq!((reporter.stats().report_blocks, buffers[0].is_empty()), (1000, true));
+    let mut heaps = [freer, reporter];
+    settle(&machine, &mut heaps);
+    // What was missed is found by the sweep.
+    assert_eq!((heaps[0].stats().reports, heaps[1].stats().report_blocks), (0, 1200));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+}
+
+#[test]
+fn who_frees_does_not_wait_for_who_reports() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(1, SYNC_ENTRIES);
+    let buffers = buffers(&entries);
+    let mut slots = [Block::default(); 512];
+    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    let blocks: Vec<_> = (0..2000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+    assert!(machine.claim());
+    blocks.iter().step_by(2).take(600).for_each(|block| heap.free(&machine, *block));
+    assert_eq!((heap.stats().reports, heap.stats().missed), (0, 88));
+    assert_eq!(heap.stats().deferred, 89);
+    machine.release();
+    // The next free does it; the one page that had no room is found later.
+    heap.free(&machine, blocks[1200]);
+    assert_eq!(heap.stats().report_blocks, 512);
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+}
+
+#[test]
+fn reporting_stops_when_memory_is_low() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(1, 16);
+    let buffers = buffers(&entries);
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    let blocks: Vec<_> = (0..8192 - 100).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+    blocks.iter().step_by(2).take(100).for_each(|block| heap.free(&machine, *block));
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
+    assert!(heap.stats().deferred > 0);
+    blocks.iter().skip(1).step_by(2).for_each(|block| heap.free(&machine, *block));
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+}
+
+#[test]
+fn an_allocation_waits_only_for_what_is_being_reported() {
+    let spans = spans(4096);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
+    let block = heap.alloc(&machine, 5).unwrap();
+    heap.free(&machine, block);
+    let mut isolated = [Block::default(); 4];
+    let mut batch = Batch::new(&mut isolated);
+    assert_eq!(machine.with(|buddy| buddy.isolate(block, &mut batch)), Taken::All);
+    while machine.with(|buddy| buddy.pages().free()) > 0 {
+        heap.alloc(&machine, 10).unwrap();
+    }
+    assert_eq!((heap.stats().waits, heap.stats().failed), (0, 0));
+    let got = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| heap.alloc(&machine, 3));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        machine.with(|buddy| buddy.put_back(block));
+        waiting.join().unwrap()
+    });
+    // Either it came too early and waited, or the block was back before it looked.
+    assert!(got.is_some_and(|got| block.contains(got)));
+    while machine.with(|buddy| buddy.alloc(0)).is_some() {}
+    // Nothing is isolated: no wait, and the answer is no.
+    assert_eq!((heap.alloc(&machine, 0), heap.stats().failed), (None, 1));
+    assert!(heap.stats().wait_ns < WAIT_NS);
+}
+
+#[test]
+fn a_wait_for_a_host_that_never_answers_ends() {
+    let spans = spans(4096);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
+    let block = heap.alloc(&machine, 0).unwrap();
+    heap.free(&machine, block);
+    let mut isolated = [Block::default(); 4];
+    machine.with(|buddy| buddy.isolate(block, &mut Batch::new(&mut isolated)));
+    while machine.with(|buddy| buddy.alloc(0)).is_some() {}
+    assert_eq!(heap.alloc(&machine, 0), None);
+    assert!(heap.stats().waits == 1 && heap.stats().wait_ns >= WAIT_NS);
+}
+
+#[test]
+fn hinted_pages_come_back_when_memory_is_short() {
+    let spans = spans(4096);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
+    let mut held = [Block::default(); 64];
+    machine.with(|buddy| buddy.hold(64, &mut Batch::new(&mut held)));
+    assert!(machine.with(|buddy| buddy.pages().held) > 3000);
+    let mut pages = 0;
+    while let Some(block) = heap.alloc(&machine, 10) {
+        pages += block.pages();
+    }
+    assert_eq!(pages, 4096);
+}

@@ -1,0 +1,238 @@
+//! The guest's allocator and its driver for the balloon, with QEMU's balloon: an implementation that nobody here has written.
+
+mod rig;
+
+use rig::{Guest, PATIENCE, accelerators};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+use vmferry_guest_abi::{
+    ALLOC_STATS_GPA, AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, Line, PAGE_SIZE, ReportMode,
+    State, StatsSink,
+};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 192 * MIB;
+const ALLOC: u64 = 96 * MIB;
+
+fn args(workload: &str) -> GuestArgs {
+    // A microvm has no speaker port to measure the clock by. What the clock says does not matter here.
+    let tsc_khz = Some(2_000_000);
+    GuestArgs { stats: StatsSink::Page, tsc_khz, ..GuestArgs::new(workload.parse().unwrap()) }
+}
+
+fn boot(accelerator: &str, args: &GuestArgs) -> Guest {
+    let machine = [
+        "-machine",
+        "microvm,pit=on,pic=on,rtc=on,memory-backend=ram",
+        "-global",
+        "virtio-mmio.force-legacy=false",
+        "-object",
+        "iothread,id=io",
+        "-device",
+        "virtio-balloon-device,id=balloon,free-page-reporting=on,free-page-hint=on,iothread=io",
+    ];
+    Guest::boot(accelerator, args, MEMORY, &machine)
+}
+
+fn snapshot(guest: &Guest) -> AllocSnapshot {
+    let load = |word: usize| {
+        let mut bytes = [0; 8];
+        guest.memory.read_exact_at(&mut bytes, ALLOC_STATS_GPA + 8 * word as u64).unwrap();
+        u64::from_le_bytes(bytes)
+    };
+    let start = Instant::now();
+    loop {
+        match AllocSnapshot::read(load) {
+            Ok(snapshot) => return snapshot,
+            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> AllocSnapshot {
+    let start = Instant::now();
+    loop {
+        let now = snapshot(guest);
+        if done(&now) {
+            return now;
+        }
+        assert!(start.elapsed() < PATIENCE, "{what}: {:?} {:?}", now.guest, now.cpus());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Bytes of memory that the host stands behind.
+fn resident(guest: &Guest) -> u64 {
+    guest.memory.metadata().unwrap().blocks() * 512
+}
+
+/// What the host stands behind of a guest that has allocated nothing: image, tables, what the firmware has left.
+fn base(accelerator: &str) -> u64 {
+    let guest = boot(accelerator, &args("idle,data=4K"));
+    wait(&guest, "the first report", |now| now.guest.pages != 0);
+    resident(&guest)
+}
+
+/// What the host stands behind of memory that is free, besides.
+fn residue(guest: &Guest, now: &AllocSnapshot, base: u64) -> u64 {
+    resident(guest).saturating_sub(base + (now.guest.pages - now.guest.free_pages) * PAGE_SIZE)
+}
+
+#[test]
+fn what_is_freed_goes_back_to_the_host() {
+    for accelerator in accelerators() {
+        let base = base(accelerator);
+        for (report, frag) in
+            [(ReportMode::Sync, 0), (ReportMode::Sync, 64), (ReportMode::Async, 0), (ReportMode::Async, 64)]
+        {
+            let workload = format!("idle,alloc={}M,rounds=2,frag={frag}", ALLOC / MIB);
+            let guest = boot(accelerator, &GuestArgs { report, ..args(&workload) });
+            let done = wait(&guest, "rounds", |now| now.done() && now.guest.unreported_pages == 0);
+            let case = format!("{accelerator}, {report}, frag={frag}: {:?}", done.guest);
+            let kept = if frag == 0 { 0 } else { 2 * (ALLOC / frag) };
+            let freed = done.sum(|cpu| cpu.freed_bytes);
+            assert!(freed >= 2 * ALLOC - kept && done.sum(|cpu| cpu.report_bytes) >= ALLOC - kept, "{case}");
+            let left = residue(&guest, &done, base);
+            assert!(left * 100 <= ALLOC, "{case}: {left} bytes left");
+            let by = |cpu: usize| done.cpus()[cpu].reports;
+            assert!(by(1) > 0 && (by(0) > 0) == (report == ReportMode::Sync), "{case}");
+            let stats = guest.verify(1);
+            assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{case}");
+        }
+    }
+}
+
+#[test]
+fn without_reports_it_does_not() {
+    for accelerator in accelerators() {
+        let workload = format!("idle,alloc={}M,rounds=1", ALLOC / MIB);
+        let guest = boot(accelerator, &GuestArgs { report: ReportMode::Off, ..args(&workload) });
+        let done = wait(&guest, "rounds", AllocSnapshot::done);
+        // The vCPU that is later may use what the other one has freed.
+        assert!(residue(&guest, &done, 0) * 100 > 50 * ALLOC, "{}", residue(&guest, &done, 0));
+        assert_eq!(done.sum(|cpu| cpu.reports), 0);
+    }
+}
+
+#[test]
+fn a_page_that_the_host_loses_is_found() {
+    for accelerator in accelerators() {
+        let guest = boot(accelerator, &args("idle,alloc=8M,rounds=1,frag=2"));
+        wait(&guest, "rounds", AllocSnapshot::done);
+        // The pages that are kept have their number in the first word.
+        let stamp = |address: u64| {
+            let page = guest.page(address);
+            let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().unwrap());
+            word(0) == address / PAGE_SIZE && word(8) != 0
+        };
+        let kept = (16 * MIB..MEMORY).step_by(4096).find(|address| stamp(*address)).unwrap();
+        assert_eq!(guest.verify(1).corrupt(), 0);
+        guest.memory.write_all_at(&[0; 4096], kept).unwrap();
+        let stats = guest.verify(2);
+        assert_eq!((stats.state, stats.corrupt()), (State::Corrupt, 1), "{accelerator}");
+        let found = stats.first_corrupt().unwrap().page;
+        assert_eq!(found, vmferry_guest_abi::ALLOC_PAGE + kept / PAGE_SIZE);
+    }
+}
+
+#[test]
+fn memory_is_inflated_by_page_numbers() {
+    for accelerator in accelerators() {
+        for (pages, requests) in [(256, 64), (16_384, 1)] {
+            let inflate = Some(Inflation { bytes: 64 * MIB, by: InflateBy::Pages(pages) });
+            let guest = boot(accelerator, &GuestArgs { inflate, ..args("idle,data=8M") });
+            let line = guest.until(|line| match line {
+                Line::Inflated { pages, requests, .. } => Some((pages, requests)),
+                _ => None,
+            });
+            assert_eq!(line, (16_384, requests), "{accelerator}");
+            let now = wait(&guest, "inflation", |now| now.guest.inflate_us != 0);
+            assert_eq!((now.guest.inflate_pages, now.guest.balloon_pages), (16_384, 16_384));
+            assert!(now.guest.inflate_send_ns + now.guest.inflate_alloc_ns <= now.guest.inflate_ns);
+            // It stays there, although the host has not asked for it.
+            thread::sleep(Duration::from_millis(200));
+            assert_eq!(snapshot(&guest).guest.balloon_pages, 16_384);
+        }
+    }
+}
+
+/// QEMU's monitor.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    fn new(guest: &Guest) -> Self {
+        let stream = UnixStream::connect(guest.folder.path().join("qmp")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut monitor = Self(BufReader::new(stream));
+        monitor.ask(r#"{"execute": "qmp_capabilities"}"#);
+        monitor
+    }
+
+    fn ask(&mut self, command: &str) -> String {
+        self.0.get_mut().write_all(command.as_bytes()).unwrap();
+        loop {
+            let mut line = String::new();
+            assert!(self.0.read_line(&mut line).unwrap() != 0, "the monitor is gone");
+            assert!(!line.starts_with(r#"{"error""#), "{command}: {line}");
+            if line.starts_with(r#"{"return""#) {
+                return line;
+            }
+        }
+    }
+}
+
+#[test]
+fn the_balloon_follows_the_host() {
+    for accelerator in accelerators() {
+        let guest = boot(accelerator, &args("uniform,ws=4M,rate=1k,alloc=16M"));
+        let mut monitor = Monitor::new(&guest);
+        for target in [MEMORY - 100 * MIB, MEMORY - 10 * MIB] {
+            monitor.ask(&format!(r#"{{"execute": "balloon", "arguments": {{"value": {target}}}}}"#));
+            let pages = (MEMORY - target) / PAGE_SIZE;
+            wait(&guest, "inflation", |now| now.guest.balloon_pages == pages);
+            let start = Instant::now();
+            while !monitor.ask(r#"{"execute": "query-balloon"}"#).contains(&target.to_string()) {
+                assert!(start.elapsed() < PATIENCE, "{accelerator}: QEMU was not told");
+                thread::sleep(Duration::from_millis(10));
+            }
+        }
+        assert_eq!(guest.verify(1).corrupt(), 0, "{accelerator}");
+    }
+}
+
+#[test]
+fn free_pages_are_hinted_while_the_guest_moves() {
+    for accelerator in accelerators() {
+        for (workload, hints) in [
+            ("idle,data=4M", HintMode::Demand),
+            ("uniform,ws=4M,rate=1k,alloc=100M", HintMode::Demand),
+            ("idle,data=4M", HintMode::Off),
+        ] {
+            let guest = boot(accelerator, &GuestArgs { hints, ..args(workload) });
+            wait(&guest, "the first report", |now| now.guest.pages != 0);
+            let mut monitor = Monitor::new(&guest);
+            monitor.ask(r#"{"execute": "migrate", "arguments": {"uri": "exec:cat > /dev/null"}}"#);
+            let start = Instant::now();
+            while !monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#) {
+                assert!(start.elapsed() < PATIENCE, "{accelerator}: the migration does not end");
+                thread::sleep(Duration::from_millis(20));
+            }
+            // It has not really gone anywhere: it goes on, and everything is there.
+            monitor.ask(r#"{"execute": "cont"}"#);
+            let now = wait(&guest, "the end of the hints", |now| now.guest.held_pages == 0);
+            let told = now.guest.hint_bytes;
+            let case = format!("{accelerator}, {workload}: {:?}", now.guest);
+            if hints == HintMode::Demand {
+                // QEMU may be done before it has looked at all of them.
+                assert!(told > 50 * MIB && now.guest.hint_id > 1, "{case}");
+            } else {
+                assert_eq!((told, now.guest.hint_id), (0, 0), "{case}");
+            }
+            assert_eq!(guest.verify(1).corrupt(), 0, "{accelerator}, {workload}");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! A guest under QEMU, whose memory is a file that QEMU maps shared: a test sees and changes it as a migration would.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    missing_docs,
+    clippy::allow_attributes,
+    reason = "each test uses a part"
+)]
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vmferry_guest_abi::{Fill, GuestArgs, Line, PAGE_WORDS, ReadyLine, STATS_GPA, StatsSnapshot, offset};
+use vmferry_guest_image::ELF;
+
+pub const CPUS: u64 = 2;
+
+/// For anything that a guest does: emulated CPUs on a busy machine are slow.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct Guest {
+    qemu: Child,
+    lines: Receiver<String>,
+    pub memory: File,
+    bytes: u64,
+    pub ready: ReadyLine,
+    pub folder: TempDir,
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // It may have ended by itself; either way it is gone afterwards.
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+/// Says something that `cargo test` shows even when the test passes: what is written to the handle itself is not captured.
+fn say(what: &str) {
+    std::io::stdout().write_all(format!("{what}\n").as_bytes()).unwrap();
+}
+
+/// The accelerators that this host has, and a word on each that it has not.
+pub fn accelerators() -> Vec<&'static str> {
+    if let Err(error) = Command::new("qemu-system-x86_64").arg("--version").stdout(Stdio::null()).status() {
+        say(&format!("QEMU: not run: qemu-system-x86_64: {error}"));
+        say("KVM: not run: there is no QEMU to boot the guest with");
+        return Vec::new();
+    }
+    say("QEMU: ran");
+    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => {
+            say("KVM: ran");
+            vec!["tcg", "kvm"]
+        }
+        Err(error) => {
+            say(&format!("KVM: not run: /dev/kvm: {error}"));
+            vec!["tcg"]
+        }
+    }
+}
+
+impl Guest {
+    /// Boots the guest in `bytes` bytes of memory and waits until its share of it is filled. `machine` says what is besides; it is to use
+    /// the memory backend `ram`.
+    pub fn boot(accelerator: &str, args: &GuestArgs, bytes: u64, machine: &[&str]) -> Self {
+        // In memory, if that can be: file systems on disks free what is punched out of a file when they get to it.
+        let place = Path::new("/dev/shm");
+        let folder = tempfile::tempdir_in(place);
+        let folder = folder.or_else(|_| tempfile::tempdir()).unwrap();
+        let (elf, memory) = (folder.path().join("guest.elf"), folder.path().join("memory"));
+        std::fs::write(&elf, ELF).unwrap();
+        let args = GuestArgs { cpus: Some(u32::try_from(CPUS).unwrap()), ..*args };
+        let mut qemu = Command::new("qemu-system-x86_64")
+            // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts.
+            .args(["-accel", accelerator, "-cpu"])
+            .arg(if accelerator == "kvm" { "host,-arch-capabilities" } else { "qemu64" })
+            .args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"])
+            .args(["-smp", &CPUS.to_string(), "-m", &format!("{}M", bytes >> 20)])
+            .arg("-object")
+            .arg(format!("memory-backend-file,id=ram,size={bytes},share=on,mem-path={}", memory.display()))
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", folder.path().join("qmp").display()))
+            .arg("-kernel")
+            .arg(elf)
+            .args(["-append", &args.to_string()])
+            .args(machine)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(folder.path().join("qemu.log")).unwrap())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(qemu.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || output.lines().map_while(Result::ok).all(|line| sender.send(line).is_ok()));
+        let open = || OpenOptions::new().read(true).write(true).open(&memory);
+        let start = Instant::now();
+        let memory = loop {
+            match open() {
+                Ok(file) => break file,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "QEMU made no memory file: {error}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let mut guest = Self { qemu, lines, memory, bytes, ready: ReadyLine::default(), folder };
+        guest.ready = guest.until(|line| if let Line::Ready(ready) = line { Some(ready) } else { None });
+        assert_eq!(guest.ready.cpus, CPUS);
+        guest
+    }
+
+    /// Reads lines until one of them gives a result. Lines of firmware are skipped, and nobody panics.
+    pub fn until<T>(&self, mut wanted: impl FnMut(Line) -> Option<T>) -> T {
+        let start = Instant::now();
+        loop {
+            let left = PATIENCE.saturating_sub(start.elapsed());
+            let text = self.lines.recv_timeout(left).unwrap_or_else(|error| {
+                let log = std::fs::read_to_string(self.folder.path().join("qemu.log"));
+                panic!("the line that was waited for did not come: {error}; QEMU says {log:?}")
+            });
+            let Ok(line) = text.parse() else { continue };
+            assert!(!matches!(line, Line::Panic(_)), "{text}");
+            if let Some(result) = wanted(line) {
+                return result;
+            }
+        }
+    }
+
+    pub fn page(&self, address: u64) -> [u8; 4096] {
+        let mut page = [0; 4096];
+        self.memory.read_exact_at(&mut page, address).unwrap();
+        page
+    }
+
+    /// Where page `page` of a workload with random content lies, recognised by the content that nobody writes to.
+    pub fn find(&self, page: u64) -> u64 {
+        let content: Vec<u8> =
+            (2..PAGE_WORDS).flat_map(|word| Fill::Random.word(page, word).to_le_bytes()).collect();
+        (0..self.bytes)
+            .step_by(4096)
+            .find(|address| self.page(*address)[16..] == content[..])
+            .unwrap_or_else(|| panic!("page {page} is nowhere in memory"))
+    }
+
+    pub fn stats(&self) -> StatsSnapshot {
+        let load = |word: usize| {
+            let mut bytes = [0; 8];
+            self.memory.read_exact_at(&mut bytes, STATS_GPA + 8 * word as u64).unwrap();
+            u64::from_le_bytes(bytes)
+        };
+        // A vCPU that the host has stopped in the middle of an update is read again.
+        let start = Instant::now();
+        loop {
+            match StatsSnapshot::read(load) {
+                Ok(stats) => return stats,
+                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Has the guest check all its memory; what it then reports.
+    pub fn verify(&self, request: u64) -> StatsSnapshot {
+        self.memory
+            .write_all_at(&request.to_le_bytes(), STATS_GPA + 8 * offset::VERIFY_REQUEST as u64)
+            .unwrap();
+        let start = Instant::now();
+        loop {
+            let stats = self.stats();
+            if stats.verified(request) {
+                return stats;
+            }
+            assert!(start.elapsed() < PATIENCE, "the guest did not check its memory: {stats:?}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Which pages are free, on demand: free page hinting (virtio 1.2, section 5.5.6.4).
+//!
+//! A walk takes the free blocks out of the allocator, large ones first, until memory is low, and hints each in a buffer of its own. They
+//! stay out of it until the host says that it is done with its hints, asks anew, or an allocation needs them (which is counted, and
+//! happens only if there is no other memory). A new request begins with all blocks again, those included that the last one was told of.
+//!
+//! Using a block while the host has yet to look at it would be wrong: the host could then drop a page that is in use again. So but for
+//! the host's own word that it is done, blocks come back only after the device has given back all that was hinted.
+
+use crate::carve::Carver;
+use crate::pool::Pool;
+use crate::virtio::{Mmio, Part, VirtQueue};
+use core::sync::atomic::{AtomicU32, Ordering};
+use vmferry_guest_alloc::{Batch, PORTION, Taken};
+
+/// The host wants no more hints; those that it has stay hinted.
+pub(super) const STOP: u32 = 0;
+/// The host is done with its hints.
+pub(super) const DONE: u32 = 1;
+
+/// Commands whose numbers are remembered: a device that stopped looking at the queue may find old ones in it.
+const COMMANDS: usize = 16;
+
+/// Batches that are hinted before the vCPU gets to its other work.
+const BATCHES: u32 = 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Idle,
+    /// Blocks are hinted.
+    Walking,
+    /// All have been; the device has some of them, and the end is to be told.
+    Ending,
+}
+
+/// What walks have done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Walks {
+    pub(super) id: u32,
+    pub(super) count: u64,
+    pub(super) blocks: u64,
+    pub(super) bytes: u64,
+    pub(super) ns: u64,
+    pub(super) last_ns: u64,
+    pub(super) last_us: u64,
+}
+
+/// The queue of hints.
+#[derive(Debug)]
+pub(super) struct HintQueue {
+    queue: VirtQueue,
+    /// The one that ends an answer, and the last commands that were answered.
+    words: &'static [AtomicU32],
+    next_word: usize,
+    phase: Phase,
+    /// The command that is to be obeyed.
+    due: Option<u32>,
+    /// Whether it is in the queue.
+    said: bool,
+    began_ns: u64,
+    walks: Walks,
+}
+
+impl HintQueue {
+    pub(super) fn new(queue: VirtQueue, carver: &mut Carver) -> Self {
+        let words = carver.slice(64, 1 + COMMANDS, |_| AtomicU32::new(STOP));
+        Self {
+            queue,
+            words,
+            next_word: 0,
+            phase: Phase::Idle,
+            due: None,
+            said: false,
+            began_ns: 0,
+            walks: Walks::default(),
+        }
+    }
+
+    pub(super) fn walks(&self) -> Walks {
+        self.walks
+    }
+
+    /// The host has set another command.
+    pub(super) fn command(&mut self, command: u32, now_ns: u64) {
+        (self.due, self.said, self.began_ns) = (Some(command), false, now_ns);
+    }
+
+    /// Whether all that was hinted has been looked at by the device: if not, none of it may be used.
+    pub(super) fn settled(&mut self) -> bool {
+        self.queue.reclaim()
+    }
+
+    /// Goes on with what is to be done; whether there was something.
+    pub(super) fn turn(&mut self, device: Mmio, pool: &Pool, batch: &mut Batch<'_>) -> bool {
+        if self.due.is_none() && self.phase == Phase::Idle {
+            return false;
+        }
+        if let Some(command) = self.due {
+            self.obey(device, pool, command);
+        }
+        for _ in 0..BATCHES {
+            if self.phase != Phase::Walking || !self.walk(device, pool, batch) {
+                break;
+            }
+        }
+        if self.phase == Phase::Ending && self.queue.reclaim() {
+            let end = pool.clock.ns(crate::cpu::tsc());
+            let took = end.saturating_sub(self.began_ns);
+            let walks = &mut self.walks;
+            (walks.last_ns, walks.last_us) = (took, end / 1000);
+            walks.ns += took;
+            walks.count += 1;
+            self.phase = Phase::Idle;
+        }
+        true
+    }
+
+    fn obey(&mut self, device: Mmio, pool: &Pool, command: u32) {
+        match command {
+            STOP if self.phase == Phase::Walking => self.phase = Phase::Idle,
+            STOP => {}
+            DONE => {
+                self.phase = Phase::Idle;
+                release_all(pool);
+            }
+            _ => {
+                // Hints that the host left in the queue when it stopped the request before are in front of the command, so they do not
+                // belong to it; it is the command that makes the device give them back.
+                if !self.said && self.queue.room() != 0 {
+                    self.next_word = self.next_word % COMMANDS + 1;
+                    self.words[self.next_word].store(command, Ordering::Relaxed);
+                    self.say(self.next_word);
+                    self.said = true;
+                    device.notify(&self.queue);
+                }
+                if !self.queue.reclaim() {
+                    return;
+                }
+                release_all(pool);
+                self.phase = Phase::Walking;
+                self.walks.id = command;
+            }
+        }
+        self.due = None;
+    }
+
+    /// Adds a command to the queue.
+    fn say(&mut self, word: usize) {
+        let gpa = self.words.as_ptr().addr() as u64 + 4 * word as u64;
+        self.queue.add([Part { gpa, len: 4, write: false }].into_iter());
+    }
+
+    /// Hints as many blocks as there is room for; whether there is more to do now.
+    fn walk(&mut self, device: Mmio, pool: &Pool, batch: &mut Batch<'_>) -> bool {
+        self.queue.reclaim();
+        let room = usize::from(self.queue.room());
+        // One place is for the end.
+        let Some(room) = room.checked_sub(1).filter(|room| *room != 0) else { return false };
+        batch.begin(room);
+        let taken = loop {
+            if let Some(taken) = pool.with(|buddy| buddy.hold(PORTION, batch)) {
+                break taken;
+            }
+        };
+        for block in batch.blocks() {
+            let gpa = pool.with(|buddy| buddy.spans().gpa(*block));
+            self.walks.blocks += 1;
+            self.walks.bytes += block.bytes();
+            self.queue.add([super::part(gpa, block.bytes())].into_iter());
+        }
+        if taken != Taken::Full {
+            self.say(0);
+            self.phase = Phase::Ending;
+        }
+        device.notify(&self.queue);
+        taken == Taken::Full
+    }
+}
+
+fn release_all(pool: &Pool) {
+    while pool.with(|buddy| buddy.release_held(PORTION)) {}
+}

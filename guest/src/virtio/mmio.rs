@@ -1,0 +1,179 @@
+//! The registers.
+
+use super::VirtQueue;
+use crate::carve::Carver;
+use crate::memory::pointer;
+use core::sync::atomic::{Ordering, fence};
+use vmferry_guest_abi::Windows;
+
+const MAGIC: u64 = 0x000;
+const VERSION: u64 = 0x004;
+const DEVICE_ID: u64 = 0x008;
+const DEVICE_FEATURES: u64 = 0x010;
+const DEVICE_FEATURES_SEL: u64 = 0x014;
+const DRIVER_FEATURES: u64 = 0x020;
+const DRIVER_FEATURES_SEL: u64 = 0x024;
+const QUEUE_SEL: u64 = 0x030;
+const QUEUE_NUM_MAX: u64 = 0x034;
+const QUEUE_NUM: u64 = 0x038;
+const QUEUE_READY: u64 = 0x044;
+const QUEUE_NOTIFY: u64 = 0x050;
+const STATUS: u64 = 0x070;
+const QUEUE_DESC: u64 = 0x080;
+const QUEUE_DRIVER: u64 = 0x090;
+const QUEUE_DEVICE: u64 = 0x0a0;
+const CONFIG_GENERATION: u64 = 0x0fc;
+const CONFIG: u64 = 0x100;
+
+/// "virt", little-endian.
+const MAGIC_VALUE: u32 = 0x7472_6976;
+/// The only version that this driver knows; 1 is the one before the specification.
+const MODERN: u32 = 2;
+
+const ACKNOWLEDGE: u32 = 1;
+const DRIVER: u32 = 2;
+const DRIVER_OK: u32 = 4;
+const FEATURES_OK: u32 = 8;
+
+/// Bit 32: the device is one of the specification.
+pub(crate) const VERSION_1: u32 = 32;
+/// The first of the private features' bank.
+const PRIVATE: u32 = 96;
+
+/// Where QEMU's microvm has its windows when it says so in ACPI tables only: 24 at most.
+const MICROVM: u64 = 0xfeb0_0000;
+const MICROVM_WINDOWS: u64 = 24;
+const WINDOW: u64 = 0x200;
+
+/// Reads of the status after a reset before the device is given up.
+const RESET_READS: u32 = 10_000;
+
+/// The registers of one device. Each access is an exit, where they are slowest of 46 us.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mmio {
+    base: u64,
+}
+
+/// The first device of a kind: in the windows that the command line names, or in microvm's if it names none.
+pub(crate) fn find(windows: &Windows, id: u32) -> Option<Mmio> {
+    if windows.iter().next().is_some() {
+        return windows.iter().map(|base| Mmio { base }).find(|device| device.is(id));
+    }
+    (0..MICROVM_WINDOWS)
+        .map(|index| Mmio { base: MICROVM + index * WINDOW })
+        // Without the first window there are none.
+        .take_while(|device| device.read(MAGIC) == MAGIC_VALUE)
+        .find(|device| device.is(id))
+}
+
+impl Mmio {
+    fn is(self, id: u32) -> bool {
+        self.read(MAGIC) == MAGIC_VALUE && self.read(VERSION) == MODERN && self.read(DEVICE_ID) == id
+    }
+
+    fn read(self, register: u64) -> u32 {
+        // SAFETY: the first 4 GiB are mapped, windows lie there (`main` checks it), and no memory that Rust knows of is there.
+        unsafe { pointer::<u32>(self.base + register).read_volatile() }
+    }
+
+    fn write(self, register: u64, value: u32) {
+        // What the device is to find in memory is written before it is told so.
+        fence(Ordering::SeqCst);
+        // SAFETY: as for `read`. What the device does to memory is the affair of who wrote its queues.
+        unsafe { pointer::<u32>(self.base + register).write_volatile(value) }
+    }
+
+    fn write64(self, register: u64, value: u64) {
+        let [low, high] = halves(value);
+        self.write(register, low);
+        self.write(register + 4, high);
+    }
+
+    /// Resets the device and agrees upon the features of `known` that it offers; those.
+    pub(crate) fn negotiate(self, known: u128) -> u128 {
+        self.write(STATUS, 0);
+        let reset = (0..RESET_READS).any(|_| self.read(STATUS) == 0);
+        assert!(reset, "the virtio device at {:#x} does not reset", self.base);
+        self.write(STATUS, ACKNOWLEDGE);
+        self.write(STATUS, ACKNOWLEDGE | DRIVER);
+        let features = self.offered() & known;
+        for bank in (0..4).filter(|bank| *bank < 2 || features >> PRIVATE != 0) {
+            self.write(DRIVER_FEATURES_SEL, bank);
+            self.write(DRIVER_FEATURES, bank_of(features, bank));
+        }
+        self.write(STATUS, ACKNOWLEDGE | DRIVER | FEATURES_OK);
+        let agreed = self.read(STATUS) & FEATURES_OK != 0;
+        assert!(agreed, "the virtio device at {:#x} refuses features {features:#x}", self.base);
+        features
+    }
+
+    /// Offered features. A device with two banks may show the second one in place of all others (QEMU does), so what the fourth one
+    /// says only counts if the third is another than the second: there bit 32 is set, and bit 64 is no feature that we know.
+    fn offered(self) -> u128 {
+        let banks: [u32; 4] = core::array::from_fn(|bank| {
+            self.write(DEVICE_FEATURES_SEL, u32::try_from(bank).unwrap_or(0));
+            self.read(DEVICE_FEATURES)
+        });
+        let count = if banks[2] == banks[1] { 2 } else { 4 };
+        banks[..count].iter().rev().fold(0, |bits, bank| bits << 32 | u128::from(*bank))
+    }
+
+    /// Makes queue `index` ready, with at most `most` entries; `None` if the device has no such queue.
+    pub(crate) fn queue(self, index: u16, most: u16, carver: &mut Carver) -> Option<VirtQueue> {
+        self.write(QUEUE_SEL, index.into());
+        let size = u16::try_from(self.read(QUEUE_NUM_MAX)).unwrap_or(u16::MAX).min(most);
+        if size == 0 {
+            return None;
+        }
+        // A power of two is not required of version 2, but nothing is lost by it.
+        let size = 1 << size.ilog2();
+        let queue = VirtQueue::new(index, size, carver);
+        self.write(QUEUE_NUM, size.into());
+        let [table, driver, device] = queue.addresses();
+        self.write64(QUEUE_DESC, table);
+        self.write64(QUEUE_DRIVER, driver);
+        self.write64(QUEUE_DEVICE, device);
+        self.write(QUEUE_READY, 1);
+        Some(queue)
+    }
+
+    /// Says that the driver is ready.
+    pub(crate) fn ready(self) {
+        self.write(STATUS, ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    }
+
+    /// Tells the device of new buffers in a queue.
+    pub(crate) fn notify(self, queue: &VirtQueue) {
+        self.write(QUEUE_NOTIFY, queue.index().into());
+    }
+
+    /// A number that changes when the configuration does.
+    pub(crate) fn generation(self) -> u32 {
+        self.read(CONFIG_GENERATION)
+    }
+
+    /// A 32-bit field of the configuration.
+    pub(crate) fn config(self, offset: u64) -> u32 {
+        self.read(CONFIG + offset)
+    }
+
+    /// Writes one.
+    pub(crate) fn set_config(self, offset: u64, value: u32) {
+        self.write(CONFIG + offset, value);
+    }
+
+    /// Writes a 64-bit field, the low half first.
+    pub(crate) fn set_config64(self, offset: u64, value: u64) {
+        self.write64(CONFIG + offset, value);
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "halves are what is wanted")]
+fn halves(value: u64) -> [u32; 2] {
+    [value as u32, (value >> 32) as u32]
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a bank is what is wanted")]
+fn bank_of(features: u128, bank: u32) -> u32 {
+    (features >> (32 * bank)) as u32
+}

@@ -1,0 +1,7 @@
+//! A driver for virtio devices with memory-mapped registers (virtio 1.2, section 4.2), by polling.
+
+mod mmio;
+mod queue;
+
+pub(crate) use mmio::{Mmio, VERSION_1, find};
+pub(crate) use queue::{Part, VirtQueue};
