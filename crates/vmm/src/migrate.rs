@@ -1,5 +1,6 @@
 //! The engine's traits.
 
+use crate::balloon::BalloonFree;
 use crate::memory::GuestRam;
 use crate::vm::Vm;
 use std::os::fd::AsRawFd;
@@ -7,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker};
 use vmferry_engine::{
-    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
+    TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -77,6 +79,10 @@ impl SourceVm for Vm {
                 "a KVM guest's pages cannot be tracked by `{other}`; use `log`, `ring` or `wp`"
             ))),
         }
+    }
+
+    fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
+        BalloonFree::new(self.handle().balloon()?).map(|free| Box::new(free) as _)
     }
 
     fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {

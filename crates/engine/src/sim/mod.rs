@@ -4,8 +4,9 @@
 //! Checked in every run: the guest never runs on both sides; it runs on the target only after the commit and only with
 //! the memory that it had; once the target was told to run it, it comes back only by the target's word; of a guest that
 //! runs before its memory is there no page comes twice, none is older than what the guest wrote, and if no host dies they
-//! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie; whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are
-//! planted and must be found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
+//! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie;
+//! whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are planted and must be
+//! found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
 
 mod defect;
 mod fuzz;
@@ -13,6 +14,7 @@ mod guest;
 mod here;
 mod here_free;
 mod here_lazy;
+mod here_pass;
 mod judge;
 mod link;
 mod rng;

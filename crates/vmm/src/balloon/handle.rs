@@ -2,7 +2,7 @@
 
 use super::VmBalloon;
 use std::sync::Arc;
-use vmferry_memory::{PAGE_SHIFT, PageSet};
+use vmferry_memory::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError, feature};
 
 /// How a balloon is doing.
@@ -87,6 +87,17 @@ impl BalloonHandle {
     pub fn set_target(&self, bytes: u64) {
         let pages = self.0.ram.layout().pages().saturating_sub(bytes.div_ceil(1 << PAGE_SHIFT));
         self.0.control.set_target(u32::try_from(pages).unwrap_or(u32::MAX));
+    }
+
+    /// The guest's memory.
+    pub(crate) fn layout(&self) -> &Layout {
+        self.0.ram.layout()
+    }
+
+    /// Whether the guest reads pages that it has freed before it writes them: to find its poison there, or zeros.
+    #[must_use]
+    pub fn relies_on_free_pages(&self) -> bool {
+        self.0.control.has(feature::PAGE_POISON)
     }
 
     /// Whether the guest names its free pages when it is asked.

@@ -3,10 +3,11 @@
 //! | module | what |
 //! |---|---|
 //! | `host` | pages given back, and when they are not |
-//! | `hints` | free pages that a migration need not send |
+//! | `free`, `hints` | free pages that a migration need not send |
 //! | `handle` | the view for other threads |
 //! | `keeper` | a thread that asks the guest for statistics |
 
+mod free;
 mod handle;
 mod hints;
 mod host;
@@ -14,6 +15,7 @@ mod keeper;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use free::BalloonFree;
 pub use handle::{BalloonHandle, BalloonStatus, Hints};
 
 pub(crate) use keeper::Keeper;

@@ -4,144 +4,26 @@
 //!
 //! Two pages, few deeds of the guest, two passes besides the last. The tracker is KVM's log, as in the tests beside this one.
 
+mod world;
+
 use super::{Flaw, Kept, Skipping, State as Asking};
-use crate::free::{Answer, Answers, FreePages, FreeReport};
+use crate::free::Answers;
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::flight::{Flight, Turn};
 use crate::source::pending::Pending;
 use crate::source::session::Session;
 use crate::source::{OnTimeout, Settings};
 use crate::sync::unscheduled;
-use crate::vm::{Protect, VmError};
 use stateright::{Checker, Model, Property};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_bitmap::Bitmap;
-use vmferry_memory::{Gpa, Layout, PageRun, PageSet, Region, RegionId};
 use vmferry_wire::{MachineConfig, ToSource, ToTarget, Token};
+use world::{
+    Hand, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region, set_of,
+};
 
-const PAGES: usize = 2;
-const REGION: RegionId = RegionId(0);
 const LIMIT: Duration = Duration::from_secs(1);
-
-/// A set of pages as a number.
-type Mask = u64;
-
-fn region() -> Region {
-    Region { id: REGION, gpa: Gpa(0), len: (PAGES as u64) << 12 }
-}
-
-fn layout() -> Layout {
-    Layout::new(vec![region()]).expect("one region")
-}
-
-fn set_of(mask: Mask) -> PageSet {
-    let mut set = PageSet::empty(&layout());
-    set.region_mut(REGION).expect("the one region").union_word(0, mask);
-    set
-}
-
-fn mask_of(set: &PageSet) -> Mask {
-    set.region(REGION).expect("the one region").words()[0]
-}
-
-/// What the guest does with a page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Use {
-    Free,
-    /// It is free no more, and was not written since.
-    Taken,
-    Used,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Page {
-    used: Use,
-    content: u8,
-    protected: bool,
-    marked: bool,
-    /// What the target has.
-    copy: u8,
-}
-
-/// What the guest was asked and has said.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
-struct Said {
-    open: Option<u64>,
-    /// The question that it is answering, and the pages that it has found free so far: it looks at one after the other.
-    walk: Option<(u64, usize, Mask)>,
-    answers: Vec<(u64, Mask)>,
-}
-
-/// The sets of [`Pending`], and those of the pass under way with how many pages it began with.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Sets {
-    base: Mask,
-    since: Mask,
-    skipped: Mask,
-    flight: Option<(Mask, Mask, u64)>,
-}
-
-/// What the channel's thread does with the page that it has taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Hand {
-    Taken(usize),
-    Protected(usize),
-    Read(usize, u8),
-}
-
-/// What the driver has to do next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Todo {
-    Harvest,
-    Pause,
-    Save,
-    Send,
-    Resume,
-}
-
-#[derive(Debug, Clone)]
-struct World {
-    pages: [Page; PAGES],
-    said: Said,
-    sets: Sets,
-    kept: Kept,
-    session: Session,
-    /// What tells two sessions apart: a hash of all that they say of themselves.
-    session_key: u64,
-    todo: Vec<Todo>,
-    hand: Option<Hand>,
-    /// The pass that the channel sends, until it has told of its end.
-    sending: Option<u32>,
-    paused: bool,
-    deeds: u8,
-    live_passes: u8,
-    late: bool,
-    ended: Option<bool>,
-}
-
-impl World {
-    /// All that tells two states apart.
-    fn key(&self) -> impl Hash + PartialEq + use<> {
-        let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
-        let hands = (self.todo.clone(), self.hand, self.sending, self.paused);
-        let counts = (self.deeds, self.live_passes, self.late, self.ended);
-        (self.pages, self.said.clone(), self.sets.clone(), kept, hands, counts, self.session_key)
-    }
-}
-
-impl Hash for World {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.key().hash(state);
-    }
-}
-
-impl PartialEq for World {
-    fn eq(&self, other: &Self) -> bool {
-        self.key() == other.key()
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Deed {
@@ -167,64 +49,12 @@ struct Move {
     cancels: bool,
 }
 
-#[derive(Debug)]
-struct Source {
-    answers: Answers,
-    /// What is free, for whoever reads it at once.
-    free: Mask,
-    asked: Option<u64>,
-    said: Arc<Mutex<Said>>,
-}
-
-impl FreePages for Source {
-    fn answers(&self) -> Answers {
-        self.answers
-    }
-
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
-        self.asked = Some(question);
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = Some(question);
-        Ok(())
-    }
-
-    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let (question, free) = match self.answers {
-            Answers::AtOnce => match said.open {
-                Some(question) => (question, self.free),
-                None => return Ok(None),
-            },
-            Answers::ByGuest if said.answers.is_empty() => return Ok(None),
-            Answers::ByGuest => said.answers.remove(0),
-        };
-        report.add_pages(&set_of(free));
-        Ok(Some(Answer { question, complete: true }))
-    }
-
-    fn stop(&mut self) {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = None;
-    }
-}
-
-struct Tracker<'a>(Mutex<&'a mut [Page; PAGES]>);
-
-impl Protect for Tracker<'_> {
-    fn protect(&self, _: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
-        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for page in pages.bits_in(chunk.range()) {
-            let page = &mut own[usize::try_from(page).expect("a few pages")];
-            (page.protected, page.marked) = (true, false);
-        }
-        Ok(())
-    }
-}
-
 impl Move {
     fn skipping(&self, world: &World) -> (Skipping, Arc<Mutex<Said>>) {
         let said = Arc::new(Mutex::new(world.said.clone()));
         let free = |(at, page): (usize, &Page)| u64::from(page.used == Use::Free) << at;
         let free = world.pages.iter().enumerate().map(free).sum();
-        let source = Source { answers: self.answers, free, asked: None, said: Arc::clone(&said) };
+        let source = Source { answers: self.answers, free, said: Arc::clone(&said) };
         (Skipping::resume(Box::new(source), &layout(), &world.kept, self.flaw), said)
     }
 

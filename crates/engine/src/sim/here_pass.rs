@@ -1,0 +1,80 @@
+//! The source's host in the simulation: what a pass is made of.
+
+use super::here::Job;
+use super::here_lazy::{REGION, flags, set_of};
+use super::world::{Defect, World};
+use crate::source::events::{Event, Pass};
+use crate::source::flight::Turn;
+
+impl World {
+    pub(super) fn harvest(&mut self) -> Event {
+        self.stop_asking();
+        self.here.pending.land();
+        let since = self.here.pending.since().region_mut(REGION).expect("the one region");
+        self.memory.harvest(since);
+        if self.defect == Defect::LostPage && self.rng.per_mille(200) {
+            since.test_and_clear(self.rng.below(since.len()));
+        }
+        if self.here.paused {
+            self.settle_free();
+        }
+        Event::Harvested { pages: self.here.pending.count(), writers: Vec::new() }
+    }
+
+    pub(super) fn begin_pass(&mut self, number: u32, pass: Pass) {
+        let pages = self.memory.pages.len();
+        let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
+        let mut compared = vec![false; pages];
+        let flight = match pass {
+            Pass::Dirty { .. } => Some(self.here.pending.take_off()),
+            Pass::Again(runs) => {
+                let named =
+                    |page: u64| runs.iter().any(|run| (run.first..run.first + run.count).contains(&page));
+                let set: Vec<bool> = (0..pages as u64).map(named).collect();
+                Some(self.here.pending.resend(&set_of(&set)))
+            }
+            Pass::Digests => {
+                // What the target lacks is compared when it comes, what was left out never.
+                let left_out = flags(self.here.pending.skipped());
+                let lacking = self.here.claims.clone().unwrap_or_else(|| vec![false; pages]);
+                for page in 0..pages {
+                    compared[page] = !left_out[page] && !lacking[page];
+                }
+                None
+            }
+        };
+        let channels = self.here.jobs.len();
+        self.here.missing = channels;
+        self.here.bytes = 0;
+        for (channel, job) in self.here.jobs.iter_mut().enumerate() {
+            let left = (0..pages).filter(|page| compared[*page] && page % channels == channel).collect();
+            let flight = flight.clone();
+            *job = Job { pass: number, digests, first, left, flight, active: true, ..Job::default() };
+        }
+        self.start_senders();
+        if digests {
+            let pages = compared.iter().filter(|compared| **compared).count() as u64;
+            self.source_handle(Event::Comparing { pages });
+        } else {
+            self.ask_what_is_free();
+        }
+    }
+
+    /// The next pages of a channel's share, `most` of them: of those whose turn is last when there are no others.
+    pub(super) fn next_pages(&mut self, channel: usize, most: usize) -> Vec<usize> {
+        let channels = self.here.jobs.len();
+        let job = &mut self.here.jobs[channel];
+        let Some(flight) = &job.flight else {
+            return job.left.drain(..most.min(job.left.len())).collect();
+        };
+        let mut next = Vec::new();
+        for turn in [Turn::First, Turn::Last] {
+            for page in (channel..self.memory.pages.len()).step_by(channels) {
+                if next.len() < most && flight.take_64(0, turn, 0, 1 << page) != 0 {
+                    next.push(page);
+                }
+            }
+        }
+        next
+    }
+}

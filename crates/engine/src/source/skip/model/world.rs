@@ -1,0 +1,181 @@
+//! A state of the model, and what the shipped code finds in it.
+
+use crate::free::{Answer, Answers, FreePages, FreeReport};
+use crate::source::session::Session;
+use crate::source::skip::Kept;
+use crate::vm::{Protect, VmError};
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, Mutex, PoisonError};
+use vmferry_bitmap::Bitmap;
+use vmferry_memory::{Gpa, Layout, PageRun, PageSet, Region, RegionId};
+
+pub(super) const PAGES: usize = 2;
+pub(super) const REGION: RegionId = RegionId(0);
+
+/// A set of pages as a number.
+pub(super) type Mask = u64;
+
+pub(super) fn region() -> Region {
+    Region { id: REGION, gpa: Gpa(0), len: (PAGES as u64) << 12 }
+}
+
+pub(super) fn layout() -> Layout {
+    Layout::new(vec![region()]).expect("one region")
+}
+
+pub(super) fn set_of(mask: Mask) -> PageSet {
+    let mut set = PageSet::empty(&layout());
+    set.region_mut(REGION).expect("the one region").union_word(0, mask);
+    set
+}
+
+pub(super) fn mask_of(set: &PageSet) -> Mask {
+    set.region(REGION).expect("the one region").words()[0]
+}
+
+/// What the guest does with a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Use {
+    Free,
+    /// It is free no more, and was not written since.
+    Taken,
+    Used,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Page {
+    pub(super) used: Use,
+    pub(super) content: u8,
+    pub(super) protected: bool,
+    pub(super) marked: bool,
+    /// What the target has.
+    pub(super) copy: u8,
+}
+
+/// What the guest was asked and has said.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub(super) struct Said {
+    pub(super) open: Option<u64>,
+    /// The question that it is answering, and the pages that it has found free so far: it looks at one after the other.
+    pub(super) walk: Option<(u64, usize, Mask)>,
+    pub(super) answers: Vec<(u64, Mask)>,
+}
+
+/// The sets of [`Pending`], and those of the pass under way with how many pages it began with.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Sets {
+    pub(super) base: Mask,
+    pub(super) since: Mask,
+    pub(super) skipped: Mask,
+    pub(super) flight: Option<(Mask, Mask, u64)>,
+}
+
+/// What the channel's thread does with the page that it has taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Hand {
+    Taken(usize),
+    Protected(usize),
+    Read(usize, u8),
+}
+
+/// What the driver has to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Todo {
+    Harvest,
+    Pause,
+    Save,
+    Send,
+    Resume,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct World {
+    pub(super) pages: [Page; PAGES],
+    pub(super) said: Said,
+    pub(super) sets: Sets,
+    pub(super) kept: Kept,
+    pub(super) session: Session,
+    /// What tells two sessions apart: a hash of all that they say of themselves.
+    pub(super) session_key: u64,
+    pub(super) todo: Vec<Todo>,
+    pub(super) hand: Option<Hand>,
+    /// The pass that the channel sends, until it has told of its end.
+    pub(super) sending: Option<u32>,
+    pub(super) paused: bool,
+    pub(super) deeds: u8,
+    pub(super) live_passes: u8,
+    pub(super) late: bool,
+    pub(super) ended: Option<bool>,
+}
+
+impl World {
+    /// All that tells two states apart.
+    fn key(&self) -> impl Hash + PartialEq + use<> {
+        let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
+        let hands = (self.todo.clone(), self.hand, self.sending, self.paused);
+        let counts = (self.deeds, self.live_passes, self.late, self.ended);
+        (self.pages, self.said.clone(), self.sets.clone(), kept, hands, counts, self.session_key)
+    }
+}
+
+impl Hash for World {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
+    }
+}
+
+impl PartialEq for World {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Source {
+    pub(super) answers: Answers,
+    /// What is free, for whoever reads it at once.
+    pub(super) free: Mask,
+    pub(super) said: Arc<Mutex<Said>>,
+}
+
+impl FreePages for Source {
+    fn answers(&self) -> Answers {
+        self.answers
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = Some(question);
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let (question, free) = match self.answers {
+            Answers::AtOnce => match said.open {
+                Some(question) => (question, self.free),
+                None => return Ok(None),
+            },
+            Answers::ByGuest if said.answers.is_empty() => return Ok(None),
+            Answers::ByGuest => said.answers.remove(0),
+        };
+        report.add_pages(&set_of(free));
+        Ok(Some(Answer { question, complete: true }))
+    }
+
+    fn stop(&mut self) {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).open = None;
+    }
+}
+
+pub(super) struct Tracker<'a>(pub(super) Mutex<&'a mut [Page; PAGES]>);
+
+impl Protect for Tracker<'_> {
+    fn protect(&self, _: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for page in pages.bits_in(chunk.range()) {
+            let page = &mut own[usize::try_from(page).expect("a few pages")];
+            (page.protected, page.marked) = (true, false);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,194 @@
+//! The engine's questions about free pages, to the guest's map or its driver.
+
+use super::BalloonHandle;
+use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
+use vmferry_memory::PageSet;
+
+/// The map if the guest keeps one, else hints.
+///
+/// Hints come from a driver that keeps the pages that it named unused until it is told to use them again, and that may name
+/// none of them a second time before that: so [`stop`](FreePages::stop), which the engine calls at the end of each pass, tells it.
+#[derive(Debug)]
+pub(crate) struct BalloonFree {
+    balloon: BalloonHandle,
+    answers: Answers,
+    /// The question that is open, and the driver's number for it.
+    open: Option<(u64, u32)>,
+    /// Scratch.
+    pages: PageSet,
+}
+
+impl BalloonFree {
+    /// None if the guest's driver says nothing about free pages, or relies on what is in them: a page that is left out reads as zeros or
+    /// as it was once, and a guest that reads what it has freed (to find its poison, or zeros) finds that.
+    pub(crate) fn new(balloon: BalloonHandle) -> Option<Self> {
+        let answers = if balloon.relies_on_free_pages() {
+            return None;
+        } else if balloon.keeps_map() {
+            Answers::AtOnce
+        } else if balloon.gives_hints() {
+            Answers::ByGuest
+        } else {
+            return None;
+        };
+        let pages = PageSet::empty(balloon.layout());
+        Some(Self { balloon, answers, open: None, pages })
+    }
+
+    fn poll_map(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        let Some((question, _)) = self.open.take() else { return Ok(None) };
+        self.pages.clear();
+        self.balloon.read_map(&mut self.pages).map_err(VmError::new)?;
+        report.add_pages(&self.pages);
+        Ok(Some(Answer { question, complete: true }))
+    }
+
+    fn poll_hints(&mut self, report: &mut FreeReport) -> Option<Answer> {
+        let (question, command) = self.open?;
+        let hints = self.balloon.take_hints(command, &mut self.pages)?;
+        if hints.pages > 0 {
+            report.add_pages(&self.pages);
+            self.pages.clear();
+        }
+        (hints.pages > 0 || hints.ended).then_some(Answer { question, complete: hints.ended })
+    }
+}
+
+impl FreePages for BalloonFree {
+    fn answers(&self) -> Answers {
+        self.answers
+    }
+
+    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+        let command = match self.answers {
+            Answers::ByGuest => self.balloon.ask_hints().map_err(VmError::new)?,
+            _ => 0,
+        };
+        self.open = Some((question, command));
+        Ok(())
+    }
+
+    fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
+        match self.answers {
+            Answers::ByGuest => Ok(self.poll_hints(report)),
+            _ => self.poll_map(report),
+        }
+    }
+
+    fn stop(&mut self) {
+        if self.open.take().is_some() && self.answers == Answers::ByGuest {
+            self.balloon.end_hints();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::VmBalloon;
+    use super::*;
+    use crate::bus::MmioDevice;
+    use crate::memory::GuestRam;
+    use crate::options::VmOptions;
+    use std::sync::Arc;
+    use vm_memory::{Bytes, GuestAddress};
+    use vmferry_fault::LazySlot;
+    use vmferry_guest_abi::balloon::{FEATURE_FREE_MAP, free_map};
+    use vmferry_memory::{PageRun, RegionId};
+    use vmferry_virtio::balloon::feature::{FREE_PAGE_HINT, PAGE_POISON};
+    use vmferry_virtio::runs::GuestRun;
+    use vmferry_virtio::signals::Interrupt;
+
+    const PAGES: u64 = 2048;
+    /// `VIRTIO_F_VERSION_1`.
+    const VERSION_1: u32 = 32;
+
+    #[derive(Debug)]
+    struct NoLine;
+
+    impl Interrupt for NoLine {
+        fn trigger(&self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A balloon whose driver has accepted these features.
+    fn balloon(features: &[u32]) -> (BalloonHandle, Arc<GuestRam>) {
+        let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
+        let lazy = Arc::new(LazySlot::new(1));
+        let balloon = VmBalloon::new(&ram, &lazy, crate::DropWay::default(), Box::new(NoLine));
+        let write = |offset: u64, value: u32| balloon.write(offset, &value.to_le_bytes());
+        for status in [1, 3] {
+            write(0x70, status);
+        }
+        for bank in 0..4 {
+            let of_bank = features.iter().chain([&VERSION_1]).filter(|bit| **bit / 32 == bank);
+            write(0x24, bank);
+            write(0x20, of_bank.fold(0, |bits, bit| bits | 1 << (bit % 32)));
+        }
+        for status in [11, 15] {
+            write(0x70, status);
+        }
+        (BalloonHandle(Arc::new(balloon)), ram)
+    }
+
+    fn polled(free: &mut BalloonFree, report: &mut FreeReport) -> Option<Answer> {
+        free.poll(report).unwrap()
+    }
+
+    #[test]
+    fn the_map_is_read_at_once_and_once_a_question() {
+        let (handle, ram) = balloon(&[FEATURE_FREE_MAP, FREE_PAGE_HINT]);
+        let whole: u64 =
+            crate::boot::whole_pages(ram.layout()).iter().map(|w| w.pages.end - w.pages.start).sum();
+        // The last page of memory, and nothing else.
+        let (gpa, last) = (0x20_0000, whole - 1);
+        ram.map().write_obj(1u8 << (last % 8), GuestAddress(gpa + last / 8)).unwrap();
+        handle.0.write(0x100 + free_map::PAGES, &whole.to_le_bytes());
+        handle.0.write(0x100 + free_map::GPA, &gpa.to_le_bytes());
+        let mut free = BalloonFree::new(handle.clone()).expect("a map");
+        assert_eq!(free.answers(), Answers::AtOnce);
+        let mut report = FreeReport::new(ram.layout());
+        assert_eq!(polled(&mut free, &mut report), None);
+        free.ask(7).unwrap();
+        assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 7, complete: true }));
+        assert!(report.pages().region(RegionId(0)).unwrap().bits().eq([PAGES - 1]));
+        assert_eq!(polled(&mut free, &mut report), None);
+        // Withdrawn: an error, by which the engine goes on without.
+        handle.0.write(0x100 + free_map::GPA, &0u64.to_le_bytes());
+        free.ask(8).unwrap();
+        assert!(free.poll(&mut report).is_err());
+    }
+
+    #[test]
+    fn hints_come_in_parts_for_the_question_that_is_open() {
+        let (handle, ram) = balloon(&[FREE_PAGE_HINT]);
+        let mut free = BalloonFree::new(handle.clone()).expect("hints");
+        assert_eq!(free.answers(), Answers::ByGuest);
+        let mut report = FreeReport::new(ram.layout());
+        let runs = |run| [GuestRun { region: RegionId(0), run: PageRun::from(run) }];
+        free.ask(1).unwrap();
+        let (_, first) = free.open.unwrap();
+        free.stop();
+        free.ask(2).unwrap();
+        let (_, second) = free.open.unwrap();
+        assert_ne!(first, second);
+        handle.0.hints.add(first, &runs(0..9));
+        assert_eq!(polled(&mut free, &mut report), None);
+        handle.0.hints.add(second, &runs(100..164));
+        assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 2, complete: false }));
+        handle.0.hints.add(second, &runs(200..201));
+        handle.0.hints.end(second);
+        assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 2, complete: true }));
+        assert!(report.pages().region(RegionId(0)).unwrap().runs().eq([100..164, 200..201]));
+        free.stop();
+        assert_eq!(polled(&mut free, &mut report), None);
+    }
+
+    #[test]
+    fn a_guest_that_reads_what_it_freed_is_not_asked() {
+        for features in [&[][..], &[FREE_PAGE_HINT, PAGE_POISON], &[FEATURE_FREE_MAP]] {
+            // The last one has not published its map.
+            assert!(BalloonFree::new(balloon(features).0).is_none(), "{features:?}");
+        }
+    }
+}

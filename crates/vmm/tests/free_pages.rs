@@ -1,0 +1,201 @@
+//! KVM guests that allocate, touch and free memory, and move without what is free: by hints and by their own map, with every
+//! tracker, before and after their memory.
+//!
+//! Every test prints `KVM: ran`, or `KVM: not run` and why.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, TargetVm,
+    TrackerKind, Uri, migrate, receive,
+};
+use vmferry_guest_abi::{GuestArgs, HintMode, PAGE_SIZE, ReportMode, State, StatsSink};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 256 * MIB;
+/// What the guest touches and frees.
+const FREED: u64 = 128 * MIB;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn kvm() -> bool {
+    let opened = open_kvm();
+    say(&opened.as_ref().map_or_else(|error| format!("KVM: not run: {error}"), |_| "KVM: ran".to_owned()));
+    opened.is_ok()
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !done() {
+        assert!(begin.elapsed() < PATIENCE, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn options(tracker: TrackerKind) -> VmOptions {
+    let mut options = VmOptions::new(MEMORY, 2);
+    options.dirty_ring = (tracker == TrackerKind::Ring).then_some(4096);
+    options
+}
+
+/// A guest whose allocator has worked: `rounds` of it, or 0 for ever. Nothing is reported, so that what is free is still there.
+fn running(hints: HintMode, tracker: TrackerKind, rounds: u32) -> Vm {
+    let mut vm = Vm::new(options(tracker)).unwrap();
+    let rounds_text = if rounds > 0 { format!(",rounds={rounds}") } else { String::new() };
+    let workload = format!("uniform,ws=8M,rate=2k,fill=random,alloc={FREED}{rounds_text}");
+    let args = GuestArgs {
+        stats: StatsSink::Page,
+        cpus: Some(2),
+        tsc_khz: Some(vm.tsc_khz()),
+        report: ReportMode::Off,
+        hints,
+        ..GuestArgs::new(workload.parse().unwrap())
+    };
+    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+    vm.start().unwrap();
+    let handle = vm.handle();
+    wait("the allocator's first round", || {
+        handle
+            .alloc_stats()
+            .is_ok_and(|now| if rounds > 0 { now.done() } else { now.sum(|cpu| cpu.rounds) > 2 })
+    });
+    vm
+}
+
+fn whole(handle: &VmHandle, what: &str) {
+    wait("the guest's page of requests", || handle.request_verify(9));
+    wait("the guest's check of its pages", || {
+        handle.stats().is_ok_and(|stats| stats.verified(9) || stats.corrupt() > 0)
+    });
+    let mut last = None;
+    wait("a report", || {
+        last = handle.stats().ok();
+        last.is_some()
+    });
+    let stats = last.unwrap();
+    assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{what}: {:?}", stats.first_corrupt());
+}
+
+struct Case {
+    hints: HintMode,
+    tracker: TrackerKind,
+    mode: MigrationMode,
+    rounds: u32,
+    free_pages: bool,
+}
+
+fn moved(case: &Case) -> Report {
+    let Case { hints, tracker, mode, rounds, free_pages } = *case;
+    let what = format!("{mode}, {tracker}, hints {hints}, rounds {rounds}, free pages {free_pages}");
+    let mut source = running(hints, tracker, rounds);
+    let mut options = options(tracker);
+    options.incoming = true;
+    let mut target = Vm::new(options).unwrap();
+    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(Duration::from_secs(10)));
+    // A link of 2 Gbit/s: a pass takes long enough for a guest to be asked in.
+    let settings = Settings {
+        mode,
+        free_pages,
+        verify: true,
+        max_bandwidth: Some(250_000_000),
+        timeout: Some(Duration::from_secs(5)),
+        on_timeout: OnTimeout::Switch,
+        ..Settings::default()
+    };
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let received = receive(&mut target, &listener, &arrival).expect("the guest");
+            if let Some(rest) = received.rest {
+                let rest = rest.finish(&listener, &arrival);
+                assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+            }
+        });
+        migrate(&mut source, &uri, Some(tracker), &settings, &Monitor::new()).expect("a migration")
+    });
+    assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
+    let handle = target.handle();
+    if rounds == 0 {
+        let before = handle.alloc_stats().map_or(0, |now| now.sum(|cpu| cpu.rounds));
+        wait("the allocator's rounds on the target", || {
+            handle.alloc_stats().is_ok_and(|now| now.sum(|cpu| cpu.rounds) > before + 2)
+        });
+    }
+    whole(&handle, &what);
+    say(&format!(
+        "{what}: {} KiB on the wire, {:.0} ms, downtime {:.1} ms, {} pages left out, {:?}",
+        report.bytes.wire >> 10,
+        report.total_ms,
+        report.downtime_ms,
+        report.bytes.free_pages_skipped,
+        report.free_pages
+    ));
+    assert_eq!(report.skipped_pages, report.bytes.free_pages_skipped, "{what}");
+    assert_eq!(report.verified_pages + report.skipped_pages, MEMORY / PAGE_SIZE, "{what}");
+    report
+}
+
+fn trackers() -> Vec<TrackerKind> {
+    let ring = largest_dirty_ring().is_ok_and(|largest| largest.is_some_and(|entries| entries >= 4096));
+    if !ring {
+        say("KVM: not run with dirty rings: this host has none");
+    }
+    [TrackerKind::Log, TrackerKind::Wp].into_iter().chain(ring.then_some(TrackerKind::Ring)).collect()
+}
+
+#[test]
+fn what_a_guest_has_touched_and_freed_stays_behind() {
+    if !kvm() {
+        return;
+    }
+    for tracker in trackers() {
+        let case =
+            |hints, free_pages| Case { hints, tracker, mode: MigrationMode::Precopy, rounds: 1, free_pages };
+        let all = moved(&case(HintMode::Demand, false));
+        assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
+        assert!(all.bytes.wire > FREED, "it was touched");
+        for hints in [HintMode::Demand, HintMode::Incremental] {
+            let report = moved(&case(hints, true));
+            // A little is on its way before the guest has answered.
+            let least = if hints == HintMode::Incremental { FREED * 9 / 10 } else { FREED / 2 };
+            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > least, "{report:?}");
+            assert!(report.bytes.wire + least < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
+        }
+    }
+}
+
+#[test]
+fn what_is_freed_and_used_again_arrives() {
+    if !kvm() {
+        return;
+    }
+    for tracker in trackers() {
+        for hints in [HintMode::Demand, HintMode::Incremental] {
+            moved(&Case { hints, tracker, mode: MigrationMode::Precopy, rounds: 0, free_pages: true });
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_runs_there_first_does_not_wait_for_what_is_free() {
+    if !kvm() {
+        return;
+    }
+    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().lazy_memory() {
+        return say(&format!("postcopy: not run: {error}"));
+    }
+    for (mode, hints, rounds) in [
+        (MigrationMode::Postcopy, HintMode::Incremental, 1),
+        (MigrationMode::Postcopy, HintMode::Incremental, 0),
+        (MigrationMode::Hybrid, HintMode::Incremental, 0),
+        (MigrationMode::Hybrid, HintMode::Demand, 1),
+    ] {
+        let report = moved(&Case { hints, tracker: TrackerKind::Log, mode, rounds, free_pages: true });
+        let least = if rounds == 1 { FREED / 2 } else { 0 };
+        assert!(report.bytes.free_pages_skipped * PAGE_SIZE > least, "{report:?}");
+    }
+}
