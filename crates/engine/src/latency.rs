@@ -19,7 +19,7 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 48);
 
-/// As [`prefer_latency`], for a thread of this process that somebody else made, by its id: a vCPU that waits for pages, and must
+/// Short slices for a thread of this process that somebody else made, by its id: a vCPU that waits for pages, and must
 /// not wait again for the end of a slice of those who bring them. `false` takes it back.
 pub fn prefer_latency_of(thread: u32, prefer: bool) {
     // 0 is the calling thread to the kernel, and nobody to us.

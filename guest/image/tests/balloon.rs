@@ -93,7 +93,7 @@ fn what_is_freed_goes_back_to_the_host() {
             let guest = boot(accelerator, &GuestArgs { report, ..args(&workload) });
             let done = wait(&guest, "rounds", |now| now.done() && now.guest.unreported_pages == 0);
             let case = format!("{accelerator}, {report}, frag={frag}: {:?}", done.guest);
-            let kept = if frag == 0 { 0 } else { 2 * (ALLOC / frag) };
+            let kept = 2 * ALLOC.checked_div(frag).unwrap_or(0);
             let freed = done.sum(|cpu| cpu.freed_bytes);
             assert!(freed >= 2 * ALLOC - kept && done.sum(|cpu| cpu.report_bytes) >= ALLOC - kept, "{case}");
             let left = residue(&guest, &done, base);

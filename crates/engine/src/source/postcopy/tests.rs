@@ -154,7 +154,7 @@ fn bulk_threads_take_each_page_once_wherever_the_guest_is() {
 fn bulk_threads_follow_a_guest_that_walks_through_memory() {
     let run = || {
         let claims = two_regions();
-        let mut next =
+        let next =
             || claims.next_chunk().map(|chunk| (chunk.region, chunk.pages.start, chunk.from, chunk.near));
         assert_eq!(next(), Some((0, 0, 0, false)));
         claims.guest_runs_on(1, 100);
