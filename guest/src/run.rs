@@ -112,6 +112,7 @@ impl Vcpu<'_> {
     #[inline(never)]
     fn turn_own(&mut self, now: u64) -> bool {
         let (mut wrong, mut first) = (0, None);
+        self.worker.pause(now);
         let own = self.own.as_mut();
         let busy = own.is_some_and(|own| own.turn(now, &mut |corrupt| note(&mut wrong, &mut first, corrupt)));
         self.found_own(wrong, first);
@@ -125,6 +126,7 @@ impl Vcpu<'_> {
     fn verify_own(&mut self, request: u64) {
         let (mut wrong, mut first) = (0, None);
         if let Some(own) = &mut self.own {
+            self.worker.pause(self.plan.clock.ns(cpu::tsc()));
             own.verify(request, &mut |corrupt| note(&mut wrong, &mut first, corrupt));
             self.found_own(wrong, first);
             self.worker.resume(self.plan.clock.ns(cpu::tsc()));

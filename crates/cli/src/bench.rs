@@ -119,6 +119,7 @@ impl OurRunner for Ours {
 fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
         cpus: spec.vcpus,

@@ -34,6 +34,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) workload: String,
     /// Entries of each vCPU's dirty ring.
     pub(crate) dirty_ring: Option<u32>,
+    /// Whether the guest has a balloon; not beside QEMU's, which has none.
+    pub(crate) balloon: bool,
     /// Between which ends they run. None: on loopback.
     pub(crate) link: Option<&'a Link>,
 }
@@ -53,6 +55,7 @@ impl Runner {
         command.args(["run", "--die-with-parent", "--guest", &setup.guest.to_string()]);
         command.args(["--memory", &setup.memory.to_string(), "--cpus", &setup.cpus.to_string()]);
         command.arg("--api").arg(&api);
+        command.args(["--balloon", if setup.balloon { "on" } else { "off" }]);
         if let Some(entries) = setup.dirty_ring {
             command.args(["--dirty-ring", &entries.to_string()]);
         }
@@ -231,6 +234,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     };
     let workload = fitting(&args.workload, args.memory);
     let setup = Setup {
+        balloon: true,
         guest: kind(args.guest),
         memory: args.memory,
         cpus: args.cpus,

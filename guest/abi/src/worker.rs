@@ -191,6 +191,12 @@ impl Worker {
         self.idle
     }
 
+    /// Tells the worker that its vCPU does something else from now on, until [`resume`](Self::resume): what the last step took is
+    /// measured before.
+    pub fn pause(&mut self, now_ns: u64) {
+        self.stalls.tick(now_ns);
+    }
+
     /// Tells the worker that its vCPU did something else since the last step, which is no stall.
     pub fn resume(&mut self, now_ns: u64) {
         self.stalls.resume(now_ns);

@@ -218,6 +218,19 @@ fn gaps_between_steps_are_stalls_and_sleep_is_not() {
     assert_eq!(guest.workers[0].report(guest.now).window_max_us, 0);
 }
 
+#[test]
+fn a_stall_counts_before_something_else_is_done_and_that_does_not() {
+    let mut guest = Guest::new("idle,data=16K", 1);
+    guest.run(10);
+    guest.now += 100_000;
+    guest.workers[0].pause(guest.now);
+    guest.now += 700_000;
+    guest.workers[0].resume(guest.now);
+    guest.run(1);
+    let report = guest.workers[0].report(guest.now);
+    assert_eq!((report.stalls, report.stall_sum_us), (1, 100));
+}
+
 proptest! {
     #[test]
     fn a_restored_worker_goes_on_as_if_nothing_had_happened(steps in 0u64..3000, spec in 0usize..SPECS.len()) {

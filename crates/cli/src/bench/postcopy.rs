@@ -75,6 +75,7 @@ fn since(zero: Instant) -> f64 {
 fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
         cpus: spec.vcpus,

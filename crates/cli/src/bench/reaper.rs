@@ -96,6 +96,7 @@ impl Watch {
 fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
         cpus: spec.vcpus,
