@@ -96,6 +96,12 @@ fn moved(from: &mut ProcessGuest, without: &[u64]) -> ProcessGuest {
 const CONTENT: u64 = (STATS_GPA + STATS_BYTES) / 4096 + 100;
 
 #[test]
+fn an_allocating_workload_is_refused_with_what_to_do() {
+    let error = ProcessGuest::new(options(false), "idle,alloc=8M".parse().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("leave alloc= out of the workload, or use --guest kvm"), "{error}");
+}
+
+#[test]
 fn a_paused_guest_stands_still_from_the_first_moment() {
     let mut guest = running("uniform,ws=8M", false);
     let memory = SourceVm::memory(&guest);
