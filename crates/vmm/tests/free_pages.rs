@@ -157,13 +157,13 @@ fn what_a_guest_has_touched_and_freed_stays_behind() {
             |hints, free_pages| Case { hints, tracker, mode: MigrationMode::Precopy, rounds: 1, free_pages };
         let all = moved(&case(HintMode::Demand, false));
         assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
-        assert!(all.bytes.wire > FREED, "it was touched");
+        // One vCPU may have used what the other had freed.
+        assert!(all.bytes.wire > FREED / 2, "it was touched: {}", all.bytes.wire);
         for hints in [HintMode::Demand, HintMode::Incremental] {
             let report = moved(&case(hints, true));
-            // A little is on its way before the guest has answered.
-            let least = if hints == HintMode::Incremental { FREED * 9 / 10 } else { FREED / 2 };
-            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > least, "{report:?}");
-            assert!(report.bytes.wire + least < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
+            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED, "{report:?}");
+            // What channels have taken is sent, whatever the guest says then: some chunks of 8 MiB.
+            assert!(report.bytes.wire * 2 < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
         }
     }
 }

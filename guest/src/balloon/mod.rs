@@ -28,16 +28,16 @@ const MUST_TELL_HOST: u32 = 0;
 const STATS: u32 = 1;
 const DEFLATE_ON_OOM: u32 = 2;
 const FREE_PAGE_HINT: u32 = 3;
-const PAGE_POISON: u32 = 4;
 const REPORTING: u32 = 5;
 
 /// All that this driver knows. It accepts whatever of these is offered, used or not: then the queues that exist are those that are
 /// offered, and have the same numbers for devices that count by what they offer, by what is accepted, or by the specification.
+/// But not page poison, which has no queue: a driver that accepts it, with whatever value, says that the guest relies on what is in
+/// its free pages, and a migration must then send them.
 const KNOWN: u128 = 1 << MUST_TELL_HOST
     | 1 << STATS
     | 1 << DEFLATE_ON_OOM
     | 1 << FREE_PAGE_HINT
-    | 1 << PAGE_POISON
     | 1 << REPORTING
     | 1 << VERSION_1
     | 1 << FEATURE_RANGES
@@ -49,7 +49,6 @@ mod config {
     pub(super) const TARGET: u64 = 0;
     pub(super) const ACTUAL: u64 = 4;
     pub(super) const COMMAND: u64 = 8;
-    pub(super) const POISON: u64 = 12;
 }
 
 /// Most entries of a queue that are used.
@@ -104,10 +103,6 @@ impl Balloon {
         let (Some(inflate), Some(deflate)) = (inflate, deflate) else {
             panic!("the balloon has no queues to inflate and deflate");
         };
-        if has(PAGE_POISON) {
-            // Free pages may hold anything: nobody looks at them.
-            device.set_config(config::POISON, 0);
-        }
         let answers = args.hints == HintMode::Demand;
         let balloon = Self {
             device,
