@@ -6,6 +6,7 @@
 mod child;
 pub mod cpu;
 pub mod floor;
+pub mod free_page;
 pub mod host;
 pub mod json;
 pub mod link;

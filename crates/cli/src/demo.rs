@@ -32,6 +32,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) memory: u64,
     pub(crate) cpus: u32,
     pub(crate) workload: String,
+    /// What else the guest is told.
+    pub(crate) guest_args: String,
     /// Entries of each vCPU's dirty ring.
     pub(crate) dirty_ring: Option<u32>,
     /// Whether the guest has a balloon; not beside QEMU's, which has none.
@@ -66,7 +68,7 @@ impl Runner {
                 command.arg("--insecure");
             }
         } else {
-            command.args(["--workload", &setup.workload]);
+            command.args(["--workload", &setup.workload, "--guest-args", &setup.guest_args]);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
         if let Some(link) = setup.link {
@@ -239,6 +241,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         memory: args.memory,
         cpus: args.cpus,
         workload: workload.to_string(),
+        guest_args: String::new(),
         // The tracker has to be there from the start.
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
         link: None,

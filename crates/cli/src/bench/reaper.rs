@@ -101,6 +101,7 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         memory: spec.memory,
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
+        guest_args: String::new(),
         dirty_ring: side.entries(),
         link: None,
     };
