@@ -5,6 +5,7 @@
 
 mod child;
 pub mod cpu;
+pub mod density;
 pub mod floor;
 pub mod free_page;
 pub mod host;

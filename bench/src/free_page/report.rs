@@ -82,6 +82,7 @@ pub fn table(document: &Document) -> String {
 
 /// The document as a page.
 pub fn page(document: &Document) -> String {
-    let title = "vmferry bench free-page: what it takes to know a guest's free pages, and what that is good for";
+    let title =
+        "vmferry bench free-page: what it takes to know a guest's free pages, and what that is good for";
     plain::page(title, document, &conditions(document), &plain::of_groups(document, GROUPS))
 }

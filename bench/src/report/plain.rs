@@ -57,7 +57,8 @@ pub(crate) fn metric(document: &Document, group: &str, side: impl Display, name:
 /// A table for each group that was measured, and that of the goals.
 pub(crate) fn of_groups(document: &Document, groups: &[Group]) -> Vec<TextTable> {
     let of_group = |(group, title, columns): &Group| {
-        let ran = document.cases.iter().filter(|case| case.params.get("case").is_some_and(|own| own == group));
+        let ran =
+            document.cases.iter().filter(|case| case.params.get("case").is_some_and(|own| own == group));
         let rows = ran.filter(|case| !case.metrics.is_empty()).map(|case| cells(case, columns)).collect();
         TextTable { title, head: head(columns), rows }
     };

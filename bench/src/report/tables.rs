@@ -43,7 +43,10 @@ pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
 ) {
     let names: BTreeSet<&K> = rounds.clone().flat_map(BTreeMap::keys).collect();
     for name in names {
-        case.spread(name.as_ref(), Spread::of(rounds.clone().filter_map(|figures| figures.get(name).copied())));
+        case.spread(
+            name.as_ref(),
+            Spread::of(rounds.clone().filter_map(|figures| figures.get(name).copied())),
+        );
     }
 }
 

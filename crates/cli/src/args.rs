@@ -376,6 +376,8 @@ pub(crate) enum BenchName {
     Reaper,
     /// What it takes to know a guest's free pages, and migrations with and without them
     FreePage,
+    /// How many guests fit that give back what they free, and what that costs them
+    Density,
     /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
     Postcopy,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault

@@ -1,5 +1,6 @@
 //! `vmferry bench`: our side of the comparisons.
 
+mod density;
 mod free_page;
 mod postcopy;
 mod reaper;
@@ -44,9 +45,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Migrate => &[migrate],
         BenchName::Reaper => &[reaper::bench],
         BenchName::FreePage => &[free_page::bench],
+        BenchName::Density => &[density::bench],
         BenchName::Postcopy => &[postcopy::bench],
         BenchName::Rtt => &[rtt],
-        BenchName::All => &[scan, rtt, migrate, free_page::bench, reaper::bench, postcopy::bench],
+        BenchName::All => {
+            &[scan, rtt, migrate, free_page::bench, density::bench, reaper::bench, postcopy::bench]
+        }
     };
     let mut status = Status::Done;
     for bench in wanted {
@@ -129,6 +133,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         guest_args: String::new(),
         dirty_ring: None,
         link: None,
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

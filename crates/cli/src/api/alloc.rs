@@ -19,6 +19,7 @@ pub(super) fn answer(probe: &Probe) -> Result<Value> {
     });
     Ok(json!({
         "done": stats.done(),
+        "corrupt": vm.stats().map_or(0, |stats| stats.corrupt()),
         "guest": object(&mut stats.guest.fields()),
         "vcpus": vcpus.collect::<Vec<_>>(),
         "balloon": vm.balloon().map(|balloon| balloon.status().figures),

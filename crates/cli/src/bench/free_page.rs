@@ -144,7 +144,13 @@ impl Guest {
     }
 
     /// All that it said to be free must have come, but for `kept`, and nothing else worth mentioning.
-    fn learned(&self, total: Duration, pages: &PageSet, before: &AllocSnapshot, kept: u64) -> Result<Learned> {
+    fn learned(
+        &self,
+        total: Duration,
+        pages: &PageSet,
+        before: &AllocSnapshot,
+        kept: u64,
+    ) -> Result<Learned> {
         let (count, free) = (pages.count(), before.guest.free_pages);
         if (count + kept).abs_diff(free) > free / 100 {
             bail!("the guest has {free} free pages, and named {count}");
@@ -263,6 +269,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
         guest_args: format!("report=off hints={hints}"),
         dirty_ring: None,
         link: None,
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let freed = freed(&mut pair)?;

@@ -83,6 +83,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         guest_args: String::new(),
         dirty_ring: None,
         link: Some(watch.link),
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

@@ -104,6 +104,7 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         guest_args: String::new(),
         dirty_ring: side.entries(),
         link: None,
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     // The working set and little more is what will be touched there.
