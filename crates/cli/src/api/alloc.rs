@@ -3,11 +3,17 @@
 use crate::guest::Probe;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value, json};
+use vmferry_guest_abi::StatsError;
 
 /// The guest's counters, each vCPU's and their histograms, and what the balloon did.
 pub(super) fn answer(probe: &Probe) -> Result<Value> {
     let vm = probe.kvm().context("a process guest has no allocator")?;
-    let stats = vm.alloc_stats().map_err(|error| anyhow!("{error}"))?;
+    let stats = match vm.alloc_stats() {
+        Ok(stats) => stats,
+        // It boots, or is just writing them.
+        Err(StatsError::NotYet | StatsError::Busy { .. }) => return Ok(json!({ "done": false, "guest": null })),
+        Err(error) => return Err(anyhow!("{error}")),
+    };
     let object = |fields: &mut dyn Iterator<Item = (&'static str, u64)>| -> Value {
         Value::Object(fields.map(|(name, value)| (name.to_owned(), value.into())).collect::<Map<_, _>>())
     };
