@@ -5,7 +5,9 @@
 
 mod child;
 pub mod cpu;
+pub mod density;
 pub mod floor;
+pub mod free_page;
 pub mod host;
 pub mod json;
 pub mod link;

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::QemuSpec;
 use super::error::QemuError;
 use super::qmp::Qmp;
+use super::{QemuSpec, balloon};
 use crate::child::Reaped;
 use crate::cpu::CpuMeter;
 use crate::host::QEMU;
@@ -158,7 +158,9 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
         .collect();
     let mut pair = |name: &str, value: OsString| arguments.extend([name.into(), value]);
     pair("-name", format!("{side},debug-threads=on").into());
-    pair("-machine", "pc".into());
+    if spec.balloon.is_none() {
+        pair("-machine", "pc".into());
+    }
     pair("-accel", accelerator.into());
     // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts. The guest does not
     // look at it.
@@ -170,6 +172,7 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
     pair("-chardev", file_option("file,id=serial,path=", &Machine::serial_path(setup.folder, side), ""));
     pair("-serial", "chardev:serial".into());
     pair("-qmp", file_option("unix:", socket, ",server=on,wait=off"));
+    arguments.extend(spec.balloon.iter().flat_map(balloon::arguments).map(OsString::from));
     arguments
 }
 

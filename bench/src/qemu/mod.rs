@@ -4,6 +4,7 @@
 //! bytes and downtime are QEMU's (`query-migrate`); the guest's speed is what the guest says on its serial
 //! line; processor time is the kernel's.
 
+mod balloon;
 mod error;
 mod machine;
 mod postcopy;
@@ -24,6 +25,7 @@ use crate::warm::Warm;
 use machine::{Machine, Setup};
 use serial::Serial;
 
+pub use balloon::{Balloon, inflate, move_freed};
 pub use error::QemuError;
 pub use postcopy::postcopy;
 
@@ -68,6 +70,8 @@ pub struct QemuSpec {
     pub settle: Duration,
     /// How much of the time after the migration is looked at.
     pub after: Duration,
+    /// A microvm with a balloon, whose guest is moved when it has freed what it allocates. None: a PC without.
+    pub balloon: Option<Balloon>,
 }
 
 impl Default for QemuSpec {
@@ -84,6 +88,7 @@ impl Default for QemuSpec {
             switch_after: None,
             settle: Duration::from_secs(1),
             after: Duration::from_millis(400),
+            balloon: None,
         }
     }
 }
@@ -109,7 +114,7 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
         .map_err(QemuError::io("create a folder for its sockets"))?;
     let kernel = folder.path().join("guest.elf");
     fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
-    let cmdline = serial::cmdline(&spec.workload)?;
+    let cmdline = serial::cmdline(spec)?;
     let setup =
         Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec, link: &Link::Loopback };
 
@@ -122,6 +127,9 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
         ]),
     };
     pair.wait_until_ready()?;
+    if spec.balloon.is_some() {
+        pair.wait_until_freed()?;
+    }
     let warm = Warm::hold(spec.memory);
     pair.let_run(spec.settle)?;
     drop(warm);
@@ -167,6 +175,18 @@ impl Pair {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// Waits until the guest has done a round of allocations.
+    fn wait_until_freed(&mut self) -> Result<(), QemuError> {
+        let deadline = Instant::now() + READY_LIMIT;
+        while self.look()?.rounds() == 0 {
+            if Instant::now() > deadline {
+                return Err(self.late("source", "the end of its allocations", READY_LIMIT));
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(())
     }
 
     fn let_run(&mut self, span: Duration) -> Result<(), QemuError> {

@@ -5,8 +5,9 @@ use std::io::{self, Read};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use vmferry_guest_abi::{GuestArgs, Line, StatsSink, Workload};
+use vmferry_guest_abi::{GuestArgs, Line, StatsSink};
 
+use super::QemuSpec;
 use super::error::QemuError;
 use super::timeline::Timeline;
 
@@ -16,11 +17,12 @@ const LINE_LIMIT: usize = 4096;
 /// How many bytes one look may read, so that a guest that floods its line cannot keep us.
 const READ_LIMIT: u64 = 1 << 20;
 
-/// The guest's command line for a workload, which is checked before any guest boots.
-pub(super) fn cmdline(workload: &str) -> Result<String, QemuError> {
-    let workload: Workload =
-        workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
-    Ok(GuestArgs { stats: StatsSink::Serial, ..GuestArgs::new(workload) }.to_string())
+/// The guest's command line, which is checked before any guest boots.
+pub(super) fn cmdline(spec: &QemuSpec) -> Result<String, QemuError> {
+    let more = spec.balloon.as_ref().map_or("", |balloon| balloon.guest_args.as_str());
+    let line = format!("workload={} {more}", spec.workload);
+    let args: GuestArgs = line.parse().map_err(|e| QemuError::Usage(format!("{line}: {e}")))?;
+    Ok(GuestArgs { stats: StatsSink::Serial, ..args }.to_string())
 }
 
 /// Reads both ends of the line as one. A line that the migration cut in two is whole again, because the
@@ -33,6 +35,9 @@ pub(crate) struct Serial {
     partial: Vec<u8>,
     last: String,
     ready: bool,
+    inflated: Option<Line>,
+    /// Rounds of allocations that the first vCPU has done.
+    rounds: u64,
     timeline: Timeline,
 }
 
@@ -50,6 +55,8 @@ impl Serial {
             partial: Vec::new(),
             last: String::new(),
             ready: false,
+            inflated: None,
+            rounds: 0,
             timeline: Timeline::default(),
         }
     }
@@ -57,6 +64,16 @@ impl Serial {
     /// Whether the guest has filled its memory.
     pub(crate) fn is_ready(&self) -> bool {
         self.ready
+    }
+
+    /// What the guest said of its inflation, once that was done.
+    pub(crate) fn inflated(&self) -> Option<Line> {
+        self.inflated
+    }
+
+    /// Rounds of allocations that the guest's first vCPU has done.
+    pub(crate) fn rounds(&self) -> u64 {
+        self.rounds
     }
 
     /// What the guest reported so far.
@@ -103,7 +120,9 @@ impl Serial {
                 self.timeline.add(cpu, now, writes, Duration::from_micros(stall_max_us));
             }
             Ok(Line::Corrupt { .. } | Line::Panic(_)) => return Err(QemuError::Guest(self.last.clone())),
-            Ok(Line::Hist { .. } | Line::Alloc { .. } | Line::Inflated { .. }) | Err(_) => {}
+            Ok(line @ Line::Inflated { .. }) => self.inflated = Some(line),
+            Ok(Line::Alloc { cpu: 0, rounds, .. }) => self.rounds = rounds,
+            Ok(Line::Hist { .. } | Line::Alloc { .. }) | Err(_) => {}
         }
         Ok(())
     }
@@ -168,7 +187,8 @@ mod tests {
 
     #[test]
     fn a_workload_is_checked_first() {
-        assert!(cmdline("uniform,ws=16M").unwrap().contains("stats=serial"));
-        assert!(matches!(cmdline("nonsense"), Err(QemuError::Usage(_))));
+        let spec = |workload: &str| QemuSpec { workload: workload.into(), ..QemuSpec::default() };
+        assert!(cmdline(&spec("uniform,ws=16M")).unwrap().contains("stats=serial"));
+        assert!(matches!(cmdline(&spec("nonsense")), Err(QemuError::Usage(_))));
     }
 }

@@ -112,6 +112,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         switch_after: Some(spec.timeout),
         settle: options.before,
         after: options.after,
+        balloon: None,
     };
     let (result, timeline) = qemu::watch(&qemu)?;
     Ok(Run {

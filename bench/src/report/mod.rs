@@ -2,6 +2,7 @@
 
 pub mod bars;
 pub mod html;
+pub(crate) mod plain;
 pub mod svg;
 pub(crate) mod tables;
 

@@ -37,13 +37,16 @@ pub(crate) fn of_purpose(document: &Document, purpose: impl Debug) -> impl Itera
 }
 
 /// Adds the spread over `rounds` of each figure that any of them has.
-pub(crate) fn add_spreads<'a>(
+pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
     case: &mut Case,
-    rounds: impl Iterator<Item = &'a BTreeMap<String, f64>> + Clone,
+    rounds: impl Iterator<Item = &'a BTreeMap<K, f64>> + Clone,
 ) {
-    let names: BTreeSet<&String> = rounds.clone().flat_map(BTreeMap::keys).collect();
+    let names: BTreeSet<&K> = rounds.clone().flat_map(BTreeMap::keys).collect();
     for name in names {
-        case.spread(name, Spread::of(rounds.clone().filter_map(|figures| figures.get(name).copied())));
+        case.spread(
+            name.as_ref(),
+            Spread::of(rounds.clone().filter_map(|figures| figures.get(name).copied())),
+        );
     }
 }
 

@@ -168,6 +168,9 @@ pub(crate) struct RunArgs {
     /// Run the built-in measuring guest with this workload
     #[arg(long, value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
     pub(crate) workload: Option<Workload>,
+    /// What else the measuring guest is told, as in report=async hints=incremental inflate=1G,by=ranges
+    #[arg(long, value_name = "ARGS", default_value = "", requires = "workload")]
+    pub(crate) guest_args: String,
     /// Boot this kernel (an ELF file with a PVH entry)
     #[arg(long, value_name = "FILE", conflicts_with = "incoming")]
     pub(crate) kernel: Option<PathBuf>,
@@ -371,6 +374,10 @@ pub(crate) enum BenchName {
     Scan,
     /// What tracking dirty pages costs the guest: the log, and rings by each policy
     Reaper,
+    /// What it takes to know a guest's free pages, and migrations with and without them
+    FreePage,
+    /// How many guests fit that give back what they free, and what that costs them
+    Density,
     /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
     Postcopy,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
@@ -396,7 +403,7 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (bench reaper, bench postcopy)
+    /// Write the results as a page with charts to this file (not scan, migrate and rtt)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

@@ -1,5 +1,7 @@
 //! `vmferry bench`: our side of the comparisons.
 
+mod density;
+mod free_page;
 mod postcopy;
 mod reaper;
 
@@ -32,8 +34,8 @@ struct Finished {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
-    if args.html.is_some() && !matches!(args.name, BenchName::Postcopy | BenchName::Reaper | BenchName::All) {
-        bail!("only bench reaper and bench postcopy draw a page; leave --html out");
+    if args.html.is_some() && matches!(args.name, BenchName::Scan | BenchName::Migrate | BenchName::Rtt) {
+        bail!("bench scan, migrate and rtt draw no page; leave --html out");
     }
     // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
@@ -42,9 +44,13 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Scan => &[scan],
         BenchName::Migrate => &[migrate],
         BenchName::Reaper => &[reaper::bench],
+        BenchName::FreePage => &[free_page::bench],
+        BenchName::Density => &[density::bench],
         BenchName::Postcopy => &[postcopy::bench],
         BenchName::Rtt => &[rtt],
-        BenchName::All => &[scan, rtt, migrate, reaper::bench, postcopy::bench],
+        BenchName::All => {
+            &[scan, rtt, migrate, free_page::bench, density::bench, reaper::bench, postcopy::bench]
+        }
     };
     let mut status = Status::Done;
     for bench in wanted {
@@ -124,8 +130,10 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         memory: spec.memory,
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
+        guest_args: String::new(),
         dirty_ring: None,
         link: None,
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

@@ -13,6 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_bench::density::Budget;
 use vmferry_bench::link::{End, Link};
 use vmferry_guest_abi::Workload;
 
@@ -32,12 +33,16 @@ pub(crate) struct Setup<'a> {
     pub(crate) memory: u64,
     pub(crate) cpus: u32,
     pub(crate) workload: String,
+    /// What else the guest is told.
+    pub(crate) guest_args: String,
     /// Entries of each vCPU's dirty ring.
     pub(crate) dirty_ring: Option<u32>,
     /// Whether the guest has a balloon; not beside QEMU's, which has none.
     pub(crate) balloon: bool,
     /// Between which ends they run. None: on loopback.
     pub(crate) link: Option<&'a Link>,
+    /// In what memory they live. None: in the host's.
+    pub(crate) budget: Option<&'a Budget>,
 }
 
 /// A `vmferry run` of our own.
@@ -66,15 +71,23 @@ impl Runner {
                 command.arg("--insecure");
             }
         } else {
-            command.args(["--workload", &setup.workload]);
+            command.args(["--workload", &setup.workload, "--guest-args", &setup.guest_args]);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
         if let Some(link) = setup.link {
             link.enter(if incoming { End::Destination } else { End::Source }, &mut command)?;
         }
+        if let Some(budget) = setup.budget {
+            budget.enter(&mut command)?;
+        }
         // A group of its own: Ctrl-C on the terminal is for the demonstration, which then tidies up.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start another vmferry")?;
+        if let Some(Err(error)) = setup.budget.map(|budget| budget.adopt(child.id())) {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(error).context("a guest without the limit that it was to have");
+        }
         let deadline = Instant::now() + START;
         loop {
             if let Ok(client) = Client::connect(&api) {
@@ -95,6 +108,11 @@ impl Runner {
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// How its process ended, if it did.
+    pub(crate) fn ended(&mut self) -> Result<Option<std::process::ExitStatus>> {
+        Ok(self.child.try_wait()?)
     }
 
     pub(crate) fn status(&mut self) -> Result<Value> {
@@ -187,6 +205,20 @@ impl Pair {
     }
 }
 
+/// A guest that goes nowhere.
+pub(crate) struct Alone {
+    pub(crate) runner: Runner,
+    _folder: Folder,
+}
+
+impl Alone {
+    /// Starts one; what it does it may still have to begin.
+    pub(crate) fn start(setup: &Setup<'_>) -> Result<Self> {
+        let folder = Folder::new()?;
+        Ok(Self { runner: Runner::start(setup, folder.path(), "guest", false)?, _folder: folder })
+    }
+}
+
 /// A folder of our own for sockets and logs; removed when dropped.
 struct Folder(PathBuf);
 
@@ -239,9 +271,11 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         memory: args.memory,
         cpus: args.cpus,
         workload: workload.to_string(),
+        guest_args: String::new(),
         // The tracker has to be there from the start.
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
         link: None,
+        budget: None,
     };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",

@@ -2,7 +2,7 @@
 
 use crate::args::{BackingArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use std::sync::Arc;
 use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
@@ -53,7 +53,8 @@ impl Machine {
                 std::fs::read(path).with_context(|| format!("cannot read the kernel {}", path.display()))?;
             vm.load_kernel(&image, &args.cmdline).with_context(|| path.display().to_string())?;
         } else if args.incoming.is_none() {
-            let mut guest = GuestArgs::new(wanted(args));
+            let line = format!("workload={} {}", wanted(args), args.guest_args);
+            let mut guest: GuestArgs = line.parse().map_err(|error| anyhow!("--guest-args: {error}"))?;
             guest.stats = StatsSink::Page;
             guest.cpus = Some(args.cpus);
             guest.tsc_khz = Some(vm.tsc_khz());
@@ -65,6 +66,9 @@ impl Machine {
     fn build_process(args: &RunArgs) -> Result<Self> {
         if args.kernel.is_some() {
             bail!("a process guest boots no kernel; use --workload, or --guest kvm");
+        }
+        if !args.guest_args.is_empty() {
+            bail!("a process guest has no allocator and no balloon; leave --guest-args out");
         }
         if args.dirty_ring.0.is_some() {
             bail!("a process guest has no vCPUs and so no dirty rings; leave --dirty-ring off");
@@ -139,6 +143,14 @@ impl Probe {
         match self {
             Self::Kvm(vm) => vm.stats(),
             Self::Process(guest) => guest.stats(),
+        }
+    }
+
+    /// The guest itself, if it is one on KVM.
+    pub(crate) fn kvm(&self) -> Option<&VmHandle> {
+        match self {
+            Self::Kvm(vm) => Some(vm),
+            Self::Process(_) => None,
         }
     }
 

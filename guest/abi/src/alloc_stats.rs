@@ -53,6 +53,11 @@ macro_rules! counters {
         }
 
         impl $name {
+            /// Each counter with its name, but for histograms.
+            pub fn fields(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($field), self.$field),)*].into_iter()
+            }
+
             fn put(&self, mut put: impl FnMut(u64)) {
                 $(put(self.$field);)*
                 $($(self.$hist.iter().for_each(|count| put(*count));)*)?

@@ -2,6 +2,7 @@
 //!
 //! `{"execute": NAME, "arguments": {...}}` is answered by `{"return": ...}` or `{"error": {"desc": ...}}`.
 
+mod alloc;
 mod client;
 mod server;
 

@@ -283,6 +283,7 @@ impl Shared {
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),
             "balloon" => return crate::balloon::answer(self, arguments),
+            "alloc" => return super::alloc::answer(&self.probe),
             "cancel" if self.handed_over() => bail!(
                 "too late to cancel: the guest runs on the target, and what is here of it is old; it ends by itself, or, once \
                  its link is lost, with recover --abandon"

@@ -80,8 +80,10 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         memory: spec.memory,
         cpus: spec.vcpus,
         workload: spec.workload(),
+        guest_args: String::new(),
         dirty_ring: None,
         link: Some(watch.link),
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
@@ -186,7 +188,7 @@ fn own(status: &Value) -> Option<postcopy::Own> {
     serde_json::from_value(postcopy.clone()).ok()
 }
 
-fn result(report: &Value) -> Result<MigrationResult> {
+pub(super) fn result(report: &Value) -> Result<MigrationResult> {
     let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
     Ok(MigrationResult {
         total: time(&report["total_ms"]).context("no total time")?,

@@ -101,8 +101,10 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         memory: spec.memory,
         cpus: spec.vcpus,
         workload: spec.workload.clone(),
+        guest_args: String::new(),
         dirty_ring: side.entries(),
         link: None,
+        budget: None,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     // The working set and little more is what will be touched there.

@@ -4,7 +4,8 @@ use super::Why;
 use super::control::Shared;
 use super::metrics::add;
 use crate::queue::{Buffer, BufferError};
-use crate::runs::Gather;
+use crate::runs::{Gather, GuestRun};
+use std::time::Instant;
 use vm_memory::GuestMemory;
 use vmferry_guest_abi::balloon::{DEFLATE, INFLATE, MAX_RANGES};
 use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE};
@@ -32,6 +33,7 @@ pub(super) fn numbers<M: GuestMemory>(
     buffer: &Buffer,
     memory: &M,
 ) {
+    let began = Instant::now();
     gather.clear();
     if buffer.read(memory, MAX_NUMBERS * 4, bytes).is_err() || !bytes.len().is_multiple_of(4) {
         shared.malformed("page numbers");
@@ -44,10 +46,7 @@ pub(super) fn numbers<M: GuestMemory>(
     }
     let pages = gather.merged().iter().map(|run| run.run.count).sum();
     match way {
-        Way::In => {
-            add(&shared.metrics.inflated_pages, pages);
-            shared.drop_pages(Why::Inflated, gather.merged());
-        }
+        Way::In => inflated(shared, pages, gather.merged(), began),
         // What they hold is not defined (5.5.6): there is nothing to do, a page comes when it is touched.
         Way::Out => add(&shared.metrics.deflated_pages, pages),
     }
@@ -60,6 +59,7 @@ pub(super) fn ranges<M: GuestMemory>(
     buffer: &Buffer,
     memory: &M,
 ) {
+    let began = Instant::now();
     gather.clear();
     let most = HEADER + RANGE * usize::try_from(MAX_RANGES).unwrap_or(0);
     let read = buffer.read(memory, most, bytes).and_then(|()| header(bytes));
@@ -76,10 +76,7 @@ pub(super) fn ranges<M: GuestMemory>(
     let runs = gather.merged();
     let pages = runs.iter().map(|run| run.run.count).sum();
     match way {
-        Way::In => {
-            add(&shared.metrics.inflated_pages, pages);
-            shared.drop_pages(Why::Inflated, runs);
-        }
+        Way::In => inflated(shared, pages, runs, began),
         Way::Out => {
             add(&shared.metrics.deflated_pages, pages);
             if let Err(error) = shared.host.make_zeros(runs) {
@@ -87,6 +84,13 @@ pub(super) fn ranges<M: GuestMemory>(
             }
         }
     }
+}
+
+/// Drops what was put into the balloon by a request that came at `began`.
+fn inflated(shared: &Shared, pages: u64, runs: &[GuestRun], began: Instant) {
+    add(&shared.metrics.inflated_pages, pages);
+    shared.drop_pages(Why::Inflated, runs);
+    add(&shared.metrics.inflate_ns, u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
 }
 
 /// The way and the ranges; there must be as many as the header says.

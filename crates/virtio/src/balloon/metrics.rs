@@ -27,6 +27,8 @@ macro_rules! figures {
 figures! {
     /// Pages put into the balloon.
     inflated_pages,
+    /// Nanoseconds in requests that put pages into it, dropping included.
+    inflate_ns,
     /// Pages taken out of it.
     deflated_pages,
     /// Buffers and hypercalls with reports.

@@ -1,0 +1,180 @@
+//! What guests told, and what it came to.
+
+use std::time::Duration;
+
+use vmferry_guest_abi::ALLOC_HIST_BUCKETS;
+
+use crate::reaper::to_f64;
+use crate::report::plain::Figures;
+
+/// Pages of 4 MiB.
+const BLOCK_PAGES: f64 = 1024.0;
+
+/// What a guest says of its allocator, all vCPUs together.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Told {
+    /// All rounds are done.
+    pub done: bool,
+    /// Free pages that have not been given back since they were last in use.
+    pub unreported_pages: u64,
+    /// Pages that are in use, or kept for the guest's own allocator to work.
+    pub used_pages: u64,
+    /// Bytes freed.
+    pub freed_bytes: u64,
+    /// Nanoseconds allocating, touching, checking and freeing, reports of who frees included.
+    pub work_ns: u64,
+    /// Frees by length, see [`vmferry_guest_abi::AllocCpu::bucket`].
+    pub free_hist: [u64; ALLOC_HIST_BUCKETS],
+    /// The longest free, in nanoseconds.
+    pub free_max_ns: u64,
+    /// Bytes given back.
+    pub report_bytes: u64,
+    /// Nanoseconds of it.
+    pub report_ns: u64,
+    /// The longest report, in nanoseconds.
+    pub report_max_ns: u64,
+    /// The guest's clock at the last free, in microseconds.
+    pub last_free_us: u64,
+    /// The guest's clock at the end of the last report, in microseconds.
+    pub last_report_us: u64,
+    /// Pages that the host dropped.
+    pub dropped_pages: u64,
+    /// What it took for that, in nanoseconds.
+    pub drop_ns: u64,
+    /// Pages that the guest found damaged.
+    pub corrupt: u64,
+}
+
+/// One guest that has done all it was to do.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct Single {
+    pub(super) told: Told,
+    /// Resident memory of its process, in bytes.
+    pub(super) resident: u64,
+    /// The same of a guest that allocated nothing, and the pages that that one uses.
+    pub(super) base: (u64, u64),
+}
+
+/// A fleet that ended.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct Filled {
+    /// Guests that had done all they were to do before one was killed.
+    pub(super) guests: usize,
+    /// Whether one was.
+    pub(super) killed: bool,
+    /// What all of them used when the last had finished, in bytes.
+    pub(super) used: u64,
+    pub(super) took: Duration,
+}
+
+impl Single {
+    /// What it leaves behind of what it freed, in bytes: what it has in use is no residue.
+    pub(super) fn residue(&self) -> u64 {
+        let (base, base_pages) = self.base;
+        let more = self.told.used_pages.saturating_sub(base_pages) * 4096;
+        self.resident.saturating_sub(base + more)
+    }
+
+    pub(super) fn figures(&self) -> Figures {
+        let told = &self.told;
+        let us = |ns: u64| to_f64(ns) / 1e3;
+        let mut figures = Figures::from([
+            ("work_ms", to_f64(told.work_ns) / 1e6),
+            ("freed_mb", to_f64(told.freed_bytes) / 1e6),
+            ("resident_mb", to_f64(self.resident) / 1e6),
+            ("residue_pct", to_f64(self.residue()) / to_f64(told.freed_bytes) * 100.0),
+            ("free_max_us", us(told.free_max_ns)),
+        ]);
+        figures
+            .extend(quantile_ns(&told.free_hist, told.free_max_ns, 0.99).map(|ns| ("free_p99_us", ns / 1e3)));
+        if told.report_bytes > 0 {
+            let blocks = to_f64(told.report_bytes) / 4096.0 / BLOCK_PAGES;
+            figures.insert("report_us_per_4m", us(told.report_ns) / blocks);
+            figures.insert("report_max_ms", us(told.report_max_ns) / 1e3);
+            figures
+                .insert("returned_ms", to_f64(told.last_report_us.saturating_sub(told.last_free_us)) / 1e3);
+        }
+        if told.report_bytes > 0 && told.dropped_pages > 0 {
+            let madvise = us(told.drop_ns) / (to_f64(told.dropped_pages) / BLOCK_PAGES);
+            figures.insert("madvise_us_per_4m", madvise);
+            figures.insert("report_to_madvise", figures["report_us_per_4m"] / madvise);
+        }
+        figures
+    }
+}
+
+impl Filled {
+    pub(super) fn figures(&self) -> Figures {
+        let guests = to_f64(self.guests as u64);
+        Figures::from([
+            ("guests", guests),
+            ("killed", f64::from(u8::from(self.killed))),
+            ("used_mb", to_f64(self.used) / 1e6),
+            ("mb_per_guest", to_f64(self.used) / 1e6 / guests),
+            ("took_s", self.took.as_secs_f64()),
+        ])
+    }
+}
+
+/// The time that a share of the calls do not exceed, in nanoseconds: it lies in the right bucket, a factor of two wide, and in it
+/// where the rank says if its calls lie evenly on a logarithmic scale. None: there are none.
+fn quantile_ns(hist: &[u64; ALLOC_HIST_BUCKETS], max_ns: u64, share: f64) -> Option<f64> {
+    let mut left = to_f64(hist.iter().sum()) * share;
+    for (bucket, count) in hist.iter().enumerate().filter(|(_, count)| **count > 0) {
+        let count = to_f64(*count);
+        if left <= count {
+            let low = to_f64(64 << bucket);
+            return Some((low * 2f64.powf(left / count)).min(to_f64(max_ns)));
+        }
+        left -= count;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_use_is_no_residue() {
+        let told = Told { used_pages: 100 + 256, freed_bytes: 100 << 20, ..Told::default() };
+        let single = Single { told, resident: (10 + 1 + 5) << 20, base: (10 << 20, 100) };
+        assert_eq!(single.residue(), 5 << 20);
+        assert!((single.figures()["residue_pct"] - 5.0).abs() < 1e-9);
+        // One that gave nothing back has no cost of that.
+        assert!(!single.figures().contains_key("report_to_madvise"));
+    }
+
+    #[test]
+    fn reports_are_compared_by_the_block() {
+        let told = Told {
+            report_bytes: 8 << 20,
+            report_ns: 240_000,
+            dropped_pages: 2048,
+            drop_ns: 200_000,
+            last_free_us: 1000,
+            last_report_us: 21_000,
+            freed_bytes: 1,
+            ..Told::default()
+        };
+        let figures = Single { told, ..Single::default() }.figures();
+        let of = |name: &str| (figures[name] * 1e6).round() / 1e6;
+        assert_eq!(
+            (of("report_us_per_4m"), of("madvise_us_per_4m"), of("report_to_madvise")),
+            (120.0, 100.0, 1.2)
+        );
+        assert_eq!(of("returned_ms"), 20.0);
+    }
+
+    #[test]
+    fn quantiles_lie_in_their_bucket() {
+        let mut hist = [0; ALLOC_HIST_BUCKETS];
+        assert_eq!(quantile_ns(&hist, 0, 0.99), None);
+        (hist[0], hist[10]) = (990, 10);
+        let p99 = quantile_ns(&hist, 100_000, 0.99).unwrap();
+        assert!((64.0..=128.0).contains(&p99), "{p99}");
+        (hist[0], hist[10]) = (980, 20);
+        let p99 = quantile_ns(&hist, 70_000, 0.99).unwrap();
+        assert!((65_536.0..=70_000.0).contains(&p99), "{p99}");
+    }
+}

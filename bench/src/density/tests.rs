@@ -1,0 +1,111 @@
+//! Tests of the bench with guests of our own making: no VMM, no cgroup.
+
+use super::*;
+
+/// Guests that leave so much of what they freed, and take so much longer with reports, in percent.
+#[derive(Clone, Copy)]
+struct Scripted {
+    left: u64,
+    slower: u64,
+}
+
+#[derive(Debug)]
+struct Ready(Told, u64);
+
+impl Guest for Ready {
+    fn killed(&mut self) -> Result<bool, OurError> {
+        Ok(false)
+    }
+
+    fn told(&mut self) -> Result<Option<Told>, OurError> {
+        Ok(Some(self.0))
+    }
+
+    fn resident(&mut self) -> Result<u64, OurError> {
+        Ok(self.1)
+    }
+}
+
+impl OurRunner for Scripted {
+    fn start(&mut self, spec: &GuestSpec, _: Option<&Budget>) -> Result<Started, OurError> {
+        if spec.report == ReportMode::Hypercall {
+            return Err(OurError::Unavailable("no such port".into()));
+        }
+        let off = spec.report == ReportMode::Off;
+        let (left, slower) = if off { (100, 0) } else { (self.left, self.slower) };
+        let told = Told {
+            done: true,
+            freed_bytes: spec.alloc,
+            work_ns: 1_000_000 * (100 + slower),
+            report_bytes: if off { 0 } else { spec.alloc },
+            report_ns: 110,
+            report_max_ns: 5_000_000,
+            dropped_pages: spec.alloc / 4096,
+            drop_ns: 100,
+            corrupt: u64::from(spec.report == ReportMode::Async && spec.frag != 0),
+            ..Told::default()
+        };
+        Ok(Started::Runs(Box::new(Ready(told, (10 << 20) + spec.alloc / 100 * left))))
+    }
+}
+
+fn bench(mut runner: Scripted) -> Outcome {
+    let options =
+        Options { repeats: 2, one: (1 << 30, 100 << 20), fleets: Vec::new(), ..Options::quick(None) };
+    run(&options, &mut runner, &mut |_| {})
+}
+
+fn unmet(outcome: &Outcome) -> Vec<&str> {
+    let goals = outcome.document.summary["goals"].as_array().unwrap();
+    goals.iter().filter(|goal| goal["met"] == false).map(|goal| goal["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn the_summary_has_the_promised_fields() {
+    let outcome = bench(Scripted { left: 0, slower: 3 });
+    let summary = &outcome.document.summary;
+    let close = |name: &str, want: f64| {
+        let got = summary[name].as_f64().unwrap();
+        assert!((got - want).abs() < 0.05, "{name}: {got}, want {want}");
+    };
+    close("residue_pct", 0.0);
+    close("residue_off_pct", 100.0);
+    close("alloc_slowdown_pct", 3.0);
+    close("report_to_madvise", 1.1);
+    close("free_max_us", 0.0);
+    assert_eq!(unmet(&outcome), [""; 0]);
+    // Nobody filled a host.
+    assert!(!summary.contains_key("guests_on"));
+}
+
+#[test]
+fn goals_are_missed() {
+    let outcome = bench(Scripted { left: 2, slower: 7 });
+    assert_eq!(unmet(&outcome), ["residue, %", "residue of a fragmented pattern, %", "slower by, %"]);
+}
+
+#[test]
+fn fleets_are_judged_by_what_was_published() {
+    let filled = |guests, killed| Filled { guests, killed, used: 1 << 30, took: Duration::from_secs(1) };
+    let mut document = Document::new("density", Host::default());
+    let side =
+        |report, filled: Filled| SideRuns { side: Fleet(report), rounds: vec![Some(filled)], skipped: None };
+    let sides = [side(ReportMode::Off, filled(3, true)), side(ReportMode::Sync, filled(8, true))];
+    plain::add(&mut document, ("fleet", &[]), &sides, Filled::figures);
+    report::finish(&mut document, &Options::quick(None), &[]);
+    let outcome = Outcome { document, failures: Vec::new() };
+    assert_eq!(unmet(&outcome), ["guests that fit, sync"]);
+    let summary = &outcome.document.summary;
+    assert_eq!((summary["guests_off"].as_f64(), summary["guests_on"].as_f64()), (Some(3.0), Some(8.0)));
+}
+
+#[test]
+fn failures_and_skips_are_told_apart() {
+    let outcome = bench(Scripted { left: 0, slower: 0 });
+    let why = "the guest found 1 damaged pages";
+    assert_eq!(outcome.failures, [1, 2].map(|round| format!("one/async-fragmented, round {round}: {why}")));
+    let text = table(&outcome.document);
+    for part in ["skipped one/hypercall: no such port", "FAILED one/async-fragmented", "one/sync-again"] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+}

@@ -1,0 +1,133 @@
+//! Tests of the bench with guests of our own making: no VMM, no QEMU.
+
+use super::*;
+use crate::result::MigrationResult;
+use std::time::Duration;
+
+/// A runner that takes as long as a table says.
+struct Scripted {
+    /// Milliseconds of an inflation by 256, by ranges, of hints, of the map.
+    learn: [u64; 4],
+    /// What is left of bytes and time with skipping, in percent.
+    skipping: u64,
+    /// The first page with asking comes so many milliseconds after the start.
+    first_ms: u64,
+}
+
+const GOOD: Scripted = Scripted { learn: [1000, 10, 20, 1], skipping: 12, first_ms: 2 };
+
+impl OurRunner for Scripted {
+    fn tsc_khz(&mut self) -> Option<u32> {
+        None
+    }
+
+    fn learn(&mut self, spec: &LearnSpec, way: Way) -> Result<Learned, OurError> {
+        let [by_256, by_ranges, hints, map] = self.learn;
+        let (total, inflation) = match way {
+            Way::Inflate(InflateBy::Ranges, _) => (by_ranges, Some(Inflation::default())),
+            Way::Inflate(InflateBy::Pages(16_384), _) => {
+                return Err(OurError::Failed("the guest is gone".into()));
+            }
+            Way::Inflate(..) => (by_256, Some(Inflation::default())),
+            Way::Hints => (hints, None),
+            Way::Map => (map, None),
+        };
+        let pages = spec.inflate / 4096;
+        Ok(Learned {
+            total: Duration::from_millis(total),
+            pages,
+            free_pages: pages,
+            inflation,
+            ..Learned::default()
+        })
+    }
+
+    fn give(&mut self, touched: u64, how: Drop) -> Result<Given, OurError> {
+        if how.huge {
+            return Err(OurError::Unavailable("no huge pages".into()));
+        }
+        Ok(Given { pages: touched / 4096, madvise: Duration::from_millis(5), returned: touched })
+    }
+
+    fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError> {
+        let (percent, first) =
+            if asking == Asking::Nobody { (100, 2) } else { (self.skipping, self.first_ms) };
+        Ok(Moved {
+            result: MigrationResult {
+                total: Duration::from_millis(10 * percent),
+                data_bytes: (spec.data + spec.alloc) / 100 * percent,
+                wire_bytes: Some((spec.data + spec.alloc) / 100 * percent),
+                ..MigrationResult::default()
+            },
+            first_page: Some(Duration::from_millis(first)),
+            skipped_pages: Some(0),
+            freed: spec.alloc,
+        })
+    }
+}
+
+fn bench(mut runner: Scripted) -> Outcome {
+    let mut options = Options { repeats: 2, touched: 1 << 20, ..Options::quick(None) };
+    options.moved = MoveSpec { memory: 4 << 20, data: 100 << 10, alloc: 900 << 10 };
+    options.ways.retain(|side| matches!(side, Learn::Ours(_)));
+    options.moves.retain(|side| matches!(side, Move::Ours(_)));
+    run(&options, &mut runner, &mut |_| {})
+}
+
+fn unmet(outcome: &Outcome) -> Vec<&str> {
+    let goals = outcome.document.summary["goals"].as_array().unwrap();
+    goals.iter().filter(|goal| goal["met"] == false).map(|goal| goal["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn the_summary_has_the_promised_fields() {
+    let outcome = bench(GOOD);
+    let summary = &outcome.document.summary;
+    let close = |name: &str, want: f64| {
+        let got = summary[name].as_f64().unwrap();
+        assert!((got - want).abs() < 1e-3, "{name}: {got}, want {want}");
+    };
+    close("bitmap_ms", 1.0);
+    close("inflate_256_ms", 1000.0);
+    close("ratio", 1000.0);
+    close("migrate_ratio_time", 0.12);
+    close("migrate_ratio_bytes", 0.12);
+    close("used_share", 0.1);
+    assert_eq!(unmet(&outcome), [""; 0]);
+    assert_eq!(summary["goals"].as_array().unwrap().len(), 10);
+}
+
+#[test]
+fn goals_are_missed() {
+    let slow = bench(Scripted { learn: [200, 100, 30, 2], skipping: 50, first_ms: 9 });
+    assert_eq!(
+        unmet(&slow),
+        [
+            "hints on demand, ms",
+            "incremental map, ms",
+            "inflation by 256 / map",
+            "inflation by 256 / by ranges",
+            "hints: bytes / without",
+            "hints: time / without",
+            "hints: first page later by, ms",
+            "map: bytes / without",
+            "map: time / without",
+            "map: first page later by, ms",
+        ]
+    );
+}
+
+#[test]
+fn failures_and_skips_are_told_apart() {
+    let outcome = bench(GOOD);
+    assert_eq!(
+        outcome.failures,
+        [1, 2].map(|round| format!("learn/inflate-16384, round {round}: the guest is gone"))
+    );
+    let text = table(&outcome.document);
+    for part in ["skipped drop/dontneed-huge: no huge pages", "FAILED learn/inflate-16384", "inflate-ranges"]
+    {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    assert!(page(&outcome.document).contains("no huge pages"));
+}
