@@ -11,7 +11,9 @@ pub(super) fn answer(probe: &Probe) -> Result<Value> {
     let stats = match vm.alloc_stats() {
         Ok(stats) => stats,
         // It boots, or is just writing them.
-        Err(StatsError::NotYet | StatsError::Busy { .. }) => return Ok(json!({ "done": false, "guest": null })),
+        Err(StatsError::NotYet | StatsError::Busy { .. }) => {
+            return Ok(json!({ "done": false, "guest": null }));
+        }
         Err(error) => return Err(anyhow!("{error}")),
     };
     let object = |fields: &mut dyn Iterator<Item = (&'static str, u64)>| -> Value {
