@@ -37,6 +37,7 @@ impl OurRunner for Ours {
             workload: spec.workload(),
             guest_args: spec.args(),
             dirty_ring: None,
+            balloon: true,
             link: None,
             budget,
         };

@@ -268,6 +268,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
         // Nothing goes back to the host before: it is to have all that was ever touched.
         guest_args: format!("report=off hints={hints}"),
         dirty_ring: None,
+        balloon: true,
         link: None,
         budget: None,
     };
