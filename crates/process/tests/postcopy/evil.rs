@@ -265,13 +265,26 @@ fn a_guest_is_not_started_over_what_cannot_be() {
         evil.state();
         evil.say(&ToTarget::LoadLazily { pages: 0 });
     });
-    // Gone right before the commit.
-    refused("the source tcp:", Mode::Postcopy, 1, |evil| {
+    // Gone right before the commit: this side cannot know that it was not said, and stays to be asked.
+    refused("before the guest was started on the target", Mode::Postcopy, 1, |evil| {
         evil.state();
         evil.lacking(0, 768);
         evil.say(&ToTarget::LoadLazily { pages: PAGES });
         assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
         evil.control.shutdown(std::net::Shutdown::Both).unwrap();
+        for _ in 0..3 {
+            let stranger = greet(&evil.uri, &hello(Role::Control, 0, Token([9; 16]))).1;
+            assert_eq!(stranger, Some(RefusalCode::Busy));
+            let (control, refused) = greet(&evil.uri, &hello(Role::Control, 0, evil.resume));
+            assert_eq!(refused, None);
+            evil.control = control;
+            assert!(matches!(evil.hear(), Some(ToSource::Returned(_))));
+            // Too late, by whomever it is said.
+            evil.say(&ToTarget::Commit);
+            evil.say(&ToTarget::Ping(5));
+            assert!(matches!(evil.hear(), Some(ToSource::Pong(5))), "and it starts nothing");
+        }
+        evil.say(&ToTarget::Thanks);
     });
 }
 
