@@ -17,6 +17,7 @@ use crate::host::{Host, available_memory};
 use crate::json::Document;
 use crate::report::plain;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop};
+use crate::warm::Warm;
 use figures::{Filled, Single};
 use spec::MOST_GUESTS;
 
@@ -148,6 +149,7 @@ fn single(
     base: (u64, u64),
     ours: &mut dyn OurRunner,
 ) -> Result<Single, Stop> {
+    drop(Warm::hold(spec.alloc));
     let Started::Runs(mut guest) = ours.start(spec, None)? else { return Err(killed()) };
     let told = loop_until(limit, || {
         if guest.killed()? { Err(killed()) } else { Ok(guest.told()?.filter(|told| told.done)) }
