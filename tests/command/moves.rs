@@ -17,7 +17,14 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
         let report = document(&output);
         assert_eq!((&report["outcome"], &report["state"]), (&"completed".into(), &"completed".into()));
         assert_eq!(report["mismatched_pages"], 0);
-        assert_eq!(report["verified_pages"], 96 << 8, "every page was compared");
+        // What the guest said is free has nothing to be compared.
+        let pages = |field: &str| report[field].as_u64().unwrap();
+        assert_eq!(
+            pages("verified_pages") + pages("skipped_pages"),
+            96 << 8,
+            "every other page was compared"
+        );
+        assert!(pages("skipped_pages") <= (96 - 64) << 8, "more than the guest leaves free: {report}");
         for field in ["mode", "tracker", "total_ms", "downtime_ms", "setup_ms", "passes", "throughput_mbps"] {
             assert!(!report[field].is_null(), "{field} of {report}");
         }
