@@ -9,7 +9,7 @@ use vmferry_wire::Role;
 fn by_hand() -> Settings {
     Settings {
         reconnect_for: Duration::ZERO,
-        max_bandwidth: Some(4 << 20),
+        max_bandwidth: Some(1 << 20),
         ..settings(MigrationMode::Postcopy)
     }
 }
