@@ -205,7 +205,7 @@ fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
         return;
     }
     let settings = Settings {
-        max_bandwidth: Some(2 << 20),
+        max_bandwidth: Some(1 << 20),
         reconnect_for: Duration::ZERO,
         ..settings(MigrationMode::Postcopy)
     };

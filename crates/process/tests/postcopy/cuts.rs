@@ -131,7 +131,7 @@ fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
         return;
     }
     // The hybrid has less to send after the handover: slower, so that the cuts find it at work.
-    let cases = [(MigrationMode::Postcopy, Pace::Off, 8 << 20), (MigrationMode::Hybrid, Pace::Auto, 2 << 20)];
+    let cases = [(MigrationMode::Postcopy, Pace::Off, 4 << 20), (MigrationMode::Hybrid, Pace::Auto, 1 << 20)];
     for (mode, pace, rate) in cases {
         let settings = Settings { pace, max_bandwidth: Some(rate), ..settings(mode) };
         let what = format!("{mode}");
