@@ -228,7 +228,7 @@ fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
         assert_eq!(watch.now().left, left, "nothing comes");
         seen = Some(left);
     });
-    assert!(seen.is_some_and(|left| left > 1000), "{seen:?}");
+    assert!(seen.is_some_and(|left| left > 0), "{seen:?}");
     assert_eq!(report.state, MigrationState::Lost, "{:?}", report.error);
     stands_still(&source, "dropped");
     // Its threads sleep on pages that do not come; it can be ended all the same.
