@@ -14,6 +14,7 @@ use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
 use crate::vcpu::{
     Board, Command, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
+    set_as_firmware,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -432,6 +433,7 @@ fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<Vc
         let vcpu = vcpu.map_err(|e| Error::kvm(format!("KVM_CREATE_VCPU of vCPU {cpu}"), e))?;
         let set = vcpu.set_cpuid2(&model.of_vcpu(cpu)?);
         set.map_err(|e| Error::kvm(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
+        set_as_firmware(&vcpu);
         Ok(vcpu)
     };
     (0..cpus).map(create).collect()
