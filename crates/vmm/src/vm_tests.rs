@@ -63,6 +63,16 @@ fn a_guest_resets_itself() {
 }
 
 #[test]
+fn a_guest_that_goes_to_the_reset_vector_resets_itself() {
+    if !kvm() {
+        return;
+    }
+    // The way there from protected mode, as far as this test needs it: the code that is there does the same in both modes.
+    let jump = [0xb8, 0xf0, 0xff, 0x0f, 0x00, 0xff, 0xe0];
+    assert_eq!(run(&jump).0, Exit::Reset);
+}
+
+#[test]
 fn a_guest_switches_itself_off() {
     if !kvm() {
         return;
