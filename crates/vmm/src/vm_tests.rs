@@ -185,7 +185,7 @@ fn state_that_is_loaded_is_saved_the_same() {
     std::thread::sleep(Duration::from_millis(20));
     source.pause().unwrap();
     let saved = source.save_state().unwrap();
-    assert_eq!(saved.len(), 3 + 7);
+    assert_eq!(saved.len(), 3 + 8);
 
     let mut target = incoming(3);
     target.load_state(&saved).unwrap();

@@ -54,6 +54,11 @@ impl MsrPlan {
         Ok(Self { kept, dropped })
     }
 
+    /// The registers that a guest came with.
+    pub(super) fn of(saved: &[Msr]) -> Self {
+        Self { kept: saved.iter().map(|msr| msr.index).collect(), dropped: Vec::new() }
+    }
+
     /// What is not saved, as a sentence; `None` if everything is.
     pub(crate) fn note(&self) -> Option<String> {
         let list: Vec<String> = self.dropped.iter().map(|i| format!("{i:#x}")).collect();
