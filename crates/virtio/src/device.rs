@@ -122,3 +122,12 @@ pub trait Device: Send + Debug {
     /// What cannot be, in words; nothing has changed then.
     fn load(&mut self, saved: &Self::Saved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String>;
 }
+
+/// Copies what `bytes` has at `offset` to `data`; what it has not stays as it is.
+pub(crate) fn read_bytes(bytes: &[u8], offset: u64, data: &mut [u8]) {
+    let from = usize::try_from(offset).unwrap_or(usize::MAX);
+    if let Some(rest) = bytes.get(from..) {
+        let len = rest.len().min(data.len());
+        data[..len].copy_from_slice(&rest[..len]);
+    }
+}

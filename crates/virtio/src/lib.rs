@@ -8,6 +8,8 @@
 //! | [`device`] | what a device is |
 //! | [`runs`] | guest addresses to pages |
 //! | [`balloon`] | the memory balloon |
+//! | [`blk`] | disks |
+//! | [`rng`] | random numbers |
 //!
 //! # Who does the work
 //! A notification is processed on the thread of the vCPU that wrote the register, before that write returns. For the balloon this
@@ -24,11 +26,14 @@
 #![forbid(unsafe_code)]
 
 pub mod balloon;
+pub mod blk;
 pub mod device;
+mod figures;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 pub mod mmio;
 pub mod queue;
+pub mod rng;
 pub mod runs;
 pub mod signals;
 #[cfg(any(test, feature = "hostile"))]
