@@ -202,6 +202,10 @@ impl Device for Blk {
         Ok(())
     }
 
+    fn taken_away(&mut self, _queue: u16) {
+        self.work.forget();
+    }
+
     fn reset(&mut self) {
         self.work.forget();
         (self.features, self.writeback) = (0, true);

@@ -26,6 +26,9 @@ mod metrics;
 mod persist;
 mod request;
 mod run;
+#[cfg(any(test, feature = "hostile"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of it"))]
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 mod work;

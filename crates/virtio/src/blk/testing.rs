@@ -26,8 +26,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let path = std::env::temp_dir().join(format!("vmferry-blk-{}-{number}", std::process::id()));
-    let file =
-        File::options().read(true).write(true).create_new(true).open(&path).expect("a temporary file");
+    let file = File::options().read(true).write(true).create_new(true).open(&path).expect("a temporary file");
     std::fs::remove_file(&path).expect("it was made");
     file.write_all_at(bytes, 0).expect("room");
     file
@@ -194,8 +193,7 @@ impl DiskGuest {
         });
         let work = work.expect("was made");
         let spawn = |_| {
-            let (work, memory, disk): (_, Memory, _) =
-                (Arc::clone(&work), memory.clone(), Arc::clone(&disk));
+            let (work, memory, disk): (_, Memory, _) = (Arc::clone(&work), memory.clone(), Arc::clone(&disk));
             std::thread::spawn(move || work.run(&memory, &*disk))
         };
         Self { threads: (0..threads).map(spawn).collect(), disk, work, driver }

@@ -19,7 +19,9 @@ const QUEUE: u16 = 0;
 const QUEUE_SIZE: u16 = 16;
 /// How much is asked of the kernel at once, in bytes.
 const CHUNK: usize = 4096;
-/// A driver that has to wait, waits for so much: a few wakeups a second are enough.
+/// With less than this left a driver waits: few bytes at a time are more trouble than they are worth.
+const LEAST: u64 = CHUNK as u64;
+/// It waits for so much more: a few wakeups a second are enough.
 const REFILL: u64 = BURST / 2;
 
 /// Nothing: there is no state but the queue. What is drawn after a move is drawn there.
@@ -98,7 +100,7 @@ impl Rng {
         for _ in 0..PORTION {
             let now = Instant::now();
             let left = self.budget.left(now);
-            if left == 0 {
+            if left < LEAST {
                 add(&self.metrics.waits, 1);
                 self.timer.ring_at(now + Duration::from_nanos(REFILL * 1_000_000_000 / BYTES_PER_SECOND));
                 return Ok(Progress::Done);
