@@ -197,7 +197,8 @@ impl BlkWork {
         state.done.clear();
     }
 
-    pub(super) fn end(&self) {
+    /// Ends the threads once they have done what they are at; what is queued is not begun.
+    pub fn end(&self) {
         self.lock().ended = true;
         self.wanted.notify_all();
     }
