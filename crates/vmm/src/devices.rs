@@ -4,12 +4,15 @@
 //! |---|---|
 //! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
 //! | 0x64 | keyboard controller, of which only the reset line is there |
+//! | 0x600, 0x601 | ACPI sleep control and status: switches the machine off |
+//! | 0xcf9 | reset control, ACPI's reset register |
 //! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
 //! | 0xf6 | reports of free pages, of a guest that has agreed upon it with its balloon |
 //!
 //! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
 //! kernel. Devices at memory addresses are on the [bus](crate::bus).
 
+use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
 use crate::disk::{self, VmDisk};
@@ -23,9 +26,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
 use vmferry_fault::LazySlot;
 
-const SERIAL: u16 = 0x3f8;
-const SERIAL_END: u16 = SERIAL + 8;
-const SERIAL_IRQ: u32 = 4;
+/// The first port of the serial port.
+pub(crate) const SERIAL: u16 = 0x3f8;
+/// How many it has.
+pub(crate) const SERIAL_PORTS: u8 = 8;
+const SERIAL_END: u16 = SERIAL + SERIAL_PORTS as u16;
+/// Its interrupt.
+pub(crate) const SERIAL_IRQ: u32 = 4;
 const KEYBOARD: u16 = 0x64;
 /// The keyboard controller's command that pulses the reset line.
 const KEYBOARD_RESET: u8 = 0xfe;
@@ -35,6 +42,8 @@ const KEYBOARD_RESET: u8 = 0xfe;
 pub(crate) enum Request {
     /// Reset the machine.
     Reset,
+    /// Switch it off.
+    Off,
     /// Stop it, with a code.
     Exit(u8),
 }
@@ -137,6 +146,8 @@ impl Devices {
                 None
             }
             (KEYBOARD, Some(&KEYBOARD_RESET)) => Some(Request::Reset),
+            (acpi::RESET, Some(value)) if acpi::resets(*value) => Some(Request::Reset),
+            (acpi::SLEEP_CONTROL, Some(value)) if acpi::switches_off(*value) => Some(Request::Off),
             (vmferry_guest_abi::DEBUG_EXIT_PORT, Some(&code)) => Some(Request::Exit(code)),
             (vmferry_guest_abi::balloon::REPORT_PORT, _) => {
                 if let Some(balloon) = &self.balloon {
@@ -158,6 +169,7 @@ impl Devices {
             }
             // No output waiting, input taken: the controller is idle.
             KEYBOARD => data.fill(0),
+            acpi::SLEEP_CONTROL | acpi::SLEEP_STATUS | acpi::RESET => data.fill(0),
             _ => data.fill(0xff),
         }
     }

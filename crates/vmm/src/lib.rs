@@ -5,6 +5,7 @@
 //! | `options` | what a VM is to be like |
 //! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
 //! | `boot` | kernel images and how a guest is entered |
+//! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
 //! | `bus`, `virtio` | devices at memory addresses, and what is the same for all of them |
@@ -15,6 +16,7 @@
 //!
 //! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
 
+mod acpi;
 mod balloon;
 mod boot;
 mod bus;
@@ -38,7 +40,7 @@ mod vm;
 mod vm_tests;
 
 pub use balloon::{BalloonHandle, BalloonStatus, Hints};
-pub use boot::{BootError, MAX_CMDLINE};
+pub use boot::{BootError, Kernel, MAX_CMDLINE};
 pub use disk::DiskError;
 pub use error::{Error, Result};
 pub use handle::VmHandle;

@@ -1,7 +1,8 @@
 //! A virtual machine.
 
+use crate::acpi::{self, Platform};
 use crate::balloon::Keeper;
-use crate::boot::KernelFormat;
+use crate::boot::{Kernel, KernelFormat};
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::disk;
@@ -138,12 +139,23 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line, in front of which its devices are announced; [`start`](Self::start) then boots it.
+    /// Loads a kernel and its command line; [`start`](Self::start) then boots it. See [`load`](Self::load).
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+        self.load(&Kernel { image, initrd: None, cmdline })
+    }
+
+    /// Loads a kernel and what goes with it; [`start`](Self::start) then boots it.
+    ///
+    /// The machine is described in ACPI tables; a kernel that is not Linux is told of its devices on its command line, in front of
+    /// what it is given.
     ///
     /// # Errors
     /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
     /// one from elsewhere.
-    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+    pub fn load(&mut self, kernel: &Kernel<'_>) -> Result<()> {
         let what = "load a kernel";
         if self.incoming {
             return Err(Error::WrongState {
@@ -152,8 +164,14 @@ impl Vm {
             });
         }
         self.expect(what, &[Stage::Empty])?;
-        let cmdline = format!("{}{cmdline}", self.shared.devices.bus().announcement());
-        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline.trim_end())?;
+        let format = KernelFormat::detect(kernel.image)?;
+        let bus = self.shared.devices.bus();
+        let announced = if format.reads_devices(kernel.image) { bus.announcement() } else { String::new() };
+        let cmdline = format!("{announced}{}", kernel.cmdline);
+        let kernel = Kernel { cmdline: cmdline.trim_end(), ..*kernel };
+        let platform = Platform { cpus: self.cpus(), devices: bus.places() };
+        let rsdp = acpi::install(self.ram(), &platform)?;
+        let boot = format.load(self.ram(), &kernel, rsdp)?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;
         Ok(())

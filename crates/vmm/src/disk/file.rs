@@ -1,7 +1,6 @@
 //! A raw file, or a block device, as a disk.
 
 use super::{DiskError, lease};
-use crate::memory::GuestRam;
 use crate::options::DiskOptions;
 use rustix::fs::{Advice, FallocateFlags};
 use rustix::io::Errno;
@@ -9,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vm_memory::bitmap::BitmapSlice;
@@ -75,10 +74,6 @@ impl RawFile {
             abandoned: false.into(),
             lazy: Arc::clone(lazy),
         })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     pub(super) fn size(&self) -> u64 {
