@@ -118,7 +118,7 @@ pub(crate) struct VmDisk {
 }
 
 impl VmDisk {
-    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`](Self::take).
+    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`].
     pub(crate) fn new(
         machine: &Machine,
         lazy: &Arc<LazySlot>,
