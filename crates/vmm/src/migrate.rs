@@ -17,11 +17,10 @@ use vmferry_fault::{UffdMemory, UffdOptions};
 impl Vm {
     /// What a VM must be like to take this one's guest.
     ///
-    /// The processor is part of it: a guest that found a feature goes on using it. The frequency of the time stamp counter
-    /// is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
+    /// The processor's features are part of it: a guest that found one goes on using it, and takes along what CPUID tells it. The frequency
+    /// of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
     #[must_use]
     pub fn machine_config(&self) -> MachineConfig {
-        let (cpu, cpuid) = self.identity().clone();
         let disks = (0..).zip(self.devices().disks());
         let disks = disks.map(|(n, disk): (u32, _)| (format!("disk {n}"), disk.description()));
         MachineConfig {
@@ -29,14 +28,14 @@ impl Vm {
             vcpus: self.cpus(),
             regions: self.ram().layout().regions().to_vec(),
             extra: [
-                ("cpu".to_owned(), cpu),
-                ("cpuid".to_owned(), cpuid),
+                ("cpu".to_owned(), self.model().vendor()),
                 ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
                 ("devices".to_owned(), self.devices().bus().names().join(",")),
             ]
             .into_iter()
             .chain(disks)
             .collect(),
+            features: self.model().features(),
         }
     }
 
