@@ -9,6 +9,7 @@ mod choices;
 mod console;
 mod demo;
 mod dirty_rate;
+mod disk;
 mod guest;
 mod migrate;
 mod output;

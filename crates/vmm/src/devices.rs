@@ -15,9 +15,11 @@
 use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
+use crate::disk::{self, VmDisk};
 use crate::error::{Error, Result};
 use crate::kvm::Machine;
 use crate::options::{SerialSink, VmOptions};
+use crate::rng;
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -75,6 +77,7 @@ pub(crate) struct Devices {
     sink: SerialSink,
     bus: Bus,
     balloon: Option<Arc<VmBalloon>>,
+    disks: Vec<VmDisk>,
 }
 
 impl Devices {
@@ -96,11 +99,21 @@ impl Devices {
             })?;
         }
         if options.rng {
-            return Err(absent("a source of random numbers"));
+            bus.plug(|gsi| rng::make(machine, line(gsi)))?;
         }
 
-        if let Some(disk) = options.disks.first() {
-            return Err(absent(&format!("the disk {}", disk.path.display())));
+        let mut disks = Vec::new();
+        for (instance, disk) in (0..).zip(&options.disks) {
+            bus.plug(|gsi| {
+                let made = VmDisk::new(machine, lazy, disk, (instance, line(gsi)))?;
+                let device = Arc::clone(made.device());
+                disks.push(made);
+                Ok(device)
+            })?;
+        }
+        if !options.incoming {
+            // A side that waits for its guest gets them with it.
+            disk::take(&disks)?;
         }
 
         if let Some(net) = options.nets.first() {
@@ -111,7 +124,7 @@ impl Devices {
         let sink = options.serial.clone();
         let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
-        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon })
+        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon, disks })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -169,6 +182,11 @@ impl Devices {
     /// The balloon, if there is one.
     pub(crate) fn balloon(&self) -> Option<&Arc<VmBalloon>> {
         self.balloon.as_ref()
+    }
+
+    /// The disks, in order.
+    pub(crate) fn disks(&self) -> &[VmDisk] {
+        &self.disks
     }
 
     /// Queues input for the guest's serial port; says how many bytes it took.

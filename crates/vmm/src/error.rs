@@ -1,6 +1,7 @@
 //! What can go wrong, in words for the person who runs the VM.
 
 use crate::boot::BootError;
+use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
@@ -67,6 +68,18 @@ pub enum Error {
     Thread {
         /// Which.
         cpu: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A disk cannot be had.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A device's thread could not be started.
+    #[error("{name}: no thread for it")]
+    DeviceThread {
+        /// Which device.
+        name: &'static str,
         /// Why.
         #[source]
         source: io::Error,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
+use vmferry_virtio::blk::BlkFigures;
 
 /// What all views of a VM share.
 #[derive(Debug)]
@@ -40,6 +41,12 @@ impl VmHandle {
     #[must_use]
     pub fn balloon(&self) -> Option<BalloonHandle> {
         self.0.devices.balloon().map(|balloon| BalloonHandle(Arc::clone(balloon)))
+    }
+
+    /// What its disks did, in their order.
+    #[must_use]
+    pub fn disks(&self) -> Vec<BlkFigures> {
+        self.0.devices.disks().iter().map(crate::disk::VmDisk::figures).collect()
     }
 
     /// Waits until the guest has ended, and says how.
