@@ -8,6 +8,7 @@
 //! | [`device`] | what a device is |
 //! | [`runs`] | guest addresses to pages |
 //! | [`balloon`] | the memory balloon |
+//! | [`net`] | the network interface |
 //!
 //! # Who does the work
 //! A notification is processed on the thread of the vCPU that wrote the register, before that write returns. For the balloon this
@@ -28,6 +29,7 @@ pub mod device;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 pub mod mmio;
+pub mod net;
 pub mod queue;
 pub mod runs;
 pub mod signals;

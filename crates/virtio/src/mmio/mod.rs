@@ -168,6 +168,30 @@ impl<D: Device> MmioTransport<D> {
         self.more.store(more, Ordering::Release);
     }
 
+    /// Lets a thread of the device's own work on queue `index`: take buffers out, or give some back. `None` if there is no driver or it
+    /// has not set up this queue, or if the ring cannot be followed: the device then rests.
+    ///
+    /// Vcpus wait for `act` when they access most registers, so what takes long is done between two calls of this.
+    pub fn with_queue<T>(
+        &self,
+        index: u16,
+        act: impl FnOnce(&mut VirtQueue) -> Result<T, RingError>,
+    ) -> Option<T> {
+        let mut core = self.core();
+        if !core.running() {
+            return None;
+        }
+        let slot = core.slots.iter_mut().find(|slot| slot.setup.spec.index == index)?;
+        match act(slot.queue.as_mut()?) {
+            Ok(done) => Some(done),
+            Err(error) => {
+                core.rest(&error, &self.signals);
+                self.more.store(false, Ordering::Release);
+                None
+            }
+        }
+    }
+
     /// The guest is about to run again, here or after it was loaded: what it was told is told again, and all queues are due.
     pub fn resumed(&self) {
         let mut core = self.core();
