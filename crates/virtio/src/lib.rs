@@ -26,6 +26,7 @@
 
 pub mod balloon;
 pub mod device;
+mod figures;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 pub mod mmio;

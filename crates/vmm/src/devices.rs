@@ -12,12 +12,14 @@
 
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
+use crate::error::{Error, Result};
 use crate::kvm::Machine;
-use crate::options::SerialSink;
+use crate::options::{SerialSink, VmOptions};
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
+use vmferry_fault::LazySlot;
 
 const SERIAL: u16 = 0x3f8;
 const SERIAL_END: u16 = SERIAL + 8;
@@ -48,6 +50,11 @@ impl SerialEvents for LostBytes {
     fn in_buffer_empty(&self) {}
 }
 
+/// A device that is asked for and cannot be made yet.
+fn absent(what: &str) -> Error {
+    Error::Options(format!("{what}: this VMM has no such device"))
+}
+
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
 /// All devices of a VM; the vCPU threads share them.
@@ -62,24 +69,40 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// The devices of a VM; `make_balloon` makes its balloon, if it is to have one.
-    pub(crate) fn new(
-        machine: &Arc<Machine>,
-        sink: SerialSink,
-        make_balloon: Option<impl FnOnce(IrqLine) -> VmBalloon>,
-    ) -> Self {
+    /// The devices that `options` ask for. Their order on the bus is the same wherever the guest goes: balloon, random numbers, disks,
+    /// network interfaces.
+    ///
+    /// # Errors
+    /// What a device needs and the host does not have.
+    pub(crate) fn new(machine: &Arc<Machine>, lazy: &Arc<LazySlot>, options: &VmOptions) -> Result<Self> {
         let mut bus = Bus::default();
-        let balloon = make_balloon.map(|make| {
-            let line = IrqLine { machine: Arc::clone(machine), gsi: bus.next_interrupt() };
-            Arc::new(make(line))
-        });
-        if let Some(balloon) = &balloon {
-            bus.add(Arc::clone(balloon) as _);
+        let line = |gsi| Box::new(IrqLine { machine: Arc::clone(machine), gsi });
+        let mut balloon = None;
+        if options.balloon {
+            bus.plug(|gsi| {
+                let made = Arc::new(VmBalloon::new(machine.ram(), lazy, options.drop_way, line(gsi)));
+                let device = Arc::clone(made.device());
+                balloon = Some(made);
+                Ok(device)
+            })?;
         }
+        if options.rng {
+            return Err(absent("a source of random numbers"));
+        }
+
+        if let Some(disk) = options.disks.first() {
+            return Err(absent(&format!("the disk {}", disk.path.display())));
+        }
+
+        if let Some(net) = options.nets.first() {
+            return Err(absent(&format!("the network interface at {}", net.tap)));
+        }
+
         let lost = Arc::new(LostBytes::default());
-        let line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
-        let serial = Serial::with_events(line, Arc::clone(&lost), sink.clone());
-        Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon }
+        let sink = options.serial.clone();
+        let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
+        let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
+        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -153,7 +176,7 @@ impl Devices {
     }
 
     /// Loads the serial port. May pulse its interrupt: load the interrupt controllers after it.
-    pub(crate) fn load_serial(&self, saved: &SerialSaved) -> Result<(), String> {
+    pub(crate) fn load_serial(&self, saved: &SerialSaved) -> std::result::Result<(), String> {
         let line = IrqLine { machine: Arc::clone(&self.machine), gsi: SERIAL_IRQ };
         let state = saved.into();
         let loaded = Serial::from_state(&state, line, Arc::clone(&self.lost), self.sink.clone());

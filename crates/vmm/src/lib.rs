@@ -7,7 +7,7 @@
 //! | `boot` | kernel images and how a guest is entered |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
-//! | `bus`, `balloon` | devices at memory addresses, and the one that is there |
+//! | `bus`, `virtio`, `balloon` | devices at memory addresses, what is the same for all of them, and one |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
@@ -29,6 +29,7 @@ mod shared_state;
 mod state;
 mod stats;
 mod vcpu;
+mod virtio;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
@@ -42,7 +43,9 @@ pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,
 };
-pub use options::{Backing, Captured, DropWay, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
+pub use options::{
+    Backing, Captured, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink, VmOptions,
+};
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;

@@ -4,7 +4,7 @@ use super::announce::Announce;
 use super::metrics::{Metrics, NetFigures, add};
 use super::persist::NetSaved;
 use super::{CONTROL, FramePort, Mac, NetOptions, Offloads, RX, TX};
-use crate::device::{Device, Progress, QueueSpec};
+use crate::device::{Device, Progress, QueueSpec, Resume, read_bytes};
 use crate::queue::{Buffer, PORTION, Part, RingError, VirtQueue};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -253,11 +253,7 @@ impl<P: FramePort> Device for Net<P> {
         let NetOptions { mac, mtu } = self.shared.options();
         let fields = [self.shared.status().bits(), 1, mtu].map(u16::to_le_bytes);
         let bytes = [&mac.bytes()[..], fields.as_flattened()].concat();
-        let from = usize::try_from(offset).unwrap_or(usize::MAX);
-        if let Some(rest) = bytes.get(from..) {
-            let len = rest.len().min(data.len());
-            data[..len].copy_from_slice(&rest[..len]);
-        }
+        read_bytes(&bytes, offset, data);
     }
 
     fn write_config(&mut self, _: u64, _: &[u8]) {
@@ -278,6 +274,15 @@ impl<P: FramePort> Device for Net<P> {
         }
         self.shared.port.kicked();
         Ok(Progress::Done)
+    }
+
+    fn quiesce(&mut self) -> bool {
+        self.control().quiesce()
+    }
+
+    fn resumed(&mut self, how: Resume) -> Result<(), String> {
+        self.control().resumed(how == Resume::Moved);
+        Ok(())
     }
 
     fn reset(&mut self) {
@@ -365,8 +370,7 @@ impl<P: FramePort> NetControl<P> {
     }
 
     /// Halts it, and says whether it has parked.
-    #[must_use]
-    pub fn quiesce(&self) -> bool {
+    fn quiesce(&self) -> bool {
         let parked = {
             let mut gate = lock(&self.shared.gate);
             gate.halted = true;
@@ -379,7 +383,7 @@ impl<P: FramePort> NetControl<P> {
     }
 
     /// It may begin; if `moved`, the guest's neighbours are to learn where it is now.
-    pub fn resumed(&self, moved: bool) {
+    fn resumed(&self, moved: bool) {
         *lock(&self.shared.gate) = Gate { halted: false, parked: false };
         if moved {
             self.shared.announce.begin();

@@ -1,30 +1,11 @@
 //! What happened.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::figures::figures;
 
-macro_rules! figures {
-    ($($(#[$meta:meta])* $name:ident,)*) => {
-        #[derive(Debug, Default)]
-        pub(super) struct Metrics {
-            $(pub(super) $name: AtomicU64,)*
-        }
-
-        /// What a network interface did since it was made; a reset by the driver changes nothing in it.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-        #[non_exhaustive]
-        pub struct NetFigures {
-            $($(#[$meta])* pub $name: u64,)*
-        }
-
-        impl Metrics {
-            pub(super) fn figures(&self) -> NetFigures {
-                NetFigures { $($name: self.$name.load(Ordering::Relaxed),)* }
-            }
-        }
-    };
-}
+pub(super) use crate::figures::add;
 
 figures! {
+    Metrics, NetFigures, "What a network interface did since it was made; a reset by the driver changes nothing in it.";
     /// Frames that the guest got.
     rx_frames,
     /// Bytes in them, without headers.
@@ -61,8 +42,4 @@ figures! {
     announce_done,
     /// Rings that could not be followed.
     broken,
-}
-
-pub(super) fn add(counter: &AtomicU64, value: u64) {
-    counter.fetch_add(value, Ordering::Relaxed);
 }
