@@ -14,6 +14,7 @@ use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
 use crate::error::{Error, Result};
 use crate::kvm::Machine;
+use crate::net::VmNet;
 use crate::options::{SerialSink, VmOptions};
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,6 +67,7 @@ pub(crate) struct Devices {
     sink: SerialSink,
     bus: Bus,
     balloon: Option<Arc<VmBalloon>>,
+    nets: Vec<VmNet>,
 }
 
 impl Devices {
@@ -94,15 +96,21 @@ impl Devices {
             return Err(absent(&format!("the disk {}", disk.path.display())));
         }
 
-        if let Some(net) = options.nets.first() {
-            return Err(absent(&format!("the network interface at {}", net.tap)));
+        let mut nets = Vec::new();
+        for (instance, net) in (0..).zip(&options.nets) {
+            bus.plug(|gsi| {
+                let made = VmNet::new((machine.ram(), lazy), net, instance, line(gsi))?;
+                let device = Arc::clone(made.device());
+                nets.push(made);
+                Ok(device)
+            })?;
         }
 
         let lost = Arc::new(LostBytes::default());
         let sink = options.serial.clone();
         let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
-        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon })
+        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon, nets })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -152,6 +160,11 @@ impl Devices {
     /// The devices at memory addresses.
     pub(crate) fn bus(&self) -> &Bus {
         &self.bus
+    }
+
+    /// The network interfaces.
+    pub(crate) fn nets(&self) -> &[VmNet] {
+        &self.nets
     }
 
     /// The balloon, if there is one.

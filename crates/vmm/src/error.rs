@@ -4,6 +4,7 @@ use crate::boot::BootError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
+use vmferry_sys::tap::TapError;
 
 /// What went wrong: what failed, where, and what to do where that is known.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +72,12 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// A network interface's tap cannot be had.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// The thread of a network interface could not be started.
+    #[error("cannot start the thread of a network interface")]
+    NetThread(#[source] io::Error),
     /// A device cannot do what is asked of the VM.
     #[error("{name}: {why}")]
     Device {

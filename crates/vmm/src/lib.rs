@@ -24,6 +24,7 @@ mod handle;
 mod kvm;
 mod memory;
 mod migrate;
+mod net;
 mod options;
 mod shared_state;
 mod state;
@@ -43,10 +44,12 @@ pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,
 };
+pub use net::NetStatus;
 pub use options::{
     Backing, Captured, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink, VmOptions,
 };
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
+pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};
 pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::handle::{Shared, VmHandle};
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
+use crate::net::VmNet;
 use crate::options::VmOptions;
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
@@ -217,6 +218,8 @@ impl Vm {
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
         let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
+        // Nor does anybody send on what such a page then seems to have been.
+        self.shared.devices.nets().iter().for_each(VmNet::halt);
         // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
         self.shared.lazy.end();
         if sleeps {

@@ -273,7 +273,8 @@ impl<P: FramePort> Receiver<P> {
         self.hand_back(shared, queue, memory)?;
         if matches!(step, RxStep::Full(_)) {
             add(&shared.metrics.rx_full, 1);
-            if queue.empty(memory)? == Progress::More {
+            // Those that would be too many stay there and are no room.
+            if queue.empty(memory)? == Progress::More && self.parts.len() < PARTS {
                 return Ok(RxStep::More);
             }
         }
