@@ -27,6 +27,8 @@ mod metrics;
 mod persist;
 mod rx;
 mod slices;
+#[cfg(any(test, feature = "hostile"))]
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 mod tx;

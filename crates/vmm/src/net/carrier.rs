@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_fault::LazySlot;
-use vmferry_virtio::net::{Announcer, FramePort, Net, NetControl, Receiver, RxStep, Transmitter, TxStep};
+use vmferry_virtio::net::{Announcer, Net, NetControl, Receiver, RxStep, Transmitter, TxStep};
 
 /// How soon a tap that had no room is asked again: it tells nobody when it has.
 const BUSY: Duration = Duration::from_millis(2);
