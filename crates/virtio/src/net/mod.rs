@@ -23,6 +23,8 @@
 
 mod announce;
 mod device;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 mod metrics;
 mod persist;
 mod rx;
@@ -31,6 +33,8 @@ mod slices;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod properties;
 mod tx;
 
 pub use announce::{Announcer, announcement};
