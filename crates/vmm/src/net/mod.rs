@@ -8,6 +8,8 @@
 mod carrier;
 mod port;
 #[cfg(test)]
+mod testing;
+#[cfg(test)]
 mod tests;
 
 use crate::error::{Error, Result};
