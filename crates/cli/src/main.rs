@@ -6,10 +6,13 @@ mod balloon;
 mod bench;
 mod check;
 mod choices;
+mod console;
 mod demo;
 mod dirty_rate;
+mod disk;
 mod guest;
 mod migrate;
+mod net;
 mod output;
 mod run;
 mod speed;
@@ -28,6 +31,8 @@ enum Status {
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
+    /// The guest asked for a reset: whoever started it may start it again.
+    Reset = 5,
 }
 
 fn main() -> ExitCode {

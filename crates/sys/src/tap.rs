@@ -45,7 +45,9 @@ pub enum TapError {
     )]
     Missing(String),
     /// Another process reads from it.
-    #[error("the tap '{0}' is in use by another process (another VM perhaps); end that one, or give this VM a tap of its own")]
+    #[error(
+        "the tap '{0}' is in use by another process (another VM perhaps); end that one, or give this VM a tap of its own"
+    )]
     Busy(String),
     /// It belongs to somebody else.
     #[error(
@@ -54,7 +56,9 @@ pub enum TapError {
     )]
     Permission(String),
     /// It is another kind of interface.
-    #[error("'{0}' is not a tap (an interface of another kind, or a tun): make one with: ip tuntap add dev NAME mode tap vnet_hdr")]
+    #[error(
+        "'{0}' is not a tap (an interface of another kind, or a tun): make one with: ip tuntap add dev NAME mode tap vnet_hdr"
+    )]
     Kind(String),
     /// Something else.
     #[error(transparent)]
@@ -75,7 +79,8 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
         return Err(TapError::Missing(name.to_owned()));
     }
     // SAFETY: a path that ends with zero; what comes back is a descriptor of ours.
-    let fd = unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_NONBLOCK | libc::O_CLOEXEC) };
+    let fd =
+        unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_NONBLOCK | libc::O_CLOEXEC) };
     if fd < 0 {
         let source = io::Error::last_os_error();
         let meaning = match source.raw_os_error().unwrap_or(0) {

@@ -88,9 +88,8 @@ pub trait Device: Send + Debug {
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError>;
 
     /// The vCPUs stand still and the state is about to be saved: from here to [`resumed`](Self::resumed) the device begins nothing new
-    /// (also in [`serve`](Self::serve), which is still called to give back what is done), and lets go of what only one side of a move
-    /// may hold. Says whether nothing is under way any more; if something is, it is asked again after each ring of its
-    /// [`Doorbell`].
+    /// (also in [`serve`](Self::serve), which is still called to give back what is done). Says whether nothing is under way any more; if
+    /// something is, it is asked again after each ring of its [`Doorbell`]. Waits for nothing.
     ///
     /// The default is for a device that does all its work in [`serve`](Self::serve).
     fn quiesce(&mut self) -> bool {

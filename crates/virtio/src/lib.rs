@@ -8,6 +8,8 @@
 //! | [`device`] | what a device is |
 //! | [`runs`] | guest addresses to pages |
 //! | [`balloon`] | the memory balloon |
+//! | [`blk`] | disks |
+//! | [`rng`] | random numbers |
 //! | [`net`] | the network interface |
 //!
 //! # Who does the work
@@ -25,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 pub mod balloon;
+pub mod blk;
 pub mod device;
 mod figures;
 #[cfg(any(test, feature = "hostile"))]
@@ -32,6 +35,7 @@ pub mod hostile;
 pub mod mmio;
 pub mod net;
 pub mod queue;
+pub mod rng;
 pub mod runs;
 pub mod signals;
 #[cfg(any(test, feature = "hostile"))]

@@ -138,6 +138,12 @@ impl VirtQueue {
         self.index
     }
 
+    /// How many entries it has.
+    #[must_use]
+    pub fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
     pub(crate) fn queue(&self) -> &Queue {
         &self.queue
     }

@@ -4,27 +4,36 @@
 //! |---|---|
 //! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
 //! | 0x64 | keyboard controller, of which only the reset line is there |
+//! | 0x600, 0x601 | ACPI sleep control and status: switches the machine off |
+//! | 0xcf9 | reset control, ACPI's reset register |
 //! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
 //! | 0xf6 | reports of free pages, of a guest that has agreed upon it with its balloon |
 //!
 //! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
 //! kernel. Devices at memory addresses are on the [bus](crate::bus).
 
+use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
-use crate::error::{Error, Result};
+use crate::disk::{self, VmDisk};
+use crate::error::Result;
 use crate::kvm::Machine;
 use crate::net::VmNet;
 use crate::options::{SerialSink, VmOptions};
+use crate::rng;
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
 use vmferry_fault::LazySlot;
 
-const SERIAL: u16 = 0x3f8;
-const SERIAL_END: u16 = SERIAL + 8;
-const SERIAL_IRQ: u32 = 4;
+/// The first port of the serial port.
+pub(crate) const SERIAL: u16 = 0x3f8;
+/// How many it has.
+pub(crate) const SERIAL_PORTS: u8 = 8;
+const SERIAL_END: u16 = SERIAL + SERIAL_PORTS as u16;
+/// Its interrupt.
+pub(crate) const SERIAL_IRQ: u32 = 4;
 const KEYBOARD: u16 = 0x64;
 /// The keyboard controller's command that pulses the reset line.
 const KEYBOARD_RESET: u8 = 0xfe;
@@ -34,6 +43,8 @@ const KEYBOARD_RESET: u8 = 0xfe;
 pub(crate) enum Request {
     /// Reset the machine.
     Reset,
+    /// Switch it off.
+    Off,
     /// Stop it, with a code.
     Exit(u8),
 }
@@ -51,11 +62,6 @@ impl SerialEvents for LostBytes {
     fn in_buffer_empty(&self) {}
 }
 
-/// A device that is asked for and cannot be made yet.
-fn absent(what: &str) -> Error {
-    Error::Options(format!("{what}: this VMM has no such device"))
-}
-
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
 /// All devices of a VM; the vCPU threads share them.
@@ -67,6 +73,7 @@ pub(crate) struct Devices {
     sink: SerialSink,
     bus: Bus,
     balloon: Option<Arc<VmBalloon>>,
+    disks: Vec<VmDisk>,
     nets: Vec<VmNet>,
 }
 
@@ -89,11 +96,21 @@ impl Devices {
             })?;
         }
         if options.rng {
-            return Err(absent("a source of random numbers"));
+            bus.plug(|gsi| rng::make(machine, line(gsi)))?;
         }
 
-        if let Some(disk) = options.disks.first() {
-            return Err(absent(&format!("the disk {}", disk.path.display())));
+        let mut disks = Vec::new();
+        for (instance, disk) in (0..).zip(&options.disks) {
+            bus.plug(|gsi| {
+                let made = VmDisk::new(machine, lazy, disk, (instance, line(gsi)))?;
+                let device = Arc::clone(made.device());
+                disks.push(made);
+                Ok(device)
+            })?;
+        }
+        if !options.incoming {
+            // A side that waits for its guest gets them with it.
+            disk::take(&disks)?;
         }
 
         let mut nets = Vec::new();
@@ -110,7 +127,16 @@ impl Devices {
         let sink = options.serial.clone();
         let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
-        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon, nets })
+        Ok(Self {
+            serial: Mutex::new(serial),
+            lost,
+            machine: Arc::clone(machine),
+            sink,
+            bus,
+            balloon,
+            disks,
+            nets,
+        })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -132,6 +158,8 @@ impl Devices {
                 None
             }
             (KEYBOARD, Some(&KEYBOARD_RESET)) => Some(Request::Reset),
+            (acpi::RESET, Some(value)) if acpi::resets(*value) => Some(Request::Reset),
+            (acpi::SLEEP_CONTROL, Some(value)) if acpi::switches_off(*value) => Some(Request::Off),
             (vmferry_guest_abi::DEBUG_EXIT_PORT, Some(&code)) => Some(Request::Exit(code)),
             (vmferry_guest_abi::balloon::REPORT_PORT, _) => {
                 if let Some(balloon) = &self.balloon {
@@ -153,6 +181,7 @@ impl Devices {
             }
             // No output waiting, input taken: the controller is idle.
             KEYBOARD => data.fill(0),
+            acpi::SLEEP_CONTROL | acpi::SLEEP_STATUS | acpi::RESET => data.fill(0),
             _ => data.fill(0xff),
         }
     }
@@ -170,6 +199,11 @@ impl Devices {
     /// The balloon, if there is one.
     pub(crate) fn balloon(&self) -> Option<&Arc<VmBalloon>> {
         self.balloon.as_ref()
+    }
+
+    /// The disks, in order.
+    pub(crate) fn disks(&self) -> &[VmDisk] {
+        &self.disks
     }
 
     /// Queues input for the guest's serial port; says how many bytes it took.

@@ -1,6 +1,7 @@
 //! What can go wrong, in words for the person who runs the VM.
 
 use crate::boot::BootError;
+use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
@@ -75,9 +76,18 @@ pub enum Error {
     /// A network interface's tap cannot be had.
     #[error(transparent)]
     Tap(#[from] TapError),
-    /// The thread of a network interface could not be started.
-    #[error("cannot start the thread of a network interface")]
-    NetThread(#[source] io::Error),
+    /// A disk cannot be had.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A device's thread could not be started.
+    #[error("{name}: no thread for it")]
+    DeviceThread {
+        /// Which device.
+        name: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// A device cannot do what is asked of the VM.
     #[error("{name}: {why}")]
     Device {

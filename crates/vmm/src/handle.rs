@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
+use vmferry_virtio::blk::BlkFigures;
 
 /// What all views of a VM share.
 #[derive(Debug)]
@@ -47,6 +48,12 @@ impl VmHandle {
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// What its disks did, in their order.
+    #[must_use]
+    pub fn disks(&self) -> Vec<BlkFigures> {
+        self.0.devices.disks().iter().map(crate::disk::VmDisk::figures).collect()
     }
 
     /// Waits until the guest has ended, and says how.

@@ -5,20 +5,24 @@
 //! | `options` | what a VM is to be like |
 //! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
 //! | `boot` | kernel images and how a guest is entered |
+//! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
-//! | `bus`, `virtio`, `balloon` | devices at memory addresses, what is the same for all of them, and one |
+//! | `bus`, `virtio` | devices at memory addresses, and what is the same for all of them |
+//! | `balloon`, `disk`, `rng` | those devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
 //!
 //! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
 
+mod acpi;
 mod balloon;
 mod boot;
 mod bus;
 mod cpuid;
 mod devices;
+mod disk;
 mod error;
 mod handle;
 mod kvm;
@@ -26,6 +30,7 @@ mod memory;
 mod migrate;
 mod net;
 mod options;
+mod rng;
 mod shared_state;
 mod state;
 mod stats;
@@ -36,7 +41,8 @@ mod vm;
 mod vm_tests;
 
 pub use balloon::{BalloonHandle, BalloonStatus, Hints};
-pub use boot::{BootError, MAX_CMDLINE};
+pub use boot::{BootError, Kernel, MAX_CMDLINE};
+pub use disk::DiskError;
 pub use error::{Error, Result};
 pub use handle::VmHandle;
 pub use kvm::{largest_dirty_ring, open_kvm};
@@ -51,5 +57,6 @@ pub use options::{
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
-pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};
 pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};
+pub use vmferry_virtio::blk::BlkFigures;
+pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};

@@ -125,12 +125,14 @@ impl Write for Captured {
 pub struct DiskOptions {
     /// The file or block device with its content, as it is (raw).
     pub path: PathBuf,
+    /// Whether the guest cannot write it. Several VMs can have one disk at once if none of them can.
+    pub read_only: bool,
 }
 
 impl DiskOptions {
-    /// The disk in `path`.
+    /// The disk in `path`, which the guest can write.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), read_only: false }
     }
 }
 

@@ -1,9 +1,11 @@
 //! A virtual machine.
 
+use crate::acpi::{self, Platform};
 use crate::balloon::Keeper;
-use crate::boot::KernelFormat;
+use crate::boot::{Kernel, KernelFormat};
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
+use crate::disk;
 use crate::error::{Error, Result};
 use crate::handle::{Shared, VmHandle};
 use crate::kvm::{Machine, open_kvm};
@@ -138,12 +140,23 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line, in front of which its devices are announced; [`start`](Self::start) then boots it.
+    /// Loads a kernel and its command line; [`start`](Self::start) then boots it. See [`load`](Self::load).
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+        self.load(&Kernel { image, initrd: None, cmdline })
+    }
+
+    /// Loads a kernel and what goes with it; [`start`](Self::start) then boots it.
+    ///
+    /// The machine is described in ACPI tables; a kernel that is not Linux is told of its devices on its command line, in front of
+    /// what it is given.
     ///
     /// # Errors
     /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
     /// one from elsewhere.
-    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+    pub fn load(&mut self, kernel: &Kernel<'_>) -> Result<()> {
         let what = "load a kernel";
         if self.incoming {
             return Err(Error::WrongState {
@@ -152,8 +165,14 @@ impl Vm {
             });
         }
         self.expect(what, &[Stage::Empty])?;
-        let cmdline = format!("{}{cmdline}", self.shared.devices.bus().announcement());
-        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline.trim_end())?;
+        let format = KernelFormat::detect(kernel.image)?;
+        let bus = self.shared.devices.bus();
+        let announced = if format.reads_devices(kernel.image) { bus.announcement() } else { String::new() };
+        let cmdline = format!("{announced}{}", kernel.cmdline);
+        let kernel = Kernel { cmdline: cmdline.trim_end(), ..*kernel };
+        let platform = Platform { cpus: self.cpus(), devices: bus.places() };
+        let rsdp = acpi::install(self.ram(), &platform)?;
+        let boot = format.load(self.ram(), &kernel, rsdp)?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;
         Ok(())
@@ -188,7 +207,15 @@ impl Vm {
             Stage::Ready => Resume::First,
             _ => Resume::Again,
         };
-        self.shared.devices.bus().resumed(how)?;
+        // Not before the disks are this side's: see `disk::lease` for the order.
+        disk::take(self.shared.devices.disks())?;
+        if let Err(error) = self.shared.devices.bus().resumed(how) {
+            if how == Resume::Moved {
+                // The guest goes back, and needs them there.
+                disk::give_up(self.shared.devices.disks())?;
+            }
+            return Err(error);
+        }
         self.shared.board.run_all();
         self.keeper.iter().for_each(|keeper| keeper.set_running(true));
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
@@ -215,11 +242,13 @@ impl Vm {
         self.stage = Stage::Stopped;
         self.keeper = None;
         self.shared.board.stop();
+        // Before anybody is woken who sleeps on a page that does not come.
+        disk::abandon(self.shared.devices.disks());
+        // Nor is sent what such a page then seems to have been.
+        self.shared.devices.nets().iter().for_each(VmNet::halt);
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
         let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
-        // Nor does anybody send on what such a page then seems to have been.
-        self.shared.devices.nets().iter().for_each(VmNet::halt);
         // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
         self.shared.lazy.end();
         if sleeps {
@@ -227,8 +256,14 @@ impl Vm {
             let _ = self.shared.board.pause_all(PATIENCE);
         }
         self.vcpus.iter_mut().for_each(Vcpu::join);
-        if let Err(error) = self.shared.devices.bus().quiesce() {
-            tracing::warn!(%error, "a device goes on after its guest");
+        match self.shared.devices.bus().quiesce() {
+            // A disk whose requests go on is not for others: its lock goes with this process.
+            Err(error) => tracing::warn!(%error, "a device goes on after its guest"),
+            Ok(()) => {
+                if let Err(error) = disk::give_up(self.shared.devices.disks()) {
+                    tracing::warn!(%error, "a disk stays locked until this process ends");
+                }
+            }
         }
     }
 
@@ -245,6 +280,7 @@ impl Vm {
         }
         // First: what is finished now sends interrupts and writes memory (traps.md 13).
         self.shared.devices.bus().quiesce()?;
+        disk::sync(self.shared.devices.disks())?;
         // All vCPUs at once, each in its thread.
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
         let mut sections = Vec::with_capacity(answers.len() + 6);
@@ -261,6 +297,16 @@ impl Vm {
         sections.push(self.shared.devices.save_serial().section(0)?);
         sections.extend(self.shared.devices.bus().save()?);
         Ok(sections)
+    }
+
+    /// Leaves the disks to whoever gets the guest; its state was [saved](Self::save_state), and it has not run since. It can still
+    /// be [resumed](Self::resume) if nobody has taken them.
+    ///
+    /// # Errors
+    /// If a disk may still be locked; [`Error::WrongState`] if the guest runs.
+    pub fn release(&mut self) -> Result<()> {
+        self.expect("give the guest's disks away", &[Stage::Paused, Stage::Ready])?;
+        Ok(disk::give_up(self.shared.devices.disks())?)
     }
 
     /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then

@@ -95,7 +95,8 @@ mod tests {
         assert_eq!(
             frame[..42],
             [
-                255, 255, 255, 255, 255, 255, 0x52, 0x54, 0, 1, 2, 3, 0x80, 0x35, // to all, from the guest
+                255, 255, 255, 255, 255, 255, 0x52, 0x54, 0, 1, 2, 3, 0x80,
+                0x35, // to all, from the guest
                 0, 1, 8, 0, 6, 4, 0, 3, // what kind
                 0x52, 0x54, 0, 1, 2, 3, 0, 0, 0, 0, // the sender
                 0x52, 0x54, 0, 1, 2, 3, 0, 0, 0, 0, // whose address is asked for

@@ -285,6 +285,12 @@ impl<P: FramePort> Device for Net<P> {
         Ok(())
     }
 
+    fn taken_away(&mut self, _: u16) {
+        // Until frames that are on their way have arrived. Buffers that were taken from it are not given back: there is nothing to
+        // give them back to.
+        drop(lock(&self.shared.way));
+    }
+
     fn reset(&mut self) {
         // Until frames that are on their way have arrived.
         let way = lock(&self.shared.way);

@@ -38,8 +38,7 @@ fn start(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     let left_out = u32::from(choices.word());
     let queues = choices.byte();
     let offered = super::testing::ALL.into_iter().zip(0..);
-    let mut bits: Vec<u32> =
-        offered.filter(|(_, n)| left_out >> n & 1 == 0).map(|(bit, _)| bit).collect();
+    let mut bits: Vec<u32> = offered.filter(|(_, n)| left_out >> n & 1 == 0).map(|(bit, _)| bit).collect();
     // No event index, or indirect descriptors, which the specification lets go together with anything.
     bits.retain(|bit| *bit != VIRTIO_RING_F_EVENT_IDX || queues & 8 == 0);
     bits.extend((queues & 16 == 0).then_some(28));

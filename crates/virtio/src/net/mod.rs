@@ -27,14 +27,14 @@ mod device;
 pub mod hostile;
 mod metrics;
 mod persist;
+#[cfg(test)]
+mod properties;
 mod rx;
 mod slices;
 #[cfg(any(test, feature = "hostile"))]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod properties;
 mod tx;
 
 pub use announce::{Announcer, announcement};

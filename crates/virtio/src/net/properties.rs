@@ -87,7 +87,8 @@ impl Model {
         for (at, part) in &parts {
             guest.driver.memory.write_slice(part, GuestAddress(*at)).unwrap();
         }
-        let parts: Vec<_> = parts.iter().map(|(at, part)| (*at, u32::try_from(part.len()).unwrap())).collect();
+        let parts: Vec<_> =
+            parts.iter().map(|(at, part)| (*at, u32::try_from(part.len()).unwrap())).collect();
         guest.put(TX, &parts);
         self.in_use[1].push_back(parts.len());
         self.sent.push(bytes);
@@ -108,7 +109,6 @@ impl Model {
         self.arrived.retain(|frame| frame[HEADER..HEADER + 6] != [0xff; 6]);
     }
 }
-
 
 fn run(bits: &[u32], acts: Vec<Act>) -> (Model, NetGuest) {
     let least = if bits.contains(&net::VIRTIO_NET_F_MRG_RXBUF) { 12 } else { 26 };

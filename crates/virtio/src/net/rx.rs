@@ -387,7 +387,8 @@ impl<P: FramePort> Receiver<P> {
     ) -> Option<usize> {
         let (bytes, since) = self.held?;
         let metrics = &shared.metrics;
-        let room = if terms.mergeable { self.room } else { self.posted.front().map_or(0, |first| first.bytes) };
+        let room =
+            if terms.mergeable { self.room } else { self.posted.front().map_or(0, |first| first.bytes) };
         if bytes <= room {
             slices::write(pieces, 0, &self.scratch[..bytes]);
             add(&metrics.rx_copied, 1);

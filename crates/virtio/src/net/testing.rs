@@ -171,8 +171,7 @@ impl NetGuest {
     /// Receives until nothing more can be done.
     pub(crate) fn receive(&mut self) -> RxStep {
         for _ in 0..100 {
-            let step =
-                self.receiver.receive(&self.driver.device, &self.driver.memory, self.sheltered);
+            let step = self.receiver.receive(&self.driver.device, &self.driver.memory, self.sheltered);
             if step != RxStep::More {
                 return step;
             }
@@ -183,8 +182,7 @@ impl NetGuest {
     /// Transmits until nothing more can be done.
     pub(crate) fn transmit(&mut self) -> TxStep {
         for _ in 0..100 {
-            let step =
-                self.transmitter.transmit(&self.driver.device, &self.driver.memory, self.sheltered);
+            let step = self.transmitter.transmit(&self.driver.device, &self.driver.memory, self.sheltered);
             if step != TxStep::More {
                 return step;
             }
@@ -256,7 +254,8 @@ impl NetGuest {
 /// A frame of `len` bytes behind its header that no other `number` has.
 pub(crate) fn frame(number: u32, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
-    let pattern = |at: usize| number.wrapping_mul(0x9e37_79b1).wrapping_add(u32::try_from(at).expect("small"));
+    let pattern =
+        |at: usize| number.wrapping_mul(0x9e37_79b1).wrapping_add(u32::try_from(at).expect("small"));
     bytes.extend((0..len).map(|at| pattern(at).to_le_bytes()[at % 3]));
     bytes
 }

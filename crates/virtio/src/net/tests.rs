@@ -59,10 +59,21 @@ fn addresses_are_those_of_one_interface() {
     assert_eq!("52:54:00:12:34:56".parse::<Mac>().unwrap().bytes(), MAC);
     assert_eq!("52:54:00:AB:cd:0f".parse::<Mac>().unwrap().to_string(), "52:54:00:ab:cd:0f");
     for bad in [
-        "", "52:54:00:12:34", "52:54:00:12:34:56:78", "52-54-00-12-34-56", "5:54:00:12:34:56", "+5:54:00:12:34:56",
-        "53:54:00:12:34:56", "00:00:00:00:00:00", "ff:ff:ff:ff:ff:ff", "52:54:00:12:34:5g",
+        "",
+        "52:54:00:12:34",
+        "52:54:00:12:34:56:78",
+        "52-54-00-12-34-56",
+        "5:54:00:12:34:56",
+        "+5:54:00:12:34:56",
+        "53:54:00:12:34:56",
+        "00:00:00:00:00:00",
+        "ff:ff:ff:ff:ff:ff",
+        "52:54:00:12:34:5g",
     ] {
-        assert!(bad.parse::<Mac>().unwrap_err().to_string().starts_with(&format!("'{bad}' is no MAC")), "{bad}");
+        assert!(
+            bad.parse::<Mac>().unwrap_err().to_string().starts_with(&format!("'{bad}' is no MAC")),
+            "{bad}"
+        );
     }
     for random in [[0; 6], [0xff; 6], [1, 2, 3, 4, 5, 6]] {
         let mac = Mac::local(random);
@@ -239,7 +250,10 @@ fn receive_buffers_that_make_no_sense_come_back_unused() {
     post(&mut guest, 0, 2, 1024);
     guest.driver.put(RX, &[(BUFFERS, 1024, 0)]);
     assert_eq!(guest.receive(), RxStep::Full(None));
-    assert_eq!([guest.next_used(RX), guest.next_used(RX), guest.next_used(RX)], [0, 1, 2].map(|n| Some((n, 0))));
+    assert_eq!(
+        [guest.next_used(RX), guest.next_used(RX), guest.next_used(RX)],
+        [0, 1, 2].map(|n| Some((n, 0)))
+    );
     for (parts, what) in [
         (vec![(BUFFERS, 11)], "no room for a header"),
         (vec![(0x5_0000, 1024)], "in a hole"),
@@ -409,7 +423,7 @@ fn a_guest_goes_on_elsewhere_with_its_address_and_its_buffers() {
     assert_eq!(guest.transmit(), TxStep::Busy);
     let mut there = guest.moved();
     assert_eq!(there.driver.device.save().device.mac, MAC);
-    assert_eq!(lock(&there.wire().offloads).tso6, true);
+    assert!(lock(&there.wire().offloads).tso6);
     assert_eq!((there.receive(), there.transmit()), (RxStep::Dry, TxStep::Done));
     for (number, len, buffers) in [(1, 60, 1), (2, 2000, 2), (3, 60, 1)] {
         assert_eq!(there.got(), Some(as_got(frame(number, len), buffers)), "{number}");
@@ -436,7 +450,9 @@ fn nothing_begins_while_the_guest_does_not_run() {
 fn saved_state_that_no_network_has_is_refused() {
     let guest = guest();
     let saved = guest.driver.device.save();
-    for (mac, mtu, what) in [([1, 2, 3, 4, 5, 6], 1500, "no MAC"), ([0; 6], 1500, "no MAC"), (MAC, 67, "67 bytes")] {
+    for (mac, mtu, what) in
+        [([1, 2, 3, 4, 5, 6], 1500, "no MAC"), ([0; 6], 1500, "no MAC"), (MAC, 67, "67 bytes")]
+    {
         let mut bad = saved.clone();
         (bad.device.mac, bad.device.mtu) = (mac, mtu);
         let error = NetGuest::halted().driver.device.load(&guest.driver.memory, &bad).unwrap_err();
@@ -449,5 +465,8 @@ fn a_flood_is_carried_with_one_interrupt_a_portion() {
     let mut guest = guest();
     post(&mut guest, 0, u64::from(SIZE), 2048);
     come(&guest, (0..u32::from(SIZE)).map(|n| frame(n, 1000)));
-    assert_eq!((guest.receive(), guest.driver.used(RX), guest.driver.interrupts()), (RxStep::Full(None), SIZE, 1));
+    assert_eq!(
+        (guest.receive(), guest.driver.used(RX), guest.driver.interrupts()),
+        (RxStep::Full(None), SIZE, 1)
+    );
 }

@@ -111,12 +111,7 @@ impl<P: FramePort> Transmitter<P> {
     }
 
     /// Sends what was taken; says how many chains are done with.
-    fn carry<M: GuestMemory>(
-        &mut self,
-        shared: &Shared<P>,
-        memory: &M,
-        sheltered: bool,
-    ) -> (usize, TxStep) {
+    fn carry<M: GuestMemory>(&mut self, shared: &Shared<P>, memory: &M, sheltered: bool) -> (usize, TxStep) {
         let metrics = &shared.metrics;
         let mut pieces: Vec<Slice<'_, M>> = Vec::new();
         let mut gone = false;

@@ -1,7 +1,8 @@
 //! The thread that carries a network interface's frames.
 
+use super::no_thread;
 use super::port::TapPort;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::virtio::VirtioMmio;
 use rustix::event::{Timespec, epoll};
 use std::io;
@@ -48,7 +49,7 @@ impl Carrier {
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from);
         let common = Arc::new(Common::default());
         let worker = Worker {
-            poll: poll.map_err(Error::NetThread)?,
+            poll: poll.map_err(no_thread)?,
             receiver: Receiver::new(control.clone()),
             transmitter: Transmitter::new(control.clone()),
             announcer: Announcer::new(control.clone()),
@@ -58,10 +59,10 @@ impl Carrier {
             lazy,
             listening: false,
         };
-        worker.watch().map_err(Error::NetThread)?;
+        worker.watch().map_err(no_thread)?;
         let name = format!("net {}", control.port().name());
         let thread = std::thread::Builder::new().name(name).spawn(move || worker.live());
-        Ok(Self { common, control, thread: Some(thread.map_err(Error::NetThread)?) })
+        Ok(Self { common, control, thread: Some(thread.map_err(no_thread)?) })
     }
 
     pub(super) fn wakeups(&self) -> u64 {

@@ -97,10 +97,15 @@ impl VmNet {
     }
 }
 
+fn no_thread(source: std::io::Error) -> Error {
+    Error::DeviceThread { name: <TransportSaved<NetSaved> as Saved>::NAME, source }
+}
+
 /// An address that nobody else has: the guest keeps it wherever it goes, as it is part of its state.
 fn random_mac() -> Result<Mac> {
     let mut bytes = [0; 6];
-    let failed = |error: getrandom::Error| Error::Options(format!("no random MAC address: {error}; give mac="));
+    let failed =
+        |error: getrandom::Error| Error::Options(format!("no random MAC address: {error}; give mac="));
     getrandom::fill(&mut bytes).map_err(failed)?;
     Ok(Mac::local(bytes))
 }

@@ -30,7 +30,7 @@ impl TapPort {
     pub(crate) fn open(name: &str) -> Result<Self> {
         let fd = tap::open(name)?;
         let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
-        let bell = bell.map_err(io::Error::from).map_err(crate::Error::NetThread)?;
+        let bell = bell.map_err(|error| super::no_thread(error.into()))?;
         Ok(Self { name: name.to_owned(), fd, bell })
     }
 

@@ -153,12 +153,14 @@ impl Host {
         loop {
             let left = deadline.checked_duration_since(Instant::now())?;
             let mut ready = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
-            let left = rustix::event::Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().min(50_000_000).into() };
+            let left =
+                rustix::event::Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().min(50_000_000).into() };
             if rustix::event::poll(&mut ready, Some(&left)).unwrap() == 0 {
                 continue;
             }
             let mut bytes = vec![0; 70_000];
-            let got = rustix::net::recv(&self.socket, &mut bytes[..], rustix::net::RecvFlags::empty()).unwrap();
+            let got =
+                rustix::net::recv(&self.socket, &mut bytes[..], rustix::net::RecvFlags::empty()).unwrap();
             bytes.truncate(got.0);
             // What it sent itself it sees, too.
             if bytes[12..14] == kind.to_be_bytes() && bytes[6..12] != [2, 0, 0, 0, 0, 1] {
