@@ -1,13 +1,14 @@
 //! A driver that does what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
 
+use crate::device::Device;
 use crate::mmio::TransportSaved;
-use crate::testing::{Call, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
+use crate::testing::{Call, Driver, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_guest_abi::balloon::RANGES_QUEUE;
 use vmferry_memory::PageSet;
 
 /// Most steps that are taken; bytes behind them are not looked at.
-const STEPS: usize = 256;
+pub(crate) const STEPS: usize = 256;
 /// Most calls to the host for one step: a portion of each queue, for the notification and each round of work; a buffer of hints calls
 /// at most for each of its parts.
 const CALLS: usize = 9 * 6 * 64 * 17;
@@ -144,7 +145,7 @@ fn step(guest: &mut Guest, choices: &mut Choices<'_>) {
 }
 
 /// Descriptors as chosen, and a head.
-fn chain(guest: &mut Guest, choices: &mut Choices<'_>, queue: u16) {
+pub(crate) fn chain<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>, queue: u16) {
     let entries = choices.byte() % 5;
     for _ in 0..entries {
         let index = u16::from(choices.byte()) % SIZE;
@@ -227,36 +228,38 @@ fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
     guest.work();
 }
 
-/// Calls `drive` with noise for some seconds; every fourth time the first bytes, which choose what a driver leaves out, are noise too.
-/// (A fuzz target finds more, as it sees what it reaches.)
 #[cfg(test)]
-pub(crate) fn noise(what: &str, drive: fn(&[u8])) {
-    use std::io::Write;
+pub(crate) mod tests {
     use std::time::{Duration, Instant};
-    let (began, mut state, mut seeds) = (Instant::now(), 0x9e37_79b9_7f4a_7c15u64, 0);
-    while began.elapsed() < Duration::from_secs(3) && seeds < 100_000 {
-        let mut bytes = vec![0; 900];
-        for byte in &mut bytes {
-            // Xorshift.
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            *byte = state.to_le_bytes()[5];
-        }
-        if seeds % 4 != 0 {
-            bytes[..3].fill(0);
-        }
-        drive(&bytes);
-        seeds += 1;
-    }
-    writeln!(std::io::stdout(), "hostile drivers of {what}: {seeds}").expect("stdout");
-    assert!(seeds > 100, "{seeds}");
-}
 
-#[cfg(test)]
-mod tests {
+    /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
     #[test]
     fn noise_neither_panics_nor_leaves_memory() {
-        super::noise("a balloon", super::drive);
+        let seeds = noise(super::drive);
+        assert!(seeds > 100, "{seeds}");
+    }
+
+    /// Calls `drive` with noise for some seconds; says how often.
+    pub(crate) fn noise(drive: impl Fn(&[u8])) -> u32 {
+        let (began, mut state, mut seeds) = (Instant::now(), 0x9e37_79b9_7f4a_7c15u64, 0);
+        while began.elapsed() < Duration::from_secs(3) && seeds < 100_000 {
+            let mut bytes = vec![0; 900];
+            for byte in &mut bytes {
+                // Xorshift.
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                *byte = state.to_le_bytes()[5];
+            }
+            // The first bytes leave out features and queues: most drivers leave out none.
+            if seeds % 4 != 0 {
+                bytes[..3].fill(0);
+            }
+            drive(&bytes);
+            seeds += 1;
+        }
+        use std::io::Write;
+        writeln!(std::io::stdout(), "hostile drivers: {seeds}").unwrap();
+        seeds
     }
 }

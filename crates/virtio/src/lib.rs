@@ -17,7 +17,7 @@
 //! is the shortest way: a driver that reports or inflates waits for the answer in any case, the vCPU that frees pays for it, no
 //! other thread has to wake, and once all vCPUs are paused no request is half done. What would take too long is done in portions
 //! ([`mmio::MmioTransport::work`]), between which the vCPU's thread looks whether it is to pause. A device that waits for a disk or
-//! a network hands its requests to a thread of its own and calls [`mmio::MmioTransport::notify`] from there.
+//! a network hands its requests to threads of its own, which ring its [`device::Doorbell`] when they are done.
 //!
 //! # Hostile drivers
 //! Everything that a driver writes is taken as an attack: registers, rings, descriptors, what lies in buffers. A ring or a chain

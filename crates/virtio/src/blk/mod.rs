@@ -22,6 +22,8 @@
 //! write is on stable storage when it is answered (5.2.6.2).
 
 mod device;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 mod metrics;
 mod persist;
 mod request;
