@@ -2,12 +2,14 @@
 
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use crate::disk::{DiskArg, disk};
+use crate::net::net;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_dirty::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
+use vmferry_vmm::NetOptions;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
 #[derive(Debug, Parser)]
@@ -216,6 +218,10 @@ pub(crate) struct RunArgs {
     /// on both sides
     #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk)]
     pub(crate) disks: Vec<DiskArg>,
+    /// Give it a network interface at this tap of the host's, with this MAC address (random if left out; a guest that comes from elsewhere
+    /// keeps its own); may be given several times, as often on both sides of a move
+    #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net)]
+    pub(crate) nets: Vec<NetOptions>,
     /// Give it a source of random numbers; the same on both sides of a move
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) rng: OnOff,

@@ -53,6 +53,7 @@ impl Machine {
         options.balloon = args.balloon == OnOff::On;
         options.rng = args.rng == OnOff::On;
         options.disks = args.disks.iter().map(DiskArg::options).collect();
+        options.nets.clone_from(&args.nets);
         options.serial = serial(args.serial.as_deref())?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
@@ -91,6 +92,9 @@ impl Machine {
         }
         if !args.disks.is_empty() {
             bail!("a process guest has no disks; leave --disk");
+        }
+        if !args.nets.is_empty() {
+            bail!("a process guest has no network interfaces; leave --net");
         }
         if args.balloon_auto.is_some() {
             bail!("a process guest has no balloon; leave --balloon-auto");

@@ -12,6 +12,7 @@ mod dirty_rate;
 mod disk;
 mod guest;
 mod migrate;
+mod net;
 mod output;
 mod run;
 mod speed;

@@ -10,6 +10,7 @@
 //! | [`balloon`] | the memory balloon |
 //! | [`blk`] | disks |
 //! | [`rng`] | random numbers |
+//! | [`net`] | the network interface |
 //!
 //! # Who does the work
 //! A notification is processed on the thread of the vCPU that wrote the register, before that write returns. For the balloon this
@@ -32,6 +33,7 @@ mod figures;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 pub mod mmio;
+pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod runs;

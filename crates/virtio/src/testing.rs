@@ -344,6 +344,11 @@ impl<D: Device + 'static> Driver<D> {
         self.notify(queue);
     }
 
+    /// Goes on where `other` was, whose memory and state came here.
+    pub(crate) fn adopt(&mut self, other: &Self) {
+        self.next.clone_from(&other.next);
+    }
+
     /// Moves its memory and state to `there`, another one like it.
     pub(crate) fn move_to(&self, there: &Self) {
         for page in (0..LOW).chain(HIGH.0..HIGH.0 + HIGH.1) {

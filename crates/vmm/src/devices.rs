@@ -16,8 +16,9 @@ use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
 use crate::disk::{self, VmDisk};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kvm::Machine;
+use crate::net::VmNet;
 use crate::options::{SerialSink, VmOptions};
 use crate::rng;
 use crate::state::SerialSaved;
@@ -61,11 +62,6 @@ impl SerialEvents for LostBytes {
     fn in_buffer_empty(&self) {}
 }
 
-/// A device that is asked for and cannot be made yet.
-fn absent(what: &str) -> Error {
-    Error::Options(format!("{what}: this VMM has no such device"))
-}
-
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
 /// All devices of a VM; the vCPU threads share them.
@@ -78,6 +74,7 @@ pub(crate) struct Devices {
     bus: Bus,
     balloon: Option<Arc<VmBalloon>>,
     disks: Vec<VmDisk>,
+    nets: Vec<VmNet>,
 }
 
 impl Devices {
@@ -116,15 +113,30 @@ impl Devices {
             disk::take(&disks)?;
         }
 
-        if let Some(net) = options.nets.first() {
-            return Err(absent(&format!("the network interface at {}", net.tap)));
+        let mut nets = Vec::new();
+        for (instance, net) in (0..).zip(&options.nets) {
+            bus.plug(|gsi| {
+                let made = VmNet::new((machine.ram(), lazy), net, instance, line(gsi))?;
+                let device = Arc::clone(made.device());
+                nets.push(made);
+                Ok(device)
+            })?;
         }
 
         let lost = Arc::new(LostBytes::default());
         let sink = options.serial.clone();
         let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
-        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon, disks })
+        Ok(Self {
+            serial: Mutex::new(serial),
+            lost,
+            machine: Arc::clone(machine),
+            sink,
+            bus,
+            balloon,
+            disks,
+            nets,
+        })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -177,6 +189,11 @@ impl Devices {
     /// The devices at memory addresses.
     pub(crate) fn bus(&self) -> &Bus {
         &self.bus
+    }
+
+    /// The network interfaces.
+    pub(crate) fn nets(&self) -> &[VmNet] {
+        &self.nets
     }
 
     /// The balloon, if there is one.

@@ -5,6 +5,7 @@ use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
+use vmferry_sys::tap::TapError;
 
 /// What went wrong: what failed, where, and what to do where that is known.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +73,9 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// A network interface's tap cannot be had.
+    #[error(transparent)]
+    Tap(#[from] TapError),
     /// A disk cannot be had.
     #[error(transparent)]
     Disk(#[from] DiskError),

@@ -4,6 +4,7 @@ use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
 use crate::kvm::Machine;
 use crate::memory::GuestRam;
+use crate::net::{NetStatus, VmNet};
 use crate::stats;
 use crate::vcpu::{Board, Exit};
 use std::sync::Arc;
@@ -41,6 +42,12 @@ impl VmHandle {
     #[must_use]
     pub fn balloon(&self) -> Option<BalloonHandle> {
         self.0.devices.balloon().map(|balloon| BalloonHandle(Arc::clone(balloon)))
+    }
+
+    /// The VM's network interfaces.
+    #[must_use]
+    pub fn nets(&self) -> Vec<NetStatus> {
+        self.0.devices.nets().iter().map(VmNet::status).collect()
     }
 
     /// What its disks did, in their order.

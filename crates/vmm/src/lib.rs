@@ -28,6 +28,7 @@ mod handle;
 mod kvm;
 mod memory;
 mod migrate;
+mod net;
 mod options;
 mod rng;
 mod shared_state;
@@ -49,6 +50,7 @@ pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,
 };
+pub use net::NetStatus;
 pub use options::{
     Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink,
     VmOptions,
@@ -58,3 +60,4 @@ pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
 pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};
 pub use vmferry_virtio::blk::BlkFigures;
+pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};

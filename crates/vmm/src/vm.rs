@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::handle::{Shared, VmHandle};
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
+use crate::net::VmNet;
 use crate::options::VmOptions;
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
@@ -248,6 +249,8 @@ impl Vm {
         self.shared.board.stop();
         // Before anybody is woken who sleeps on a page that does not come.
         disk::abandon(self.shared.devices.disks());
+        // Nor is sent what such a page then seems to have been.
+        self.shared.devices.nets().iter().for_each(VmNet::halt);
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
         let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);

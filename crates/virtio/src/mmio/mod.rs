@@ -171,6 +171,40 @@ impl<D: Device> MmioTransport<D> {
         self.served.notify_all();
     }
 
+    /// Lets a thread of the device's own work on queue `index`: take buffers out, or give some back. `None` if there is no driver or it
+    /// has not set up this queue, or if the ring cannot be followed: the device then rests.
+    ///
+    /// Vcpus wait for `act` when they access most registers, so what takes long is done between two calls of this.
+    pub fn with_queue<T>(
+        &self,
+        index: u16,
+        act: impl FnOnce(&mut VirtQueue) -> Result<T, RingError>,
+    ) -> Option<T> {
+        let mut core = self.core();
+        let running = core.running();
+        let slot = core.slots.iter_mut().find(|slot| running && slot.setup.spec.index == index);
+        let result = slot.and_then(|slot| slot.queue.as_mut()).map(act);
+        if let Some(Err(error)) = &result {
+            core.rest(error, &self.signals);
+            self.more.store(false, Ordering::Release);
+        }
+        drop(core);
+        // Set while this thread had the lock, it is this thread's to do, as in `serve`.
+        if self.resumes.load(Ordering::Acquire)
+            && let Some(core) = self.try_core()
+        {
+            self.more.store(core.running(), Ordering::Release);
+        }
+        result?.ok()
+    }
+
+    /// A thread of the device's own has come to rest without a [notification](Self::notify): whoever waits for that looks again.
+    pub fn rested(&self) {
+        // Not between the look and the wait.
+        drop(self.core());
+        self.served.notify_all();
+    }
+
     /// Serves a portion of each queue that is due.
     fn serve<'a, M: GuestMemory>(&'a self, memory: &M, mut core: MutexGuard<'a, Core<D>>) {
         loop {
