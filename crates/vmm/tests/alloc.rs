@@ -154,6 +154,11 @@ fn the_balloon_follows_its_target() {
     guest.vm.stop();
 }
 
+/// All rounds are done, and the host has been told of everything that is free.
+fn settled(now: &AllocSnapshot) -> bool {
+    now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
+}
+
 #[test]
 fn the_map_says_what_is_free() {
     if !kvm() {
@@ -161,7 +166,7 @@ fn the_map_says_what_is_free() {
     }
     let workload = "uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=2";
     let mut guest = Guest::boot(workload, |args| args.hints = HintMode::Incremental);
-    let done = guest.wait("rounds", |now| now.done() && now.guest.unreported_pages == 0);
+    let done = guest.wait("rounds", settled);
     assert!(guest.balloon().keeps_map());
     let mut free = guest.empty_set();
     let count = guest.balloon().read_map(&mut free).unwrap();
@@ -178,7 +183,7 @@ fn free_pages_are_hinted_on_demand() {
         return;
     }
     let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=64", |_| {});
-    let done = guest.wait("rounds", |now| now.done() && now.guest.unreported_pages == 0);
+    let done = guest.wait("rounds", settled);
     let mut sizes = Vec::new();
     for walk in 1..=3 {
         let command = guest.balloon().ask_hints().unwrap();

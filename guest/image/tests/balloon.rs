@@ -65,6 +65,11 @@ fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> All
     }
 }
 
+/// All rounds are done, and the host has been told of everything that is free.
+fn settled(now: &AllocSnapshot) -> bool {
+    now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
+}
+
 /// Bytes of memory that the host stands behind.
 fn resident(guest: &Guest) -> u64 {
     guest.memory.metadata().unwrap().blocks() * 512
@@ -91,15 +96,19 @@ fn what_is_freed_goes_back_to_the_host() {
         {
             let workload = format!("idle,alloc={}M,rounds=2,frag={frag}", ALLOC / MIB);
             let guest = boot(accelerator, &GuestArgs { report, ..args(&workload) });
-            let done = wait(&guest, "rounds", |now| now.done() && now.guest.unreported_pages == 0);
+            let done = wait(&guest, "rounds", settled);
             let case = format!("{accelerator}, {report}, frag={frag}: {:?}", done.guest);
             let kept = 2 * ALLOC.checked_div(frag).unwrap_or(0);
             let freed = done.sum(|cpu| cpu.freed_bytes);
-            assert!(freed >= 2 * ALLOC - kept && done.sum(|cpu| cpu.report_bytes) >= ALLOC - kept, "{case}");
+            let told = done.sum(|cpu| cpu.report_bytes);
+            // A vCPU that is later may use what the other one has freed, but half of it is in use at one time at least.
+            assert!(freed >= 2 * ALLOC - kept && told >= ALLOC / 2 - kept, "{case}: {freed} {told}");
             let left = residue(&guest, &done, base);
             assert!(left * 100 <= ALLOC, "{case}: {left} bytes left");
             let by = |cpu: usize| done.cpus()[cpu].reports;
-            assert!(by(1) > 0 && (by(0) > 0) == (report == ReportMode::Sync), "{case}");
+            // Who frees reports large blocks; small ones, the first vCPU if it reports at all, else the last.
+            let sync = report == ReportMode::Sync;
+            assert!((by(0) > 0) == sync && (by(1) > 0 || sync && frag != 0), "{case}");
             let stats = guest.verify(1);
             assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{case}");
         }
@@ -122,8 +131,8 @@ fn without_reports_it_does_not() {
 fn a_page_that_the_host_loses_is_found() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, &args("idle,alloc=8M,rounds=1,frag=2"));
-        wait(&guest, "rounds", AllocSnapshot::done);
-        // The pages that are kept have their number in the first word.
+        wait(&guest, "rounds", settled);
+        // Of all pages only those that are kept still have their number in the first word.
         let stamp = |address: u64| {
             let page = guest.page(address);
             let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().unwrap());
