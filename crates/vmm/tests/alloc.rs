@@ -111,7 +111,8 @@ fn what_is_freed_is_reported_in_every_way() {
             });
             let case = format!("{report}, frag={frag}: {:?} {:?}", done.guest, done.cpus());
             let dropped = given();
-            assert!(!reports || dropped >= 120 * MIB, "{case}");
+            // A vCPU that is later may use what the other one has freed, but half of the 128 MiB is in use at one time at least.
+            assert!(!reports || dropped >= 60 * MIB, "{case}");
             assert!(reports || dropped == 0, "{case}");
             assert_eq!(done.sum(|cpu| cpu.short_rounds), 0, "{case}");
             guest.verify(1);
