@@ -1,0 +1,131 @@
+//! Whether a guest lost anything on its way.
+
+use crate::told::Told;
+use anyhow::{Result, bail, ensure};
+use serde_json::Value;
+use std::time::Duration;
+
+/// A guest before its move, and after it, both times with everything checked.
+#[derive(Debug)]
+pub(crate) struct Move<'a> {
+    pub(crate) before: &'a Told,
+    pub(crate) after: &'a Told,
+    /// Between the two reports, by the clock of who watched.
+    pub(crate) elapsed: Duration,
+    /// For how long it stood still, by what vmferry says.
+    pub(crate) downtime_ms: f64,
+    /// What a wait may take longer than it should here.
+    pub(crate) slack: Duration,
+}
+
+impl Move<'_> {
+    /// Looks at everything that the guest says.
+    pub(crate) fn judge(&self) -> Result<()> {
+        let (before, after) = (self.before, self.after);
+        content(after)?;
+        ensure!(after.cpus == before.cpus, "it had {} processors and has {}", before.cpus, after.cpus);
+        ensure!(after.ticks > before.ticks, "its clock thread stands still");
+        if before.stress_pages > 0 {
+            ensure!(after.stress_writes > before.stress_writes, "it writes to its memory no more");
+        }
+        self.time()?;
+        let new: Vec<_> = after.complaints.iter().filter(|line| !before.complaints.contains(line)).collect();
+        ensure!(new.is_empty(), "its kernel complains: {new:?}");
+        Ok(())
+    }
+
+    /// Its uptime goes on, with the time that passed elsewhere; nothing steps by more than it stood still.
+    fn time(&self) -> Result<()> {
+        let (before, after) = (self.before, self.after);
+        ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
+        let (slack, passed) = (self.slack.as_secs_f64(), self.elapsed.as_secs_f64());
+        for (clock, was, is) in [
+            ("uptime", before.uptime_s, after.uptime_s),
+            ("real time", before.realtime_s, after.realtime_s),
+        ] {
+            let own = is - was;
+            ensure!(
+                (own - passed).abs() <= slack,
+                "its {clock} went on by {own:.3} s while {passed:.3} s passed"
+            );
+        }
+        let allowed = self.downtime_ms + self.slack.as_secs_f64() * 1e3;
+        ensure!(
+            after.gap_ms <= allowed,
+            "it saw a gap of {:.0} ms, and stood still for {:.0} ms",
+            after.gap_ms,
+            self.downtime_ms
+        );
+        ensure!(after.step_ms < 50.0, "its clocks parted by {:.1} ms", after.step_ms);
+        Ok(())
+    }
+}
+
+/// Whether all that a guest keeps is as it should be.
+pub(crate) fn content(told: &Told) -> Result<()> {
+    ensure!(told.whole, "the guest has not checked everything");
+    ensure!(told.stress_wrong == 0, "{} pages were not as they had been written", told.stress_wrong);
+    ensure!(told.kept_good == Some(true), "the file in its tmpfs has changed");
+    ensure!(told.record_errors == 0, "{} writes to its disk failed", told.record_errors);
+    ensure!(told.records_lost.unwrap_or(0) == 0, "{:?} of its flushed records are lost", told.records_lost);
+    Ok(())
+}
+
+/// Whether vmferry's own document tells of a move in which every page that was compared was the same.
+pub(crate) fn report(report: &Value) -> Result<()> {
+    if report["outcome"] != "completed" {
+        bail!("the outcome is {}: {}", report["outcome"], report["error"]);
+    }
+    ensure!(report["mismatched_pages"] == 0, "{} pages differ", report["mismatched_pages"]);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(at: f64) -> Told {
+        Told {
+            uptime_s: at,
+            realtime_s: 1e9 + at,
+            ticks: at as u64,
+            cpus: 2,
+            whole: true,
+            gap_ms: 20.0,
+            stress_pages: 8,
+            stress_writes: at as u64,
+            kept_good: Some(true),
+            ..Told::default()
+        }
+    }
+
+    fn judged(spoil: impl Fn(&mut Told)) -> Result<()> {
+        let (before, mut after) = (told(10.0), told(15.0));
+        spoil(&mut after);
+        let elapsed = Duration::from_secs(5);
+        Move { before: &before, after: &after, elapsed, downtime_ms: 100.0, slack: Duration::from_millis(500) }.judge()
+    }
+
+    #[test]
+    fn a_good_move_is_good_and_each_loss_is_seen() {
+        judged(|_| {}).unwrap();
+        let spoils: [(&str, fn(&mut Told)); 12] = [
+            ("processors", |told| told.cpus = 1),
+            ("stands still", |told| told.ticks = 10),
+            ("no more", |told| told.stress_writes = 10),
+            ("written", |told| told.stress_wrong = 1),
+            ("tmpfs", |told| told.kept_good = Some(false)),
+            ("disk failed", |told| told.record_errors = 1),
+            ("lost", |told| told.records_lost = Some(2)),
+            ("went back", |told| told.backwards = 1),
+            ("uptime", |told| told.uptime_s = 14.0),
+            ("real time", |told| told.realtime_s += 0.6),
+            ("gap", |told| told.gap_ms = 700.0),
+            ("complains", |told| told.complaints.push("soft lockup".into())),
+        ];
+        for (what, spoil) in spoils {
+            let error = judged(spoil).unwrap_err().to_string();
+            assert!(error.contains(what), "{what}: {error}");
+        }
+    }
+}
