@@ -1,9 +1,9 @@
 //! Runs the scenarios where KVM is: inside the outer machine, or on the host itself.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::ExitCode;
-use vmferry_lab::runner;
+use vmferry_lab::{peer, runner};
 
 fn main() -> ExitCode {
     match act(&std::env::args().skip(1).collect::<Vec<_>>()) {
@@ -19,6 +19,9 @@ fn act(arguments: &[String]) -> Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["run", plan] => runner::run(Path::new(plan)),
         ["scenario", name, plan] => runner::scenario(name, Path::new(plan)),
-        _ => bail!("usage: lab-agent run PLAN | scenario NAME PLAN"),
+        ["serve", address] => {
+            peer::serve(address.parse().with_context(|| format!("{address} is no address"))?)
+        }
+        _ => bail!("usage: lab-agent run PLAN | scenario NAME PLAN | serve ADDRESS"),
     }
 }

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// A run of the lab, as the agent sees it: all paths are the agent's.
@@ -17,6 +18,12 @@ pub struct Plan {
     pub kernel: PathBuf,
     /// Their initramfs.
     pub initrd: PathBuf,
+    /// An empty file system for a guest's disk, if one could be made.
+    pub disk: Option<PathBuf>,
+    /// What checks a file system, if it is there.
+    pub fsck: Option<PathBuf>,
+    /// Where the other machine's agent listens, if there is one.
+    pub peer: Option<SocketAddr>,
     /// Seconds from the agent's start until nothing new is begun, and what runs is ended.
     pub seconds: u64,
     /// Whether KVM is emulated here: then times say little, and every wait is long.

@@ -16,7 +16,7 @@ pub struct Told {
     pub ticks: u64,
     /// How often its monotonic clock had gone back.
     pub backwards: u64,
-    /// The longest time between two looks, in milliseconds.
+    /// The longest time between two looks since the last report for which everything was checked, in milliseconds.
     pub gap_ms: f64,
     /// The most by which its real time and its monotonic time have parted, in milliseconds.
     pub step_ms: f64,

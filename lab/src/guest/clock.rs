@@ -38,14 +38,18 @@ impl Clock {
         Ok(Self { seen })
     }
 
-    pub(crate) fn tell(&self, told: &mut Told) {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Tells; if `anew`, gaps are counted anew from here.
+    pub(crate) fn tell(&self, told: &mut Told, anew: bool) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         told.uptime_s = seconds(ClockId::Boottime);
         told.realtime_s = seconds(ClockId::Realtime);
         told.ticks = seen.ticks;
         told.backwards = seen.backwards;
         told.gap_ms = seen.gap_ms;
         told.step_ms = seen.step_ms;
+        if anew {
+            seen.gap_ms = 0.0;
+        }
     }
 }
 

@@ -66,7 +66,7 @@ impl Work {
     /// What there is to say; `whole` if all that is kept is to be checked for it, which takes a while.
     fn told(&self, whole: bool) -> Result<Told> {
         let mut told = Told { cpus: cpus(), whole, ..Told::default() };
-        self.clock.tell(&mut told);
+        self.clock.tell(&mut told, whole);
         if let Some(stress) = &self.stress {
             stress.tell(&mut told, whole);
         }

@@ -9,7 +9,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// The packages whose newest version is fetched; kernels by the name that always means the newest.
-const PACKAGES: [&str; 3] = ["linux-image-amd64", "linux-image-cloud-amd64", "busybox-static"];
+const PACKAGES: [&str; 4] =
+    ["linux-image-amd64", "linux-image-cloud-amd64", "busybox-static", "e2fsck-static"];
 
 /// Fetches what the lab boots.
 pub(crate) fn fetch() -> Result<bool> {

@@ -2,7 +2,8 @@
 # The first program of a Linux guest: loads the drivers of vmferry's devices, starts what checks the guest, and gives its console
 # to a shell.
 /bin/busybox --install -s /bin
-export PATH=/bin HOME=/root PS1='lab# '
+# A terminal that is not asked how large it is.
+export PATH=/bin HOME=/root PS1='lab# ' TERM=dumb
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev

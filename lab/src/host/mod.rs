@@ -2,6 +2,7 @@
 
 mod build;
 mod cpio;
+mod emulated;
 pub(crate) mod fetch;
 mod initramfs;
 pub(crate) mod machine;
@@ -23,6 +24,7 @@ use vmferry_lab::scenarios;
 struct Whole {
     qemu: PathBuf,
     busybox: PathBuf,
+    fsck: PathBuf,
     outer: Rc<Kernel>,
     guest: Rc<Kernel>,
 }
@@ -31,8 +33,10 @@ impl Whole {
     fn find() -> Result<Self> {
         let parts = Parts::find();
         let missing = parts.missing();
-        match (parts.qemu, parts.busybox, parts.outer, parts.guest) {
-            (Some(qemu), Some(busybox), Some(outer), Some(guest)) => Ok(Self { qemu, busybox, outer, guest }),
+        match (parts.qemu, parts.busybox, parts.fsck, parts.outer, parts.guest) {
+            (Some(qemu), Some(busybox), Some(fsck), Some(outer), Some(guest)) if missing.is_empty() => {
+                Ok(Self { qemu, busybox, fsck, outer, guest })
+            }
             _ => bail!("the lab cannot run, because this is missing:\n  {}", missing.join("\n  ")),
         }
     }
@@ -45,6 +49,7 @@ pub(crate) fn check() -> Result<bool> {
     for (what, path) in [
         ("QEMU", parts.qemu.clone()),
         ("busybox", parts.busybox.clone()),
+        ("e2fsck", parts.fsck.clone()),
         ("outer kernel", version(&parts.outer)),
         ("guests' kernel", version(&parts.guest)),
     ] {
@@ -114,6 +119,25 @@ fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     let image = &whole.guest.image;
     std::fs::copy(image, inside.join("kernel"))
         .with_context(|| format!("cannot copy {}", image.display()))?;
+    let fsck = &whole.fsck;
+    std::fs::copy(fsck, inside.join("e2fsck")).with_context(|| format!("cannot copy {}", fsck.display()))?;
+    disk(&inside.join("disk.img"))
+}
+
+/// An empty file system, for a guest's disk.
+fn disk(path: &Path) -> Result<()> {
+    const BYTES: u64 = 24 << 20;
+    let mkfs = parts::tool(parts::MKFS).with_context(|| format!("{} is not here", parts::MKFS))?;
+    let file = std::fs::File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+    file.set_len(BYTES)?;
+    let output = std::process::Command::new(&mkfs)
+        .args(["-q", "-F", "-b", "4096"])
+        .arg(path)
+        .output()
+        .with_context(|| format!("cannot run {}", mkfs.display()))?;
+    if !output.status.success() {
+        bail!("{} failed: {}", mkfs.display(), String::from_utf8_lossy(&output.stderr).trim());
+    }
     Ok(())
 }
 

@@ -6,11 +6,14 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 /// Modules without which a kernel cannot be the outer machine's.
-pub(crate) const OUTER_MODULES: [&str; 6] =
-    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "tun"];
+pub(crate) const OUTER_MODULES: [&str; 7] =
+    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "tun", "bridge"];
 /// Modules that a Linux guest under vmferry needs.
 pub(crate) const GUEST_MODULES: [&str; 5] =
     ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4"];
+
+/// What makes a guest's file system.
+pub(crate) const MKFS: &str = "mkfs.ext4";
 
 /// A kernel and its modules.
 #[derive(Debug)]
@@ -25,6 +28,8 @@ pub(crate) struct Kernel {
 pub(crate) struct Parts {
     pub(crate) qemu: Option<PathBuf>,
     pub(crate) busybox: Option<PathBuf>,
+    /// What checks a guest's file system.
+    pub(crate) fsck: Option<PathBuf>,
     /// What the emulated machine boots.
     pub(crate) outer: Option<Rc<Kernel>>,
     /// What Linux guests boot.
@@ -66,7 +71,11 @@ impl Parts {
             .into_iter()
             .chain(tool("busybox"))
             .find(|file| is_static(file));
-        Self { qemu: tool("qemu-system-x86_64"), busybox, outer, guest }
+        let fsck = [fetched.join("sbin/e2fsck.static"), fetched.join("usr/sbin/e2fsck.static")]
+            .into_iter()
+            .chain(tool("e2fsck.static"))
+            .find(|file| is_static(file));
+        Self { qemu: tool("qemu-system-x86_64"), busybox, fsck, outer, guest }
     }
 
     /// What is not there: a line each for people.
@@ -78,6 +87,12 @@ impl Parts {
         }
         if self.busybox.is_none() {
             missing.push(format!("a static busybox: {FETCH}, or `apt-get install busybox-static`"));
+        }
+        if self.fsck.is_none() {
+            missing.push(format!("a static e2fsck: {FETCH}, or `apt-get install e2fsck-static`"));
+        }
+        if tool(MKFS).is_none() {
+            missing.push(format!("{MKFS}: `apt-get install e2fsprogs`"));
         }
         if self.outer.is_none() {
             missing.push(format!(
@@ -138,7 +153,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_said_with_the_way_to_get_it() {
         let missing = Parts::default().missing();
-        assert_eq!(missing.len(), 4);
+        assert!(missing.len() >= 5);
         assert!(missing.iter().all(|line| line.contains("apt-get") || line.contains("fetch")), "{missing:?}");
     }
 

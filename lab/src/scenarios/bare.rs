@@ -16,7 +16,7 @@ const fn demo(
     quick: bool,
     run: fn(&mut Lab) -> Result<Verdict>,
 ) -> Scenario {
-    Scenario { name, about, quick, usually: seconds(30), limit: seconds(120), run }
+    Scenario { name, about, quick, machines: 1, usually: seconds(30), limit: seconds(120), run }
 }
 
 pub(super) const SCENARIOS: &[Scenario] = &[
@@ -24,6 +24,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         name: "host",
         about: "this KVM is a full one, and vmferry finds what it offers",
         quick: true,
+        machines: 1,
         usually: seconds(5),
         limit: seconds(60),
         run: host,
@@ -155,6 +156,9 @@ mod tests {
             vmferry: "/nowhere".into(),
             kernel: "/nowhere".into(),
             initrd: "/nowhere".into(),
+            disk: None,
+            fsck: None,
+            peer: None,
             seconds: 1,
             emulated: true,
         };

@@ -1,6 +1,7 @@
 //! What is tried. Each scenario checks what it claims from inside the guest, and can fail.
 
 mod bare;
+mod linux;
 
 use crate::plan::Plan;
 use anyhow::Result;
@@ -17,6 +18,8 @@ pub struct Scenario {
     pub about: &'static str,
     /// Whether the short form has it.
     pub quick: bool,
+    /// How many machines it needs.
+    pub machines: u8,
     /// How long it usually takes in the outer machine; it is not begun with less time left.
     pub usually: Duration,
     /// How long it may take.
@@ -59,7 +62,7 @@ impl Lab {
 /// All of them, in the order in which they run: what others rest on first.
 #[must_use]
 pub fn all() -> Vec<&'static Scenario> {
-    bare::SCENARIOS.iter().collect()
+    bare::SCENARIOS.iter().chain(linux::SCENARIOS).collect()
 }
 
 /// The one that is called `name`.

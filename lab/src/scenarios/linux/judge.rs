@@ -39,10 +39,9 @@ impl Move<'_> {
         let (before, after) = (self.before, self.after);
         ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
         let (slack, passed) = (self.slack.as_secs_f64(), self.elapsed.as_secs_f64());
-        for (clock, was, is) in [
-            ("uptime", before.uptime_s, after.uptime_s),
-            ("real time", before.realtime_s, after.realtime_s),
-        ] {
+        for (clock, was, is) in
+            [("uptime", before.uptime_s, after.uptime_s), ("real time", before.realtime_s, after.realtime_s)]
+        {
             let own = is - was;
             ensure!(
                 (own - passed).abs() <= slack,
@@ -84,32 +83,41 @@ pub(crate) fn report(report: &Value) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn told(at: f64) -> Told {
+    fn told(at: u32) -> Told {
         Told {
-            uptime_s: at,
-            realtime_s: 1e9 + at,
-            ticks: at as u64,
+            uptime_s: f64::from(at),
+            realtime_s: 1e9 + f64::from(at),
+            ticks: at.into(),
             cpus: 2,
             whole: true,
             gap_ms: 20.0,
             stress_pages: 8,
-            stress_writes: at as u64,
+            stress_writes: at.into(),
             kept_good: Some(true),
             ..Told::default()
         }
     }
 
     fn judged(spoil: impl Fn(&mut Told)) -> Result<()> {
-        let (before, mut after) = (told(10.0), told(15.0));
+        let (before, mut after) = (told(10), told(15));
         spoil(&mut after);
         let elapsed = Duration::from_secs(5);
-        Move { before: &before, after: &after, elapsed, downtime_ms: 100.0, slack: Duration::from_millis(500) }.judge()
+        Move {
+            before: &before,
+            after: &after,
+            elapsed,
+            downtime_ms: 100.0,
+            slack: Duration::from_millis(500),
+        }
+        .judge()
     }
+
+    type Spoil = fn(&mut Told);
 
     #[test]
     fn a_good_move_is_good_and_each_loss_is_seen() {
         judged(|_| {}).unwrap();
-        let spoils: [(&str, fn(&mut Told)); 12] = [
+        let spoils: [(&str, Spoil); 12] = [
             ("processors", |told| told.cpus = 1),
             ("stands still", |told| told.ticks = 10),
             ("no more", |told| told.stress_writes = 10),

@@ -65,7 +65,13 @@ pub(crate) struct Vm {
 
 impl Vm {
     /// Boots a guest; its console goes into `folder`.
-    pub(crate) fn boot(place: &Rc<dyn Place>, boot: &Boot, guest: &Guest, folder: &Path, name: &str) -> Result<Self> {
+    pub(crate) fn boot(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+    ) -> Result<Self> {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let line = format!("console=ttyS0 {}", guest.options);
         let more = ["--kernel", &text(&boot.kernel), "--initrd", &text(&boot.initrd), "--cmdline", &line];
@@ -105,8 +111,15 @@ impl Vm {
         let cpus = guest.cpus.to_string();
         let ring = if guest.dirty_ring { "4096" } else { "off" };
         let api_text = api.to_string_lossy().into_owned();
-        let common = ["run", "--die-with-parent", "--memory", guest.memory, "--cpus", &cpus, "--dirty-ring", ring];
-        command.extend(common.iter().chain(&["--serial", "stdio", "--api", &api_text]).chain(more).map(ToString::to_string));
+        let common =
+            ["run", "--die-with-parent", "--memory", guest.memory, "--cpus", &cpus, "--dirty-ring", ring];
+        command.extend(
+            common
+                .iter()
+                .chain(&["--serial", "stdio", "--api", &api_text])
+                .chain(more)
+                .map(ToString::to_string),
+        );
         command.extend(guest.devices.iter().cloned());
         println!("{name}: {}", command.join(" "));
         let request = Request::Start { command, output: console.clone(), errors: errors.clone() };
@@ -140,13 +153,17 @@ impl Vm {
         }
     }
 
+    /// The words that begin a subcommand on this one's API.
+    pub(crate) fn subcommand(&self, name: &str) -> Vec<String> {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        vec![text(&self.vmferry), name.to_owned(), "--api".to_owned(), text(&self.api)]
+    }
+
     /// Runs a subcommand of vmferry on this one's API.
     pub(crate) fn run(&self, arguments: &[&str]) -> Result<Ran> {
-        let api = self.api.to_string_lossy();
-        let vmferry = self.vmferry.to_string_lossy();
         let (first, rest) = arguments.split_first().context("no subcommand")?;
-        let command =
-            [&*vmferry, first, "--api", &*api].iter().chain(rest).map(ToString::to_string).collect();
+        let mut command = self.subcommand(first);
+        command.extend(rest.iter().map(ToString::to_string));
         match self.place.ask(Request::Run { command })? {
             Answer::Ran(ran) => Ok(ran),
             other => bail!("unexpected: {other:?}"),
@@ -156,7 +173,13 @@ impl Vm {
     /// The same; it must end well. Returns its output.
     pub(crate) fn command(&self, arguments: &[&str]) -> Result<String> {
         let ran = self.run(arguments)?;
-        ensure!(ran.status == 0, "`vmferry {}` failed ({}): {}", arguments.join(" "), ran.status, ran.errors.trim());
+        ensure!(
+            ran.status == 0,
+            "`vmferry {}` failed ({}): {}",
+            arguments.join(" "),
+            ran.status,
+            ran.errors.trim()
+        );
         Ok(ran.output)
     }
 
@@ -203,14 +226,6 @@ impl Vm {
         Ok(())
     }
 
-    /// Lets the process end, and the guest with it.
-    pub(crate) fn quit(&self) -> Result<()> {
-        self.command(&["quit"])?;
-        let status = self.end(PROMPT)?;
-        ensure!(status == 0, "it ended with status {status}: {}", self.said());
-        Ok(())
-    }
-
     /// Types a line on the guest's console.
     pub(crate) fn enter(&self, line: &str) -> Result<()> {
         self.place.ask(Request::Type { id: self.id, text: format!("{line}\n") })?;
@@ -224,7 +239,12 @@ impl Vm {
     }
 
     /// Waits for a line that `find` takes.
-    pub(crate) fn wait<T>(&self, what: &str, within: Duration, find: impl Fn(&str) -> Option<T>) -> Result<T> {
+    pub(crate) fn wait<T>(
+        &self,
+        what: &str,
+        within: Duration,
+        find: impl Fn(&str) -> Option<T>,
+    ) -> Result<T> {
         let deadline = Instant::now() + within;
         let mut rest = Vec::new();
         loop {
@@ -264,7 +284,9 @@ impl Vm {
     pub(crate) fn verified(&self, how: &str) -> Result<Told> {
         self.skip()?;
         self.enter(&format!("lab-guest {how}"))?;
-        self.wait("the guest checking all that it has", ANSWER, |line| Told::in_line(line).filter(|told| told.whole))
+        self.wait("the guest checking all that it has", ANSWER, |line| {
+            Told::in_line(line).filter(|told| told.whole)
+        })
     }
 
     /// Has the shell on the console say something, and waits for `answer` at the start of a line.

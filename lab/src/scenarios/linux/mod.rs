@@ -1,0 +1,243 @@
+//! Linux guests: an unmodified distribution's kernel, which boots, works and moves.
+
+mod judge;
+mod moves;
+mod network;
+mod refused;
+mod storage;
+mod vm;
+
+use super::{Lab, Scenario, Verdict};
+use crate::desk::{Here, Place};
+use crate::peer::There;
+use crate::told::Told;
+use anyhow::{Context, Result, ensure};
+use judge::Move;
+use serde_json::Value;
+use std::net::Ipv4Addr;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+use vm::{Boot, Guest, Vm};
+
+/// How long the other machine may take to come up.
+const OTHER: Duration = Duration::from_secs(60);
+
+const fn seconds(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
+
+const fn scenario(
+    name: &'static str,
+    about: &'static str,
+    quick: bool,
+    usually: u64,
+    run: fn(&mut Lab) -> Result<Verdict>,
+) -> Scenario {
+    Scenario {
+        name,
+        about,
+        quick,
+        machines: 1,
+        usually: seconds(usually),
+        limit: seconds(usually * 3 + 60),
+        run,
+    }
+}
+
+pub(super) const SCENARIOS: &[Scenario] = &[
+    scenario("linux-boot", "boots, has a shell on its console, and powers off", true, 20, boots),
+    scenario("linux-precopy-ring", "moves by precopy, found by dirty rings", true, 30, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 1)
+    }),
+    scenario("linux-precopy-log", "moves by precopy, found by the dirty log", false, 30, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "log", "--verify"], 1)
+    }),
+    scenario("linux-postcopy", "moves by postcopy", true, 60, |lab| {
+        moves::once(lab, &["--mode", "postcopy", "--pace", "off"], 1)
+    }),
+    scenario("linux-hybrid", "moves by precopy, and then by postcopy", false, 60, |lab| {
+        moves::once(lab, &["--mode", "hybrid", "--tracker", "ring", "--pace", "off"], 1)
+    }),
+    scenario("linux-smp", "a guest of two processors moves", false, 40, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 2)
+    }),
+    scenario(
+        "linux-disk",
+        "records that were flushed are there after a move under load",
+        true,
+        45,
+        storage::disk,
+    ),
+    scenario("linux-tcp", "a connection survives a move", true, 45, network::tcp),
+    scenario(
+        "linux-free-pages",
+        "what its own driver says is free is not sent",
+        false,
+        50,
+        moves::free_pages,
+    ),
+    scenario(
+        "linux-cancelled",
+        "a move that is called off, and then one that is not",
+        false,
+        50,
+        refused::cancelled,
+    ),
+    scenario(
+        "linux-target-killed",
+        "the destination dies in the middle, and the guest goes on",
+        true,
+        40,
+        refused::killed,
+    ),
+    scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
+    Scenario {
+        machines: 2,
+        ..scenario(
+            "linux-two-kernels",
+            "moves from one machine to another, with its own kernel",
+            true,
+            45,
+            moves::between_kernels,
+        )
+    },
+];
+
+/// What a scenario of Linux guests works with.
+#[derive(Debug)]
+struct Rig<'a> {
+    lab: &'a mut Lab,
+    here: Rc<dyn Place>,
+    boot: Boot,
+    started: u32,
+}
+
+impl<'a> Rig<'a> {
+    fn new(lab: &'a mut Lab) -> Self {
+        let plan = &lab.plan;
+        let boot =
+            Boot { vmferry: plan.vmferry.clone(), kernel: plan.kernel.clone(), initrd: plan.initrd.clone() };
+        Self { lab, here: Rc::new(Here::default()), boot, started: 0 }
+    }
+
+    /// How long a guest may take to boot.
+    fn patience(&self) -> Duration {
+        seconds(if self.lab.plan.emulated { 90 } else { 20 })
+    }
+
+    /// What a wait may take longer than it should: an emulated machine is slow, and shares what it has.
+    fn slack(&self) -> Duration {
+        Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
+    }
+
+    fn name(&mut self, what: &str) -> String {
+        self.started += 1;
+        format!("{what}{}", self.started)
+    }
+
+    /// A guest that has booted and works; how long that took is a figure.
+    fn boot(&mut self, guest: &Guest) -> Result<Vm> {
+        let name = self.name("guest");
+        let began = Instant::now();
+        let vm = Vm::boot(&self.here, &self.boot, guest, &self.lab.folder, &name)?;
+        vm.up(self.patience())?;
+        self.lab.figure("boot_s", began.elapsed().as_secs_f64());
+        Ok(vm)
+    }
+
+    /// A place for a guest in another process here.
+    fn awaiting(&mut self, guest: &Guest) -> Result<Vm> {
+        let name = self.name("target");
+        Vm::awaiting(&self.here, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
+    }
+
+    /// A place for a guest on the other machine.
+    fn awaiting_there(&mut self, guest: &Guest) -> Result<Vm> {
+        let address = self.lab.plan.peer.context("the plan names no other machine")?;
+        let place: Rc<dyn Place> = Rc::new(There::reach(address, OTHER)?);
+        let name = self.name("target");
+        let std::net::IpAddr::V4(ip) = address.ip() else { anyhow::bail!("the lab's link has IPv4 only") };
+        Vm::awaiting(&place, &self.boot, guest, &self.lab.folder, &name, ip)
+    }
+
+    /// Moves the guest, which must go well, and looks whether anything was lost on the way.
+    fn carry(&mut self, source: &Vm, target: &Vm, arguments: &[&str]) -> Result<Value> {
+        let before = ready(source)?;
+        let began = Instant::now();
+        let report = migrate(source, &target.uri()?, arguments)?;
+        let status = source.end(seconds(30))?;
+        ensure!(status == 0, "the source's process ended with status {status}: {}", source.said());
+        // The same shell, with what it was told before.
+        target.shell("echo kept-$kept", "kept-42")?;
+        let after = target.verified("verify")?;
+        let elapsed = began.elapsed();
+        self.note(&report, &after);
+        let downtime_ms = report["downtime_ms"].as_f64().unwrap_or(0.0);
+        let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
+        // While pages are missing the guest waits for them, one after the other.
+        let slack = self.slack() + Duration::from_secs_f64(postcopy / 1e3);
+        Move { before: &before, after: &after, elapsed, downtime_ms, slack }.judge()?;
+        Ok(report)
+    }
+
+    /// Figures of a move.
+    fn note(&mut self, report: &Value, after: &Told) {
+        for name in ["total_ms", "downtime_ms", "tracker"] {
+            self.lab.figure(name, report[name].clone());
+        }
+        self.lab.figure("wire_mib", report["bytes"]["wire"].as_u64().unwrap_or(0) >> 20);
+        self.lab.figure("gap_ms", after.gap_ms);
+        if let Some(faults) = report["postcopy"]["faults"].as_u64() {
+            self.lab.figure("faults", faults);
+        }
+    }
+
+    /// Has the guest power itself off: its process must end well.
+    fn power_off(&self, vm: &Vm) -> Result<()> {
+        vm.enter("poweroff -f")?;
+        let status = vm.end(self.patience())?;
+        ensure!(status == 0, "after poweroff the process ended with status {status}: {}", vm.said());
+        Ok(())
+    }
+}
+
+/// A guest's report before a move; from it on, gaps count. Its shell is told something to keep.
+fn ready(vm: &Vm) -> Result<Told> {
+    vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
+    let told = vm.verified("verify")?;
+    judge::content(&told)?;
+    Ok(told)
+}
+
+/// Moves the guest and returns the document of that, which must tell of a good move.
+fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Value> {
+    let mut all = vec!["migrate", uri, "--json", "-"];
+    all.extend(arguments);
+    if !uri.contains("127.0.0.1") {
+        all.push("--insecure");
+    }
+    let ran = source.run(&all)?;
+    println!("{}{}", ran.errors, ran.output);
+    let start =
+        ran.output.find('{').with_context(|| format!("`vmferry migrate` wrote no report: {}", ran.errors))?;
+    let report: Value = serde_json::Deserializer::from_str(&ran.output[start..])
+        .into_iter()
+        .next()
+        .context("no document")?
+        .context("the report is no JSON")?;
+    judge::report(&report)?;
+    ensure!(ran.status == 0, "`vmferry migrate` ended with status {}", ran.status);
+    Ok(report)
+}
+
+fn boots(lab: &mut Lab) -> Result<Verdict> {
+    let mut rig = Rig::new(lab);
+    let guest = Guest { cpus: 2, ..Guest::usual() };
+    let vm = rig.boot(&guest)?;
+    let told = ready(&vm)?;
+    ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
+    ensure!(told.complaints.is_empty(), "its kernel complains: {:?}", told.complaints);
+    vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;
+    rig.power_off(&vm)?;
+    Ok(Verdict::Passed)
+}
