@@ -1,9 +1,11 @@
 //! What a virtio device is, apart from its transport.
 
 use crate::queue::{RingError, VirtQueue};
+use crate::signals::Signals;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Debug;
+use std::sync::Arc;
 use vm_memory::GuestMemory;
 
 /// A queue that a device has.
@@ -23,6 +25,35 @@ pub enum Progress {
     Done,
     /// There may be more in it.
     More,
+}
+
+/// Why a device goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Resume {
+    /// The guest is about to run for the first time.
+    First,
+    /// It stood still for a moment, and runs again where it ran.
+    Again,
+    /// It has come from elsewhere: the device was loaded, and whatever is around the guest may not know yet where it is now.
+    Moved,
+}
+
+/// By which a device's own threads say that they have something for the driver: a request that is done, a packet that came.
+///
+/// The device is then [served](Device::serve) on the thread that rings, which must hold none of the locks that the device takes. That
+/// may touch guest memory and so sleep on a page that has not come (postcopy): it is for threads that nobody waits for but the guest.
+pub trait Doorbell: Send + Sync + Debug {
+    /// Has `queue` served as if its driver had notified. Does nothing if the driver has not set it up, or the device is gone.
+    fn ring(&self, queue: u16);
+}
+
+/// What connects a device to its machine, apart from its transport.
+#[derive(Debug, Clone)]
+pub struct Wiring {
+    /// Its interrupts.
+    pub signals: Arc<Signals>,
+    /// For its threads. Does not keep the device alive: a device ends its threads when it is dropped.
+    pub doorbell: Arc<dyn Doorbell>,
 }
 
 /// A device, as its transport calls it: one call at a time.
@@ -56,7 +87,26 @@ pub trait Device: Send + Debug {
     /// If the ring cannot be followed: the device then rests until it is reset.
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError>;
 
-    /// The driver resets the device.
+    /// The vCPUs stand still and the state is about to be saved: from here to [`resumed`](Self::resumed) the device begins nothing new
+    /// (also in [`serve`](Self::serve), which is still called to give back what is done), and lets go of what only one side of a move
+    /// may hold. Says whether nothing is under way any more; if something is, it is asked again after each ring of its
+    /// [`Doorbell`].
+    ///
+    /// The default is for a device that does all its work in [`serve`](Self::serve).
+    fn quiesce(&mut self) -> bool {
+        true
+    }
+
+    /// The guest is about to run. Touches no guest memory, as pages may still be elsewhere; every queue is served right after.
+    ///
+    /// # Errors
+    /// What the device needs and cannot have, in words for a person: the guest then does not run here.
+    fn resumed(&mut self, how: Resume) -> Result<(), String> {
+        let _ = how;
+        Ok(())
+    }
+
+    /// The driver resets the device. What is under way still ends, but nothing of it reaches the driver's memory after this.
     fn reset(&mut self);
 
     /// The device rests now, because of `error`.

@@ -205,7 +205,7 @@ fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
             let queue = guest.control.want_stats().unwrap_or(2);
             guest.device.notify(&guest.memory, queue);
         }
-        5 => guest.device.resumed(),
+        5 => guest.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing"),
         _ => guest.host.refuse.store(choices.byte() & 1 == 1, std::sync::atomic::Ordering::Relaxed),
     }
 }
@@ -223,7 +223,7 @@ fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
     let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
     let loaded = loaded.map(|saved| guest.device.load(&guest.memory, &saved));
     assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
-    guest.device.resumed();
+    guest.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
     guest.work();
 }
 

@@ -4,24 +4,33 @@
 //! |---|---|
 //! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
 //! | 0x64 | keyboard controller, of which only the reset line is there |
+//! | 0x600, 0x601 | ACPI sleep control and status: switches the machine off |
+//! | 0xcf9 | reset control, ACPI's reset register |
 //! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
 //! | 0xf6 | reports of free pages, of a guest that has agreed upon it with its balloon |
 //!
 //! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
 //! kernel. Devices at memory addresses are on the [bus](crate::bus).
 
+use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
+use crate::error::{Error, Result};
 use crate::kvm::Machine;
-use crate::options::SerialSink;
+use crate::options::{SerialSink, VmOptions};
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
+use vmferry_fault::LazySlot;
 
-const SERIAL: u16 = 0x3f8;
-const SERIAL_END: u16 = SERIAL + 8;
-const SERIAL_IRQ: u32 = 4;
+/// The first port of the serial port.
+pub(crate) const SERIAL: u16 = 0x3f8;
+/// How many it has.
+pub(crate) const SERIAL_PORTS: u8 = 8;
+const SERIAL_END: u16 = SERIAL + SERIAL_PORTS as u16;
+/// Its interrupt.
+pub(crate) const SERIAL_IRQ: u32 = 4;
 const KEYBOARD: u16 = 0x64;
 /// The keyboard controller's command that pulses the reset line.
 const KEYBOARD_RESET: u8 = 0xfe;
@@ -31,6 +40,8 @@ const KEYBOARD_RESET: u8 = 0xfe;
 pub(crate) enum Request {
     /// Reset the machine.
     Reset,
+    /// Switch it off.
+    Off,
     /// Stop it, with a code.
     Exit(u8),
 }
@@ -48,6 +59,11 @@ impl SerialEvents for LostBytes {
     fn in_buffer_empty(&self) {}
 }
 
+/// A device that is asked for and cannot be made yet.
+fn absent(what: &str) -> Error {
+    Error::Options(format!("{what}: this VMM has no such device"))
+}
+
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
 /// All devices of a VM; the vCPU threads share them.
@@ -62,24 +78,40 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// The devices of a VM; `make_balloon` makes its balloon, if it is to have one.
-    pub(crate) fn new(
-        machine: &Arc<Machine>,
-        sink: SerialSink,
-        make_balloon: Option<impl FnOnce(IrqLine) -> VmBalloon>,
-    ) -> Self {
+    /// The devices that `options` ask for. Their order on the bus is the same wherever the guest goes: balloon, random numbers, disks,
+    /// network interfaces.
+    ///
+    /// # Errors
+    /// What a device needs and the host does not have.
+    pub(crate) fn new(machine: &Arc<Machine>, lazy: &Arc<LazySlot>, options: &VmOptions) -> Result<Self> {
         let mut bus = Bus::default();
-        let balloon = make_balloon.map(|make| {
-            let line = IrqLine { machine: Arc::clone(machine), gsi: bus.next_interrupt() };
-            Arc::new(make(line))
-        });
-        if let Some(balloon) = &balloon {
-            bus.add(Arc::clone(balloon) as _);
+        let line = |gsi| Box::new(IrqLine { machine: Arc::clone(machine), gsi });
+        let mut balloon = None;
+        if options.balloon {
+            bus.plug(|gsi| {
+                let made = Arc::new(VmBalloon::new(machine.ram(), lazy, options.drop_way, line(gsi)));
+                let device = Arc::clone(made.device());
+                balloon = Some(made);
+                Ok(device)
+            })?;
         }
+        if options.rng {
+            return Err(absent("a source of random numbers"));
+        }
+
+        if let Some(disk) = options.disks.first() {
+            return Err(absent(&format!("the disk {}", disk.path.display())));
+        }
+
+        if let Some(net) = options.nets.first() {
+            return Err(absent(&format!("the network interface at {}", net.tap)));
+        }
+
         let lost = Arc::new(LostBytes::default());
-        let line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
-        let serial = Serial::with_events(line, Arc::clone(&lost), sink.clone());
-        Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon }
+        let sink = options.serial.clone();
+        let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
+        let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
+        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -101,6 +133,8 @@ impl Devices {
                 None
             }
             (KEYBOARD, Some(&KEYBOARD_RESET)) => Some(Request::Reset),
+            (acpi::RESET, Some(value)) if acpi::resets(*value) => Some(Request::Reset),
+            (acpi::SLEEP_CONTROL, Some(value)) if acpi::switches_off(*value) => Some(Request::Off),
             (vmferry_guest_abi::DEBUG_EXIT_PORT, Some(&code)) => Some(Request::Exit(code)),
             (vmferry_guest_abi::balloon::REPORT_PORT, _) => {
                 if let Some(balloon) = &self.balloon {
@@ -122,6 +156,7 @@ impl Devices {
             }
             // No output waiting, input taken: the controller is idle.
             KEYBOARD => data.fill(0),
+            acpi::SLEEP_CONTROL | acpi::SLEEP_STATUS | acpi::RESET => data.fill(0),
             _ => data.fill(0xff),
         }
     }
@@ -153,7 +188,7 @@ impl Devices {
     }
 
     /// Loads the serial port. May pulse its interrupt: load the interrupt controllers after it.
-    pub(crate) fn load_serial(&self, saved: &SerialSaved) -> Result<(), String> {
+    pub(crate) fn load_serial(&self, saved: &SerialSaved) -> std::result::Result<(), String> {
         let line = IrqLine { machine: Arc::clone(&self.machine), gsi: SERIAL_IRQ };
         let state = saved.into();
         let loaded = Serial::from_state(&state, line, Arc::clone(&self.lost), self.sink.clone());

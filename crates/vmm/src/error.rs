@@ -71,6 +71,14 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// A device cannot do what is asked of the VM.
+    #[error("{name}: {why}")]
+    Device {
+        /// Which.
+        name: &'static str,
+        /// Why.
+        why: String,
+    },
     /// A vCPU did not answer.
     #[error("vCPU {cpu} did not {what} within {} ms", crate::vcpu::PATIENCE.as_millis())]
     Unresponsive {

@@ -5,15 +5,17 @@
 //! | `options` | what a VM is to be like |
 //! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
 //! | `boot` | kernel images and how a guest is entered |
+//! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
-//! | `bus`, `balloon` | devices at memory addresses, and the one that is there |
+//! | `bus`, `virtio`, `balloon` | devices at memory addresses, what is the same for all of them, and one |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
 //!
 //! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
 
+mod acpi;
 mod balloon;
 mod boot;
 mod bus;
@@ -29,12 +31,13 @@ mod shared_state;
 mod state;
 mod stats;
 mod vcpu;
+mod virtio;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
 
 pub use balloon::{BalloonHandle, BalloonStatus, Hints};
-pub use boot::{BootError, MAX_CMDLINE};
+pub use boot::{BootError, Kernel, MAX_CMDLINE};
 pub use error::{Error, Result};
 pub use handle::VmHandle;
 pub use kvm::{largest_dirty_ring, open_kvm};
@@ -42,7 +45,9 @@ pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,
 };
-pub use options::{Backing, Captured, DropWay, MAX_CPUS, MIN_MEMORY, SerialSink, VmOptions};
+pub use options::{
+    Backing, Captured, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink, VmOptions,
+};
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;

@@ -29,6 +29,7 @@ impl Vm {
                 ("cpu".to_owned(), cpu),
                 ("cpuid".to_owned(), cpuid),
                 ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
+                ("devices".to_owned(), self.devices().bus().names().join(",")),
             ],
         }
     }

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::memory::HUGE_PAGE_BYTES;
 use std::fmt;
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_sys::ring::RingEntries;
@@ -117,6 +118,36 @@ impl Write for Captured {
     }
 }
 
+/// A disk of a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DiskOptions {
+    /// The file or block device with its content, as it is (raw).
+    pub path: PathBuf,
+}
+
+impl DiskOptions {
+    /// The disk in `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+}
+
+/// A network interface of a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NetOptions {
+    /// The host's tap interface by name.
+    pub tap: String,
+}
+
+impl NetOptions {
+    /// An interface at the tap `tap`.
+    pub fn new(tap: impl Into<String>) -> Self {
+        Self { tap: tap.into() }
+    }
+}
+
 /// What a VM is to be like. Start from [`VmOptions::new`] and change fields.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -140,6 +171,12 @@ pub struct VmOptions {
     pub drop_way: DropWay,
     /// How often the guest is asked for its memory statistics; `None` for never.
     pub stats_every: Option<Duration>,
+    /// Whether it has a source of random numbers.
+    pub rng: bool,
+    /// Its disks. Both sides of a move have as many, in the same order; likewise below.
+    pub disks: Vec<DiskOptions>,
+    /// Its network interfaces.
+    pub nets: Vec<NetOptions>,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
@@ -158,6 +195,9 @@ impl VmOptions {
             balloon: true,
             drop_way: DropWay::default(),
             stats_every: Some(STATS_EVERY),
+            rng: false,
+            disks: Vec::new(),
+            nets: Vec::new(),
             serial: SerialSink::discard(),
         }
     }

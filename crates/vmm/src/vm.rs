@@ -1,7 +1,8 @@
 //! A virtual machine.
 
-use crate::balloon::{Keeper, VmBalloon};
-use crate::boot::KernelFormat;
+use crate::acpi::{self, Platform};
+use crate::balloon::Keeper;
+use crate::boot::{Kernel, KernelFormat};
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
@@ -22,6 +23,7 @@ use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_engine::Section;
 use vmferry_fault::LazySlot;
 use vmferry_sys::ring::RingEntries;
+use vmferry_virtio::device::Resume;
 
 /// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
@@ -109,9 +111,7 @@ impl Vm {
         let entries = options.ring_entries()?;
         let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
         let lazy = Arc::new(LazySlot::new(options.cpus));
-        let make = |line| VmBalloon::new(machine.ram(), &lazy, options.drop_way, Box::new(line));
-        let devices = Devices::new(&machine, options.serial.clone(), options.balloon.then_some(make));
-        let devices = Arc::new(devices);
+        let devices = Arc::new(Devices::new(&machine, &lazy, &options)?);
         let model = CpuModel::new(&kvm, options.cpus)?;
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
@@ -138,12 +138,23 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line, in front of which its devices are announced; [`start`](Self::start) then boots it.
+    /// Loads a kernel and its command line; [`start`](Self::start) then boots it. See [`load`](Self::load).
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+        self.load(&Kernel { image, initrd: None, cmdline })
+    }
+
+    /// Loads a kernel and what goes with it; [`start`](Self::start) then boots it.
+    ///
+    /// The machine is described in ACPI tables; a kernel that is not Linux is told of its devices on its command line, in front of
+    /// what it is given.
     ///
     /// # Errors
     /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
     /// one from elsewhere.
-    pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
+    pub fn load(&mut self, kernel: &Kernel<'_>) -> Result<()> {
         let what = "load a kernel";
         if self.incoming {
             return Err(Error::WrongState {
@@ -152,8 +163,14 @@ impl Vm {
             });
         }
         self.expect(what, &[Stage::Empty])?;
-        let cmdline = format!("{}{cmdline}", self.shared.devices.bus().announcement());
-        let boot = KernelFormat::detect(image)?.load(self.ram(), image, cmdline.trim_end())?;
+        let format = KernelFormat::detect(kernel.image)?;
+        let bus = self.shared.devices.bus();
+        let announced = if format.reads_devices(kernel.image) { bus.announcement() } else { String::new() };
+        let cmdline = format!("{announced}{}", kernel.cmdline);
+        let kernel = Kernel { cmdline: cmdline.trim_end(), ..*kernel };
+        let platform = Platform { cpus: self.cpus(), devices: bus.places() };
+        let rsdp = acpi::install(self.ram(), &platform)?;
+        let boot = format.load(self.ram(), &kernel, rsdp)?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;
         Ok(())
@@ -162,7 +179,7 @@ impl Vm {
     /// Lets the vCPUs run, for the first time.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if there is no guest, or it was started before.
+    /// [`Error::WrongState`] if there is no guest, or it was started before; [`Error::Device`] if a device cannot run here.
     pub fn start(&mut self) -> Result<()> {
         self.expect("start the guest", &[Stage::Ready])?;
         self.run("start the guest")
@@ -171,7 +188,8 @@ impl Vm {
     /// Lets the vCPUs run again after [`pause`](Self::pause). Does nothing if they run.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if there is no guest to resume, or it has ended.
+    /// [`Error::WrongState`] if there is no guest to resume, or it has ended; [`Error::Device`] if a device cannot go on, for example
+    /// because another side has taken its disk: the guest then stays as it is.
     pub fn resume(&mut self) -> Result<()> {
         let what = "resume the guest";
         self.expect(what, &[Stage::Paused, Stage::Running])?;
@@ -182,7 +200,12 @@ impl Vm {
         if let Some(exit) = self.shared.board.exit() {
             return Err(Error::WrongState { what, why: exit.to_string() });
         }
-        self.shared.devices.bus().resumed();
+        let how = match self.stage {
+            Stage::Ready if self.incoming => Resume::Moved,
+            Stage::Ready => Resume::First,
+            _ => Resume::Again,
+        };
+        self.shared.devices.bus().resumed(how)?;
         self.shared.board.run_all();
         self.keeper.iter().for_each(|keeper| keeper.set_running(true));
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
@@ -219,18 +242,24 @@ impl Vm {
             let _ = self.shared.board.pause_all(PATIENCE);
         }
         self.vcpus.iter_mut().for_each(Vcpu::join);
+        if let Err(error) = self.shared.devices.bus().quiesce() {
+            tracing::warn!(%error, "a device goes on after its guest");
+        }
     }
 
-    /// Saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
+    /// Brings devices to rest and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
+    /// [`resume`](Self::resume) lets the devices go on.
     ///
     /// # Errors
-    /// [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
+    /// [`Error::Device`] if a device does not come to rest; [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
     pub fn save_state(&mut self) -> Result<Vec<Section>> {
         let what = "save the guest's state";
         self.expect(what, &[Stage::Paused, Stage::Ready])?;
         if let Some(exit) = self.shared.board.exit() {
             return Err(Error::WrongState { what, why: exit.to_string() });
         }
+        // First: what is finished now sends interrupts and writes memory (traps.md 13).
+        self.shared.devices.bus().quiesce()?;
         // All vCPUs at once, each in its thread.
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
         let mut sections = Vec::with_capacity(answers.len() + 6);
@@ -245,9 +274,7 @@ impl Vm {
         sections.push(shared.pit.section(0)?);
         sections.push(shared.clock.section(0)?);
         sections.push(self.shared.devices.save_serial().section(0)?);
-        if let Some(balloon) = self.shared.devices.balloon() {
-            sections.push(balloon.save().section(0)?);
-        }
+        sections.extend(self.shared.devices.bus().save()?);
         Ok(sections)
     }
 
@@ -271,15 +298,11 @@ impl Vm {
         let pics = [parts.take(0)?, parts.take(1)?];
         let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
         let serial: SerialSaved = parts.take(0)?;
-        let balloon = self.shared.devices.balloon();
-        let balloon = balloon.map(|balloon| Ok((balloon, parts.take(0)?)));
-        let balloon = balloon.transpose().map_err(|error: StateError| error)?;
+        let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;
 
         // Everything was understood; only now is anything changed.
-        if let Some((balloon, saved)) = balloon {
-            balloon.load(&saved)?;
-        }
+        devices.into_iter().try_for_each(|load| load())?;
         let load_serial = self.shared.devices.load_serial(&serial);
         load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
         let pairs = self.vcpus.iter().zip(vcpus);
@@ -362,6 +385,10 @@ impl Vm {
     #[must_use]
     pub fn throttled(&self) -> Vec<Duration> {
         self.throttle.totals()
+    }
+
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.shared.devices
     }
 
     pub(crate) fn has_balloon(&self) -> bool {

@@ -396,7 +396,7 @@ fn a_request_for_hints_ends_with_a_move() {
     guest.set(register::VIRTIO_MMIO_INTERRUPT_ACK, 3);
     let there = guest.moved();
     assert_eq!((there.config(8), there.interrupts()), (1, 0));
-    there.device.resumed();
+    there.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
     assert_eq!((there.interrupts(), there.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
     assert_eq!(there.control.ask(), Ok(id + 1), "an id of before is not used again");
     // The source's guest, if it stays after all, answers on.

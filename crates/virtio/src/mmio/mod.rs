@@ -6,11 +6,12 @@ mod tests;
 
 pub use saved::{LoadError, QueueSaved, TransportSaved};
 
-use crate::device::{Device, Progress, QueueSpec};
+use crate::device::{Device, Progress, QueueSpec, Resume};
 use crate::queue::{RingError, VirtQueue};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Instant;
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED,
     VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
@@ -94,6 +95,8 @@ struct Core<D> {
 pub struct MmioTransport<D> {
     signals: Arc<Signals>,
     core: Mutex<Core<D>>,
+    /// A queue was served: for whoever waits until the device has come to rest.
+    served: Condvar,
     /// Some queue is due.
     more: AtomicBool,
 }
@@ -112,7 +115,7 @@ impl<D: Device> MmioTransport<D> {
             queue_select: 0,
             slots: D::QUEUES.iter().map(slot).collect(),
         };
-        Self { signals, core: Mutex::new(core), more: AtomicBool::new(false) }
+        Self { signals, core: Mutex::new(core), served: Condvar::new(), more: AtomicBool::new(false) }
     }
 
     /// The driver reads `data.len()` bytes at `offset` of the window.
@@ -166,15 +169,38 @@ impl<D: Device> MmioTransport<D> {
         }
         let more = core.serve_due(memory, &self.signals);
         self.more.store(more, Ordering::Release);
+        drop(core);
+        self.served.notify_all();
     }
 
-    /// The guest is about to run again, here or after it was loaded: what it was told is told again, and all queues are due.
-    pub fn resumed(&self) {
+    /// Lets the device finish what is under way and begin nothing new until [`resumed`](Self::resumed), for a guest whose vCPUs stand
+    /// still: what is saved after this is the state. `false` if it has not come to rest by `deadline`; it still begins nothing new.
+    #[must_use]
+    pub fn quiesce(&self, deadline: Instant) -> bool {
         let mut core = self.core();
+        while !core.device.quiesce() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+            else {
+                return false;
+            };
+            core = self.served.wait_timeout(core, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// The guest is about to run, here for the first time, again, or after it was loaded: what it was told is told again, and all
+    /// queues are due.
+    ///
+    /// # Errors
+    /// If the device says that it cannot run here; see [`Device::resumed`].
+    pub fn resumed(&self, how: Resume) -> Result<(), String> {
+        let mut core = self.core();
+        core.device.resumed(how)?;
         core.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
         self.more.store(core.running(), Ordering::Release);
         drop(core);
         self.signals.again();
+        Ok(())
     }
 
     fn core(&self) -> MutexGuard<'_, Core<D>> {

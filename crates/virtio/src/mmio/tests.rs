@@ -292,7 +292,7 @@ fn a_device_goes_on_elsewhere_in_the_middle_of_things() {
     let there = guest.moved();
     assert_eq!(there.device.save(), saved);
     assert_eq!((there.calls(), there.interrupts()), (vec![], 0));
-    there.device.resumed();
+    there.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
     assert_eq!(there.interrupts(), 1, "what was told is told again");
     there.work();
     let drop = Call::Drop(crate::balloon::Why::Reported, vec![(0, 0x1a..0x1b)]);

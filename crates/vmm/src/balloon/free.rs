@@ -116,7 +116,7 @@ mod tests {
         let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
         let lazy = Arc::new(LazySlot::new(1));
         let balloon = VmBalloon::new(&ram, &lazy, crate::DropWay::default(), Box::new(NoLine));
-        let write = |offset: u64, value: u32| balloon.write(offset, &value.to_le_bytes());
+        let write = |offset: u64, value: u32| balloon.device().write(offset, &value.to_le_bytes());
         for status in [1, 3] {
             write(0x70, status);
         }
@@ -143,8 +143,8 @@ mod tests {
         // The last page of memory, and nothing else.
         let (gpa, last) = (0x20_0000, whole - 1);
         ram.map().write_obj(1u8 << (last % 8), GuestAddress(gpa + last / 8)).unwrap();
-        handle.0.write(0x100 + free_map::PAGES, &whole.to_le_bytes());
-        handle.0.write(0x100 + free_map::GPA, &gpa.to_le_bytes());
+        handle.0.device().write(0x100 + free_map::PAGES, &whole.to_le_bytes());
+        handle.0.device().write(0x100 + free_map::GPA, &gpa.to_le_bytes());
         let mut free = BalloonFree::new(handle.clone()).expect("a map");
         assert_eq!(free.answers(), Answers::AtOnce);
         let mut report = FreeReport::new(ram.layout());
@@ -154,7 +154,7 @@ mod tests {
         assert!(report.pages().region(RegionId(0)).unwrap().bits().eq([PAGES - 1]));
         assert_eq!(polled(&mut free, &mut report), None);
         // Withdrawn: an error, by which the engine goes on without.
-        handle.0.write(0x100 + free_map::GPA, &0u64.to_le_bytes());
+        handle.0.device().write(0x100 + free_map::GPA, &0u64.to_le_bytes());
         free.ask(8).unwrap();
         assert!(free.poll(&mut report).is_err());
     }

@@ -20,21 +20,18 @@ pub use handle::{BalloonHandle, BalloonStatus, Hints};
 
 pub(crate) use keeper::Keeper;
 
-use crate::bus::MmioDevice;
 use crate::memory::GuestRam;
-use crate::state::{Saved, StateError};
+use crate::state::Saved;
+use crate::virtio::{self, VirtioMmio};
 use hints::HintBoard;
 use host::RamHost;
 use std::sync::Arc;
 use vmferry_fault::LazySlot;
 use vmferry_virtio::balloon::{Balloon, BalloonControl, BalloonOptions, BalloonSaved};
-use vmferry_virtio::mmio::{MmioTransport, TransportSaved};
-use vmferry_virtio::signals::{Interrupt, Signals};
+use vmferry_virtio::mmio::TransportSaved;
+use vmferry_virtio::signals::Interrupt;
 
-/// The saved balloon, registers and queues included.
-pub(crate) type BalloonSection = TransportSaved<BalloonSaved>;
-
-impl Saved for BalloonSection {
+impl Saved for TransportSaved<BalloonSaved> {
     const NAME: &'static str = "virtio-balloon";
     const VERSION: u32 = 1;
 }
@@ -42,7 +39,7 @@ impl Saved for BalloonSection {
 /// A VM's balloon.
 #[derive(Debug)]
 pub(crate) struct VmBalloon {
-    transport: MmioTransport<Balloon>,
+    device: Arc<VirtioMmio<Balloon>>,
     control: BalloonControl,
     hints: Arc<HintBoard>,
     ram: Arc<GuestRam>,
@@ -60,11 +57,16 @@ impl VmBalloon {
         let host = RamHost::new(Arc::clone(ram), Arc::clone(lazy), way, Arc::clone(&hints));
         let options =
             BalloonOptions { layout: ram.layout().clone(), ram: crate::boot::whole_pages(ram.layout()) };
-        let signals = Signals::new(line);
-        let device = Balloon::new(options, Arc::new(host), Arc::clone(&signals));
-        let control = device.control();
-        let transport = MmioTransport::new(device, signals);
-        Self { transport, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy) }
+        let (wiring, socket) = virtio::wire(line);
+        let balloon = Balloon::new(options, Arc::new(host), wiring.signals);
+        let control = balloon.control();
+        let device = socket.plug(balloon, ram, 0);
+        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy) }
+    }
+
+    /// What is on the bus.
+    pub(crate) fn device(&self) -> &Arc<VirtioMmio<Balloon>> {
+        &self.device
     }
 
     /// A vCPU writes to the port of the hypercall; several words are several calls.
@@ -81,39 +83,7 @@ impl VmBalloon {
         if self.lazy.settled(|| ()).is_some()
             && let Some(queue) = self.control.want_stats()
         {
-            self.transport.notify(self.ram.map(), queue);
+            self.device.notify(queue);
         }
-    }
-
-    pub(crate) fn save(&self) -> BalloonSection {
-        self.transport.save()
-    }
-
-    /// Checks `saved` and takes it up.
-    pub(crate) fn load(&self, saved: &BalloonSection) -> Result<(), StateError> {
-        let loaded = self.transport.load(self.ram.map(), saved);
-        loaded.map_err(|error| StateError::invalid::<BalloonSection>(0, error.to_string()))
-    }
-}
-
-impl MmioDevice for VmBalloon {
-    fn read(&self, offset: u64, data: &mut [u8]) {
-        self.transport.read(offset, data);
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) {
-        self.transport.write(self.ram.map(), offset, data);
-    }
-
-    fn due(&self) -> bool {
-        self.transport.due()
-    }
-
-    fn work(&self) -> bool {
-        self.transport.work(self.ram.map())
-    }
-
-    fn resumed(&self) {
-        self.transport.resumed();
     }
 }

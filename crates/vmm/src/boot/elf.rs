@@ -3,13 +3,13 @@
 //! System V ABI, chapter "Object Files"; offsets are those of the 64-bit class.
 
 use super::BootError;
+use super::map::KERNEL_START;
 
 const HEADER_LEN: u64 = 64;
 const PROGRAM_HEADER_LEN: u64 = 56;
 const PT_LOAD: u32 = 1;
 const EM_X86_64: u16 = 62;
-/// RAM from here on is the kernel's, below it is boot data.
-const KERNEL_START: u64 = 1 << 20;
+const PT_NOTE: u32 = 4;
 
 /// The `N` bytes at `at`; the caller checked that they are there, what is not there reads as zeros.
 fn bytes<const N: usize>(image: &[u8], at: u64) -> [u8; N] {
@@ -17,20 +17,20 @@ fn bytes<const N: usize>(image: &[u8], at: u64) -> [u8; N] {
     from.copied().unwrap_or([0; N])
 }
 
-fn u16_at(image: &[u8], at: u64) -> u16 {
+pub(super) fn u16_at(image: &[u8], at: u64) -> u16 {
     u16::from_le_bytes(bytes(image, at))
 }
 
-fn u32_at(image: &[u8], at: u64) -> u32 {
+pub(super) fn u32_at(image: &[u8], at: u64) -> u32 {
     u32::from_le_bytes(bytes(image, at))
 }
 
-fn u64_at(image: &[u8], at: u64) -> u64 {
+pub(super) fn u64_at(image: &[u8], at: u64) -> u64 {
     u64::from_le_bytes(bytes(image, at))
 }
 
-/// Checks that `image` is a complete x86-64 ELF file whose segments fit between 1 MiB and `ram_end`.
-pub(super) fn check(image: &[u8], ram_end: u64) -> Result<(), BootError> {
+/// Checks that `image` is a complete x86-64 ELF file whose segments fit between 1 MiB and `ram_end`; gives the end of the last.
+pub(super) fn check(image: &[u8], ram_end: u64) -> Result<u64, BootError> {
     let has = image.len() as u64;
     let fits = |what: &str, start: u64, len: u64| {
         let needed = start.saturating_add(len);
@@ -48,6 +48,7 @@ pub(super) fn check(image: &[u8], ram_end: u64) -> Result<(), BootError> {
         )));
     }
     fits("the table of program headers", offset, count * PROGRAM_HEADER_LEN)?;
+    let mut end = KERNEL_START;
     for at in (0..count).map(|i| offset + i * PROGRAM_HEADER_LEN) {
         let (kind, file_at, addr) = (u32_at(image, at), u64_at(image, at + 8), u64_at(image, at + 24));
         let (file_len, mem_len) = (u64_at(image, at + 32), u64_at(image, at + 40));
@@ -62,6 +63,36 @@ pub(super) fn check(image: &[u8], ram_end: u64) -> Result<(), BootError> {
         if needed > ram_end {
             return Err(BootError::Memory { needed, has: ram_end });
         }
+        end = end.max(needed);
     }
-    Ok(())
+    Ok(end)
+}
+
+/// Segments of notes, and notes in each, that are looked at; kernels have one segment with ten or so.
+const MAX_NOTES: (usize, usize) = (8, 256);
+
+/// Whether `image` is a Linux kernel, by its notes: Linux's are in the name of "Linux" (include/linux/elfnote.h).
+pub(super) fn is_linux(image: &[u8]) -> bool {
+    let (offset, count) = (u64_at(image, 32), u64::from(u16_at(image, 56)));
+    let headers = (0..count).map(|i| offset.saturating_add(i * PROGRAM_HEADER_LEN));
+    let notes = headers.filter(|at| u32_at(image, *at) == PT_NOTE);
+    let mut ranges = notes.map(|at| (u64_at(image, at + 8), u64_at(image, at + 32))).take(MAX_NOTES.0);
+    ranges.any(|(at, len)| has_linux_note(image, at, len))
+}
+
+fn has_linux_note(image: &[u8], start: u64, len: u64) -> bool {
+    const HEADER: u64 = 12;
+    let end = start.saturating_add(len).min(image.len() as u64);
+    let mut at = start;
+    for _ in 0..MAX_NOTES.1 {
+        if at.saturating_add(HEADER) > end {
+            break;
+        }
+        let (name, content) = (u64::from(u32_at(image, at)), u64::from(u32_at(image, at + 4)));
+        if name == 6 && bytes::<6>(image, at + HEADER) == *b"Linux\0" {
+            return true;
+        }
+        at += HEADER + name.next_multiple_of(4) + content.next_multiple_of(4);
+    }
+    false
 }

@@ -1,4 +1,4 @@
-//! A small ELF file for tests.
+//! Small kernel images for tests.
 
 /// What goes into the file; the default is a kernel that halts for good.
 pub(crate) struct TestElf {
@@ -6,13 +6,16 @@ pub(crate) struct TestElf {
     pub(crate) addr: u64,
     pub(crate) mem_len: u64,
     pub(crate) note: bool,
+    /// With a note of Linux's.
+    pub(crate) linux: bool,
     pub(crate) code: Vec<u8>,
 }
 
 impl Default for TestElf {
     fn default() -> Self {
         // hlt; jmp back to it.
-        Self { machine: 62, addr: 0x10_0000, mem_len: 0x100, note: true, code: vec![0xf4, 0xeb, 0xfd, 0x90] }
+        let code = vec![0xf4, 0xeb, 0xfd, 0x90];
+        Self { machine: 62, addr: 0x10_0000, mem_len: 0x100, note: true, linux: false, code }
     }
 }
 
@@ -32,6 +35,12 @@ impl TestElf {
         }
         note.extend_from_slice(b"Xen\0");
         note.extend_from_slice(&0x10_0010u32.to_le_bytes());
+        if self.linux {
+            for word in [6u32, 1, 0x101] {
+                note.extend_from_slice(&word.to_le_bytes());
+            }
+            note.extend_from_slice(b"Linux\0\0\0\x01\0\0\0");
+        }
         let note_at = 64 + 2 * 56;
         let code_at = note_at + note.len() as u64;
 
@@ -58,6 +67,60 @@ impl TestElf {
         segment(1, code_at, self.addr, self.code.len() as u64, self.mem_len);
         file.extend_from_slice(&note);
         file.extend_from_slice(&self.code);
+        file
+    }
+}
+
+/// A bzImage; the default halts for good.
+pub(crate) struct TestBzImage {
+    pub(crate) version: u16,
+    pub(crate) xloadflags: u16,
+    pub(crate) relocatable: bool,
+    pub(crate) preferred: u64,
+    pub(crate) init_size: u32,
+    pub(crate) cmdline_size: u32,
+    pub(crate) initrd_addr_max: u32,
+    pub(crate) code: Vec<u8>,
+}
+
+impl Default for TestBzImage {
+    fn default() -> Self {
+        Self {
+            version: 0x20f,
+            xloadflags: 1,
+            relocatable: true,
+            preferred: 16 << 20,
+            init_size: 1 << 20,
+            cmdline_size: 2047,
+            initrd_addr_max: 0x7fff_ffff,
+            code: vec![0xf4, 0xeb, 0xfd],
+        }
+    }
+}
+
+impl TestBzImage {
+    /// The file: boot sector, a sector of setup code, and the kernel, whose 64-bit entry point, 0x200 bytes into it, is `code`.
+    pub(crate) fn build(&self) -> Vec<u8> {
+        let mut file = vec![0; 0x400 + 0x200];
+        file.extend_from_slice(&self.code);
+        file.resize(file.len().next_multiple_of(16), 0x90);
+        let paragraphs = u32::try_from((file.len() - 0x400) / 16).unwrap();
+        let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0x1f1, &[1]);
+        put(0x1f4, &paragraphs.to_le_bytes());
+        put(0x1fe, &0xaa55u16.to_le_bytes());
+        put(0x200, &[0xeb, 0x66]);
+        put(0x202, b"HdrS");
+        put(0x206, &self.version.to_le_bytes());
+        put(0x211, &[1]);
+        put(0x214, &0x10_0000u32.to_le_bytes());
+        put(0x22c, &self.initrd_addr_max.to_le_bytes());
+        put(0x230, &0x20_0000u32.to_le_bytes());
+        put(0x234, &[self.relocatable.into(), 21]);
+        put(0x236, &self.xloadflags.to_le_bytes());
+        put(0x238, &self.cmdline_size.to_le_bytes());
+        put(0x258, &self.preferred.to_le_bytes());
+        put(0x260, &self.init_size.to_le_bytes());
         file
     }
 }

@@ -224,6 +224,7 @@ impl Worker {
                     None => Step::Again,
                     Some(Request::Exit(code)) => Step::End(Exit::PoweredOff(code)),
                     Some(Request::Reset) => Step::End(Exit::Reset),
+                    Some(Request::Off) => Step::End(Exit::SwitchedOff),
                 };
             }
             VcpuExit::IoIn(port, data) => {
@@ -242,7 +243,9 @@ impl Worker {
             VcpuExit::Intr | VcpuExit::IoapicEoi(_) | VcpuExit::IrqWindowOpen => {
                 return Step::Again;
             }
-            VcpuExit::Shutdown => "triple fault".to_owned(),
+            VcpuExit::Shutdown => {
+                return Step::End(Exit::TripleFault(self.fault("triple fault".to_owned())));
+            }
             VcpuExit::Hlt => "it halted outside the kernel's interrupt controller".to_owned(),
             VcpuExit::FailEntry(reason, host) => {
                 format!("the processor refused to enter the guest, reason {reason:#x}, on host CPU {host}")

@@ -1,0 +1,76 @@
+//! The differentiated system description table's definitions, in AML.
+
+use super::SLEEP_TYPE_OFF;
+use crate::bus::Place;
+use crate::devices::{SERIAL, SERIAL_IRQ, SERIAL_PORTS};
+use acpi_tables::Aml;
+use acpi_tables::aml::{
+    Device, EISAName, IO, Interrupt, Memory32Fixed, Name, Package, Path, ResourceTemplate, Scope,
+};
+use vmferry_virtio::mmio::WINDOW;
+
+/// What Linux's virtio-mmio driver and QEMU call such a device.
+const VIRTIO_MMIO: &str = "LNRO0005";
+/// A 16550 serial port.
+const SERIAL_PORT: &str = "PNP0501";
+
+/// All definitions.
+pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
+    let mut children = vec![serial_port()];
+    children.extend((0..).zip(devices).map(|(number, place)| virtio_mmio(number, *place)));
+    let children = children.iter().map(|child| child as &dyn Aml).collect();
+    let mut bytes = Vec::new();
+    Scope::new(Path::new("_SB_"), children).to_aml_bytes(&mut bytes);
+    let off = Package::new(vec![&SLEEP_TYPE_OFF, &0u8, &0u8, &0u8]);
+    Name::new(Path::new("_S5_"), &off).to_aml_bytes(&mut bytes);
+    bytes
+}
+
+/// AML that is there already.
+struct Raw(Vec<u8>);
+
+impl Aml for Raw {
+    fn to_aml_bytes(&self, sink: &mut dyn acpi_tables::AmlSink) {
+        sink.vec(&self.0);
+    }
+}
+
+fn device(name: &str, children: Vec<&dyn Aml>) -> Raw {
+    let mut bytes = Vec::new();
+    Device::new(Path::new(name), children).to_aml_bytes(&mut bytes);
+    Raw(bytes)
+}
+
+/// An interrupt that is the device's alone: edges, active high.
+fn interrupt(gsi: u32) -> Interrupt {
+    Interrupt::new(true, true, false, false, gsi)
+}
+
+fn serial_port() -> Raw {
+    let ports = IO::new(SERIAL, SERIAL, 1, SERIAL_PORTS);
+    let line = interrupt(SERIAL_IRQ);
+    device(
+        "COM1",
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new(SERIAL_PORT)),
+            &Name::new(Path::new("_UID"), &0u8),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&ports, &line])),
+        ],
+    )
+}
+
+fn virtio_mmio(number: u8, place: Place) -> Raw {
+    let fits = |number: u64| u32::try_from(number).unwrap_or(0);
+    let window = Memory32Fixed::new(true, fits(place.address), fits(WINDOW));
+    let line = interrupt(place.gsi);
+    device(
+        &format!("VR{number:02}"),
+        vec![
+            &Name::new(Path::new("_HID"), &VIRTIO_MMIO),
+            &Name::new(Path::new("_UID"), &number),
+            // Its memory accesses are coherent with the processors' caches.
+            &Name::new(Path::new("_CCA"), &1u8),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&window, &line])),
+        ],
+    )
+}

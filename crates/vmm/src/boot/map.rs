@@ -1,0 +1,106 @@
+//! Where what a kernel is handed lies, and the map of memory that it is told.
+
+use crate::memory::{HIGH_RAM_START, LOW_RAM_END};
+use vmferry_memory::{Layout, PAGE_SIZE};
+use vmferry_virtio::balloon::WholePages;
+
+// In RAM below 1 MiB, clear of the interrupt vectors, the BIOS data area, and each other.
+pub(super) const GDT: u64 = 0x500;
+/// What the kernel is entered with the address of: `hvm_start_info`, or `boot_params` ("zero page", 4 KiB).
+pub(super) const START_INFO: u64 = 0x6000;
+pub(super) const MEMORY_MAP: u64 = 0x7000;
+pub(super) const MODULES: u64 = 0x8000;
+/// Page tables of a kernel that is entered in 64-bit mode, six pages.
+pub(super) const PAGE_TABLES: u64 = 0x9000;
+pub(super) const CMDLINE: u64 = 0x2_0000;
+
+/// RAM from here on is the kernel's, below it is boot data.
+pub(super) const KERNEL_START: u64 = 1 << 20;
+
+/// The PC's hole for adapters and firmware: mapped as RAM, but not offered as such.
+const LEGACY_HOLE: (u64, u64) = (0x9_fc00, 0x10_0000);
+
+/// Where in that hole the ACPI tables are: where a PC's firmware has them, too, so that a guest that searches finds them.
+pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0x10_0000);
+
+/// What a range of guest-physical addresses is; the numbers are those of E820 and of PVH.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Ram = 1,
+    Reserved = 2,
+}
+
+/// A range of guest-physical addresses, in bytes; `start < end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MapEntry {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) kind: Kind,
+}
+
+/// What the guest is told of its memory, by address.
+pub(super) fn memory_map(layout: &Layout) -> Vec<MapEntry> {
+    let entry = |start, end, kind| MapEntry { start, end, kind };
+    let mut map = vec![
+        entry(0, LEGACY_HOLE.0, Kind::Ram),
+        entry(LEGACY_HOLE.0, LEGACY_HOLE.1, Kind::Reserved),
+        entry(LEGACY_HOLE.1, layout.regions()[0].len, Kind::Ram),
+        // Devices, interrupt controllers, and what KVM needs for itself.
+        entry(LOW_RAM_END, HIGH_RAM_START, Kind::Reserved),
+    ];
+    let high = layout.regions().iter().filter(|r| r.gpa.0 >= HIGH_RAM_START);
+    map.extend(high.map(|r| entry(r.gpa.0, r.gpa.0 + r.len, Kind::Ram)));
+    map
+}
+
+/// The whole pages of the RAM entries of that memory map, as a guest that counts its pages has them.
+pub(crate) fn whole_pages(layout: &Layout) -> Vec<WholePages> {
+    let ram = memory_map(layout).into_iter().filter(|entry| entry.kind == Kind::Ram);
+    let pages = |entry: MapEntry| {
+        let (start, end) = (entry.start.next_multiple_of(PAGE_SIZE), entry.end / PAGE_SIZE * PAGE_SIZE);
+        let region = layout.regions().iter().find(|r| (r.gpa.0..r.gpa.0 + r.len).contains(&start))?;
+        let page = |gpa: u64| (gpa - region.gpa.0) / PAGE_SIZE;
+        Some(WholePages { region: region.id, pages: page(start)..page(end) })
+    };
+    ram.filter_map(pages).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_map_names_all_ram_once() {
+        let map = memory_map(&crate::memory::layout_for(5 << 30).unwrap());
+        let ram: u64 = map.iter().filter(|e| e.kind == Kind::Ram).map(|e| e.end - e.start).sum();
+        assert_eq!(ram, (5 << 30) - (LEGACY_HOLE.1 - LEGACY_HOLE.0));
+        assert_eq!(map.last().unwrap().start, HIGH_RAM_START);
+        assert!(map.windows(2).all(|pair| pair[0].end <= pair[1].start));
+        assert!(map.iter().all(|entry| entry.start < entry.end));
+    }
+
+    #[test]
+    fn whole_pages_leave_the_holes_out() {
+        let pieces: Vec<_> = whole_pages(&crate::memory::layout_for(5 << 30).unwrap())
+            .into_iter()
+            .map(|piece| (piece.region.0, piece.pages))
+            .collect();
+        assert_eq!(pieces, [(0, 0..0x9f), (0, 0x100..0xc_0000), (1, 0..0x8_0000)]);
+    }
+
+    #[test]
+    fn boot_data_does_not_overlap() {
+        const PAGE: u64 = PAGE_SIZE;
+        let parts = [
+            (GDT, 0x100),
+            (START_INFO, PAGE),
+            (MEMORY_MAP, PAGE),
+            (MODULES, PAGE),
+            (PAGE_TABLES, 6 * PAGE),
+            (CMDLINE, crate::MAX_CMDLINE as u64 + 1),
+            (ACPI_TABLES.0, ACPI_TABLES.1 - ACPI_TABLES.0),
+            (KERNEL_START, PAGE),
+        ];
+        assert!(parts.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+    }
+}

@@ -1,0 +1,120 @@
+//! Virtio devices on the bus: what is the same for all of them.
+//!
+//! # How to add a device
+//! 1. The device is a folder of `vmferry-virtio` and implements [`Device`]. It is made with a [`Wiring`]: threads of its own put what is
+//!    done where [`Device::serve`] finds it, and ring the doorbell.
+//! 2. Its saved state gets a name and a version: [`Saved`] for `TransportSaved<D::Saved>`.
+//! 3. [`Devices`](crate::devices::Devices) makes a [`VirtioMmio`] of it and plugs it into the [bus](crate::bus), which gives it an address
+//!    and an interrupt. Everything else follows: it is announced to the guest, comes to rest before state is saved, is saved and loaded
+//!    as a section of its name and instance, and both sides of a move compare which devices they have.
+
+use crate::bus::{Load, MmioDevice};
+use crate::memory::GuestRam;
+use crate::state::{Saved, Sections, StateError};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
+use vmferry_engine::Section;
+use vmferry_virtio::device::{Device, Doorbell, Resume, Wiring};
+use vmferry_virtio::mmio::{MmioTransport, TransportSaved};
+use vmferry_virtio::signals::{Interrupt, Signals};
+
+/// A virtio device, its registers, and the memory that its driver's queues are in.
+#[derive(Debug)]
+pub(crate) struct VirtioMmio<D> {
+    transport: MmioTransport<D>,
+    ram: Arc<GuestRam>,
+    instance: u32,
+}
+
+/// The place of a device that is being made: [`wire`] gives what the device is made with, and [`plug`](Self::plug)
+/// takes the device.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Socket<D> {
+    signals: Arc<Signals>,
+    bell: Arc<Bell<D>>,
+}
+
+/// What to make a device with whose interrupt is at `line`, and where it goes then.
+pub(crate) fn wire<D: Device + 'static>(line: Box<dyn Interrupt>) -> (Wiring, Socket<D>) {
+    let (signals, bell) = (Signals::new(line), Arc::new(Bell(OnceLock::new())));
+    let wiring = Wiring { signals: Arc::clone(&signals), doorbell: Arc::clone(&bell) as _ };
+    (wiring, Socket { signals, bell })
+}
+
+impl<D: Device + 'static> Socket<D> {
+    /// The device, number `instance` of its kind, with its registers.
+    pub(crate) fn plug(self, device: D, ram: &Arc<GuestRam>, instance: u32) -> Arc<VirtioMmio<D>> {
+        let transport = MmioTransport::new(device, self.signals);
+        let made = Arc::new(VirtioMmio { transport, ram: Arc::clone(ram), instance });
+        // Rung before this it did nothing, as for any device that no driver has set up. It is set once: `self` is gone.
+        let _ = self.bell.0.set(Arc::downgrade(&made));
+        made
+    }
+}
+
+impl<D: Device + 'static> VirtioMmio<D> {
+    /// Serves `queue` as if its driver had notified.
+    pub(crate) fn notify(&self, queue: u16) {
+        self.transport.notify(self.ram.map(), queue);
+    }
+}
+
+/// The way from a device's threads to the device.
+#[derive(Debug)]
+struct Bell<D>(OnceLock<Weak<VirtioMmio<D>>>);
+
+impl<D: Device + 'static> Doorbell for Bell<D> {
+    fn ring(&self, queue: u16) {
+        if let Some(device) = self.0.get().and_then(Weak::upgrade) {
+            device.notify(queue);
+        }
+    }
+}
+
+impl<D: Device + 'static> MmioDevice for VirtioMmio<D>
+where
+    TransportSaved<D::Saved>: Saved,
+{
+    fn name(&self) -> &'static str {
+        <TransportSaved<D::Saved> as Saved>::NAME
+    }
+
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.transport.read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.transport.write(self.ram.map(), offset, data);
+    }
+
+    fn due(&self) -> bool {
+        self.transport.due()
+    }
+
+    fn work(&self) -> bool {
+        self.transport.work(self.ram.map())
+    }
+
+    fn quiesce(&self, deadline: Instant) -> bool {
+        self.transport.quiesce(deadline)
+    }
+
+    fn resumed(&self, how: Resume) -> Result<(), String> {
+        self.transport.resumed(how)
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        self.transport.save().section(self.instance)
+    }
+
+    fn prepare(&self, parts: &mut Sections<'_>) -> Result<Load<'_>, StateError> {
+        let saved: TransportSaved<D::Saved> = parts.take(self.instance)?;
+        Ok(Box::new(move || {
+            let loaded = self.transport.load(self.ram.map(), &saved);
+            loaded.map_err(|error| {
+                StateError::invalid::<TransportSaved<D::Saved>>(self.instance, error.to_string())
+            })
+        }))
+    }
+}
