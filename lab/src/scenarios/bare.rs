@@ -1,5 +1,7 @@
 //! The bare-metal guest on this KVM: it checks every page that it has, itself, so these say whether memory arrives.
 
+use super::rig::{Rig, migrate};
+use super::vm::{Guest, Vm};
 use super::{Lab, Scenario, Verdict};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -48,6 +50,10 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     demo("bare-hybrid-ring", "bare-metal guest, hybrid, dirty rings", false, |lab| {
         moved(lab, "hybrid", "ring", 2)
     }),
+    Scenario {
+        machines: 2,
+        ..demo("bare-two-kernels", "bare-metal guest, from one machine to another", true, between_kernels)
+    },
 ];
 
 /// What `vmferry check` says of this host.
@@ -116,6 +122,34 @@ fn moved(lab: &mut Lab, mode: &str, tracker: &str, cpus: u32) -> Result<Verdict>
     judge(lab, &report, status.success())?;
     let used = report["tracker"].as_str().unwrap_or_default();
     ensure!(tracker == "auto" || used == tracker, "the tracker was {used}, not {tracker}");
+    Ok(Verdict::Passed)
+}
+
+/// From this machine to the other: another kernel, another KVM, other clocks.
+fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
+    if lab.plan.peer.is_none() {
+        return Ok(Verdict::Skipped("there is one machine only; the emulated ones are two".into()));
+    }
+    let mut rig = Rig::new(lab);
+    let guest = Guest { memory: "128M", dirty_ring: true, ..Guest::usual() };
+    let target = rig.awaiting_there(&guest)?;
+    let workload = "uniform,ws=16M,rate=2k,fill=random,data=64M";
+    let source = Vm::measuring(&rig.here, &rig.boot, &guest, &rig.lab.folder, "guest", workload)?;
+    let works = |vm: &Vm, more_than: u64| -> Result<u64> {
+        vm.until("the guest's work", |status| {
+            let guest = &status["vm"]["guest"];
+            ensure!(guest["corrupt"].as_u64().unwrap_or(0) == 0, "the guest found damaged pages: {guest}");
+            Ok(guest["writes"].as_u64().filter(|writes| *writes > more_than))
+        })
+    };
+    let before = works(&source, 1000)?;
+    let report = migrate(&source, &target.uri()?, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
+    let after = works(&target, before + 1000)?;
+    for name in ["total_ms", "downtime_ms", "tracker"] {
+        rig.lab.figure(name, report[name].clone());
+    }
+    rig.lab.figure("writes", after);
+    target.command(&["quit"])?;
     Ok(Verdict::Passed)
 }
 

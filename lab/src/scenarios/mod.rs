@@ -2,6 +2,8 @@
 
 mod bare;
 mod linux;
+mod rig;
+mod vm;
 
 use crate::plan::Plan;
 use anyhow::Result;

@@ -5,22 +5,15 @@ mod moves;
 mod network;
 mod refused;
 mod storage;
-mod vm;
 
+use super::rig::{Rig, migrate};
+use super::vm::{Guest, Vm};
 use super::{Lab, Scenario, Verdict};
-use crate::desk::{Here, Place};
-use crate::peer::There;
 use crate::told::Told;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use judge::Move;
 use serde_json::Value;
-use std::net::Ipv4Addr;
-use std::rc::Rc;
 use std::time::{Duration, Instant};
-use vm::{Boot, Guest, Vm};
-
-/// How long the other machine may take to come up.
-const OTHER: Duration = Duration::from_secs(60);
 
 const fn seconds(count: u64) -> Duration {
     Duration::from_secs(count)
@@ -103,38 +96,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// What a scenario of Linux guests works with.
-#[derive(Debug)]
-struct Rig<'a> {
-    lab: &'a mut Lab,
-    here: Rc<dyn Place>,
-    boot: Boot,
-    started: u32,
-}
-
-impl<'a> Rig<'a> {
-    fn new(lab: &'a mut Lab) -> Self {
-        let plan = &lab.plan;
-        let boot =
-            Boot { vmferry: plan.vmferry.clone(), kernel: plan.kernel.clone(), initrd: plan.initrd.clone() };
-        Self { lab, here: Rc::new(Here::default()), boot, started: 0 }
-    }
-
-    /// How long a guest may take to boot.
-    fn patience(&self) -> Duration {
-        seconds(if self.lab.plan.emulated { 90 } else { 20 })
-    }
-
-    /// What a wait may take longer than it should: an emulated machine is slow, and shares what it has.
-    fn slack(&self) -> Duration {
-        Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
-    }
-
-    fn name(&mut self, what: &str) -> String {
-        self.started += 1;
-        format!("{what}{}", self.started)
-    }
-
+impl Rig<'_> {
     /// A guest that has booted and works; how long that took is a figure.
     fn boot(&mut self, guest: &Guest) -> Result<Vm> {
         let name = self.name("guest");
@@ -143,21 +105,6 @@ impl<'a> Rig<'a> {
         vm.up(self.patience())?;
         self.lab.figure("boot_s", began.elapsed().as_secs_f64());
         Ok(vm)
-    }
-
-    /// A place for a guest in another process here.
-    fn awaiting(&mut self, guest: &Guest) -> Result<Vm> {
-        let name = self.name("target");
-        Vm::awaiting(&self.here, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
-    }
-
-    /// A place for a guest on the other machine.
-    fn awaiting_there(&mut self, guest: &Guest) -> Result<Vm> {
-        let address = self.lab.plan.peer.context("the plan names no other machine")?;
-        let place: Rc<dyn Place> = Rc::new(There::reach(address, OTHER)?);
-        let name = self.name("target");
-        let std::net::IpAddr::V4(ip) = address.ip() else { anyhow::bail!("the lab's link has IPv4 only") };
-        Vm::awaiting(&place, &self.boot, guest, &self.lab.folder, &name, ip)
     }
 
     /// Moves the guest, which must go well, and looks whether anything was lost on the way.
@@ -191,43 +138,15 @@ impl<'a> Rig<'a> {
             self.lab.figure("faults", faults);
         }
     }
-
-    /// Has the guest power itself off: its process must end well.
-    fn power_off(&self, vm: &Vm) -> Result<()> {
-        vm.enter("poweroff -f")?;
-        let status = vm.end(self.patience())?;
-        ensure!(status == 0, "after poweroff the process ended with status {status}: {}", vm.said());
-        Ok(())
-    }
 }
 
+/// Figures of a move.
 /// A guest's report before a move; from it on, gaps count. Its shell is told something to keep.
 fn ready(vm: &Vm) -> Result<Told> {
     vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
     let told = vm.verified("verify")?;
     judge::content(&told)?;
     Ok(told)
-}
-
-/// Moves the guest and returns the document of that, which must tell of a good move.
-fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Value> {
-    let mut all = vec!["migrate", uri, "--json", "-"];
-    all.extend(arguments);
-    if !uri.contains("127.0.0.1") {
-        all.push("--insecure");
-    }
-    let ran = source.run(&all)?;
-    println!("{}{}", ran.errors, ran.output);
-    let start =
-        ran.output.find('{').with_context(|| format!("`vmferry migrate` wrote no report: {}", ran.errors))?;
-    let report: Value = serde_json::Deserializer::from_str(&ran.output[start..])
-        .into_iter()
-        .next()
-        .context("no document")?
-        .context("the report is no JSON")?;
-    judge::report(&report)?;
-    ensure!(ran.status == 0, "`vmferry migrate` ended with status {}", ran.status);
-    Ok(report)
 }
 
 fn boots(lab: &mut Lab) -> Result<Verdict> {

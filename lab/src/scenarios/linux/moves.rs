@@ -1,7 +1,7 @@
 //! Moves that go well.
 
-use super::vm::Guest;
 use super::{Lab, Rig, Verdict};
+use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, ensure};
 
 /// One move, by `arguments` of `vmferry migrate`.

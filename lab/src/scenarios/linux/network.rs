@@ -1,7 +1,7 @@
 //! A connection that outlives the place where its guest ran.
 
-use super::vm::Guest;
 use super::{Lab, Rig, Verdict};
+use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};

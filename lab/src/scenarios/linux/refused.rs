@@ -1,9 +1,9 @@
 //! Moves that do not come about: the guest goes on where it was, and can be moved afterwards.
 
 use super::judge::Move;
-use super::vm::{Guest, Vm};
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::desk::{Answer, Request};
+use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Result, bail, ensure};
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! A disk that is written to while its guest moves.
 
-use super::vm::Guest;
 use super::{Lab, Rig, Verdict};
+use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::process::{Command, Stdio};

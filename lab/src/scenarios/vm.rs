@@ -1,4 +1,4 @@
-//! A `vmferry run` with a Linux guest in it, or a place for one.
+//! A `vmferry run` with a guest in it, or a place for one.
 
 use crate::desk::{Answer, Place, Ran, Request};
 use crate::told::Told;
@@ -76,6 +76,18 @@ impl Vm {
         let line = format!("console=ttyS0 {}", guest.options);
         let more = ["--kernel", &text(&boot.kernel), "--initrd", &text(&boot.initrd), "--cmdline", &line];
         Self::start(place, boot, guest, folder, name, &more)
+    }
+
+    /// Runs the measuring guest.
+    pub(crate) fn measuring(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        workload: &str,
+    ) -> Result<Self> {
+        Self::start(place, boot, guest, folder, name, &["--workload", workload])
     }
 
     /// A place for a guest at `address`.
@@ -188,16 +200,21 @@ impl Vm {
         serde_json::from_str(&self.command(&["status"])?).context("the status is no JSON")
     }
 
-    /// Where it waits for a guest.
-    pub(crate) fn uri(&self) -> Result<String> {
+    /// Waits until `find` finds what it wants in the status document.
+    pub(crate) fn until<T>(&self, what: &str, find: impl Fn(&Value) -> Result<Option<T>>) -> Result<T> {
         let deadline = Instant::now() + PROMPT;
         loop {
-            if let Some(uri) = self.status()?["vm"]["incoming"].as_str() {
-                return Ok(uri.to_owned());
+            if let Some(found) = find(&self.status()?)? {
+                return Ok(found);
             }
-            ensure!(Instant::now() < deadline, "it does not listen: {}", self.said());
+            ensure!(Instant::now() < deadline, "{what} did not happen in time: {}", self.said());
             std::thread::sleep(TICK);
         }
+    }
+
+    /// Where it waits for a guest.
+    pub(crate) fn uri(&self) -> Result<String> {
+        self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
     }
 
     /// How the process ended, if it did.
