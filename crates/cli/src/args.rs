@@ -171,9 +171,12 @@ pub(crate) struct RunArgs {
     /// What else the measuring guest is told, as in report=async hints=incremental inflate=1G,by=ranges
     #[arg(long, value_name = "ARGS", default_value = "", requires = "workload")]
     pub(crate) guest_args: String,
-    /// Boot this kernel (an ELF file with a PVH entry)
+    /// Boot this kernel: a Linux bzImage (vmlinuz), or an ELF file with a PVH entry
     #[arg(long, value_name = "FILE", conflicts_with = "incoming")]
     pub(crate) kernel: Option<PathBuf>,
+    /// The kernel's initial RAM disk
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
     /// The kernel's command line
     #[arg(long, default_value = "", requires = "kernel")]
     pub(crate) cmdline: String,
@@ -199,7 +202,7 @@ pub(crate) struct RunArgs {
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
-    /// Where the guest's serial output goes: stdio, or a file
+    /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
     /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket), or take it out of file:PATH

@@ -1,14 +1,17 @@
 //! One machine of either kind, as the command handles it.
 
+use crate::Status;
 use crate::args::{BackingArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
 use anyhow::{Context, Result, anyhow, bail};
+use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_vmm::{Backing, BalloonHandle, SerialSink, Vm, VmHandle, VmOptions};
+use vmferry_vmm::{Backing, BalloonHandle, Kernel, SerialSink, Vm, VmHandle, VmOptions};
 
 /// A machine. Owned by the thread that runs it.
 pub(crate) enum Machine {
@@ -49,9 +52,10 @@ impl Machine {
             tracing::warn!("{note}");
         }
         if let Some(path) = &args.kernel {
-            let image =
-                std::fs::read(path).with_context(|| format!("cannot read the kernel {}", path.display()))?;
-            vm.load_kernel(&image, &args.cmdline).with_context(|| path.display().to_string())?;
+            let image = read(path, "kernel", args.memory)?;
+            let initrd = args.initrd.as_ref().map(|path| read(path, "initrd", args.memory)).transpose()?;
+            let kernel = Kernel { image: &image, initrd: initrd.as_deref(), cmdline: &args.cmdline };
+            vm.load(&kernel).with_context(|| path.display().to_string())?;
         } else if args.incoming.is_none() {
             let line = format!("workload={} {}", wanted(args), args.guest_args);
             let mut guest: GuestArgs = line.parse().map_err(|error| anyhow!("--guest-args: {error}"))?;
@@ -170,12 +174,17 @@ impl Probe {
         }
     }
 
-    /// How the guest ended, in words, and whether that was as it should be; `None` while it is there.
-    pub(crate) fn exit(&self) -> Option<(String, bool)> {
+    /// How the guest ended, in words, and what the command ends with because of it; `None` while it is there.
+    pub(crate) fn exit(&self) -> Option<(String, Status)> {
         match self {
             Self::Kvm(vm) => {
                 let exit = vm.exit()?;
-                Some((exit.to_string(), exit.is_clean()))
+                let status = match &exit {
+                    exit if exit.is_clean() => Status::Done,
+                    exit if exit.is_reset() => Status::Reset,
+                    _ => Status::Failed,
+                };
+                Some((exit.to_string(), status))
             }
             Self::Process(_) => None,
         }
@@ -184,6 +193,18 @@ impl Probe {
 
 fn wanted(args: &RunArgs) -> Workload {
     args.workload.unwrap_or_else(|| Workload::new(vmferry_guest_abi::Pattern::Idle))
+}
+
+/// The file at `path`, which is of no use if it is larger than the guest's memory: so no more of it is read.
+fn read(path: &Path, what: &str, memory: u64) -> Result<Vec<u8>> {
+    let failed = || format!("cannot read the {what} {}", path.display());
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).with_context(failed)?;
+    file.take(memory.saturating_add(1)).read_to_end(&mut bytes).with_context(failed)?;
+    if bytes.len() as u64 > memory {
+        bail!("the {what} {} is larger than the guest's memory ({} MiB)", path.display(), memory >> 20);
+    }
+    Ok(bytes)
 }
 
 fn serial(to: Option<&str>) -> Result<SerialSink> {

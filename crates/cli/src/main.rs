@@ -6,6 +6,7 @@ mod balloon;
 mod bench;
 mod check;
 mod choices;
+mod console;
 mod demo;
 mod dirty_rate;
 mod guest;
@@ -28,6 +29,8 @@ enum Status {
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
+    /// The guest asked for a reset: whoever started it may start it again.
+    Reset = 5,
 }
 
 fn main() -> ExitCode {

@@ -3,6 +3,7 @@
 use crate::api::{Errand, Order, Place};
 use crate::api::{MigrateRequest, Server, Shared};
 use crate::args::RunArgs;
+use crate::console::Console;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
 use crate::{Status, balloon, dirty_rate, output};
@@ -50,6 +51,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
         let balloon = shared.probe.balloon().context("--balloon-auto needs --balloon on")?;
         balloon::auto::start(balloon, least, &shared)?;
     }
+    let console = match args.serial.as_deref() {
+        Some("stdio") => Some(Console::start(&shared)?),
+        _ => None,
+    };
     let watched = Arc::clone(&shared);
     std::thread::Builder::new().name("speed".into()).spawn(move || {
         loop {
@@ -76,12 +81,15 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
             eprintln!("vmferry: {error:#}");
             Status::Failed
         });
+        // Nothing is dropped on this way out.
+        drop(console);
         std::process::exit(status as i32);
     }
     // Pages out of a file go on coming until the vCPUs have stopped.
     machine.stop();
     drop(restore);
     drop(server);
+    drop(console);
     result
 }
 
@@ -153,11 +161,21 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
         } else if quit && shared.place() != Place::Unknown {
             return Ok(Status::Done);
         }
-        if let Some((how, clean)) = shared.probe.exit()
+        if let Some((how, status)) = shared.probe.exit()
             && moved.is_none()
         {
             shared.set_place(Place::Ended);
-            return if clean { Ok(Status::Done) } else { Err(anyhow!("the guest ended: {how}")) };
+            return match status {
+                Status::Failed => Err(anyhow!("the guest ended: {how}")),
+                Status::Reset => {
+                    eprintln!(
+                        "vmferry: {how}; it is not started again (exit status {})",
+                        Status::Reset as u8
+                    );
+                    Ok(status)
+                }
+                status => Ok(status),
+            };
         }
         let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(TICK) else { continue };
         if abandoned.load(Ordering::Acquire) {

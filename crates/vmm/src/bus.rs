@@ -154,8 +154,9 @@ impl Bus {
     /// If one does not come to rest. None begins anything new before [`resumed`](Self::resumed) even then.
     pub(crate) fn quiesce(&self) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
-        let busy = self.devices.iter().filter(|device| !device.quiesce(deadline));
-        match busy.last() {
+        // All of them, also behind one that is busy.
+        let busy: Vec<_> = self.devices.iter().filter(|device| !device.quiesce(deadline)).collect();
+        match busy.first() {
             Some(device) => Err(Error::Device {
                 name: device.name(),
                 why: format!("it did not finish its work within {} s", PATIENCE.as_secs()),

@@ -119,7 +119,11 @@ fn the_dsdt_names_every_device_with_its_place() {
         assert_eq!(count(&dsdt, b"LNRO0005\0"), devices as usize);
         for place in platform(2, devices).devices {
             // Memory32Fixed, 9 bytes, writable, address, length; extended interrupt, 6 bytes, edge and consumer, one, its number.
-            let window = [&[0x86, 9, 0, 1][..], &(place.address as u32).to_le_bytes(), &512u32.to_le_bytes()];
+            let window = [
+                &[0x86, 9, 0, 1][..],
+                &u32::try_from(place.address).unwrap().to_le_bytes(),
+                &512u32.to_le_bytes(),
+            ];
             let line = [&[0x89, 6, 0, 3, 1][..], &place.gsi.to_le_bytes()];
             assert_eq!(count(&dsdt, &[window.concat(), line.concat()].concat()), 1, "{place:x?}");
         }

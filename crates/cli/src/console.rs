@@ -1,0 +1,113 @@
+//! The guest's serial console on this process's terminal: `run --serial stdio`.
+//!
+//! What is typed goes to the guest as it is, Ctrl-C too; [`ESCAPE`] is what ends vmferry instead. Input that is no terminal (a pipe, a file)
+//! goes there as it is, whole, and nothing in it is an escape.
+
+use crate::api::{Place, Shared};
+use anyhow::{Context, Result};
+use rustix::termios::{InputModes, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
+use rustix::termios::{isatty, tcgetattr, tcgetpgrp, tcsetattr};
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Ctrl-], as telnet and virsh have it.
+const ESCAPE: u8 = 0x1d;
+
+/// How often it is tried again to pass input to a guest that has not read what came before, or does not run at the moment.
+const RETRY: Duration = Duration::from_millis(5);
+/// How often what was typed is tried: a person who types to a guest that hangs is about to leave.
+const TRIES: u32 = 200;
+
+/// The console while it is there. Dropping it gives the terminal back as it was.
+#[derive(Debug)]
+pub(crate) struct Console {
+    before: Option<Termios>,
+}
+
+impl Console {
+    /// Sends what comes on standard input to the guest from now on.
+    ///
+    /// # Errors
+    /// If the terminal cannot be set up, or there is no thread for it.
+    pub(crate) fn start(shared: &Arc<Shared>) -> Result<Self> {
+        let stdin = std::io::stdin();
+        let terminal = isatty(&stdin);
+        if terminal && tcgetpgrp(&stdin).ok() != Some(rustix::process::getpgrp()) {
+            // In the background: reading would stop this process.
+            return Ok(Self { before: None });
+        }
+        let console = Self { before: if terminal { Some(raw(&stdin)?) } else { None } };
+        if terminal {
+            eprintln!("vmferry: this is the guest's serial console; Ctrl-] ends vmferry");
+        }
+        let shared = Arc::clone(shared);
+        let read = move || feed(&mut stdin.lock(), terminal, &shared);
+        // It is never joined: it reads until the process ends.
+        std::thread::Builder::new().name("console".into()).spawn(read)?;
+        Ok(console)
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        if let Some(before) = self.before.take() {
+            // There is nobody to tell, and nothing to do about it.
+            let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &before);
+        }
+    }
+}
+
+/// Makes the terminal give every byte at once and as it is, and show none by itself; gives what it was like. Output stays as it is.
+fn raw(terminal: &impl AsFd) -> Result<Termios> {
+    let before = tcgetattr(terminal).context("cannot read the terminal's settings")?;
+    let mut now = before.clone();
+    now.local_modes -= LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG | LocalModes::IEXTEN;
+    now.input_modes -= InputModes::ICRNL | InputModes::INLCR | InputModes::IGNCR | InputModes::IXON;
+    now.special_codes[SpecialCodeIndex::VMIN] = 1;
+    now.special_codes[SpecialCodeIndex::VTIME] = 0;
+    tcsetattr(terminal, OptionalActions::Now, &now).context("cannot set up the terminal")?;
+    Ok(before)
+}
+
+/// Reads until the end, or until somebody asks for it.
+fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
+    let mut buffer = [0; 256];
+    loop {
+        let len = match input.read(&mut buffer) {
+            Ok(0) => return,
+            Ok(len) => len,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                tracing::warn!(%error, "the guest gets no more input");
+                return;
+            }
+        };
+        let typed = &buffer[..len];
+        let end = if terminal { typed.iter().position(|byte| *byte == ESCAPE) } else { None };
+        let tries = if terminal { TRIES } else { u32::MAX };
+        pass(&typed[..end.unwrap_or(len)], tries, shared);
+        if end.is_some() {
+            shared.ask_to_quit();
+        }
+    }
+}
+
+/// Passes `bytes` to the guest, as fast as it reads them.
+fn pass(mut bytes: &[u8], tries: u32, shared: &Shared) {
+    let Some(guest) = shared.probe.kvm() else { return };
+    let mut failed = 0;
+    while !bytes.is_empty() && failed < tries {
+        let taken = match shared.place() {
+            Place::Running | Place::Moving => guest.serial_input(bytes),
+            Place::Moved | Place::Ended => return,
+            _ => 0,
+        };
+        bytes = &bytes[taken..];
+        if taken == 0 {
+            failed = failed.saturating_add(1);
+            std::thread::sleep(RETRY);
+        }
+    }
+}
