@@ -119,7 +119,9 @@ impl Rig<'_> {
         let after = target.verified("verify")?;
         let elapsed = began.elapsed();
         self.note(&report, &after);
-        let downtime_ms = report["downtime_ms"].as_f64().unwrap_or(0.0);
+        let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
+        // Comparing all pages is not counted as downtime, but the guest stands still for it.
+        let downtime_ms = of("downtime_ms") + of("verify_ms");
         let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
         // While pages are missing the guest waits for them, one after the other.
         let slack = self.slack() + Duration::from_secs_f64(postcopy / 1e3);
