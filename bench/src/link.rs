@@ -251,7 +251,16 @@ impl Shaped {
 fn set_congestion(namespace: &Namespace, name: &str) -> Result<(), String> {
     // What a thread finds under /proc/sys/net is its own namespace's.
     let write = || std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
-    inside(Some(namespace), write).map_err(|error| format!("TCP congestion control {name}: {error}"))
+    inside(Some(namespace), write).map_err(|error| {
+        let hint = match error.kind() {
+            // Linux lets a namespace have what its first one allows to everybody.
+            std::io::ErrorKind::PermissionDenied => {
+                format!("; sysctl net.ipv4.tcp_allowed_congestion_control must have {name} in it")
+            }
+            _ => String::new(),
+        };
+        format!("TCP congestion control {name}: {error}{hint}")
+    })
 }
 
 /// A named network namespace of ours, removed when dropped.

@@ -32,6 +32,8 @@ pub(crate) struct Pool {
     /// Room for a batch of each vCPU, and for one of hints.
     slots: &'static [Slots],
     mode: ReportMode,
+    /// Least order of a block that is reported out of a buffer.
+    report_from: u32,
     pub(crate) balloon: Option<Balloon>,
     pub(crate) clock: TscClock,
     cpus: usize,
@@ -114,7 +116,8 @@ impl Pool {
         let mode = if balloon.as_ref().is_some_and(Balloon::reports) { mode } else { ReportMode::Off };
         stats::ALLOC.begin(cpus as u64);
         let buddy = SpinLock::new(buddy);
-        Self { buddy, buffers, pages, slots, mode, balloon, clock, cpus }
+        let report_from = args.report_from;
+        Self { buddy, buffers, pages, slots, mode, report_from, balloon, clock, cpus }
     }
 
     /// What vCPU `cpu` allocates from. Called once for each.
@@ -126,7 +129,7 @@ impl Pool {
             ReportMode::Async if last => (Reports::ForAll, true),
             ReportMode::Async => (Reports::Handed, false),
         };
-        Heap::new(self.buffers, cpu, reports, sweeps, self.batch(cpu))
+        Heap::new(self.buffers, cpu, reports, sweeps, self.batch(cpu)).reporting_from(self.report_from)
     }
 
     /// Room for the hints of the balloon's driver. Called once.

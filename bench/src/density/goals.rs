@@ -23,7 +23,7 @@ const OF_MADVISE: f64 = 1.2;
 pub(super) struct Summary(Vec<(&'static str, Option<f64>)>);
 
 fn one(document: &Document, report: ReportMode, pattern: Pattern, name: &str) -> Option<f64> {
-    metric(document, "one", One { report, pattern }, name)
+    metric(document, "one", One { report: report.into(), pattern }, name)
 }
 
 impl Summary {

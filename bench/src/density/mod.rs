@@ -160,7 +160,7 @@ fn single(
     for look in 0.. {
         std::thread::sleep(POLL);
         told = guest.told()?.unwrap_or(told);
-        let settled = spec.report == ReportMode::Off || told.unreported_pages == 0;
+        let settled = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
         if look > 0 && settled || Instant::now() > until {
             break;
         }
@@ -219,7 +219,7 @@ fn finishes(guests: &mut [Box<dyn Guest>], spec: &GuestSpec, limit: Duration) ->
             return Ok(None);
         }
         let since: Instant = *done_at.get_or_insert_with(Instant::now);
-        let settled = spec.report == ReportMode::Off || told.unreported_pages == 0;
+        let settled = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
         Ok((settled || since.elapsed() > SETTLE).then_some(true))
     })?;
     end.ok_or_else(|| late(limit))

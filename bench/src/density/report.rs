@@ -50,8 +50,8 @@ pub(super) fn add_slowdown(document: &mut Document, sides: &[SideRuns<One, Singl
     let work = |runs: &SideRuns<One, Single>| -> Vec<Option<f64>> {
         runs.rounds.iter().map(|run| run.as_ref().map(|run| to_f64(run.told.work_ns))).collect()
     };
-    for runs in sides.iter().filter(|runs| runs.side.report != ReportMode::Off) {
-        let off = One { report: ReportMode::Off, ..runs.side };
+    for runs in sides.iter().filter(|runs| runs.side.report.mode != ReportMode::Off) {
+        let off = One { report: ReportMode::Off.into(), ..runs.side };
         let Some(off) = sides.iter().find(|runs| runs.side == off) else { continue };
         let slower = Spread::of_ratios(&work(runs), &work(off));
         let percent = |ratio: f64| (ratio - 1.0) * 100.0;

@@ -49,6 +49,29 @@ impl Scale {
     }
 }
 
+/// How a guest gives memory back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Way {
+    /// Who reports, and by what.
+    pub mode: ReportMode,
+    /// Whether blocks of all sizes are reported as soon as a buffer is full, as was published, and not only those that hosts back
+    /// with huge pages.
+    pub all_sizes: bool,
+}
+
+impl From<ReportMode> for Way {
+    fn from(mode: ReportMode) -> Self {
+        Self { mode, all_sizes: false }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sizes = if self.all_sizes { "-all-sizes" } else { "" };
+        write!(f, "{}{sizes}", self.mode)
+    }
+}
+
 /// A guest that allocates, touches and frees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestSpec {
@@ -63,7 +86,7 @@ pub struct GuestSpec {
     /// One page in how many is kept; 0: none.
     pub frag: u64,
     /// How it gives memory back.
-    pub report: ReportMode,
+    pub report: Way,
 }
 
 impl GuestSpec {
@@ -74,7 +97,8 @@ impl GuestSpec {
 
     /// What else it is told.
     pub fn args(&self) -> String {
-        format!("report={} hints=off", self.report)
+        let from = if self.report.all_sizes { " report_from=0" } else { "" };
+        format!("report={}{from} hints=off", self.report.mode)
     }
 }
 
@@ -82,7 +106,7 @@ impl GuestSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct One {
     /// How it gives memory back.
-    pub report: ReportMode,
+    pub report: Way,
     /// In what pattern.
     pub pattern: Pattern,
 }
@@ -153,7 +177,9 @@ impl Options {
 
     fn sized(scale: Scale, fleets: &[ReportMode], repeats: usize) -> Self {
         let modes = [ReportMode::Off, ReportMode::Sync, ReportMode::Async, ReportMode::Hypercall];
-        let all = |pattern| modes.map(|report| One { report, pattern });
+        let published = Way { mode: ReportMode::Sync, all_sizes: true };
+        let ways: Vec<_> = modes.into_iter().map(Way::from).chain([published]).collect();
+        let all = |pattern| ways.iter().map(move |report| One { report: *report, pattern });
         let ones = [Pattern::Once, Pattern::Fragmented, Pattern::Again].into_iter().flat_map(all);
         // What is asked of one guest does not depend on its size: those of the smaller test do for both.
         let Scale { guest, alloc, .. } = Scale::percent(QUICK_PERCENT);
@@ -190,7 +216,7 @@ impl Options {
     /// One of a fleet.
     pub(super) fn of_fleet(&self, fleet: Fleet) -> GuestSpec {
         let Scale { guest, alloc, .. } = self.scale;
-        GuestSpec { memory: guest, vcpus: 1, alloc, rounds: 1, frag: 0, report: fleet.0 }
+        GuestSpec { memory: guest, vcpus: 1, alloc, rounds: 1, frag: 0, report: fleet.0.into() }
     }
 }
 
@@ -221,12 +247,13 @@ mod tests {
     fn guests_are_told_what_they_understand() {
         for options in [Options::quick(None), Options::full(None)] {
             let names: BTreeSet<_> = options.ones.iter().map(ToString::to_string).collect();
-            assert_eq!(names.len(), 12);
+            assert_eq!(names.len(), 15);
             let specs = options.ones.iter().map(|one| options.single(*one));
             for spec in specs.chain(options.fleets.iter().map(|fleet| options.of_fleet(*fleet))) {
                 let line = format!("workload={} {}", spec.workload(), spec.args());
                 let args: GuestArgs = line.parse().unwrap();
-                assert_eq!((args.report, args.workload.alloc.unwrap().bytes), (spec.report, spec.alloc));
+                assert_eq!((args.report, args.workload.alloc.unwrap().bytes), (spec.report.mode, spec.alloc));
+                assert_eq!(args.report_from == 0, spec.report.all_sizes);
                 assert!(spec.alloc < spec.memory);
             }
         }

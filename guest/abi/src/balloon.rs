@@ -83,6 +83,10 @@ pub const REPORT_ENTRIES: usize = 512;
 /// Largest order of a block: 4 MiB.
 pub const MAX_ORDER: u32 = 10;
 
+/// Least order of a freed block that a guest reports at once: 2 MiB, which is what hosts back memory with. To drop less takes a huge
+/// page apart, so that everything around it, still in use, costs the guest a fault a page.
+pub const REPORT_FROM: u32 = 9;
+
 /// An entry of a page of reports: the block of `1 << order` pages at `gpa`. An entry of 0 is empty.
 #[must_use]
 pub const fn report_entry(gpa: u64, order: u32) -> u64 {

@@ -1,5 +1,6 @@
 //! The kernel command line of the bare-metal guest: how a host tells it what to do.
 
+use crate::balloon::{MAX_ORDER, REPORT_FROM};
 use crate::{HintMode, Inflation, ReportMode, Text, Windows, Workload, WorkloadError};
 use core::fmt;
 use core::str::FromStr;
@@ -14,7 +15,7 @@ pub enum StatsSink {
 }
 
 /// The guest's command line: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order, separated by spaces, and of the
-/// balloon `report=off|sync|async|hypercall hints=off|demand|incremental inflate=SIZE,by=256|16384|ranges`.
+/// balloon `report=off|sync|async|hypercall report_from=ORDER hints=off|demand|incremental inflate=SIZE,by=256|16384|ranges`.
 ///
 /// Printed by [`Display`](fmt::Display), parsed by [`FromStr`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,6 +30,9 @@ pub struct GuestArgs {
     pub tsc_khz: Option<u32>,
     /// How freed memory is given back, where there is a balloon. Default: synchronously.
     pub report: ReportMode,
+    /// Least order of a freed block that is reported at once, 0 to 10; smaller ones are once they have merged or lain idle for some
+    /// milliseconds. Default: [`REPORT_FROM`](crate::balloon::REPORT_FROM).
+    pub report_from: u32,
     /// How free memory is told of, where there is a balloon. Default: on demand.
     pub hints: HintMode,
     /// What is given to the balloon once after boot. Default: nothing.
@@ -47,6 +51,7 @@ impl GuestArgs {
             cpus: None,
             tsc_khz: None,
             report: ReportMode::default(),
+            report_from: REPORT_FROM,
             hints: HintMode::default(),
             inflate: None,
             windows: Windows::default(),
@@ -76,7 +81,7 @@ pub enum CmdlineError {
     },
 }
 
-const OPTIONS: &str = "workload=, stats=, cpus=, tsc_khz=, report=, hints= or inflate=";
+const OPTIONS: &str = "workload=, stats=, cpus=, tsc_khz=, report=, report_from=, hints= or inflate=";
 
 // The options of the command line say 64 too.
 const _: () = assert!(crate::MAX_CPUS == 64);
@@ -139,6 +144,10 @@ impl GuestArgs {
             "report" => {
                 self.report = ReportMode::parse(value).ok_or(bad("report", value, ReportMode::ACCEPTED))?;
             }
+            "report_from" => {
+                let order = value.parse().ok().filter(|order| *order <= MAX_ORDER);
+                self.report_from = order.ok_or(bad("report_from", value, "0 to 10"))?;
+            }
             "hints" => self.hints = HintMode::parse(value).ok_or(bad("hints", value, HintMode::ACCEPTED))?,
             "inflate" => {
                 let inflation = Inflation::parse(value).ok_or(bad("inflate", value, Inflation::ACCEPTED))?;
@@ -175,6 +184,9 @@ impl fmt::Display for GuestArgs {
         if self.report != ReportMode::default() {
             write!(f, " report={}", self.report)?;
         }
+        if self.report_from != REPORT_FROM {
+            write!(f, " report_from={}", self.report_from)?;
+        }
         if self.hints != HintMode::default() {
             write!(f, " hints={}", self.hints)?;
         }
@@ -198,7 +210,7 @@ mod tests {
             "workload=uniform,ws=256M,rate=100k stats=page cpus=2 tsc_khz=2000000",
             "workload=zipf:0.99,fill=mix:30 stats=serial cpus=64",
             "workload=idle,alloc=4G,rounds=1 stats=page report=async hints=incremental inflate=7G,by=ranges",
-            "workload=idle stats=page report=hypercall hints=off inflate=64M,by=16384",
+            "workload=idle stats=page report=hypercall report_from=0 hints=off inflate=64M,by=16384",
         ] {
             assert_eq!(line.parse::<GuestArgs>().unwrap().to_string(), line);
         }
@@ -225,6 +237,7 @@ mod tests {
             ("cpus=65", "1 to 64"),
             ("tsc_khz=2GHz", "a number of kHz"),
             ("report=maybe", "use off, sync, async or hypercall"),
+            ("report_from=11", "0 to 10"),
             ("hints=yes", "use off, demand or incremental"),
             ("inflate=1G,by=4", "SIZE,by=ranges"),
             ("virtio_mmio.device=512@0xzz:5", "SIZE@0xADDR:IRQ"),

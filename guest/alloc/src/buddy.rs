@@ -3,7 +3,7 @@
 use crate::lists::{Lists, Words};
 use crate::word::{Kind, NIL, Word};
 use crate::{Batch, Block, FreeBits, List, Spans};
-use vmferry_guest_abi::balloon::MAX_ORDER;
+use vmferry_guest_abi::balloon::{MAX_ORDER, REPORT_FROM};
 
 /// Part of the memory that is kept free of reports and hints, 1/32: a guest that has no more than that is about to use it again,
 /// so giving it back would only cost a fault a page, and what is isolated for a report must not be what an allocation waits for.
@@ -48,7 +48,8 @@ pub enum Taken {
 /// A buddy allocator for blocks of orders 0 to 10 that knows which free blocks its host has been told of.
 ///
 /// It allocates memory that was not reported before any that was: the host still stands behind it, so it needs no fault, and what
-/// was given back stays given back. A block that merges counts as reported only if both halves were.
+/// was given back stays given back. A block that merges counts as reported only if both halves were, and if it was reported in pieces
+/// of at least 2 MiB.
 ///
 /// Each frame has one word of 8 bytes, nothing else is kept a page. Allocation, free, isolation are O(1) in the size of memory: at
 /// most one step an order.
@@ -178,6 +179,9 @@ impl<'a> Buddy<'a> {
     }
 
     /// Puts a free block that is in no list into one, merged as far as it goes.
+    ///
+    /// Parts that become a block of [`REPORT_FROM`] are reported once more, as a whole: a host that has dropped them one by one has a
+    /// table of small pages for them, and gives a huge page again only when it can drop that too.
     fn merge(&mut self, block: Block, mut reported: bool) -> Block {
         let Block { mut frame, mut order } = block;
         while order < MAX_ORDER {
@@ -193,6 +197,7 @@ impl<'a> Buddy<'a> {
             self.words.set(frame.max(buddy.frame), Word::alone(0, Kind::Inside));
             frame = frame.min(buddy.frame);
             order += 1;
+            reported &= order != REPORT_FROM;
         }
         let merged = Block { frame, order };
         let lists = if reported { &mut self.reported } else { &mut self.unreported };
@@ -201,17 +206,17 @@ impl<'a> Buddy<'a> {
     }
 
     /// Isolates for a report what is still free and unreported of a block that was freed once: all of it if it is free (with
-    /// what it has merged into), or the parts that no allocation has taken since.
+    /// what it has merged into), or the parts that no allocation has taken since; in either case only blocks of at least `least`.
     ///
     /// At most one step a page of `noted`. [`Taken::Full`] means that there may be more of it.
-    pub fn isolate(&mut self, noted: Block, batch: &mut Batch<'_>) -> Taken {
+    pub fn isolate(&mut self, noted: Block, least: u32, batch: &mut Batch<'_>) -> Taken {
         for order in noted.order..=MAX_ORDER {
             let block = Block { frame: noted.frame >> order << order, order };
             let word = self.words.get(block.frame);
             if word.order == order {
                 match word.kind {
-                    Kind::Unreported => return self.isolate_block(block, batch),
-                    Kind::Reported => return Taken::All,
+                    Kind::Unreported if order >= least => return self.isolate_block(block, batch),
+                    Kind::Unreported | Kind::Reported => return Taken::All,
                     _ => {}
                 }
             }
@@ -220,7 +225,7 @@ impl<'a> Buddy<'a> {
         let mut frame = noted.frame;
         while u64::from(frame) < end {
             let word = self.words.get(frame);
-            if word.kind == Kind::Unreported {
+            if word.kind == Kind::Unreported && word.order >= least {
                 let taken = self.isolate_block(Block { frame, order: word.order }, batch);
                 if taken != Taken::All {
                     return taken;
@@ -231,15 +236,20 @@ impl<'a> Buddy<'a> {
         Taken::All
     }
 
-    /// Isolates up to `portion` blocks that are free and unreported, large ones first; `None` if there may be more, and room for them.
-    pub fn isolate_any(&mut self, portion: usize, batch: &mut Batch<'_>) -> Option<Taken> {
+    /// Isolates up to `portion` blocks that are free and unreported, large ones first, until `pages` pages have been (the last block may
+    /// be larger than what was left of them); `None` if there may be more, and room for them.
+    pub fn isolate_any(&mut self, portion: usize, pages: &mut u64, batch: &mut Batch<'_>) -> Option<Taken> {
         for _ in 0..portion {
+            if *pages == 0 {
+                return Some(Taken::All);
+            }
             let largest = self.unreported.largest().and_then(|order| self.unreported.first(order));
             let Some(block) = largest else { return Some(Taken::All) };
             let taken = self.isolate_block(block, batch);
             if taken != Taken::All {
                 return Some(taken);
             }
+            *pages = pages.saturating_sub(block.pages());
         }
         None
     }

@@ -88,7 +88,7 @@ impl Model<'_> {
             Op::Isolate(index, most) if !self.noted.is_empty() => {
                 let noted = self.noted[index % self.noted.len()];
                 batch.begin(most);
-                let taken = self.buddy.isolate(noted, &mut batch);
+                let taken = self.buddy.isolate(noted, 0, &mut batch);
                 assert!(taken != Taken::Full || batch.is_full());
                 if taken == Taken::All {
                     let mut left = pages(noted).filter(|page| self.unreported.contains(page));
@@ -98,7 +98,7 @@ impl Model<'_> {
                 self.isolated.extend_from_slice(batch.blocks());
             }
             Op::IsolateAny(portion) => {
-                let taken = self.buddy.isolate_any(portion, &mut batch);
+                let taken = self.buddy.isolate_any(portion, &mut u64::MAX.clone(), &mut batch);
                 if taken == Some(Taken::All) {
                     assert_eq!(self.buddy.pages().unreported, 0);
                 }
@@ -215,14 +215,14 @@ fn parts_of_a_block_that_was_split_since_are_still_reported() {
     let taken = buddy.alloc(0).unwrap();
     let mut slots = [Block::default(); 16];
     let mut batch = Batch::new(&mut slots);
-    assert_eq!(buddy.isolate(noted, &mut batch), Taken::All);
+    assert_eq!(buddy.isolate(noted, 0, &mut batch), Taken::All);
     assert_eq!(batch.blocks().iter().map(|block| block.pages()).sum::<u64>(), 1023);
     assert_eq!((buddy.pages().unreported, buddy.pages().isolated), (0, 1023));
     batch.blocks().to_vec().into_iter().for_each(|block| buddy.put_back(block));
     // Now the page makes all of it unreported again, and an entry for a part of it finds the whole.
     assert_eq!(buddy.free(taken), noted);
     batch.begin(16);
-    assert_eq!(buddy.isolate(Block { frame: noted.frame + 512, order: 1 }, &mut batch), Taken::All);
+    assert_eq!(buddy.isolate(Block { frame: noted.frame + 512, order: 1 }, 0, &mut batch), Taken::All);
     assert_eq!(batch.blocks(), [noted]);
 }
 
@@ -240,8 +240,8 @@ fn nothing_is_isolated_or_held_when_memory_is_low() {
     let block = used[0];
     buddy.alloc(0).unwrap();
     buddy.free(block);
-    assert_eq!((buddy.isolate(block, &mut batch), buddy.pages().isolated), (Taken::Low, 0));
-    assert_eq!(buddy.isolate_any(64, &mut batch), Some(Taken::Low));
+    assert_eq!((buddy.isolate(block, 0, &mut batch), buddy.pages().isolated), (Taken::Low, 0));
+    assert_eq!(buddy.isolate_any(64, &mut u64::MAX.clone(), &mut batch), Some(Taken::Low));
     assert_eq!((buddy.hold(64, &mut batch), buddy.pages().held), (Some(Taken::Low), 0));
 }
 

@@ -6,9 +6,13 @@ use vmferry_guest_abi::AllocCpu;
 /// Blocks that are isolated or put back under one hold of the lock: about 2 us.
 pub const PORTION: usize = 32;
 
-/// When nothing has been freed for so long, what is noted is reported although no buffer is full. Short beside the 100 ms within
-/// which memory is to be back, long beside the time between two frees of a busy vCPU.
+/// When nothing has been freed for so long, what is noted is reported although no buffer is full, and however small it is. Short beside the 100 ms within which memory is to be back, long beside the time between two
+/// frees of a busy vCPU.
 pub const FLUSH_NS: u64 = 20_000_000;
+
+/// In a guest that goes on freeing, what nobody has wanted for so long is reported although it is small. By then its neighbours are
+/// free too if they belong together, and a fault when it is used after all is a small part of its time.
+pub const IDLE_NS: u64 = 1_000_000_000;
 
 /// How often [`Heap::tick`] looks, at most.
 const TICK_NS: u64 = 1_000_000;
@@ -17,7 +21,7 @@ const TICK_NS: u64 = 1_000_000;
 /// host drops pages slowest; a host that is not back after this long will not be.
 const WAIT_NS: u64 = 1_000_000_000;
 
-/// Reports of one sweep over what is free and unreported; the rest waits for the next tick, so that the vCPU gets to its other work.
+/// Reports of one sweep over what is idle; the rest waits for the next tick, so that the vCPU gets to its other work.
 const SWEEP_REPORTS: u32 = 16;
 
 /// What an allocator needs from the machine that it runs on.
@@ -74,10 +78,12 @@ pub struct Heap<'a> {
     reports: Reports,
     /// Whether it looks for what no buffer holds, when all is quiet.
     sweeps: bool,
+    /// Least order of a block that is reported out of a buffer.
+    least: u32,
     batch: Batch<'a>,
     next_tick_ns: u64,
     own: Quiet,
-    all: Quiet,
+    idle: Idle,
     stats: AllocCpu,
 }
 
@@ -99,6 +105,38 @@ impl Quiet {
     }
 }
 
+/// How much of what is free and unreported nobody wants.
+///
+/// A page that was freed a moment ago may be wanted in the next, or be part of a large block once its neighbours are free. So nothing
+/// is, until no vCPU has freed anything for [`FLUSH_NS`]: then all is. In a guest that goes on, the least number of unreported pages
+/// that there were in a time of [`IDLE_NS`] is: as allocations take unreported pages first, it did without so many.
+///
+/// `owed <= unreported`, as of the last look.
+#[derive(Clone, Copy, Debug, Default)]
+struct Idle {
+    all: Quiet,
+    since_ns: u64,
+    least: u64,
+    owed: u64,
+}
+
+impl Idle {
+    /// Pages to report now, when `unreported` pages are free and unreported after so many `frees`.
+    fn look(&mut self, frees: u64, unreported: u64, now_ns: u64) -> u64 {
+        self.least = self.least.min(unreported);
+        self.owed = self.owed.min(unreported);
+        if self.all.for_long(frees, now_ns) {
+            self.owed = unreported;
+        }
+        // A clock that went back (another host) ends the time early, once.
+        if now_ns.wrapping_sub(self.since_ns) >= IDLE_NS {
+            self.owed = self.owed.max(self.least);
+            (self.since_ns, self.least) = (now_ns, unreported);
+        }
+        self.owed
+    }
+}
+
 impl<'a> Heap<'a> {
     /// The heap of vCPU `cpu`, which has the buffer with that index. `sweeps` is true for one vCPU of all, one that reports.
     #[must_use]
@@ -114,12 +152,20 @@ impl<'a> Heap<'a> {
             cpu,
             reports: if cpu < buffers.len() { reports } else { Reports::Off },
             sweeps,
+            least: 0,
             batch,
             next_tick_ns: 0,
             own: Quiet::default(),
-            all: Quiet::default(),
+            idle: Idle::default(),
             stats: AllocCpu::default(),
         }
+    }
+
+    /// The same heap; of what a buffer holds it reports only blocks of at least this order, 0 by default. Smaller ones stay free and
+    /// unreported until they have merged, all is quiet, or nobody has wanted them for [`IDLE_NS`].
+    #[must_use]
+    pub fn reporting_from(self, order: u32) -> Self {
+        Self { least: order.min(vmferry_guest_abi::balloon::MAX_ORDER), ..self }
     }
 
     /// What it has counted.
@@ -231,27 +277,29 @@ impl<'a> Heap<'a> {
         }
         if self.sweeps {
             let (frees, pages) = machine.with(|buddy| (buddy.frees(), buddy.pages()));
-            if self.all.for_long(frees, now_ns) && pages.unreported != 0 && pages.free() > pages.low {
+            if self.idle.look(frees, pages.unreported, now_ns) != 0 && pages.free() > pages.low {
                 self.sweep(machine);
             }
         }
     }
 
-    /// Reports everything that is free and unreported: parts of noted blocks that were allocated meanwhile and split, and blocks
-    /// that were never noted because a buffer was full.
+    /// Reports what nobody wants: small blocks, parts of noted blocks that were allocated meanwhile and split, and blocks that were
+    /// never noted because a buffer was full.
     fn sweep<M: Machine>(&mut self, machine: &M) {
-        self.drain(machine, SWEEP_REPORTS, |buddy, batch| buddy.isolate_any(PORTION, batch));
+        let mut owed = self.idle.owed;
+        self.drain(machine, SWEEP_REPORTS, |buddy, batch| buddy.isolate_any(PORTION, &mut owed, batch));
+        self.idle.owed = owed;
     }
 
     fn report_buffer<M: Machine>(&mut self, machine: &M, cpu: usize) {
-        let buffer = &self.buffers[cpu];
+        let (buffer, least) = (&self.buffers[cpu], self.least);
         let mut stale = 0;
         let mut again = None;
         let claimed = self.drain(machine, u32::MAX, |buddy, batch| {
             for _ in 0..PORTION {
                 let Some(noted) = again.take().or_else(|| buffer.pop()) else { return Some(Taken::All) };
                 let before = batch.blocks().len();
-                match buddy.isolate(noted, batch) {
+                match buddy.isolate(noted, least, batch) {
                     Taken::All => stale += u64::from(batch.blocks().len() == before),
                     Taken::Full => {
                         again = Some(noted);

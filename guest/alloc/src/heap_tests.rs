@@ -159,6 +159,44 @@ fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
 }
 
 #[test]
+fn small_blocks_wait_until_they_have_merged_or_nobody_wants_them() {
+    let spans = spans(8192);
+    let mut words = words(&spans);
+    let machine = Model::new(spans, &mut words);
+    let entries = entries(1, 16);
+    let buffers = buffers(&entries);
+    let mut slots = [Block::default(); 64];
+    let heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    let mut heap = heap.reporting_from(9);
+    let mut blocks: Vec<_> = (0..4096).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+    blocks.sort_unstable();
+    let first = blocks.iter().position(|block| block.frame.is_multiple_of(1024)).unwrap();
+    let large = &blocks[first..first + 1024];
+    let mut lone = blocks.iter().filter(|block| !large.contains(block)).step_by(2);
+    large.iter().for_each(|block| heap.free(&machine, *block));
+    lone.by_ref().take(16).for_each(|block| heap.free(&machine, *block));
+    // The buffer was full: the block that all of the former merged into has gone.
+    assert_eq!((heap.stats().report_blocks, heap.stats().report_bytes), (1, 1024 * PAGE_SIZE));
+    assert!(machine.with(|buddy| buddy.pages().unreported) >= 15);
+
+    // Pages that are wanted again and again stay, those beside them go.
+    lone.for_each(|block| heap.free(&machine, *block));
+    let before = heap.stats().report_bytes;
+    for _ in 0..10 {
+        let wanted: Vec<_> = (0..100).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
+        machine.advance(IDLE_NS / 4);
+        heap.tick(&machine, machine.now_ns());
+        wanted.into_iter().for_each(|block| heap.free(&machine, block));
+        machine.advance(FLUSH_NS / 4);
+        heap.tick(&machine, machine.now_ns());
+    }
+    let kept = machine.with(|buddy| buddy.pages().unreported);
+    assert!((100..200).contains(&kept) && heap.stats().report_bytes > before, "{kept}");
+    settle(&machine, std::slice::from_mut(&mut heap));
+    assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
+}
+
+#[test]
 fn off_reports_nothing() {
     let spans = spans(4096);
     let mut words = words(&spans);
@@ -249,7 +287,7 @@ fn an_allocation_waits_only_for_what_is_being_reported() {
     heap.free(&machine, block);
     let mut isolated = [Block::default(); 4];
     let mut batch = Batch::new(&mut isolated);
-    assert_eq!(machine.with(|buddy| buddy.isolate(block, &mut batch)), Taken::All);
+    assert_eq!(machine.with(|buddy| buddy.isolate(block, 0, &mut batch)), Taken::All);
     while machine.with(|buddy| buddy.pages().free()) > 0 {
         heap.alloc(&machine, 10).unwrap();
     }
@@ -278,7 +316,7 @@ fn a_wait_for_a_host_that_never_answers_ends() {
     let block = heap.alloc(&machine, 0).unwrap();
     heap.free(&machine, block);
     let mut isolated = [Block::default(); 4];
-    machine.with(|buddy| buddy.isolate(block, &mut Batch::new(&mut isolated)));
+    machine.with(|buddy| buddy.isolate(block, 0, &mut Batch::new(&mut isolated)));
     while machine.with(|buddy| buddy.alloc(0)).is_some() {}
     assert_eq!(heap.alloc(&machine, 0), None);
     assert!(heap.stats().waits == 1 && heap.stats().wait_ns >= WAIT_NS);

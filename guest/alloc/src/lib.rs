@@ -35,7 +35,7 @@ pub use buddy::{Buddy, Pages, Taken};
 pub use buffer::FreeBuffer;
 pub use churn::{Churn, Progress};
 pub use free_map::FreeBits;
-pub use heap::{FLUSH_NS, Heap, Machine, PORTION, Reports};
+pub use heap::{FLUSH_NS, Heap, IDLE_NS, Machine, PORTION, Reports};
 pub use spans::{MAX_SPANS, Spans, SpansError};
 
 /// Orders of blocks: 0 (4 KiB) to 10 (4 MiB).
