@@ -10,6 +10,8 @@ fn wrong_usage_is_told_before_anything_begins() {
         &["run", "--memory", "lots"],
         &["run", "--workload", "jogging"],
         &["run", "--kernel", "x", "--workload", "idle"],
+        &["run", "--initrd", "x"],
+        &["run", "--cpu", "386"],
         &["migrate", "--api", "x", "tcp:h:1", "--max-bandwidth", "fast"],
         &["migrate", "--api", "x", "tcp:h:1", "--switchover-bandwidth", "some"],
         &["recover", "--api", "x", "--take", "--abandon"],

@@ -142,6 +142,14 @@ pub(crate) enum BackingArg {
     Hugetlbfs,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CpuArg {
+    /// All that this host can offer
+    Host,
+    /// x86-64-v2: no AVX, no AES
+    Baseline,
+}
+
 /// Entries of each vCPU's dirty ring; none for the dirty log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DirtyRing(pub(crate) Option<u32>);
@@ -180,6 +188,10 @@ pub(crate) struct RunArgs {
     /// The kernel's command line
     #[arg(long, default_value = "", requires = "kernel")]
     pub(crate) cmdline: String,
+    /// Which processor the guest is shown: all that this host can offer, or x86-64-v2, with which it moves to nearly any host of the same
+    /// maker; with --incoming, the most that a guest may have been shown
+    #[arg(long, value_enum, default_value = "host")]
+    pub(crate) cpu: CpuArg,
     /// What guest memory is made of
     #[arg(long, value_enum, default_value = "anonymous")]
     pub(crate) memory_backing: BackingArg,

@@ -1,7 +1,7 @@
 //! One machine of either kind, as the command handles it.
 
 use crate::Status;
-use crate::args::{BackingArg, GuestKind, RunArgs};
+use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
 use anyhow::{Context, Result, anyhow, bail};
 use std::io::Read;
@@ -11,7 +11,7 @@ use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_vmm::{Backing, BalloonHandle, Kernel, SerialSink, Vm, VmHandle, VmOptions};
+use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Kernel, SerialSink, Vm, VmHandle, VmOptions};
 
 /// A machine. Owned by the thread that runs it.
 pub(crate) enum Machine {
@@ -41,6 +41,10 @@ impl Machine {
             BackingArg::Anonymous => Backing::Anonymous,
             BackingArg::Memfd => Backing::Memfd,
             BackingArg::Hugetlbfs => Backing::HugePages,
+        };
+        options.cpu = match args.cpu {
+            CpuArg::Host => CpuChoice::Host,
+            CpuArg::Baseline => CpuChoice::Baseline,
         };
         options.huge_pages = args.huge_pages;
         options.incoming = args.incoming.is_some();

@@ -82,7 +82,13 @@ impl Machine {
         Region { id: RegionId(0), gpa: Gpa(0), len: PAGES << 12 }
     }
     fn describe() -> MachineConfig {
-        MachineConfig { kind: "example".into(), vcpus: 1, regions: vec![Self::region()], extra: vec![] }
+        MachineConfig {
+            kind: "example".into(),
+            vcpus: 1,
+            regions: vec![Self::region()],
+            extra: vec![],
+            features: vec![],
+        }
     }
     fn map(&self) -> Arc<dyn GuestMemory> {
         let start = NonNull::from(&self.0.pages[0]).cast();

@@ -15,6 +15,7 @@ fn config(guest: &ProcessGuest) -> MachineConfig {
         vcpus: guest.options.cpus,
         regions: guest.memory.layout().regions().to_vec(),
         extra: Vec::new(),
+        features: Vec::new(),
     }
 }
 

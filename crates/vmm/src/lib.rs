@@ -46,7 +46,8 @@ pub use memory::{
     WriteMarks, layout_for,
 };
 pub use options::{
-    Backing, Captured, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink, VmOptions,
+    Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink,
+    VmOptions,
 };
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};

@@ -16,21 +16,20 @@ use vmferry_fault::{UffdMemory, UffdOptions};
 impl Vm {
     /// What a VM must be like to take this one's guest.
     ///
-    /// The processor is part of it: a guest that found a feature goes on using it. The frequency of the time stamp counter
-    /// is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
+    /// The processor's features are part of it: a guest that found one goes on using it, and takes along what CPUID tells it. The frequency
+    /// of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
     #[must_use]
     pub fn machine_config(&self) -> MachineConfig {
-        let (cpu, cpuid) = self.identity().clone();
         MachineConfig {
             kind: "kvm".to_owned(),
             vcpus: self.cpus(),
             regions: self.ram().layout().regions().to_vec(),
             extra: vec![
-                ("cpu".to_owned(), cpu),
-                ("cpuid".to_owned(), cpuid),
+                ("cpu".to_owned(), self.model().vendor()),
                 ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
                 ("devices".to_owned(), self.devices().bus().names().join(",")),
             ],
+            features: self.model().features(),
         }
     }
 

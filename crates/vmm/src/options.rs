@@ -40,6 +40,16 @@ impl fmt::Display for Backing {
     }
 }
 
+/// Which processor a guest is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CpuChoice {
+    /// All that this host can offer. The guest moves to hosts that offer the same or more.
+    #[default]
+    Host,
+    /// x86-64-v2, which nearly every host can offer: no AVX, no AES.
+    Baseline,
+}
+
 /// How pages that a guest gives back go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DropWay {
@@ -156,6 +166,8 @@ pub struct VmOptions {
     pub memory: u64,
     /// Number of vCPUs, 1 to [`MAX_CPUS`].
     pub cpus: u32,
+    /// Which processor the guest is shown; of a VM that waits for a guest, the most that it takes one with.
+    pub cpu: CpuChoice,
     /// What memory is made of.
     pub backing: Backing,
     /// Whether to ask for transparent huge pages. If the host refuses, the VM runs on small pages and
@@ -188,6 +200,7 @@ impl VmOptions {
         Self {
             memory,
             cpus,
+            cpu: CpuChoice::default(),
             backing: Backing::default(),
             huge_pages: true,
             incoming: false,

@@ -14,6 +14,7 @@ use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
 use crate::vcpu::{
     Board, Command, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
+    set_as_firmware,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -86,7 +87,10 @@ pub struct Vm {
     /// There if the guest is asked for statistics.
     keeper: Option<Keeper>,
     tsc_khz: u32,
-    identity: (String, String),
+    /// The processors that can be offered here.
+    offer: CpuModel,
+    /// Those that the guest was shown, which may be less if it has come from elsewhere.
+    model: CpuModel,
     notes: Vec<String>,
 }
 
@@ -112,7 +116,7 @@ impl Vm {
         let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
         let lazy = Arc::new(LazySlot::new(options.cpus));
         let devices = Arc::new(Devices::new(&machine, &lazy, &options)?);
-        let model = CpuModel::new(&kvm, options.cpus)?;
+        let model = CpuModel::new(&kvm, options.cpu, options.cpus)?;
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
         notes.extend(plan.note());
@@ -133,7 +137,8 @@ impl Vm {
             nudger: None,
             keeper,
             tsc_khz,
-            identity: model.identity(),
+            offer: model.clone(),
+            model,
             notes,
         })
     }
@@ -262,7 +267,7 @@ impl Vm {
         self.shared.devices.bus().quiesce()?;
         // All vCPUs at once, each in its thread.
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
-        let mut sections = Vec::with_capacity(answers.len() + 6);
+        let mut sections = Vec::with_capacity(answers.len() + 12);
         for (cpu, answer) in (0..).zip(answers) {
             sections.push(answer.wait()??.section(cpu)?);
         }
@@ -273,6 +278,7 @@ impl Vm {
         sections.push(shared.ioapic.section(0)?);
         sections.push(shared.pit.section(0)?);
         sections.push(shared.clock.section(0)?);
+        sections.push(self.model.save().section(0)?);
         sections.push(self.shared.devices.save_serial().section(0)?);
         sections.extend(self.shared.devices.bus().save()?);
         Ok(sections)
@@ -298,6 +304,7 @@ impl Vm {
         let pics = [parts.take(0)?, parts.take(1)?];
         let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
         let serial: SerialSaved = parts.take(0)?;
+        let model = self.offer.of_guest(&parts.take(0)?)?;
         let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;
 
@@ -305,14 +312,16 @@ impl Vm {
         devices.into_iter().try_for_each(|load| load())?;
         let load_serial = self.shared.devices.load_serial(&serial);
         load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
-        let pairs = self.vcpus.iter().zip(vcpus);
-        let answers: Vec<_> = pairs
-            .map(|(vcpu, saved)| vcpu.ask(what, |answer| Command::Load(Box::new(saved), answer)))
+        let tables: Vec<_> = (0..count).map(|cpu| model.of_vcpu(cpu)).collect::<Result<_>>()?;
+        let loads = self.vcpus.iter().zip(vcpus.into_iter().zip(tables));
+        let answers: Vec<_> = loads
+            .map(|(vcpu, load)| vcpu.ask(what, |answer| Command::Load(Box::new(load), answer)))
             .collect();
         for answer in answers {
             answer.wait()??;
         }
         shared.load(&self.shared.machine)?;
+        self.model = model;
         self.stage = Stage::Ready;
         Ok(())
     }
@@ -407,9 +416,9 @@ impl Vm {
         &self.shared.lazy
     }
 
-    /// Two texts that must be equal on the host that the guest moves to: the processor, and a digest of its CPUID.
-    pub(crate) fn identity(&self) -> &(String, String) {
-        &self.identity
+    /// The guest's processors.
+    pub(crate) fn model(&self) -> &CpuModel {
+        &self.model
     }
 
     fn expect(&self, what: &'static str, stages: &[Stage]) -> Result<()> {
@@ -432,6 +441,7 @@ fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<Vc
         let vcpu = vcpu.map_err(|e| Error::kvm(format!("KVM_CREATE_VCPU of vCPU {cpu}"), e))?;
         let set = vcpu.set_cpuid2(&model.of_vcpu(cpu)?);
         set.map_err(|e| Error::kvm(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
+        set_as_firmware(&vcpu);
         Ok(vcpu)
     };
     (0..cpus).map(create).collect()

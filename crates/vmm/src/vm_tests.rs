@@ -63,6 +63,16 @@ fn a_guest_resets_itself() {
 }
 
 #[test]
+fn a_guest_that_goes_to_the_reset_vector_resets_itself() {
+    if !kvm() {
+        return;
+    }
+    // The way there from protected mode, as far as this test needs it: the code that is there does the same in both modes.
+    let jump = [0xb8, 0xf0, 0xff, 0x0f, 0x00, 0xff, 0xe0];
+    assert_eq!(run(&jump).0, Exit::Reset);
+}
+
+#[test]
 fn a_guest_switches_itself_off() {
     if !kvm() {
         return;
@@ -175,7 +185,7 @@ fn state_that_is_loaded_is_saved_the_same() {
     std::thread::sleep(Duration::from_millis(20));
     source.pause().unwrap();
     let saved = source.save_state().unwrap();
-    assert_eq!(saved.len(), 3 + 7);
+    assert_eq!(saved.len(), 3 + 8);
 
     let mut target = incoming(3);
     target.load_state(&saved).unwrap();

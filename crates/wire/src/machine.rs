@@ -14,10 +14,17 @@ pub struct MachineConfig {
     pub regions: Vec<Region>,
     /// Anything else that must be equal, as name and value, in a fixed order.
     pub extra: Vec<(String, String)>,
+    /// What a guest may use of the processor, by name, sorted: of a guest that runs what it was shown, of a machine that waits for one what
+    /// it can offer. It may be more there, and nothing may be missing.
+    pub features: Vec<String>,
 }
 
+/// Most names in a sentence.
+const MAX_NAMES: usize = 12;
+
 impl MachineConfig {
-    /// The first way in which `theirs` differs from this, as a sentence for a person; `None` if they agree.
+    /// The first way in which `theirs`, a guest's machine, is other than this one, which is to take it, as a sentence for a person; `None`
+    /// if it can.
     #[must_use]
     pub fn difference(&self, theirs: &Self) -> Option<String> {
         if self.kind != theirs.kind {
@@ -38,8 +45,27 @@ impl MachineConfig {
         if let Some((ours, theirs)) = pairs.find(|(a, b)| a != b) {
             return Some(format!("{}={} here and {}={} there", ours.0, ours.1, theirs.0, theirs.1));
         }
-        (self.extra.len() != theirs.extra.len())
-            .then(|| format!("{} machine properties here and {} there", self.extra.len(), theirs.extra.len()))
+        if self.extra.len() != theirs.extra.len() {
+            let (ours, theirs) = (self.extra.len(), theirs.extra.len());
+            return Some(format!("{ours} machine properties here and {theirs} there"));
+        }
+        self.lacks(&theirs.features)
+    }
+
+    fn lacks(&self, features: &[String]) -> Option<String> {
+        let lacks = |name: &&String| self.features.binary_search(name).is_err();
+        let mut missing: Vec<&str> =
+            features.iter().filter(lacks).take(MAX_NAMES + 1).map(String::as_str).collect();
+        if missing.is_empty() {
+            return None;
+        }
+        if missing.len() > MAX_NAMES {
+            missing[MAX_NAMES] = "...";
+        }
+        Some(format!(
+            "the guest may use processor features that are not offered here: {}",
+            missing.join(", ")
+        ))
     }
 }
 
@@ -56,4 +82,28 @@ pub struct Section {
     pub version: u32,
     /// The state.
     pub payload: Vec<u8>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(features: &[&str]) -> MachineConfig {
+        let features = features.iter().map(|name| (*name).to_owned()).collect();
+        MachineConfig { kind: "test".into(), vcpus: 1, regions: vec![], extra: vec![], features }
+    }
+
+    #[test]
+    fn a_machine_may_offer_more_than_a_guest_was_shown_and_not_less() {
+        let (old, new) = (machine(&["avx", "sse2"]), machine(&["avx", "avx2", "sse2", "vaes"]));
+        assert_eq!(new.difference(&old), None);
+        assert_eq!(
+            old.difference(&new).unwrap(),
+            "the guest may use processor features that are not offered here: avx2, vaes"
+        );
+        let names: Vec<String> = (10..60).map(|n| format!("f{n}")).collect();
+        let many = machine(&names.iter().map(String::as_str).collect::<Vec<_>>());
+        let text = old.difference(&many).unwrap();
+        assert!(text.ends_with("f20, f21, ..."), "{text}");
+    }
 }

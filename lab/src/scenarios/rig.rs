@@ -40,6 +40,12 @@ impl<'a> Rig<'a> {
         Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
     }
 
+    /// For how long a guest may get no processor: an emulated machine's two are shared by everything that a move takes. Whether a
+    /// clock steps is told by [`slack`](Self::slack).
+    pub(crate) fn stall(&self) -> Duration {
+        Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 })
+    }
+
     pub(crate) fn name(&mut self, what: &str) -> String {
         self.started += 1;
         format!("{what}{}", self.started)

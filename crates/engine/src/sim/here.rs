@@ -82,7 +82,13 @@ pub(super) fn layout(pages: usize) -> Layout {
 /// What both machines are.
 pub(super) fn machine(pages: usize) -> MachineConfig {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (pages as u64) << 12 };
-    MachineConfig { kind: "simulated".into(), vcpus: 1, regions: vec![region], extra: vec![] }
+    MachineConfig {
+        kind: "simulated".into(),
+        vcpus: 1,
+        regions: vec![region],
+        extra: vec![],
+        features: vec![],
+    }
 }
 
 impl Here {

@@ -123,7 +123,13 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
     for _ in 0..3 {
         then_the_real_source(|uri| {
             let (mut other, _) = greet(uri, &hello(Role::Control, 0, Token::NONE));
-            let machine = MachineConfig { kind: "other".into(), vcpus: 1, regions: vec![], extra: vec![] };
+            let machine = MachineConfig {
+                kind: "other".into(),
+                vcpus: 1,
+                regions: vec![],
+                extra: vec![],
+                features: vec![],
+            };
             say(
                 &mut other,
                 &ToTarget::Setup {

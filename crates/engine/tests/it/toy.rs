@@ -469,6 +469,7 @@ impl Toy {
             vcpus: self.board.options.vcpus,
             regions: self.board.layout.regions().to_vec(),
             extra: vec![],
+            features: vec![],
         }
     }
 

@@ -1,5 +1,7 @@
 //! The virtio-mmio transport, version 2 (virtio 1.2, section 4.2).
 
+#[cfg(test)]
+mod rest_tests;
 mod saved;
 #[cfg(test)]
 mod tests;

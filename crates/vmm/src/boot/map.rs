@@ -1,6 +1,8 @@
 //! Where what a kernel is handed lies, and the map of memory that it is told.
 
-use crate::memory::{HIGH_RAM_START, LOW_RAM_END};
+use super::BootError;
+use crate::memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END};
+use vm_memory::{Bytes, GuestAddress};
 use vmferry_memory::{Layout, PAGE_SIZE};
 use vmferry_virtio::balloon::WholePages;
 
@@ -21,7 +23,21 @@ pub(super) const KERNEL_START: u64 = 1 << 20;
 const LEGACY_HOLE: (u64, u64) = (0x9_fc00, 0x10_0000);
 
 /// Where in that hole the ACPI tables are: where a PC's firmware has them, too, so that a guest that searches finds them.
-pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0x10_0000);
+pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0xf_f000);
+
+/// Where an x86 processor starts after a reset, as far as real mode reaches: `ffff:0000`.
+const RESET_VECTOR: u64 = 0xf_fff0;
+/// mov al, 0xfe; out 0x64, al (the keyboard controller's reset line); then halt for good.
+const RESET_CODE: [u8; 7] = [0xb0, 0xfe, 0xe6, 0x64, 0xf4, 0xeb, 0xfd];
+
+/// Puts what firmware would be to a guest that runs there: code at the reset vector that resets the machine.
+///
+/// Linux goes there to reboot: on a hardware-reduced platform it means to ask EFI, and when there is none the firmware at this address,
+/// instead of writing to ACPI's reset register (arch/x86/kernel/reboot.c, `reboot_init`).
+pub(super) fn write_firmware(ram: &GuestRam) -> Result<(), BootError> {
+    let written = ram.map().write_slice(&RESET_CODE, GuestAddress(RESET_VECTOR));
+    written.map_err(|error| BootError::Invalid(error.to_string()))
+}
 
 /// What a range of guest-physical addresses is; the numbers are those of E820 and of PVH.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +115,7 @@ mod tests {
             (PAGE_TABLES, 6 * PAGE),
             (CMDLINE, crate::MAX_CMDLINE as u64 + 1),
             (ACPI_TABLES.0, ACPI_TABLES.1 - ACPI_TABLES.0),
+            (RESET_VECTOR, RESET_CODE.len() as u64),
             (KERNEL_START, PAGE),
         ];
         assert!(parts.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));

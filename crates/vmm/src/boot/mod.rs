@@ -152,6 +152,7 @@ impl KernelFormat {
     /// [`BootError`]; RAM may then hold parts of the image.
     pub(crate) fn load(self, ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<BootState, BootError> {
         check_cmdline(kernel.cmdline, MAX_CMDLINE)?;
+        map::write_firmware(ram)?;
         match self {
             Self::PvhElf => pvh::load(ram, kernel, rsdp),
             Self::BzImage => bzimage::load(ram, kernel, rsdp),

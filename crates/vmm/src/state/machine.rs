@@ -2,8 +2,25 @@
 
 use super::mirror::saved;
 use super::sections::Saved;
-use kvm_bindings::{kvm_ioapic_state, kvm_pic_state, kvm_pit_channel_state, kvm_pit_state2};
+use kvm_bindings::{
+    kvm_cpuid_entry2, kvm_ioapic_state, kvm_pic_state, kvm_pit_channel_state, kvm_pit_state2,
+};
 use vm_superio::serial::SerialState;
+
+saved! {
+    /// What CPUID says for one leaf and index.
+    CpuidEntry = kvm_cpuid_entry2 { function: u32, index: u32, flags: u32, eax: u32, ebx: u32, ecx: u32, edx: u32 }
+}
+
+saved! {
+    /// What CPUID tells the guest, apart from what each vCPU is told of its place.
+    CpuidSaved { entries: Vec<CpuidEntry> }
+}
+
+impl Saved for CpuidSaved {
+    const NAME: &'static str = "cpuid";
+    const VERSION: u32 = 1;
+}
 
 saved! {
     /// The guest's paravirtual clock.

@@ -9,7 +9,7 @@ pub(crate) mod mirror;
 mod sections;
 mod vcpu;
 
-pub(crate) use machine::{ClockSaved, IoapicSaved, PicSaved, PitSaved, SerialSaved};
+pub(crate) use machine::{ClockSaved, CpuidSaved, IoapicSaved, PicSaved, PitSaved, SerialSaved};
 pub use sections::StateError;
 pub(crate) use sections::{Saved, Sections};
 pub(crate) use vcpu::{Msr, VcpuSaved, XsaveSaved};

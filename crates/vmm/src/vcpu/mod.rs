@@ -33,7 +33,7 @@ mod transfer;
 pub(crate) use board::Board;
 pub use board::{Exit, VcpuFault};
 pub(crate) use kick::KickPage;
-pub(crate) use msrs::MsrPlan;
+pub(crate) use msrs::{MsrPlan, set_as_firmware};
 pub(crate) use run::{Command, Vcpu, VcpuContext};
 pub(crate) use throttle::{Nudger, Throttle};
 pub(crate) use transfer::{XsaveSize, now_ns};

@@ -10,6 +10,24 @@ pub(super) const TSC: u32 = 0x10;
 /// The deadline of the local APIC's timer; loaded after the local APIC.
 pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 
+/// Memory type ranges, which KVM keeps and does not list: variable ranges, fixed ranges, default type.
+const MEMORY_TYPES: [std::ops::RangeInclusive<u32>; 5] =
+    [0x200..=0x20f, 0x250..=0x250, 0x258..=0x259, 0x268..=0x26f, MTRR_DEFAULT..=MTRR_DEFAULT];
+const MTRR_DEFAULT: u32 = 0x2ff;
+/// Ranges are on, and what lies in none is write-back: Intel SDM volume 3, 12.11.2.1.
+const WRITE_BACK: u64 = 1 << 11 | 6;
+const MISC_ENABLE: u32 = 0x1a0;
+const FAST_STRINGS: u64 = 1;
+
+/// Sets what firmware sets before it starts an operating system, which otherwise takes all memory for uncached and string operations for
+/// slow. A KVM that does not take it has no such registers for its guests.
+pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
+    set(vcpu, Msr { index: MTRR_DEFAULT, value: WRITE_BACK });
+    if let Some(value) = get(vcpu, MISC_ENABLE) {
+        set(vcpu, Msr { index: MISC_ENABLE, value: value | FAST_STRINGS });
+    }
+}
+
 /// The registers that this host's KVM both gives and takes, in KVM's order.
 ///
 /// KVM lists registers that it cannot give for this guest's CPUID, and some that it gives but never takes; what is which
@@ -25,11 +43,20 @@ impl MsrPlan {
     /// Finds out on `vcpu`, which has not run yet.
     pub(crate) fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self> {
         let list = kvm.get_msr_index_list().map_err(|e| Error::kvm("KVM_GET_MSR_INDEX_LIST", e))?;
-        let indexes = list.as_slice().iter().copied().filter(|i| !matches!(*i, TSC | TSC_DEADLINE));
-        let (kept, dropped) = indexes.partition(|index| {
-            get(vcpu, *index).is_some_and(|value| set(vcpu, Msr { index: *index, value }))
-        });
+        let listed: Vec<u32> =
+            list.as_slice().iter().copied().filter(|i| !matches!(*i, TSC | TSC_DEADLINE)).collect();
+        let works =
+            |index: &u32| get(vcpu, *index).is_some_and(|value| set(vcpu, Msr { index: *index, value }));
+        let unlisted = MEMORY_TYPES.into_iter().flatten().filter(|index| !listed.contains(index));
+        let unlisted: Vec<u32> = unlisted.filter(works).collect();
+        let (mut kept, dropped): (Vec<u32>, _) = listed.into_iter().partition(works);
+        kept.extend(unlisted);
         Ok(Self { kept, dropped })
+    }
+
+    /// The registers that a guest came with.
+    pub(super) fn of(saved: &[Msr]) -> Self {
+        Self { kept: saved.iter().map(|msr| msr.index).collect(), dropped: Vec::new() }
     }
 
     /// What is not saved, as a sentence; `None` if everything is.

@@ -9,6 +9,7 @@ use crate::boot::BootState;
 use crate::devices::{Devices, Request};
 use crate::error::{Error, Result};
 use crate::state::{StateError, VcpuSaved};
+use kvm_bindings::CpuId;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -26,8 +27,8 @@ pub(crate) enum Command {
     Boot(BootState, Sender<Result<()>>),
     /// Read all state.
     Save(Sender<std::result::Result<VcpuSaved, StateError>>),
-    /// Set all state.
-    Load(Box<VcpuSaved>, Sender<std::result::Result<(), StateError>>),
+    /// Set what CPUID says, then all state.
+    Load(Box<(VcpuSaved, CpuId)>, Sender<std::result::Result<(), StateError>>),
     /// End the thread.
     Quit,
 }
@@ -62,7 +63,8 @@ impl Vcpu {
     ) -> Result<Self> {
         kick::install_handler();
         let (commands, inbox) = channel();
-        let worker = Worker { cpu, vcpu, ring, page, context, inbox };
+        let plan = Arc::clone(&context.plan);
+        let worker = Worker { cpu, vcpu, ring, page, plan, context, inbox };
         let thread = std::thread::Builder::new().name(format!("vcpu {cpu}")).spawn(move || worker.live());
         let thread = thread.map_err(|source| Error::Thread { cpu, source })?;
         Ok(Self { cpu, commands, thread: Some(thread) })
@@ -133,6 +135,7 @@ struct Worker {
     vcpu: VcpuFd,
     ring: Option<RingVcpu>,
     page: Arc<KickPage>,
+    plan: Arc<MsrPlan>,
     context: Arc<VcpuContext>,
     inbox: Receiver<Command>,
 }
@@ -157,18 +160,24 @@ impl Worker {
         while let Ok(command) = self.inbox.recv() {
             match command {
                 Command::Run if !board.may_run(index) => {}
-                Command::Run => match self.run() {
-                    Some(exit) => board.ended(index, exit),
-                    None => board.paused(index),
-                },
+                Command::Run => {
+                    // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs do not bark when it goes on. To
+                    // a guest that has none, or did not run yet, it cannot be told.
+                    let _ = self.vcpu.kvmclock_ctrl();
+                    match self.run() {
+                        Some(exit) => board.ended(index, exit),
+                        None => board.paused(index),
+                    }
+                }
                 Command::Boot(boot, answer) => {
                     let _ = answer.send(self.boot(&boot));
                 }
                 Command::Save(answer) => {
                     let _ = answer.send(self.save());
                 }
-                Command::Load(saved, answer) => {
-                    let _ = answer.send(self.load(&saved));
+                Command::Load(load, answer) => {
+                    let (saved, table) = *load;
+                    let _ = answer.send(self.load(&saved, &table));
                 }
                 Command::Quit => break,
             }
@@ -176,11 +185,16 @@ impl Worker {
     }
 
     fn save(&self) -> std::result::Result<VcpuSaved, StateError> {
-        transfer::save(self.cpu, &self.vcpu, &self.context.plan, self.context.xsave)
+        transfer::save(self.cpu, &self.vcpu, &self.plan, self.context.xsave)
     }
 
-    fn load(&self, saved: &VcpuSaved) -> std::result::Result<(), StateError> {
-        transfer::load(self.cpu, &self.vcpu, saved, self.context.xsave)
+    fn load(&mut self, saved: &VcpuSaved, table: &CpuId) -> std::result::Result<(), StateError> {
+        let set = self.vcpu.set_cpuid2(table);
+        set.map_err(|e| StateError::kvm::<VcpuSaved>(self.cpu, "KVM_SET_CPUID2", e))?;
+        transfer::load(self.cpu, &self.vcpu, saved, self.context.xsave)?;
+        // A guest that was shown less than is offered here has fewer registers.
+        self.plan = Arc::new(MsrPlan::of(&saved.msrs));
+        Ok(())
     }
 
     fn boot(&self, boot: &BootState) -> Result<()> {

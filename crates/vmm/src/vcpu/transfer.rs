@@ -125,11 +125,7 @@ pub(super) fn load(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved, xsave: XsaveSize)
     vcpu.set_regs(&saved.regs.put()).map_err(kvm(cpu, "KVM_SET_REGS"))?;
     vcpu.set_vcpu_events(&saved.events.put()).map_err(kvm(cpu, "KVM_SET_VCPU_EVENTS"))?;
     let mp_state = kvm_mp_state { mp_state: saved.mp_state };
-    vcpu.set_mp_state(mp_state).map_err(kvm(cpu, "KVM_SET_MP_STATE"))?;
-    // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs do not bark. A guest without
-    // one makes this fail, which is fine.
-    let _ = vcpu.kvmclock_ctrl();
-    Ok(())
+    vcpu.set_mp_state(mp_state).map_err(kvm(cpu, "KVM_SET_MP_STATE"))
 }
 
 /// Makes the vCPU's counter run at the guest's speed, if the host's differs and can be scaled. (KVM itself ignores

@@ -174,7 +174,12 @@ fn machines_and_sections_come_back_and_too_much_is_not_written() {
     bytes[40] ^= 4;
     let error = decode_part::<Vec<Section>>(&bytes, sum, SnapshotPart::State, 8192).unwrap_err();
     assert!(error.to_string().contains("device state at byte 0x2000 is damaged"), "{error}");
-    let machine =
-        MachineConfig { kind: "x".repeat(MAX_MACHINE_BYTES), vcpus: 1, regions: vec![], extra: vec![] };
+    let machine = MachineConfig {
+        kind: "x".repeat(MAX_MACHINE_BYTES),
+        vcpus: 1,
+        regions: vec![],
+        extra: vec![],
+        features: vec![],
+    };
     assert!(matches!(encode_machine(&machine), Err(SnapshotError::TooLarge { .. })));
 }

@@ -98,6 +98,7 @@ mod tests {
             elapsed,
             downtime_ms: 100.0,
             slack: Duration::from_millis(500),
+            stall: Duration::from_millis(500),
         }
         .judge()
     }

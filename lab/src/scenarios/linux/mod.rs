@@ -124,8 +124,8 @@ impl Rig<'_> {
         let downtime_ms = of("downtime_ms") + of("verify_ms");
         let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
         // While pages are missing the guest waits for them, one after the other.
-        let slack = self.slack() + Duration::from_secs_f64(postcopy / 1e3);
-        Move { before: &before, after: &after, elapsed, downtime_ms, slack }.judge()?;
+        let stall = self.stall() + Duration::from_secs_f64(postcopy / 1e3);
+        Move { before: &before, after: &after, elapsed, downtime_ms, slack: self.slack(), stall }.judge()?;
         Ok(report)
     }
 

@@ -56,8 +56,6 @@ impl Bridge {
     fn make() -> Result<Self> {
         let bridge = Self;
         run(&["brctl", "addbr", BRIDGE])?;
-        // No waiting for other bridges: there are none.
-        run(&["brctl", "setfd", BRIDGE, "0"])?;
         for tap in TAPS {
             run(&["tunctl", "-t", tap])?;
             run(&["brctl", "addif", BRIDGE, tap])?;

@@ -10,7 +10,13 @@ const MS: Duration = Duration::from_millis(1);
 
 /// A session whose first pass is under way, begun at 0.
 fn passing(settings: Settings) -> Session {
-    let machine = MachineConfig { kind: "test".into(), vcpus: 1, regions: Vec::new(), extra: Vec::new() };
+    let machine = MachineConfig {
+        kind: "test".into(),
+        vcpus: 1,
+        regions: Vec::new(),
+        extra: Vec::new(),
+        features: Vec::new(),
+    };
     let (mut session, _) = Session::begin(settings, machine, PAGES, Duration::ZERO);
     let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
     for event in [

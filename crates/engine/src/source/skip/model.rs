@@ -239,7 +239,13 @@ impl Model for Move {
             on_timeout: OnTimeout::Switch,
             ..Settings::default()
         };
-        let config = MachineConfig { kind: "model".into(), vcpus: 1, regions: vec![region()], extra: vec![] };
+        let config = MachineConfig {
+            kind: "model".into(),
+            vcpus: 1,
+            regions: vec![region()],
+            extra: vec![],
+            features: vec![],
+        };
         let (session, first) = Session::begin(settings, config, PAGES as u64, Duration::ZERO);
         let page = |used| Page { used, content: 1, protected: false, marked: false, copy: 0 };
         let mut world = World {

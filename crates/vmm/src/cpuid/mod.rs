@@ -1,0 +1,219 @@
+//! What the guest's processors say they are.
+//!
+//! The base is what KVM can do on this host, or the [baseline]; the topology is ours: one package, one thread a core, APIC id = vCPU number.
+//! What a guest was shown goes with it when it moves, so that nothing changes under it; the host that it moves to must be able to do all
+//! of that, and may be able to do more. Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
+//! Documentation/virt/kvm/x86/cpuid.rst.
+
+mod baseline;
+mod features;
+
+use crate::error::{Error, Result};
+use crate::options::CpuChoice;
+use crate::state::mirror::Field;
+use crate::state::{CpuidSaved, StateError};
+use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use kvm_ioctls::{Cap, Kvm};
+
+/// Leaves, by what they are about.
+mod leaf {
+    pub(super) const VENDOR: u32 = 0;
+    pub(super) const FEATURES: u32 = 1;
+    pub(super) const CACHES: u32 = 4;
+    pub(super) const EXTENDED_FEATURES: u32 = 7;
+    pub(super) const COUNTERS: u32 = 0xa;
+    pub(super) const TOPOLOGY: u32 = 0xb;
+    pub(super) const XSAVE: u32 = 0xd;
+    /// The first of many that tell of one extension each.
+    pub(super) const QUALITY: u32 = 0xf;
+    pub(super) const ENCLAVES: u32 = 0x12;
+    pub(super) const TRACE: u32 = 0x14;
+    pub(super) const TSC: u32 = 0x15;
+    pub(super) const FREQUENCY: u32 = 0x16;
+    pub(super) const TOPOLOGY_V2: u32 = 0x1f;
+    /// The first of the hypervisor's.
+    pub(super) const HYPERVISOR: u32 = 0x4000_0000;
+    pub(super) const KVM_FEATURES: u32 = 0x4000_0001;
+    pub(super) const AMD_FEATURES: u32 = 0x8000_0001;
+    pub(super) const AMD_POWER: u32 = 0x8000_0007;
+    pub(super) const AMD_SIZES: u32 = 0x8000_0008;
+    pub(super) const AMD_SVM: u32 = 0x8000_000a;
+    pub(super) const AMD_TOPOLOGY: u32 = 0x8000_001e;
+    pub(super) const AMD_ENCRYPTION: u32 = 0x8000_001f;
+    pub(super) const AMD_FEATURES_2: u32 = 0x8000_0021;
+}
+
+const ECX_VMX: u32 = 1 << 5;
+const ECX_TSC_DEADLINE: u32 = 1 << 24;
+const ECX_OSXSAVE: u32 = 1 << 27;
+const ECX_HYPERVISOR: u32 = 1 << 31;
+const EDX_HTT: u32 = 1 << 28;
+const EBX_ENCLAVES: u32 = 1 << 2;
+const EBX_TRACE: u32 = 1 << 25;
+const ECX_OSPKE: u32 = 1 << 4;
+const ECX_SVM: u32 = 1 << 2;
+/// A counter that runs alike on all hosts: none does. A guest that is told so takes it for its clock, and every move would step it.
+const EDX_INVARIANT_TSC: u32 = 1 << 8;
+/// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor: they move a fault into a kernel
+/// worker, where its time is attributed to nobody, and they would have to be quiesced before a save.
+const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
+/// The leaf that says "KVM": highest leaf, and the signature in EBX, ECX, EDX.
+const KVM_SIGNATURE: [u32; 4] = [
+    leaf::KVM_FEATURES,
+    u32::from_le_bytes(*b"KVMK"),
+    u32::from_le_bytes(*b"VMKV"),
+    u32::from_le_bytes(*b"M\0\0\0"),
+];
+
+/// Looks entries up.
+trait OfLeaf {
+    fn of_leaf(&self, function: u32, index: u32) -> Option<&kvm_cpuid_entry2>;
+}
+
+impl OfLeaf for [kvm_cpuid_entry2] {
+    fn of_leaf(&self, function: u32, index: u32) -> Option<&kvm_cpuid_entry2> {
+        self.iter().find(|e| e.function == function && e.index == index)
+    }
+}
+
+/// The processors of a guest.
+#[derive(Debug, Clone)]
+pub(crate) struct CpuModel {
+    base: CpuId,
+    cpus: u32,
+}
+
+impl CpuModel {
+    /// What this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it.
+    pub(crate) fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32) -> Result<Self> {
+        let mut base = kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(|e| Error::kvm("KVM_GET_SUPPORTED_CPUID", e))?;
+        let deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+        let dropped = [
+            leaf::TOPOLOGY,
+            leaf::TOPOLOGY_V2,
+            leaf::ENCLAVES,
+            leaf::TRACE,
+            leaf::AMD_SVM,
+            leaf::AMD_ENCRYPTION,
+        ];
+        base.retain(|e| !dropped.contains(&e.function));
+        base.as_mut_slice().iter_mut().for_each(|e| trim(e, deadline));
+        if choice == CpuChoice::Baseline {
+            base.retain(|e| baseline::limit(&mut e.clone()));
+            base.as_mut_slice().iter_mut().for_each(|e| _ = baseline::limit(e));
+        }
+        Ok(Self { base, cpus })
+    }
+
+    /// What a guest was shown elsewhere, here.
+    ///
+    /// # Errors
+    /// If it is no table of a guest's, or has features that this model, which is what this host offers, has not.
+    pub(crate) fn of_guest(&self, saved: &CpuidSaved) -> std::result::Result<Self, StateError> {
+        let invalid = |why: String| StateError::invalid::<CpuidSaved>(0, why);
+        if saved.entries.len() > KVM_MAX_CPUID_ENTRIES {
+            return Err(invalid(format!("{} entries", saved.entries.len())));
+        }
+        let entries: Vec<_> = saved.entries.iter().map(Field::put).collect();
+        let base = CpuId::from_entries(&entries).map_err(|e| invalid(format!("{e:?}")))?;
+        let model = Self { base, cpus: self.cpus };
+        let (ours, theirs) = (self.features(), model.features());
+        match theirs.iter().find(|name| ours.binary_search(name).is_err()) {
+            Some(name) => Err(invalid(format!("the guest was shown {name}, which this host does not offer"))),
+            None => Ok(model),
+        }
+    }
+
+    /// What goes with the guest.
+    pub(crate) fn save(&self) -> CpuidSaved {
+        CpuidSaved { entries: self.base.as_slice().iter().map(Field::get).collect() }
+    }
+
+    /// The table for vCPU `cpu`.
+    pub(crate) fn of_vcpu(&self, cpu: u32) -> Result<CpuId> {
+        let mut table = self.base.clone();
+        table.as_mut_slice().iter_mut().for_each(|e| place(e, cpu, self.cpus));
+        let highest = table.as_slice().of_leaf(leaf::VENDOR, 0).map_or(0, |e| e.eax);
+        for leaf in [leaf::TOPOLOGY, leaf::TOPOLOGY_V2].into_iter().filter(|leaf| *leaf <= highest) {
+            for entry in topology(leaf, cpu, self.cpus) {
+                table.push(entry).map_err(|e| Error::Options(format!("the CPUID table is full: {e:?}")))?;
+            }
+        }
+        Ok(table)
+    }
+
+    /// Who made the processor: guests do not move between makers, whose processors differ in what software relies on.
+    pub(crate) fn vendor(&self) -> String {
+        let vendor = self.base.as_slice().of_leaf(leaf::VENDOR, 0).copied().unwrap_or_default();
+        let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
+        String::from_utf8_lossy(name.as_flattened()).into_owned()
+    }
+
+    /// What a guest of this model may use, by name, sorted.
+    pub(crate) fn features(&self) -> Vec<String> {
+        features::names(self.base.as_slice())
+    }
+}
+
+/// Takes out of the host's offer what is not for guests of ours, and what depends on the host's state of the moment.
+fn trim(e: &mut kvm_cpuid_entry2, deadline: bool) {
+    match (e.function, e.index) {
+        (leaf::FEATURES, _) => {
+            // No nested guests: their state is not saved.
+            e.ecx = (e.ecx & !(ECX_VMX | ECX_OSXSAVE)) | ECX_HYPERVISOR;
+            if deadline {
+                e.ecx |= ECX_TSC_DEADLINE;
+            }
+        }
+        (leaf::EXTENDED_FEATURES, 0) => {
+            e.ebx &= !(EBX_ENCLAVES | EBX_TRACE);
+            e.ecx &= !ECX_OSPKE;
+        }
+        // The size of what the host's kernel has switched on; KVM computes the guest's.
+        (leaf::XSAVE, 0 | 1) => e.ebx = 0,
+        (leaf::HYPERVISOR, _) => [e.eax, e.ebx, e.ecx, e.edx] = KVM_SIGNATURE,
+        (leaf::KVM_FEATURES, _) => e.eax &= !KVM_ASYNC_PF,
+        (leaf::AMD_POWER, _) => e.edx &= !EDX_INVARIANT_TSC,
+        (leaf::AMD_FEATURES, _) => e.ecx &= !ECX_SVM,
+        _ => {}
+    }
+}
+
+/// Puts vCPU `cpu` of `cpus` into its place: KVM's offer holds the place of whichever host CPU was asked.
+fn place(e: &mut kvm_cpuid_entry2, cpu: u32, cpus: u32) {
+    match e.function {
+        leaf::FEATURES => {
+            let logical = cpus.next_power_of_two().min(255);
+            e.ebx = e.ebx & 0xffff | logical << 16 | cpu << 24;
+            e.edx = if cpus > 1 { e.edx | EDX_HTT } else { e.edx & !EDX_HTT };
+        }
+        leaf::CACHES if e.eax & 0x1f != 0 => {
+            let level = e.eax >> 5 & 7;
+            let sharing = if level >= 3 { cpus.next_power_of_two() - 1 } else { 0 };
+            let cores = (cpus.next_power_of_two() - 1).min(63);
+            e.eax = e.eax & 0x3fff | sharing.min(0xfff) << 14 | cores << 26;
+        }
+        leaf::AMD_SIZES => e.ecx = (e.ecx & !0xf0ff) | (cpus - 1).min(255),
+        leaf::AMD_TOPOLOGY => (e.eax, e.ebx, e.ecx) = (cpu, cpu & 0xff, 0),
+        _ => {}
+    }
+}
+
+/// The levels of the topology leaf: one thread a core, `cpus` cores a package, end of list.
+fn topology(leaf: u32, cpu: u32, cpus: u32) -> [kvm_cpuid_entry2; 3] {
+    const THREADS: u32 = 1;
+    const CORES: u32 = 2;
+    let level = |index: u32, shift: u32, count: u32, kind: u32| kvm_cpuid_entry2 {
+        function: leaf,
+        index,
+        flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+        eax: shift,
+        ebx: count,
+        ecx: index | kind << 8,
+        edx: cpu,
+        ..Default::default()
+    };
+    [level(0, 0, 1, THREADS), level(1, cpus.next_power_of_two().ilog2(), cpus, CORES), level(2, 0, 0, 0)]
+}
