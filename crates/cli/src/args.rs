@@ -1,12 +1,15 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::disk::{DiskArg, disk};
+use crate::net::net;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_dirty::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
+use vmferry_vmm::NetOptions;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
 #[derive(Debug, Parser)]
@@ -211,6 +214,17 @@ pub(crate) struct RunArgs {
     /// Let the balloon follow the host: take memory while the host is short of it, but leave the guest at least this much
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) balloon_auto: Option<u64>,
+    /// Give it a disk: a raw file or a block device, in storage that both sides of a move reach; may be given several times, the same
+    /// on both sides
+    #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk)]
+    pub(crate) disks: Vec<DiskArg>,
+    /// Give it a network interface at this tap of the host's, with this MAC address (random if left out; a guest that comes from elsewhere
+    /// keeps its own); may be given several times, as often on both sides of a move
+    #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net)]
+    pub(crate) nets: Vec<NetOptions>,
+    /// Give it a source of random numbers; the same on both sides of a move
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) rng: OnOff,
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,

@@ -3,6 +3,7 @@
 use crate::Status;
 use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
+use crate::disk::DiskArg;
 use anyhow::{Context, Result, anyhow, bail};
 use std::io::Read;
 use std::path::Path;
@@ -50,6 +51,9 @@ impl Machine {
         options.incoming = args.incoming.is_some();
         options.dirty_ring = args.dirty_ring.0;
         options.balloon = args.balloon == OnOff::On;
+        options.rng = args.rng == OnOff::On;
+        options.disks = args.disks.iter().map(DiskArg::options).collect();
+        options.nets.clone_from(&args.nets);
         options.serial = serial(args.serial.as_deref())?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
@@ -85,6 +89,12 @@ impl Machine {
             bail!(
                 "a process guest takes no pages out of the host's pool; use --memory-backing anonymous or memfd"
             );
+        }
+        if !args.disks.is_empty() {
+            bail!("a process guest has no disks; leave --disk");
+        }
+        if !args.nets.is_empty() {
+            bail!("a process guest has no network interfaces; leave --net");
         }
         if args.balloon_auto.is_some() {
             bail!("a process guest has no balloon; leave --balloon-auto");

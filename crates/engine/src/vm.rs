@@ -217,6 +217,19 @@ pub trait SourceVm: Send {
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
 
+    /// Lets go of what only the side that runs the guest may hold, such as locks on its disks: the target is about to be told to
+    /// run it, and takes them in [`TargetVm::start`]. Called between save and commit, of a guest that stands still. If the guest comes
+    /// back, [`resume`](Self::resume) takes them again before it runs.
+    ///
+    /// Not earlier: up to the commit this side must be able to go on whatever the target does, and after it must not touch what may be
+    /// the target's already. In between, while nobody has them, nobody runs.
+    ///
+    /// # Errors
+    /// If something may still be held. The engine then calls `resume`.
+    fn release(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Lets the vCPUs run again. Called only while this side owns the guest; does nothing if they run.
     ///
     /// # Errors
@@ -250,9 +263,10 @@ pub trait TargetVm: Send {
     /// If a section is missing, unknown, of another version or not valid. The source then resumes.
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError>;
 
-    /// Lets the vCPUs run. From here on this side owns the guest.
+    /// Takes what only the side that runs the guest may hold ([`SourceVm::release`]), and lets the vCPUs run. From here on this side
+    /// owns the guest.
     ///
     /// # Errors
-    /// If a vCPU cannot be started: the guest stands still on this side, which owns it.
+    /// If a vCPU cannot be started, or something cannot be had: none has run, nothing is held, and the guest goes back.
     fn start(&mut self) -> Result<(), VmError>;
 }

@@ -1,5 +1,5 @@
 //! The kernel interfaces that no crate wraps, one call each: KVM's dirty log and rings, userfaultfd, `PAGEMAP_SCAN`,
-//! the data ranges of a memfd, and what a mapping holds.
+//! the data ranges of a memfd, what a mapping holds, locks of open files, and tap interfaces.
 //!
 //! No policy and no state here. What is unsafe about a call is fenced in this crate: buffers are checked against what
 //! the kernel will write, structures have the size that the kernel expects (asserted at compile time), and a call that
@@ -8,10 +8,12 @@
 mod error;
 mod ioctl;
 pub mod kvm;
+pub mod lock;
 pub mod mapping;
 pub mod memfd;
 pub mod pagemap;
 pub mod ring;
+pub mod tap;
 mod thread;
 pub mod uffd;
 

@@ -88,9 +88,8 @@ pub trait Device: Send + Debug {
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError>;
 
     /// The vCPUs stand still and the state is about to be saved: from here to [`resumed`](Self::resumed) the device begins nothing new
-    /// (also in [`serve`](Self::serve), which is still called to give back what is done), and lets go of what only one side of a move
-    /// may hold. Says whether nothing is under way any more; if something is, it is asked again after each ring of its
-    /// [`Doorbell`].
+    /// (also in [`serve`](Self::serve), which is still called to give back what is done). Says whether nothing is under way any more; if
+    /// something is, it is asked again after each ring of its [`Doorbell`]. Waits for nothing.
     ///
     /// The default is for a device that does all its work in [`serve`](Self::serve).
     fn quiesce(&mut self) -> bool {
@@ -104,6 +103,11 @@ pub trait Device: Send + Debug {
     fn resumed(&mut self, how: Resume) -> Result<(), String> {
         let _ = how;
         Ok(())
+    }
+
+    /// The driver switches `queue` off: when this returns, nothing touches its rings and the buffers in them any more.
+    fn taken_away(&mut self, queue: u16) {
+        let _ = queue;
     }
 
     /// The driver resets the device. What is under way still ends, but nothing of it reaches the driver's memory after this.
@@ -121,4 +125,13 @@ pub trait Device: Send + Debug {
     /// # Errors
     /// What cannot be, in words; nothing has changed then.
     fn load(&mut self, saved: &Self::Saved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String>;
+}
+
+/// Copies what `bytes` has at `offset` to `data`; what it has not stays as it is.
+pub(crate) fn read_bytes(bytes: &[u8], offset: u64, data: &mut [u8]) {
+    let from = usize::try_from(offset).unwrap_or(usize::MAX);
+    if let Some(rest) = bytes.get(from..) {
+        let len = rest.len().min(data.len());
+        data[..len].copy_from_slice(&rest[..len]);
+    }
 }

@@ -1,37 +1,38 @@
 //! A driver that does what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
 
+use crate::device::Device;
 use crate::mmio::TransportSaved;
-use crate::testing::{Call, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
+use crate::testing::{Call, Driver, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_guest_abi::balloon::RANGES_QUEUE;
 use vmferry_memory::PageSet;
 
 /// Most steps that are taken; bytes behind them are not looked at.
-const STEPS: usize = 256;
+pub(crate) const STEPS: usize = 256;
 /// Most calls to the host for one step: a portion of each queue, for the notification and each round of work; a buffer of hints calls
 /// at most for each of its parts.
 const CALLS: usize = 9 * 6 * 64 * 17;
 
 /// Bytes that are used up as choices; zeros when there are none left.
-struct Choices<'a>(&'a [u8]);
+pub(crate) struct Choices<'a>(pub(crate) &'a [u8]);
 
 impl Choices<'_> {
-    fn byte(&mut self) -> u8 {
+    pub(crate) fn byte(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         *first
     }
 
-    fn word(&mut self) -> u16 {
+    pub(crate) fn word(&mut self) -> u16 {
         u16::from_le_bytes([self.byte(), self.byte()])
     }
 
-    fn long(&mut self) -> u32 {
+    pub(crate) fn long(&mut self) -> u32 {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 
     /// An address, most often in memory, often at a page.
-    fn address(&mut self) -> u64 {
+    pub(crate) fn address(&mut self) -> u64 {
         let page = u64::from(self.byte()) << 12;
         match self.byte() {
             0..160 => page,
@@ -41,7 +42,7 @@ impl Choices<'_> {
         }
     }
 
-    fn length(&mut self) -> u32 {
+    pub(crate) fn length(&mut self) -> u32 {
         match self.byte() {
             0..100 => 0x1000,
             pages @ 100..180 => u32::from(pages - 99) << 12,
@@ -144,7 +145,7 @@ fn step(guest: &mut Guest, choices: &mut Choices<'_>) {
 }
 
 /// Descriptors as chosen, and a head.
-fn chain(guest: &mut Guest, choices: &mut Choices<'_>, queue: u16) {
+pub(crate) fn chain<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>, queue: u16) {
     let entries = choices.byte() % 5;
     for _ in 0..entries {
         let index = u16::from(choices.byte()) % SIZE;
@@ -228,12 +229,18 @@ fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::time::{Duration, Instant};
 
     /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
     #[test]
     fn noise_neither_panics_nor_leaves_memory() {
+        let seeds = noise(super::drive);
+        assert!(seeds > 100, "{seeds}");
+    }
+
+    /// Calls `drive` with noise for some seconds; says how often.
+    pub(crate) fn noise(drive: impl Fn(&[u8])) -> u32 {
         let (began, mut state, mut seeds) = (Instant::now(), 0x9e37_79b9_7f4a_7c15u64, 0);
         while began.elapsed() < Duration::from_secs(3) && seeds < 100_000 {
             let mut bytes = vec![0; 900];
@@ -248,11 +255,11 @@ mod tests {
             if seeds % 4 != 0 {
                 bytes[..3].fill(0);
             }
-            super::drive(&bytes);
+            drive(&bytes);
             seeds += 1;
         }
         use std::io::Write;
         writeln!(std::io::stdout(), "hostile drivers: {seeds}").unwrap();
-        assert!(seeds > 100, "{seeds}");
+        seeds
     }
 }

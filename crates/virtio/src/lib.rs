@@ -8,13 +8,16 @@
 //! | [`device`] | what a device is |
 //! | [`runs`] | guest addresses to pages |
 //! | [`balloon`] | the memory balloon |
+//! | [`blk`] | disks |
+//! | [`rng`] | random numbers |
+//! | [`net`] | the network interface |
 //!
 //! # Who does the work
 //! A notification is processed on the thread of the vCPU that wrote the register, before that write returns. For the balloon this
 //! is the shortest way: a driver that reports or inflates waits for the answer in any case, the vCPU that frees pays for it, no
 //! other thread has to wake, and once all vCPUs are paused no request is half done. What would take too long is done in portions
 //! ([`mmio::MmioTransport::work`]), between which the vCPU's thread looks whether it is to pause. A device that waits for a disk or
-//! a network hands its requests to a thread of its own and calls [`mmio::MmioTransport::notify`] from there.
+//! a network hands its requests to threads of its own, which ring its [`device::Doorbell`] when they are done.
 //!
 //! # Hostile drivers
 //! Everything that a driver writes is taken as an attack: registers, rings, descriptors, what lies in buffers. A ring or a chain
@@ -24,11 +27,15 @@
 #![forbid(unsafe_code)]
 
 pub mod balloon;
+pub mod blk;
 pub mod device;
+mod figures;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 pub mod mmio;
+pub mod net;
 pub mod queue;
+pub mod rng;
 pub mod runs;
 pub mod signals;
 #[cfg(any(test, feature = "hostile"))]

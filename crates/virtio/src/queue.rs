@@ -2,7 +2,7 @@
 
 use crate::device::Progress;
 use crate::signals::Signals;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
@@ -122,17 +122,26 @@ impl Buffer {
 pub struct VirtQueue {
     index: u16,
     queue: Queue,
+    /// The place for the next buffer that is given back, when the driver was last thought of.
+    told: u16,
 }
 
 impl VirtQueue {
     pub(crate) fn new(index: u16, queue: Queue) -> Self {
-        Self { index, queue }
+        let told = queue.next_used();
+        Self { index, queue, told }
     }
 
     /// Its index in the device.
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
+    }
+
+    /// How many entries it has.
+    #[must_use]
+    pub fn size(&self) -> u16 {
+        self.queue.size()
     }
 
     pub(crate) fn queue(&self) -> &Queue {
@@ -188,19 +197,65 @@ impl VirtQueue {
         self.queue.add_used(memory, head, written).map_err(failed)
     }
 
+    /// Gives several buffers back at once, each with the bytes that the device wrote: the driver sees all of them or none.
+    ///
+    /// # Errors
+    /// If the ring cannot be written.
+    pub fn give_back_all<M: GuestMemory>(
+        &mut self,
+        memory: &M,
+        used: &[(u16, u32)],
+    ) -> Result<(), RingError> {
+        let (ring, size) = (self.queue.used_ring(), self.queue.size());
+        let outside = |_| RingError::Ring { queue: self.index, source: virtio_queue::Error::AddressOverflow };
+        let mut next = self.queue.next_used();
+        for (head, written) in used {
+            // 2.7.8: flags, index, then the entries.
+            let at = ring + 4 + 8 * u64::from(next % size);
+            let entry = u64::from(*head) | u64::from(*written) << 32;
+            memory.write_slice(&entry.to_le_bytes(), GuestAddress(at)).map_err(outside)?;
+            next = next.wrapping_add(1);
+        }
+        memory.store(next.to_le(), GuestAddress(ring + 2), Ordering::Release).map_err(outside)?;
+        self.queue.set_next_used(next);
+        Ok(())
+    }
+
+    /// Puts the last `count` buffers that were taken, and not given back, where they were: they are taken again.
+    pub fn put_back(&mut self, count: u16) {
+        self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
+    }
+
+    /// The driver need not notify until the queue is seen [empty](Self::empty): somebody is looking.
+    ///
+    /// # Errors
+    /// If the ring cannot be written.
+    pub fn quiet<M: GuestMemory>(&mut self, memory: &M) -> Result<(), RingError> {
+        let failed = self.ring_error();
+        self.queue.disable_notification(memory).map_err(failed)
+    }
+
     /// Whether the driver wants to hear of the buffers given back since this was last asked.
     ///
     /// # Errors
     /// If the ring cannot be read.
     pub fn wants_interrupt<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
-        if !self.queue.event_idx_enabled() {
-            let flags: u16 = memory
-                .load(GuestAddress(self.queue.avail_ring()), Ordering::Acquire)
-                .map_err(|source| self.ring_error()(virtio_queue::Error::GuestMemory(source)))?;
-            return Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0);
+        let event_idx = self.queue.event_idx_enabled();
+        // The index at which it wants to hear stands behind the ring's entries (2.7.6).
+        let behind = if event_idx { 4 + 2 * u64::from(self.queue.size()) } else { 0 };
+        // Everything that was given back is visible before what the driver wants is read (2.7.7.2).
+        fence(Ordering::SeqCst);
+        let wants: u16 = memory
+            .load(GuestAddress(self.queue.avail_ring() + behind), Ordering::Acquire)
+            .map_err(|source| self.ring_error()(virtio_queue::Error::GuestMemory(source)))?;
+        let wants = u16::from_le(wants);
+        let now = self.queue.next_used();
+        let before = std::mem::replace(&mut self.told, now);
+        if !event_idx {
+            return Ok(u32::from(wants) & VRING_AVAIL_F_NO_INTERRUPT == 0);
         }
-        let failed = self.ring_error();
-        self.queue.needs_notification(memory).map_err(failed)
+        // Whether it was passed: before <= wants < now, around the end of 16 bits.
+        Ok(now.wrapping_sub(wants).wrapping_sub(1) < now.wrapping_sub(before))
     }
 
     /// Serves the queue as most devices do: takes each buffer, lets `each` see it, gives it back; at most a [`PORTION`]. The driver

@@ -1,14 +1,17 @@
-//! A guest's side, by hand: memory with a hole, a host that checks what it is called with, a driver that does what it is told.
+//! A guest's side, by hand: memory with a hole, a driver that does what it is told; and for its balloon a host that checks what it is
+//! called with.
 
 use crate::balloon::{
     Balloon, BalloonControl, BalloonHost, BalloonOptions, Dropped, HostError, WholePages, Why,
 };
+use crate::device::{Device, Doorbell, Wiring};
 use crate::mmio::MmioTransport;
 use crate::runs::GuestRun;
 use crate::signals::{Interrupt, Signals};
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use virtio_bindings::virtio_mmio as register;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmferry_memory::{Gpa, Layout, PAGE_SHIFT, Region, RegionId};
@@ -124,16 +127,47 @@ impl BalloonHost for Host {
     }
 }
 
+/// A guest's driver and its memory, and a device behind its registers.
+#[derive(Debug)]
+pub(crate) struct Driver<D: Device + 'static> {
+    pub(crate) memory: Memory,
+    pub(crate) line: Arc<Line>,
+    pub(crate) device: Arc<MmioTransport<D>>,
+    /// For each queue that was set up, the next descriptor and the next place in its ring.
+    next: std::collections::BTreeMap<u16, (u16, u16)>,
+}
+
 /// A guest with a balloon.
 #[derive(Debug)]
 pub(crate) struct Guest {
-    pub(crate) memory: Memory,
     pub(crate) host: Arc<Host>,
-    pub(crate) line: Arc<Line>,
     pub(crate) control: BalloonControl,
-    pub(crate) device: MmioTransport<Balloon>,
-    /// For each queue that was set up, the next descriptor and the next place in its ring.
-    next: std::collections::BTreeMap<u16, (u16, u16)>,
+    driver: Driver<Balloon>,
+}
+
+impl Deref for Guest {
+    type Target = Driver<Balloon>;
+
+    fn deref(&self) -> &Driver<Balloon> {
+        &self.driver
+    }
+}
+
+impl DerefMut for Guest {
+    fn deref_mut(&mut self) -> &mut Driver<Balloon> {
+        &mut self.driver
+    }
+}
+
+#[derive(Debug)]
+struct Bell<D>(OnceLock<Weak<MmioTransport<D>>>, Memory);
+
+impl<D: Device> Doorbell for Bell<D> {
+    fn ring(&self, queue: u16) {
+        if let Some(device) = self.0.get().and_then(Weak::upgrade) {
+            device.notify(&self.1, queue);
+        }
+    }
 }
 
 /// Where the descriptors of queue `index` are; its rings follow.
@@ -143,23 +177,59 @@ pub(crate) fn rings(index: u16) -> u64 {
 pub(crate) const AVAIL: u64 = 0x400;
 pub(crate) const USED: u64 = 0x800;
 
+pub(crate) fn memory() -> Memory {
+    let page = |n: u64| GuestAddress(n << PAGE_SHIFT);
+    let bytes = |pages: u64| usize::try_from(pages << PAGE_SHIFT).expect("small");
+    Memory::from_ranges(&[(page(0), bytes(LOW)), (page(HIGH.0), bytes(HIGH.1))]).expect("memory")
+}
+
 impl Guest {
     pub(crate) fn new() -> Self {
-        let page = |n: u64| GuestAddress(n << PAGE_SHIFT);
-        let bytes = |pages: u64| usize::try_from(pages << PAGE_SHIFT).expect("small");
-        let memory =
-            Memory::from_ranges(&[(page(0), bytes(LOW)), (page(HIGH.0), bytes(HIGH.1))]).expect("memory");
+        let memory = memory();
         let host = Arc::new(Host { memory: memory.clone(), calls: Mutex::default(), refuse: false.into() });
-        let line = Arc::new(Line::default());
-        let signals = Signals::new(Box::new(Wire(Arc::clone(&line))));
         // A hole within the first region, as below 1 MiB.
         let piece = |region, pages| WholePages { region: RegionId(region), pages };
         let ram = vec![piece(0, 0..30), piece(0, 40..LOW), piece(1, 0..HIGH.1)];
         let options = BalloonOptions { layout: layout(), ram };
-        let balloon = Balloon::new(options, Arc::clone(&host) as _, Arc::clone(&signals));
-        let control = balloon.control();
-        let device = MmioTransport::new(balloon, signals);
-        Self { memory, host, line, control, device, next: Default::default() }
+        let make = |wiring: Wiring| Balloon::new(options, Arc::clone(&host) as _, wiring.signals);
+        let mut control = None;
+        let driver = Driver::new(memory, |wiring| {
+            let balloon = make(wiring);
+            control = Some(balloon.control());
+            balloon
+        });
+        Self { host, control: control.expect("was made"), driver }
+    }
+
+    pub(crate) fn calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.host.calls.lock().expect("no panic"))
+    }
+
+    /// A driver with VERSION_1 and `bits`, and `queues`.
+    pub(crate) fn ready(bits: &[u32], queues: &[u16]) -> Self {
+        let mut guest = Self::new();
+        guest.start(bits, queues);
+        guest
+    }
+
+    /// Another one like it, to which its memory and state were moved.
+    pub(crate) fn moved(&self) -> Self {
+        let there = Self::new();
+        self.move_to(&there);
+        there
+    }
+}
+
+impl<D: Device + 'static> Driver<D> {
+    /// The device that `make` makes, before its driver.
+    pub(crate) fn new(memory: Memory, make: impl FnOnce(Wiring) -> D) -> Self {
+        let line = Arc::new(Line::default());
+        let signals = Signals::new(Box::new(Wire(Arc::clone(&line))));
+        let bell = Arc::new(Bell(OnceLock::new(), memory.clone()));
+        let wiring = Wiring { signals: Arc::clone(&signals), doorbell: Arc::clone(&bell) as _ };
+        let device = Arc::new(MmioTransport::new(make(wiring), signals));
+        bell.0.set(Arc::downgrade(&device)).expect("set once");
+        Self { memory, line, device, next: Default::default() }
     }
 
     pub(crate) fn set(&self, at: u32, value: u32) {
@@ -178,10 +248,6 @@ impl Guest {
 
     pub(crate) fn interrupts(&self) -> u32 {
         self.line.0.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn calls(&self) -> Vec<Call> {
-        std::mem::take(&mut self.host.calls.lock().expect("no panic"))
     }
 
     /// Up to FEATURES_OK, with the device features of `bits`; says whether they were taken.
@@ -222,12 +288,10 @@ impl Guest {
     }
 
     /// A driver with VERSION_1 and `bits`, and `queues`.
-    pub(crate) fn ready(bits: &[u32], queues: &[u16]) -> Self {
-        let mut guest = Self::new();
-        assert!(guest.negotiate(&[&[32], bits].concat()));
-        queues.iter().for_each(|queue| guest.queue(*queue));
-        guest.ok();
-        guest
+    pub(crate) fn start(&mut self, bits: &[u32], queues: &[u16]) {
+        assert!(self.negotiate(&[&[32], bits].concat()));
+        queues.iter().for_each(|queue| self.queue(*queue));
+        self.ok();
     }
 
     /// Does what a vCPU's thread does before it runs on; bounded, as a hostile guest can keep it busy.
@@ -280,21 +344,30 @@ impl Guest {
         self.notify(queue);
     }
 
-    /// Another one like it, to which its memory and state were moved.
-    pub(crate) fn moved(&self) -> Self {
-        let there = Self::new();
+    /// Goes on where `other` was, whose memory and state came here.
+    pub(crate) fn adopt(&mut self, other: &Self) {
+        self.next.clone_from(&other.next);
+    }
+
+    /// Moves its memory and state to `there`, another one like it.
+    pub(crate) fn move_to(&self, there: &Self) {
         for page in (0..LOW).chain(HIGH.0..HIGH.0 + HIGH.1) {
             let (mut bytes, at) = ([0; 4096], GuestAddress(page << PAGE_SHIFT));
             self.memory.read_slice(&mut bytes, at).expect("memory");
             there.memory.write_slice(&bytes, at).expect("memory");
         }
         there.device.load(&there.memory, &self.device.save()).expect("state as it was saved");
-        there
     }
 
     /// Buffers that the device has given back.
     pub(crate) fn used(&self, queue: u16) -> u16 {
         self.memory.read_obj(GuestAddress(rings(queue) + USED + 2)).expect("memory")
+    }
+
+    /// The length that came with buffer number `place`.
+    pub(crate) fn used_len(&self, queue: u16, place: u16) -> u32 {
+        let at = rings(queue) + USED + 4 + 8 * u64::from(place % SIZE);
+        self.memory.read_obj(GuestAddress(at + 4)).expect("memory")
     }
 
     pub(crate) fn needs_reset(&self) -> bool {

@@ -15,9 +15,12 @@
 use crate::acpi;
 use crate::balloon::VmBalloon;
 use crate::bus::{Bus, IrqLine};
-use crate::error::{Error, Result};
+use crate::disk::{self, VmDisk};
+use crate::error::Result;
 use crate::kvm::Machine;
+use crate::net::VmNet;
 use crate::options::{SerialSink, VmOptions};
+use crate::rng;
 use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,11 +62,6 @@ impl SerialEvents for LostBytes {
     fn in_buffer_empty(&self) {}
 }
 
-/// A device that is asked for and cannot be made yet.
-fn absent(what: &str) -> Error {
-    Error::Options(format!("{what}: this VMM has no such device"))
-}
-
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
 /// All devices of a VM; the vCPU threads share them.
@@ -75,6 +73,8 @@ pub(crate) struct Devices {
     sink: SerialSink,
     bus: Bus,
     balloon: Option<Arc<VmBalloon>>,
+    disks: Vec<VmDisk>,
+    nets: Vec<VmNet>,
 }
 
 impl Devices {
@@ -96,22 +96,47 @@ impl Devices {
             })?;
         }
         if options.rng {
-            return Err(absent("a source of random numbers"));
+            bus.plug(|gsi| rng::make(machine, line(gsi)))?;
         }
 
-        if let Some(disk) = options.disks.first() {
-            return Err(absent(&format!("the disk {}", disk.path.display())));
+        let mut disks = Vec::new();
+        for (instance, disk) in (0..).zip(&options.disks) {
+            bus.plug(|gsi| {
+                let made = VmDisk::new(machine, lazy, disk, (instance, line(gsi)))?;
+                let device = Arc::clone(made.device());
+                disks.push(made);
+                Ok(device)
+            })?;
+        }
+        if !options.incoming {
+            // A side that waits for its guest gets them with it.
+            disk::take(&disks)?;
         }
 
-        if let Some(net) = options.nets.first() {
-            return Err(absent(&format!("the network interface at {}", net.tap)));
+        let mut nets = Vec::new();
+        for (instance, net) in (0..).zip(&options.nets) {
+            bus.plug(|gsi| {
+                let made = VmNet::new((machine.ram(), lazy), net, instance, line(gsi))?;
+                let device = Arc::clone(made.device());
+                nets.push(made);
+                Ok(device)
+            })?;
         }
 
         let lost = Arc::new(LostBytes::default());
         let sink = options.serial.clone();
         let serial_line = IrqLine { machine: Arc::clone(machine), gsi: SERIAL_IRQ };
         let serial = Serial::with_events(serial_line, Arc::clone(&lost), sink.clone());
-        Ok(Self { serial: Mutex::new(serial), lost, machine: Arc::clone(machine), sink, bus, balloon })
+        Ok(Self {
+            serial: Mutex::new(serial),
+            lost,
+            machine: Arc::clone(machine),
+            sink,
+            bus,
+            balloon,
+            disks,
+            nets,
+        })
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
@@ -166,9 +191,19 @@ impl Devices {
         &self.bus
     }
 
+    /// The network interfaces.
+    pub(crate) fn nets(&self) -> &[VmNet] {
+        &self.nets
+    }
+
     /// The balloon, if there is one.
     pub(crate) fn balloon(&self) -> Option<&Arc<VmBalloon>> {
         self.balloon.as_ref()
+    }
+
+    /// The disks, in order.
+    pub(crate) fn disks(&self) -> &[VmDisk] {
+        &self.disks
     }
 
     /// Queues input for the guest's serial port; says how many bytes it took.

@@ -1,9 +1,11 @@
 //! What can go wrong, in words for the person who runs the VM.
 
 use crate::boot::BootError;
+use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
+use vmferry_sys::tap::TapError;
 
 /// What went wrong: what failed, where, and what to do where that is known.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +69,21 @@ pub enum Error {
     Thread {
         /// Which.
         cpu: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A network interface's tap cannot be had.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// A disk cannot be had.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A device's thread could not be started.
+    #[error("{name}: no thread for it")]
+    DeviceThread {
+        /// Which device.
+        name: &'static str,
         /// Why.
         #[source]
         source: io::Error,

@@ -4,12 +4,14 @@ use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
 use crate::kvm::Machine;
 use crate::memory::GuestRam;
+use crate::net::{NetStatus, VmNet};
 use crate::stats;
 use crate::vcpu::{Board, Exit};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
+use vmferry_virtio::blk::BlkFigures;
 
 /// What all views of a VM share.
 #[derive(Debug)]
@@ -40,6 +42,18 @@ impl VmHandle {
     #[must_use]
     pub fn balloon(&self) -> Option<BalloonHandle> {
         self.0.devices.balloon().map(|balloon| BalloonHandle(Arc::clone(balloon)))
+    }
+
+    /// The VM's network interfaces.
+    #[must_use]
+    pub fn nets(&self) -> Vec<NetStatus> {
+        self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// What its disks did, in their order.
+    #[must_use]
+    pub fn disks(&self) -> Vec<BlkFigures> {
+        self.0.devices.disks().iter().map(crate::disk::VmDisk::figures).collect()
     }
 
     /// Waits until the guest has ended, and says how.

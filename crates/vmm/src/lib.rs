@@ -8,7 +8,8 @@
 //! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices` | serial port, reset, exit port |
-//! | `bus`, `virtio`, `balloon` | devices at memory addresses, what is the same for all of them, and one |
+//! | `bus`, `virtio` | devices at memory addresses, and what is the same for all of them |
+//! | `balloon`, `disk`, `rng` | those devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
@@ -21,12 +22,15 @@ mod boot;
 mod bus;
 mod cpuid;
 mod devices;
+mod disk;
 mod error;
 mod handle;
 mod kvm;
 mod memory;
 mod migrate;
+mod net;
 mod options;
+mod rng;
 mod shared_state;
 mod state;
 mod stats;
@@ -38,6 +42,7 @@ mod vm_tests;
 
 pub use balloon::{BalloonHandle, BalloonStatus, Hints};
 pub use boot::{BootError, Kernel, MAX_CMDLINE};
+pub use disk::DiskError;
 pub use error::{Error, Result};
 pub use handle::VmHandle;
 pub use kvm::{largest_dirty_ring, open_kvm};
@@ -45,6 +50,7 @@ pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,
 };
+pub use net::NetStatus;
 pub use options::{
     Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink,
     VmOptions,
@@ -53,3 +59,5 @@ pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
 pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};
+pub use vmferry_virtio::blk::BlkFigures;
+pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};

@@ -1,6 +1,7 @@
 //! The engine's traits.
 
 use crate::balloon::BalloonFree;
+use crate::disk;
 use crate::memory::GuestRam;
 use crate::vm::Vm;
 use std::os::fd::AsRawFd;
@@ -20,15 +21,20 @@ impl Vm {
     /// of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
     #[must_use]
     pub fn machine_config(&self) -> MachineConfig {
+        let disks = (0..).zip(self.devices().disks());
+        let disks = disks.map(|(n, disk): (u32, _)| (format!("disk {n}"), disk.description()));
         MachineConfig {
             kind: "kvm".to_owned(),
             vcpus: self.cpus(),
             regions: self.ram().layout().regions().to_vec(),
-            extra: vec![
+            extra: [
                 ("cpu".to_owned(), self.model().vendor()),
                 ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
                 ("devices".to_owned(), self.devices().bus().names().join(",")),
-            ],
+            ]
+            .into_iter()
+            .chain(disks)
+            .collect(),
             features: self.model().features(),
         }
     }
@@ -67,6 +73,8 @@ impl SourceVm for Vm {
     }
 
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        // A move begins: what the host has not written of the disks yet would be waited for when the guest stands still.
+        disk::write_out(self.devices().disks());
         let usual = if self.rings().is_some() { TrackerKind::Ring } else { TrackerKind::Log };
         match kind.unwrap_or(usual) {
             TrackerKind::Log => self.log_tracker(),
@@ -99,6 +107,10 @@ impl SourceVm for Vm {
 
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
         self.save_state().map_err(VmError::new)
+    }
+
+    fn release(&mut self) -> Result<(), VmError> {
+        Self::release(self).map_err(VmError::new)
     }
 
     fn resume(&mut self) -> Result<(), VmError> {

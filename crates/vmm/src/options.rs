@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_sys::ring::RingEntries;
+use vmferry_virtio::net::Mac;
 
 /// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
 pub const MIN_MEMORY: u64 = 4 << 20;
@@ -134,12 +135,14 @@ impl Write for Captured {
 pub struct DiskOptions {
     /// The file or block device with its content, as it is (raw).
     pub path: PathBuf,
+    /// Whether the guest cannot write it. Several VMs can have one disk at once if none of them can.
+    pub read_only: bool,
 }
 
 impl DiskOptions {
-    /// The disk in `path`.
+    /// The disk in `path`, which the guest can write.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), read_only: false }
     }
 }
 
@@ -147,14 +150,16 @@ impl DiskOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NetOptions {
-    /// The host's tap interface by name.
+    /// The host's tap interface by name. Each side of a move has its own.
     pub tap: String,
+    /// The guest's address; `None` for a random one. A guest that comes from elsewhere keeps the one that it has.
+    pub mac: Option<Mac>,
 }
 
 impl NetOptions {
     /// An interface at the tap `tap`.
     pub fn new(tap: impl Into<String>) -> Self {
-        Self { tap: tap.into() }
+        Self { tap: tap.into(), mac: None }
     }
 }
 

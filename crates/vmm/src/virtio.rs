@@ -9,10 +9,11 @@
 //!    as a section of its name and instance, and both sides of a move compare which devices they have.
 
 use crate::bus::{Load, MmioDevice};
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, WriteMarks};
 use crate::state::{Saved, Sections, StateError};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
+use vm_memory::GuestMemoryMmap;
 use vmferry_engine::Section;
 use vmferry_virtio::device::{Device, Doorbell, Resume, Wiring};
 use vmferry_virtio::mmio::{MmioTransport, TransportSaved};
@@ -54,6 +55,16 @@ impl<D: Device + 'static> Socket<D> {
 }
 
 impl<D: Device + 'static> VirtioMmio<D> {
+    /// Its registers, for a thread of its own.
+    pub(crate) fn transport(&self) -> &MmioTransport<D> {
+        &self.transport
+    }
+
+    /// The memory that its driver's queues are in.
+    pub(crate) fn memory(&self) -> &GuestMemoryMmap<WriteMarks> {
+        self.ram.map()
+    }
+
     /// Serves `queue` as if its driver had notified.
     pub(crate) fn notify(&self, queue: u16) {
         self.transport.notify(self.ram.map(), queue);

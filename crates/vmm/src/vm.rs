@@ -5,10 +5,12 @@ use crate::balloon::Keeper;
 use crate::boot::{Kernel, KernelFormat};
 use crate::cpuid::CpuModel;
 use crate::devices::Devices;
+use crate::disk;
 use crate::error::{Error, Result};
 use crate::handle::{Shared, VmHandle};
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
+use crate::net::VmNet;
 use crate::options::VmOptions;
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
@@ -210,7 +212,15 @@ impl Vm {
             Stage::Ready => Resume::First,
             _ => Resume::Again,
         };
-        self.shared.devices.bus().resumed(how)?;
+        // Not before the disks are this side's: see `disk::lease` for the order.
+        disk::take(self.shared.devices.disks())?;
+        if let Err(error) = self.shared.devices.bus().resumed(how) {
+            if how == Resume::Moved {
+                // The guest goes back, and needs them there.
+                disk::give_up(self.shared.devices.disks())?;
+            }
+            return Err(error);
+        }
         self.shared.board.run_all();
         self.keeper.iter().for_each(|keeper| keeper.set_running(true));
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
@@ -237,6 +247,10 @@ impl Vm {
         self.stage = Stage::Stopped;
         self.keeper = None;
         self.shared.board.stop();
+        // Before anybody is woken who sleeps on a page that does not come.
+        disk::abandon(self.shared.devices.disks());
+        // Nor is sent what such a page then seems to have been.
+        self.shared.devices.nets().iter().for_each(VmNet::halt);
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
         let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
@@ -247,8 +261,14 @@ impl Vm {
             let _ = self.shared.board.pause_all(PATIENCE);
         }
         self.vcpus.iter_mut().for_each(Vcpu::join);
-        if let Err(error) = self.shared.devices.bus().quiesce() {
-            tracing::warn!(%error, "a device goes on after its guest");
+        match self.shared.devices.bus().quiesce() {
+            // A disk whose requests go on is not for others: its lock goes with this process.
+            Err(error) => tracing::warn!(%error, "a device goes on after its guest"),
+            Ok(()) => {
+                if let Err(error) = disk::give_up(self.shared.devices.disks()) {
+                    tracing::warn!(%error, "a disk stays locked until this process ends");
+                }
+            }
         }
     }
 
@@ -265,6 +285,7 @@ impl Vm {
         }
         // First: what is finished now sends interrupts and writes memory (traps.md 13).
         self.shared.devices.bus().quiesce()?;
+        disk::sync(self.shared.devices.disks())?;
         // All vCPUs at once, each in its thread.
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
         let mut sections = Vec::with_capacity(answers.len() + 12);
@@ -282,6 +303,16 @@ impl Vm {
         sections.push(self.shared.devices.save_serial().section(0)?);
         sections.extend(self.shared.devices.bus().save()?);
         Ok(sections)
+    }
+
+    /// Leaves the disks to whoever gets the guest; its state was [saved](Self::save_state), and it has not run since. It can still
+    /// be [resumed](Self::resume) if nobody has taken them.
+    ///
+    /// # Errors
+    /// If a disk may still be locked; [`Error::WrongState`] if the guest runs.
+    pub fn release(&mut self) -> Result<()> {
+        self.expect("give the guest's disks away", &[Stage::Paused, Stage::Ready])?;
+        Ok(disk::give_up(self.shared.devices.disks())?)
     }
 
     /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then

@@ -273,6 +273,7 @@ impl Shared {
             "received": *lock(&self.received),
             "restore": self.restore(),
             "guest": stats,
+            "net": self.probe.kvm().map(crate::net::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }

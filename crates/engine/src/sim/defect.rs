@@ -10,6 +10,8 @@ pub(super) enum Defect {
     StartsAtLoad,
     /// A link that breaks after the commit is taken for one that broke before it.
     ResumesAfterCommit,
+    /// The source keeps what the target needs to run the guest.
+    KeepsDisks,
     /// Pages are protected after they were read, not before.
     ProtectsLate,
     /// The target says that all pages are sound.

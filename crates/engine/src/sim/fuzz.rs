@@ -78,7 +78,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(22) {
+    match rng.below(23) {
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -96,6 +96,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         17 => Event::NotReconnected("fuzz".into()),
         18 => Event::SwitchNow,
         20 => Event::Comparing { pages: rng.below(2) * PAGES },
+        21 => Event::Released,
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
         _ if rng.per_mille(300) => Event::Cancel,
@@ -132,6 +133,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             }
             Action::Pause => events.push(Event::Paused),
             Action::Save => events.push(Event::Saved { sections: vec![section()] }),
+            Action::Release => events.push(Event::Released),
             Action::Resume => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
             // Every page: nothing is left to compare.

@@ -45,6 +45,8 @@ pub(super) struct Here {
     eager: bool,
     pub(super) busy: bool,
     pub(super) running: bool,
+    /// It has what only the side that runs the guest may have.
+    pub(super) holds: bool,
     pub(super) committed: bool,
     /// The target has renounced the guest, or the commit never left.
     given_back: bool,
@@ -123,6 +125,7 @@ impl Here {
             running: true,
             committed: false,
             given_back: false,
+            holds: true,
             resume_failed: false,
             outcome: None,
             crashed: false,
@@ -356,6 +359,10 @@ impl World {
                     sections: (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect(),
                 }
             }
+            Action::Release => {
+                self.here.holds &= failed || self.defect == Defect::KeepsDisks;
+                Event::Released
+            }
             Action::Resume => {
                 let ours = !self.here.committed || self.here.given_back;
                 self.promise(ours, |_| "resumed after the commit, without the target's word".into());
@@ -376,6 +383,9 @@ impl World {
 
     fn resume(&mut self) {
         (self.here.running, self.here.paused) = (true, false);
+        let free = !self.there.holds;
+        self.promise(free, |_| "resumed without its disks".into());
+        self.here.holds = true;
         self.check_owner();
     }
 

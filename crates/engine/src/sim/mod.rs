@@ -139,6 +139,7 @@ fn planted_defects_are_found() {
         Defect::LostPage,
         Defect::StartsAtLoad,
         Defect::ResumesAfterCommit,
+        Defect::KeepsDisks,
         Defect::ProtectsLate,
         Defect::BlindToDamage,
         Defect::ResumesInPostcopy,

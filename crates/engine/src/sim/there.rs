@@ -29,6 +29,8 @@ pub(super) struct There {
     eager: bool,
     pub(super) busy: bool,
     pub(super) running: bool,
+    /// It has what only the side that runs the guest may have.
+    pub(super) holds: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
     /// Somebody wanted no guest any more while its source might still have asked.
@@ -61,6 +63,7 @@ impl There {
             eager: rng.per_mille(400),
             busy: false,
             running: false,
+            holds: false,
             outcome: None,
             crashed: false,
             stopped: false,
@@ -286,6 +289,9 @@ impl World {
     fn start(&mut self) {
         self.there.running = true;
         self.there.starts += 1;
+        self.there.holds = true;
+        let free = !self.here.holds;
+        self.promise(free, |_| "started without its disks".into());
         self.check_owner();
         let once = self.there.starts == 1;
         self.promise(once, |_| "started twice".into());

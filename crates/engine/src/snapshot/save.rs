@@ -76,6 +76,12 @@ fn store(
         let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
         Ok(written)
     });
+    if !copy
+        && written.is_ok()
+        && let Err(error) = vm.release()
+    {
+        tracing::warn!("the guest is in the file, and cannot be restored while this process lives: {error}");
+    }
     let resumed = if copy || written.is_err() { vm.resume() } else { Ok(()) };
     let (mut report, state) = match &written {
         Ok(written) => (account(written), MigrationState::Completed),

@@ -343,6 +343,13 @@ impl<'s, 'e> Driver<'s, 'e> {
                     |sections| Event::Saved { sections },
                 ))
             }
+            Action::Release => {
+                let released = self.vm.release();
+                Some(released.map_or_else(
+                    |error| local("letting go of what the target needs", &error),
+                    |()| Event::Released,
+                ))
+            }
             Action::HandOver { also } => Some(self.hand_over(&also)),
             Action::SendRest { number } => self.send_rest(number),
             Action::Disconnect => {

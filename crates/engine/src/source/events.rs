@@ -29,6 +29,8 @@ pub(crate) enum Event {
     Saved {
         sections: Vec<Section>,
     },
+    /// What only the side that runs the guest may hold was let go of.
+    Released,
     Resumed,
     /// The target was told which pages, so many, it lacks, and they are ready to be asked for. `skipped` others do not count.
     HandedOver {
@@ -111,6 +113,8 @@ pub(crate) enum Action {
     Throttle(Vec<f64>),
     Pause,
     Save,
+    /// Let go of what only the side that runs the guest may hold.
+    Release,
     /// Let the guest run here again.
     Resume,
     /// The end; nothing else will come.

@@ -55,6 +55,8 @@ enum State {
     /// The target is being told what it lacks.
     HandingOver,
     Loading,
+    /// The target is ready, and this side lets go of what only one may hold.
+    Releasing,
     Committed,
     /// The guest runs on the target, and its pages are on their way.
     Postcopy,
@@ -206,6 +208,7 @@ impl Session {
             | State::HandingOver
             | State::Verifying { .. }
             | State::Loading
+            | State::Releasing
             | State::Committed => Phase::Switchover,
             State::Postcopy => Phase::Postcopy,
             State::Suspended | State::Reconnecting | State::Hearing | State::Reopening { .. } => {
@@ -331,6 +334,10 @@ impl Session {
                 self.remaining = pages;
                 self.send_last(Pass::Dirty { first: false })
             }
+            (State::Releasing, Event::Released) => {
+                self.state = State::Committed;
+                vec![Action::Send(ToTarget::Commit)]
+            }
             (State::LastPass { received, .. }, Event::PassSent { .. }) => self.last_pass(true, received),
             (State::Verifying { .. }, Event::Comparing { pages }) => {
                 self.comparing = Some(pages);
@@ -389,8 +396,8 @@ impl Session {
             }
             (State::Loading, ToSource::Ready { load_us }) => {
                 self.load_time = Duration::from_micros(load_us);
-                self.state = State::Committed;
-                vec![Action::Send(ToTarget::Commit)]
+                self.state = State::Releasing;
+                vec![Action::Release]
             }
             (_, message) => {
                 let name = format!("{message:?}");

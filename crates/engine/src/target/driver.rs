@@ -382,7 +382,7 @@ impl<'a> Driver<'a> {
                 let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
                 Event::Started { micros: micros(began.elapsed()), cpu_us }
             }
-            Err(error) => failed(format!("the vCPUs could not be started on the target: {error}")),
+            Err(error) => failed(format!("the guest could not be started on the target: {error}")),
         }
     }
 

@@ -5,7 +5,7 @@ use super::inflate::{self, Way};
 use super::map::MapRegisters;
 use super::persist::BalloonSaved;
 use super::{BalloonHost, BalloonOptions, feature, hint, report, stats};
-use crate::device::{Device, Progress, QueueSpec};
+use crate::device::{Device, Progress, QueueSpec, read_bytes};
 use crate::queue::{Buffer, RingError, VirtQueue};
 use crate::runs::Gather;
 use crate::signals::Signals;
@@ -249,14 +249,5 @@ impl Device for Balloon {
 
     fn load(&mut self, saved: &BalloonSaved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String> {
         saved.load(self, active)
-    }
-}
-
-/// Copies what `bytes` has at `offset` to `data`; what it has not stays as it is.
-pub(super) fn read_bytes(bytes: &[u8], offset: u64, data: &mut [u8]) {
-    let from = usize::try_from(offset).unwrap_or(usize::MAX);
-    if let Some(rest) = bytes.get(from..) {
-        let len = rest.len().min(data.len());
-        data[..len].copy_from_slice(&rest[..len]);
     }
 }

@@ -59,7 +59,7 @@ impl MapRegisters {
 
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
         let bytes = [self.pages.to_le_bytes(), self.gpa.to_le_bytes()].concat();
-        super::device::read_bytes(&bytes, offset.wrapping_sub(free_map::PAGES), data);
+        crate::device::read_bytes(&bytes, offset.wrapping_sub(free_map::PAGES), data);
     }
 
     /// Says whether the map has changed: on a write that reaches the last byte of the address. (Whoever writes it as two 32-bit words

@@ -1,30 +1,11 @@
 //! What happened.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::figures::figures;
 
-macro_rules! figures {
-    ($($(#[$meta:meta])* $name:ident,)*) => {
-        #[derive(Debug, Default)]
-        pub(super) struct Metrics {
-            $(pub(super) $name: AtomicU64,)*
-        }
-
-        /// What a balloon did since it was made; a reset by the driver changes nothing in it.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-        #[non_exhaustive]
-        pub struct BalloonFigures {
-            $($(#[$meta])* pub $name: u64,)*
-        }
-
-        impl Metrics {
-            pub(super) fn figures(&self) -> BalloonFigures {
-                BalloonFigures { $($name: self.$name.load(Ordering::Relaxed),)* }
-            }
-        }
-    };
-}
+pub(super) use crate::figures::add;
 
 figures! {
+    Metrics, BalloonFigures, "What a balloon did since it was made; a reset by the driver changes nothing in it.";
     /// Pages put into the balloon.
     inflated_pages,
     /// Nanoseconds in requests that put pages into it, dropping included.
@@ -59,8 +40,4 @@ figures! {
     broken,
     /// Refusals of the host.
     host_errors,
-}
-
-pub(super) fn add(counter: &AtomicU64, value: u64) {
-    counter.fetch_add(value, Ordering::Relaxed);
 }

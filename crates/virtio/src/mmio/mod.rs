@@ -13,7 +13,7 @@ use crate::queue::{RingError, VirtQueue};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED,
     VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
@@ -101,6 +101,8 @@ pub struct MmioTransport<D> {
     served: Condvar,
     /// Some queue is due.
     more: AtomicBool,
+    /// The guest runs again, and whoever held `core` at that moment has to tell the device.
+    resumes: AtomicBool,
 }
 
 impl<D: Device> MmioTransport<D> {
@@ -117,7 +119,8 @@ impl<D: Device> MmioTransport<D> {
             queue_select: 0,
             slots: D::QUEUES.iter().map(slot).collect(),
         };
-        Self { signals, core: Mutex::new(core), served: Condvar::new(), more: AtomicBool::new(false) }
+        let (more, resumes) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { signals, core: Mutex::new(core), served: Condvar::new(), more, resumes }
     }
 
     /// The driver reads `data.len()` bytes at `offset` of the window.
@@ -147,19 +150,14 @@ impl<D: Device> MmioTransport<D> {
     /// Whether a queue has not been served to its end; [`work`](Self::work) goes on.
     #[must_use]
     pub fn due(&self) -> bool {
-        self.more.load(Ordering::Acquire)
+        self.more.load(Ordering::Acquire) || self.resumes.load(Ordering::Acquire)
     }
 
     /// Goes on with queues that are [due](Self::due), a portion of each; says whether it did. Does nothing while another thread is
     /// serving the device: that thread goes on itself.
     pub fn work<M: GuestMemory>(&self, memory: &M) -> bool {
-        let mut core = match self.core.try_lock() {
-            Ok(core) => core,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
-        let more = core.serve_due(memory, &self.signals);
-        self.more.store(more, Ordering::Release);
+        let Some(core) = self.try_core() else { return false };
+        self.serve(memory, core);
         true
     }
 
@@ -169,40 +167,116 @@ impl<D: Device> MmioTransport<D> {
         if let Some(slot) = core.slots.iter_mut().find(|slot| slot.setup.spec.index == index) {
             slot.due = true;
         }
-        let more = core.serve_due(memory, &self.signals);
-        self.more.store(more, Ordering::Release);
-        drop(core);
+        self.serve(memory, core);
         self.served.notify_all();
     }
 
+    /// Lets a thread of the device's own work on queue `index`: take buffers out, or give some back. `None` if there is no driver or it
+    /// has not set up this queue, or if the ring cannot be followed: the device then rests.
+    ///
+    /// Vcpus wait for `act` when they access most registers, so what takes long is done between two calls of this.
+    pub fn with_queue<T>(
+        &self,
+        index: u16,
+        act: impl FnOnce(&mut VirtQueue) -> Result<T, RingError>,
+    ) -> Option<T> {
+        let mut core = self.core();
+        let running = core.running();
+        let slot = core.slots.iter_mut().find(|slot| running && slot.setup.spec.index == index);
+        let result = slot.and_then(|slot| slot.queue.as_mut()).map(act);
+        if let Some(Err(error)) = &result {
+            core.rest(error, &self.signals);
+            self.more.store(false, Ordering::Release);
+        }
+        drop(core);
+        // Set while this thread had the lock, it is this thread's to do, as in `serve`.
+        if self.resumes.load(Ordering::Acquire)
+            && let Some(core) = self.try_core()
+        {
+            self.more.store(core.running(), Ordering::Release);
+        }
+        result?.ok()
+    }
+
+    /// A thread of the device's own has come to rest without a [notification](Self::notify): whoever waits for that looks again.
+    pub fn rested(&self) {
+        // Not between the look and the wait.
+        drop(self.core());
+        self.served.notify_all();
+    }
+
+    /// Serves a portion of each queue that is due.
+    fn serve<'a, M: GuestMemory>(&'a self, memory: &M, mut core: MutexGuard<'a, Core<D>>) {
+        loop {
+            let more = core.serve_due(memory, &self.signals);
+            self.more.store(more, Ordering::Release);
+            drop(core);
+            // Set while this thread had the lock, it is this thread's to do; while another one has it now, that one's.
+            if !self.resumes.load(Ordering::Acquire) {
+                return;
+            }
+            let Some(next) = self.try_core() else { return };
+            core = next;
+        }
+    }
+
     /// Lets the device finish what is under way and begin nothing new until [`resumed`](Self::resumed), for a guest whose vCPUs stand
-    /// still: what is saved after this is the state. `false` if it has not come to rest by `deadline`; it still begins nothing new.
+    /// still: what is saved after this is the state. `false` if it has not come to rest by `deadline`; it still begins nothing new if
+    /// it could be told.
     #[must_use]
     pub fn quiesce(&self, deadline: Instant) -> bool {
-        let mut core = self.core();
+        /// Between two looks whether the lock is free: seldom needed, as it is held for the length of a ring.
+        const BETWEEN: Duration = Duration::from_millis(1);
+        let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
+        // Not by waiting for the lock: a thread of the device's may hold it and sleep on a page that does not come (traps.md 18).
+        let mut core = loop {
+            match (self.try_core(), left()) {
+                (Some(core), _) => break core,
+                (None, None) => return false,
+                (None, Some(_)) => std::thread::sleep(BETWEEN),
+            }
+        };
         while !core.device.quiesce() {
-            let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
-            else {
-                return false;
-            };
+            let Some(left) = left() else { return false };
             core = self.served.wait_timeout(core, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
 
     /// The guest is about to run, here for the first time, again, or after it was loaded: what it was told is told again, and all
-    /// queues are due.
+    /// queues are due. Never waits for a thread that sleeps on a missing page: such a one, of a guest that did not come to rest, tells
+    /// the device itself when it wakes.
     ///
     /// # Errors
     /// If the device says that it cannot run here; see [`Device::resumed`].
     pub fn resumed(&self, how: Resume) -> Result<(), String> {
-        let mut core = self.core();
-        core.device.resumed(how)?;
-        core.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
-        self.more.store(core.running(), Ordering::Release);
-        drop(core);
+        let mut core = self.try_core();
+        if core.is_none() {
+            self.resumes.store(true, Ordering::Release);
+            // It may have been let go before that could be seen.
+            core = self.try_core();
+        }
+        if let Some(mut core) = core {
+            core.resumed(how)?;
+            self.more.store(core.running(), Ordering::Release);
+        }
         self.signals.again();
         Ok(())
+    }
+
+    /// The lock, unless another thread has it.
+    fn try_core(&self) -> Option<MutexGuard<'_, Core<D>>> {
+        let mut core = match self.core.try_lock() {
+            Ok(core) => core,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        if self.resumes.swap(false, Ordering::AcqRel)
+            && let Err(why) = core.resumed(Resume::Again)
+        {
+            tracing::warn!(device = D::ID, why, "a virtio device cannot go on");
+        }
+        Some(core)
     }
 
     fn core(&self) -> MutexGuard<'_, Core<D>> {
@@ -343,6 +417,13 @@ impl<D: Device> Core<D> {
         features & !self.offered() == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0
     }
 
+    /// The guest is about to run: the device goes on, and all queues are due.
+    fn resumed(&mut self, how: Resume) -> Result<(), String> {
+        self.device.resumed(how)?;
+        self.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
+        Ok(())
+    }
+
     fn reset(&mut self, signals: &Signals) {
         signals.set_live(false);
         self.status = 0;
@@ -375,7 +456,11 @@ impl<D: Device> Core<D> {
         let may = self.status & (FEATURES_OK | DRIVER_OK | NEEDS_RESET) == FEATURES_OK;
         let Some(slot) = self.selected_mut() else { return };
         match value {
-            0 => (slot.queue, slot.due) = (None, false),
+            0 => {
+                let index = slot.setup.spec.index;
+                (slot.queue, slot.due) = (None, false);
+                self.device.taken_away(index);
+            }
             1 if may && slot.queue.is_none() => match slot.setup.queue(memory) {
                 Ok(queue) => slot.queue = Some(VirtQueue::new(slot.setup.spec.index, queue)),
                 Err(error) => self.rest(&error, signals),

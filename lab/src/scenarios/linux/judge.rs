@@ -13,8 +13,10 @@ pub(crate) struct Move<'a> {
     pub(crate) elapsed: Duration,
     /// For how long it stood still, by what vmferry says.
     pub(crate) downtime_ms: f64,
-    /// What a wait may take longer than it should here.
+    /// By how much its clocks may differ from the watcher's, who reads them on a console.
     pub(crate) slack: Duration,
+    /// For how long it may get no processor, beside the time for which it stood still.
+    pub(crate) stall: Duration,
 }
 
 impl Move<'_> {
@@ -47,7 +49,7 @@ impl Move<'_> {
                 "its {clock} went on by {own:.3} s while {passed:.3} s passed"
             );
         }
-        let allowed = self.downtime_ms + self.slack.as_secs_f64() * 1e3;
+        let allowed = self.downtime_ms + self.stall.as_secs_f64() * 1e3;
         ensure!(
             after.gap_ms <= allowed,
             "it saw a gap of {:.0} ms, and stood still for {:.0} ms",

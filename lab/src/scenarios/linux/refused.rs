@@ -34,7 +34,15 @@ fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
     source.shell("echo kept-$kept", "kept-42")?;
     let after = source.verified("verify")?;
     let elapsed = began.elapsed();
-    Move { before: &before, after: &after, elapsed, downtime_ms: 0.0, slack: rig.slack(), stall: rig.stall() }.judge()?;
+    Move {
+        before: &before,
+        after: &after,
+        elapsed,
+        downtime_ms: 0.0,
+        slack: rig.slack(),
+        stall: rig.stall(),
+    }
+    .judge()?;
     // And now in earnest.
     let next = rig.awaiting(&guest)?;
     rig.carry(&source, &next, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;

@@ -116,6 +116,7 @@ impl Move {
             Action::Harvest => world.todo.push(Todo::Harvest),
             Action::Pause => world.todo.push(Todo::Pause),
             Action::Save => world.todo.push(Todo::Save),
+            Action::Release => self.tell(world, Event::Released),
             Action::Resume => world.todo.push(Todo::Resume),
             Action::SendPass { number, pass: Pass::Dirty { .. } } => {
                 world.todo.push(Todo::Send);

@@ -1,0 +1,46 @@
+//! `--disk`.
+
+use std::path::PathBuf;
+use vmferry_vmm::DiskOptions;
+
+/// A disk as it is asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DiskArg {
+    path: PathBuf,
+    read_only: bool,
+}
+
+impl DiskArg {
+    pub(crate) fn options(&self) -> DiskOptions {
+        let mut options = DiskOptions::new(&self.path);
+        options.read_only = self.read_only;
+        options
+    }
+}
+
+/// A file, and whether it is not to be written. Commas that say nothing else belong to the name.
+pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
+    let (path, read_only) = match text.strip_suffix(",readonly") {
+        Some(path) => (path, true),
+        None => (text, false),
+    };
+    if path.is_empty() {
+        return Err("a disk is FILE or FILE,readonly".into());
+    }
+    Ok(DiskArg { path: path.into(), read_only })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_files_that_may_be_read_only() {
+        let arg = |path: &str, read_only| Ok(DiskArg { path: path.into(), read_only });
+        assert_eq!(disk("/a/b.img"), arg("/a/b.img", false));
+        assert_eq!(disk("b.img,readonly"), arg("b.img", true));
+        assert_eq!(disk("a,b"), arg("a,b", false));
+        assert_eq!(disk("a,readonly,readonly"), arg("a,readonly", true));
+        assert!(disk("").is_err() && disk(",readonly").is_err());
+    }
+}

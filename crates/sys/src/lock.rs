@@ -1,0 +1,116 @@
+//! Locks on files that belong to an open file, not to a process (`fcntl(2)`, open file description locks).
+//!
+//! They are gone when the file is closed for good, however its process ends; they do not go away because the process opened the same
+//! file elsewhere and closed that; and network file systems carry them to other hosts.
+
+use crate::SysError;
+use crate::error::common;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// What others may do meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LockKind {
+    /// Others may have such locks, too.
+    Shared,
+    /// Nobody else may have any. The file is open for writing.
+    Exclusive,
+}
+
+/// Locks all of `file`, or changes the lock that it has. `false` if another open file has one that stands against it.
+///
+/// # Errors
+/// If the file or its file system cannot be locked.
+pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> {
+    let kind = match kind {
+        LockKind::Shared => libc::F_RDLCK,
+        LockKind::Exclusive => libc::F_WRLCK,
+    };
+    match set(file, kind) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Gives up the lock of `file`, if it has one.
+///
+/// # Errors
+/// If the file system fails.
+pub fn unlock(file: BorrowedFd<'_>) -> Result<(), SysError> {
+    set(file, libc::F_UNLCK)
+}
+
+fn set(file: BorrowedFd<'_>, kind: libc::c_int) -> Result<(), SysError> {
+    let whole = libc::flock {
+        l_type: libc::c_short::try_from(kind).unwrap_or(libc::c_short::MAX),
+        l_whence: 0,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    loop {
+        // SAFETY: the kernel reads a `flock` structure, which this is, during the call.
+        let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const whole) };
+        if done == 0 {
+            return Ok(());
+        }
+        let error = SysError::last(
+            "fcntl(F_OFD_SETLK)",
+            || "a whole file".to_owned(),
+            |errno| match errno {
+                libc::EAGAIN | libc::EACCES => "somebody else has a lock on it",
+                libc::ENOLCK => {
+                    "the file system has no lock to give; on NFS, is the lock service running on both ends?"
+                }
+                libc::EOPNOTSUPP | libc::ENOSYS => "this file system has no locks",
+                other => common(other),
+            },
+        );
+        if error.errno() != Some(libc::EINTR) {
+            return Err(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    /// The same file, opened twice.
+    fn twice() -> [File; 2] {
+        let path = std::env::temp_dir().join(format!("vmferry-lock-{}", std::process::id()));
+        let open =
+            || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        let files = [open(), open()];
+        std::fs::remove_file(&path).unwrap();
+        // The name was reused between the two only if something else runs this test with this process id.
+        files
+    }
+
+    #[test]
+    fn locks_belong_to_open_files() {
+        let [one, other] = twice();
+        let lock = |file: &File, kind| try_lock(file.as_fd(), kind).unwrap();
+        assert!(lock(&one, LockKind::Exclusive) && lock(&one, LockKind::Exclusive));
+        assert!(!lock(&other, LockKind::Exclusive) && !lock(&other, LockKind::Shared));
+        unlock(one.as_fd()).unwrap();
+        unlock(one.as_fd()).unwrap();
+        assert!(lock(&other, LockKind::Shared) && lock(&one, LockKind::Shared));
+        assert!(!lock(&one, LockKind::Exclusive));
+        // A copy of the descriptor is the same open file: the lock stays until both are closed.
+        let copy = other.try_clone().unwrap();
+        drop(other);
+        assert!(!lock(&one, LockKind::Exclusive));
+        drop(copy);
+        assert!(lock(&one, LockKind::Exclusive));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_cannot_be_locked_exclusively() {
+        let file = File::open("/proc/self/exe").unwrap();
+        let error = try_lock(file.as_fd(), LockKind::Exclusive).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::EBADF), "{error}");
+    }
+}

@@ -1,0 +1,270 @@
+//! A disk for tests: a real file, a gate that holds requests back, threads, and a driver.
+
+use super::{Blk, BlkFigures, BlkOptions, BlkWork, Disk, ID_BYTES, SECTOR};
+use crate::testing::{Driver, Memory, WRITE, memory};
+use std::fs::File;
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{Bytes, GuestAddress, VolatileSlice};
+
+pub(crate) const SECTORS: u64 = 64;
+/// Where [`DiskGuest::header`] puts headers, and where answers and data go.
+pub(crate) const HEADER: u64 = 0x1_0000;
+pub(crate) const ANSWER: u64 = 0x1_1000;
+pub(crate) const DATA: u64 = 0x2_0000;
+/// An answer that was not written.
+pub(crate) const NONE: u8 = 0xee;
+
+/// A file without a name.
+pub(crate) fn file(bytes: &[u8]) -> File {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("vmferry-blk-{}-{number}", std::process::id()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path).expect("a temporary file");
+    std::fs::remove_file(&path).expect("it was made");
+    file.write_all_at(bytes, 0).expect("room");
+    file
+}
+
+/// What the file was asked to do that is not seen in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Asked {
+    Flush,
+    Discard(u64, u64),
+    Zeroes(u64, u64, bool),
+}
+
+#[derive(Debug)]
+pub(crate) struct FileDisk {
+    file: File,
+    pub(crate) asked: Mutex<Vec<Asked>>,
+    pub(crate) fail: AtomicBool,
+    open: Mutex<bool>,
+    opened: Condvar,
+    /// Requests that wait at the gate.
+    pub(crate) waiting: AtomicUsize,
+}
+
+impl FileDisk {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(SECTORS * SECTOR).expect("small")];
+        self.file.read_exact_at(&mut bytes, 0).expect("it has not shrunk");
+        bytes
+    }
+
+    pub(crate) fn gate(&self, open: bool) {
+        *self.open.lock().expect("no panic") = open;
+        self.opened.notify_all();
+    }
+
+    pub(crate) fn asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut self.asked.lock().expect("no panic"))
+    }
+
+    fn pass(&self) -> io::Result<()> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let mut open = self.open.lock().expect("no panic");
+        while !*open {
+            open = self.opened.wait(open).expect("no panic");
+        }
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        if self.fail.load(Ordering::Relaxed) { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
+    }
+
+    fn note(&self, asked: Asked) -> io::Result<()> {
+        self.asked.lock().expect("no panic").push(asked);
+        self.pass()
+    }
+}
+
+impl Disk for FileDisk {
+    fn read<B: BitmapSlice>(&self, mut offset: u64, into: &[VolatileSlice<'_, B>]) -> io::Result<()> {
+        self.pass()?;
+        for slice in into {
+            let mut bytes = vec![0; slice.len()];
+            self.file.read_exact_at(&mut bytes, offset)?;
+            slice.copy_from(&bytes);
+            offset += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn write<B: BitmapSlice>(&self, mut offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()> {
+        self.pass()?;
+        for slice in from {
+            let mut bytes = vec![0; slice.len()];
+            slice.copy_to(&mut bytes);
+            self.file.write_all_at(&bytes, offset)?;
+            offset += bytes.len() as u64;
+        }
+        assert!(offset <= SECTORS * SECTOR, "beyond the end");
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.note(Asked::Flush)
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        assert!(offset + len <= SECTORS * SECTOR, "beyond the end");
+        self.note(Asked::Discard(offset, len))
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.note(Asked::Zeroes(offset, len, unmap))?;
+        assert!(offset + len <= SECTORS * SECTOR, "beyond the end");
+        self.file.write_all_at(&vec![0; usize::try_from(len).expect("small")], offset)
+    }
+}
+
+/// A guest with a disk.
+#[derive(Debug)]
+pub(crate) struct DiskGuest {
+    pub(crate) disk: Arc<FileDisk>,
+    pub(crate) work: Arc<BlkWork>,
+    threads: Vec<JoinHandle<()>>,
+    driver: Driver<Blk>,
+}
+
+impl Deref for DiskGuest {
+    type Target = Driver<Blk>;
+
+    fn deref(&self) -> &Driver<Blk> {
+        &self.driver
+    }
+}
+
+impl DerefMut for DiskGuest {
+    fn deref_mut(&mut self) -> &mut Driver<Blk> {
+        &mut self.driver
+    }
+}
+
+impl Drop for DiskGuest {
+    fn drop(&mut self) {
+        self.disk.gate(true);
+        self.work.end();
+        for thread in self.threads.drain(..) {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking(), "a thread of the disk panicked");
+        }
+    }
+}
+
+pub(crate) fn options(read_only: bool) -> BlkOptions {
+    let mut id = [0; ID_BYTES];
+    id[..5].copy_from_slice(b"disk7");
+    BlkOptions { sectors: SECTORS, read_only, id }
+}
+
+/// A disk's content: each sector is full of its number and its place in it.
+pub(crate) fn content() -> Vec<u8> {
+    (0..SECTORS * SECTOR).map(|at| (at / SECTOR * 7 + at % 251).to_le_bytes()[0]).collect()
+}
+
+impl DiskGuest {
+    /// A disk of [`content`], before its driver.
+    pub(crate) fn new(options: BlkOptions, threads: usize) -> Self {
+        let disk = Arc::new(FileDisk {
+            file: file(&content()),
+            asked: Mutex::default(),
+            fail: false.into(),
+            open: Mutex::new(true),
+            opened: Condvar::new(),
+            waiting: 0.into(),
+        });
+        Self::on(disk, options, threads)
+    }
+
+    /// On a disk that is there.
+    pub(crate) fn on(disk: Arc<FileDisk>, options: BlkOptions, threads: usize) -> Self {
+        let memory = memory();
+        let mut work = None;
+        let driver = Driver::new(memory.clone(), |wiring| {
+            let device = Blk::new(options, wiring);
+            work = Some(device.work());
+            device
+        });
+        let work = work.expect("was made");
+        let spawn = |_| {
+            let (work, memory, disk): (_, Memory, _) = (Arc::clone(&work), memory.clone(), Arc::clone(&disk));
+            std::thread::spawn(move || work.run(&memory, &*disk))
+        };
+        Self { threads: (0..threads).map(spawn).collect(), disk, work, driver }
+    }
+
+    /// A driver with `bits`.
+    pub(crate) fn ready(bits: &[u32]) -> Self {
+        let mut guest = Self::new(options(false), 2);
+        guest.start(bits, &[0]);
+        guest
+    }
+
+    /// The same state over the same file.
+    pub(crate) fn moved(&self) -> Self {
+        let there = Self::on(Arc::clone(&self.disk), options(false), 2);
+        self.move_to(&there);
+        there
+    }
+
+    /// Writes the header of request `number`, and gives the part that is it.
+    pub(crate) fn header(&self, number: u64, kind: u32, sector: u64) -> (u64, u32, u16) {
+        let at = HEADER + 16 * number;
+        let bytes = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        self.memory.write_slice(&bytes, GuestAddress(at)).expect("memory");
+        (at, 16, 0)
+    }
+
+    /// The part for the answer of request `number`.
+    pub(crate) fn answer(&self, number: u64) -> (u64, u32, u16) {
+        self.memory.write_obj(NONE, GuestAddress(ANSWER + number)).expect("memory");
+        (ANSWER + number, 1, WRITE)
+    }
+
+    pub(crate) fn answered(&self, number: u64) -> u8 {
+        self.memory.read_obj(GuestAddress(ANSWER + number)).expect("memory")
+    }
+
+    /// Waits until `count` buffers were given back.
+    pub(crate) fn wait(&self, count: u16) {
+        until("buffers given back", || self.used(0) == count);
+    }
+
+    pub(crate) fn figures(&self) -> BlkFigures {
+        self.work.figures()
+    }
+
+    pub(crate) fn data(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read_slice(&mut bytes, GuestAddress(at)).expect("memory");
+        bytes
+    }
+
+    /// Sends one request with `data` and waits; gives the answer, and the length that came with it.
+    pub(crate) fn ask(&mut self, kind: u32, sector: u64, data: &[(u64, u32, u16)]) -> (u8, u32) {
+        let parts = [&[self.header(0, kind, sector)], data, &[self.answer(0)]].concat();
+        self.ask_raw(&parts)
+    }
+
+    pub(crate) fn ask_raw(&mut self, parts: &[(u64, u32, u16)]) -> (u8, u32) {
+        let before = self.used(0);
+        self.send(0, parts);
+        self.wait(before.wrapping_add(1));
+        (self.answered(0), self.used_len(0, before))
+    }
+}
+
+/// Waits until `true`; not for ever.
+pub(crate) fn until(what: &str, mut is: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is() {
+        assert!(began.elapsed() < Duration::from_secs(20), "waited in vain for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}

@@ -1,0 +1,408 @@
+//! The device.
+
+use super::announce::Announce;
+use super::metrics::{Metrics, NetFigures, add};
+use super::persist::NetSaved;
+use super::{CONTROL, FramePort, Mac, NetOptions, Offloads, RX, TX};
+use crate::device::{Device, Progress, QueueSpec, Resume, read_bytes};
+use crate::queue::{Buffer, PORTION, Part, RingError, VirtQueue};
+use crate::signals::Signals;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
+use virtio_bindings::virtio_net as net;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+
+/// Most entries of a queue for frames: what Linux's driver and QEMU's device have.
+const QUEUE_SIZE: u16 = 256;
+/// Commands come one at a time.
+const CONTROL_SIZE: u16 = 64;
+
+/// All that is offered, wherever the guest goes: a host's side that has less does without.
+const FEATURES: [u32; 14] = [
+    net::VIRTIO_NET_F_CSUM,
+    net::VIRTIO_NET_F_GUEST_CSUM,
+    net::VIRTIO_NET_F_MTU,
+    net::VIRTIO_NET_F_MAC,
+    net::VIRTIO_NET_F_GUEST_TSO4,
+    net::VIRTIO_NET_F_GUEST_TSO6,
+    net::VIRTIO_NET_F_GUEST_ECN,
+    net::VIRTIO_NET_F_HOST_TSO4,
+    net::VIRTIO_NET_F_HOST_TSO6,
+    net::VIRTIO_NET_F_HOST_ECN,
+    net::VIRTIO_NET_F_MRG_RXBUF,
+    net::VIRTIO_NET_F_STATUS,
+    net::VIRTIO_NET_F_CTRL_VQ,
+    net::VIRTIO_NET_F_GUEST_ANNOUNCE,
+];
+
+/// What the status in the configuration can say; the bindings have them as 32 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Status {
+    /// Frames can come and go.
+    pub(super) link: bool,
+    /// The driver is to announce the guest.
+    pub(super) announce: bool,
+}
+
+impl Status {
+    fn bits(self) -> u16 {
+        u16::from(self.link) | u16::from(self.announce) << 1
+    }
+}
+
+/// Whether the thread that carries frames may.
+#[derive(Debug, Clone, Copy)]
+struct Gate {
+    /// It is to begin nothing new.
+    halted: bool,
+    /// It has put back all that it had.
+    parked: bool,
+}
+
+/// What the device, the thread that carries frames and everybody else share. Locks are held for a copy only, except `way`.
+#[derive(Debug)]
+pub(super) struct Shared<P> {
+    pub(super) port: P,
+    pub(super) signals: Arc<Signals>,
+    pub(super) metrics: Metrics,
+    /// Held while frames are on their way between the port and the driver's buffers. Taken with the transport's lock held, and let go
+    /// without: a reset, which has that lock, waits until nothing reaches the driver's memory any more.
+    pub(super) way: Mutex<()>,
+    /// Counts drivers: what was taken from one is not given to the next. Changes with the transport's lock held.
+    pub(super) epoch: AtomicU64,
+    /// What the driver accepted; 0 while there is none.
+    pub(super) features: AtomicU64,
+    gate: Mutex<Gate>,
+    options: Mutex<NetOptions>,
+    status: Mutex<Status>,
+    pub(super) announce: Announce,
+}
+
+impl<P: FramePort> Shared<P> {
+    pub(super) fn has(&self, feature: u32) -> bool {
+        self.features.load(Ordering::Acquire) >> feature & 1 == 1
+    }
+
+    pub(super) fn options(&self) -> NetOptions {
+        *lock(&self.options)
+    }
+
+    pub(super) fn set_options(&self, options: NetOptions) {
+        *lock(&self.options) = options;
+    }
+
+    pub(super) fn status(&self) -> Status {
+        *lock(&self.status)
+    }
+
+    pub(super) fn set_announce(&self, announce: bool) {
+        lock(&self.status).announce = announce;
+    }
+
+    pub(super) fn halted(&self) -> bool {
+        lock(&self.gate).halted
+    }
+
+    /// A driver accepted `features`, or none is there any more (0).
+    pub(super) fn set_features(&self, features: u128) {
+        let low = u64::try_from(features & u128::from(u64::MAX)).unwrap_or(0);
+        self.features.store(low, Ordering::Release);
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+        let csum = self.has(net::VIRTIO_NET_F_GUEST_CSUM);
+        let offloads = Offloads {
+            csum,
+            tso4: csum && self.has(net::VIRTIO_NET_F_GUEST_TSO4),
+            tso6: csum && self.has(net::VIRTIO_NET_F_GUEST_TSO6),
+            ecn: csum && self.has(net::VIRTIO_NET_F_GUEST_ECN),
+        };
+        if let Err(error) = self.port.set_offloads(offloads) {
+            // Frames then come whole, which every driver takes.
+            tracing::warn!(%error, "the host's network interface has no offloads; frames are slower than they could be");
+        }
+    }
+
+    /// Asks the driver to announce the guest, if it knows how.
+    pub(super) fn ask_announce(&self) {
+        if self.has(net::VIRTIO_NET_F_GUEST_ANNOUNCE) {
+            self.set_announce(true);
+            add(&self.metrics.announce_asked, 1);
+            self.signals.config_changed();
+        }
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A network interface at the port `P`.
+#[derive(Debug)]
+pub struct Net<P> {
+    shared: Arc<Shared<P>>,
+    buffer: Buffer,
+}
+
+impl<P: FramePort> Net<P> {
+    /// A network interface without a driver; its thread is [halted](NetControl::halted) until the guest runs.
+    #[must_use]
+    pub fn new(options: NetOptions, port: P, signals: Arc<Signals>) -> Self {
+        let shared = Shared {
+            port,
+            signals,
+            metrics: Metrics::default(),
+            way: Mutex::new(()),
+            epoch: AtomicU64::new(0),
+            features: AtomicU64::new(0),
+            gate: Mutex::new(Gate { halted: true, parked: true }),
+            options: Mutex::new(options),
+            status: Mutex::new(Status { link: true, announce: false }),
+            announce: Announce::default(),
+        };
+        Self { shared: Arc::new(shared), buffer: Buffer::default() }
+    }
+
+    /// What other threads have of it.
+    #[must_use]
+    pub fn control(&self) -> NetControl<P> {
+        NetControl { shared: Arc::clone(&self.shared) }
+    }
+
+    pub(super) fn shared(&self) -> &Shared<P> {
+        &self.shared
+    }
+
+    /// One command; gives the bytes that were written.
+    fn command<M: GuestMemory>(&self, memory: &M) -> u32 {
+        let metrics = &self.shared.metrics;
+        add(&metrics.commands, 1);
+        let parts = self.buffer.parts();
+        let answer = parts.iter().find(|part| part.writable && part.len > 0);
+        let sound = parts.is_sorted_by_key(|part| part.writable);
+        let (Some(answer), true, Some(head)) = (answer, sound, command_head(parts, memory)) else {
+            add(&metrics.commands_malformed, 1);
+            return 0;
+        };
+        let ack = [net::VIRTIO_NET_CTRL_ANNOUNCE, net::VIRTIO_NET_CTRL_ANNOUNCE_ACK];
+        let done = head.map(u32::from) == ack && self.shared.has(net::VIRTIO_NET_F_GUEST_ANNOUNCE);
+        if done {
+            self.shared.set_announce(false);
+            add(&metrics.announce_done, 1);
+        }
+        let status = if done { net::VIRTIO_NET_OK } else { net::VIRTIO_NET_ERR };
+        let written = memory.write_slice(&status.to_le_bytes()[..1], GuestAddress(answer.gpa));
+        if written.is_err() {
+            add(&metrics.commands_malformed, 1);
+        }
+        written.map_or(0, |()| 1)
+    }
+
+    fn serve_commands<M: GuestMemory>(
+        &mut self,
+        queue: &mut VirtQueue,
+        memory: &M,
+    ) -> Result<Progress, RingError> {
+        let mut served = 0;
+        let mut progress = Progress::More;
+        while served < PORTION {
+            if !queue.pop(memory, &mut self.buffer)? {
+                progress = queue.empty(memory)?;
+                break;
+            }
+            let written = self.command(memory);
+            queue.give_back(memory, self.buffer.head(), written)?;
+            served += 1;
+        }
+        if served > 0 && queue.wants_interrupt(memory)? {
+            self.shared.signals.used_buffer();
+        }
+        Ok(progress)
+    }
+}
+
+/// Class and command (5.1.6.5), wherever the driver has cut them.
+fn command_head<M: GuestMemory>(parts: &[Part], memory: &M) -> Option<[u8; 2]> {
+    let mut head = [0; 2];
+    let mut got = 0;
+    for part in parts.iter().filter(|part| !part.writable) {
+        let wanted = usize::try_from(part.len).unwrap_or(usize::MAX).min(head.len() - got);
+        memory.read_slice(&mut head[got..got + wanted], GuestAddress(part.gpa)).ok()?;
+        got += wanted;
+    }
+    (got == head.len()).then_some(head)
+}
+
+impl<P: FramePort> Device for Net<P> {
+    type Saved = NetSaved;
+
+    const ID: u32 = VIRTIO_ID_NET;
+
+    const QUEUES: &'static [QueueSpec] = &[
+        QueueSpec { index: RX, max_size: QUEUE_SIZE },
+        QueueSpec { index: TX, max_size: QUEUE_SIZE },
+        QueueSpec { index: CONTROL, max_size: CONTROL_SIZE },
+    ];
+
+    fn features(&self) -> u128 {
+        FEATURES.iter().fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        // 5.1.4: address, status, pairs of queues (only with a feature that is not offered; there is one), packet size.
+        let NetOptions { mac, mtu } = self.shared.options();
+        let fields = [self.shared.status().bits(), 1, mtu].map(u16::to_le_bytes);
+        let bytes = [&mac.bytes()[..], fields.as_flattened()].concat();
+        read_bytes(&bytes, offset, data);
+    }
+
+    fn write_config(&mut self, _: u64, _: &[u8]) {
+        // Nothing in it is the driver's (5.1.4.2: the address is, of drivers before 1.0).
+    }
+
+    fn activate(&mut self, features: u128, ready: &[u16]) {
+        self.shared.set_features(features);
+        // What came before there was a driver may have offloads that it does not know, and is old.
+        self.shared.port.flush();
+        self.shared.port.kicked();
+        tracing::debug!(features, ?ready, "the guest's network driver is ready");
+    }
+
+    fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError> {
+        if queue.index() == CONTROL {
+            return self.serve_commands(queue, memory);
+        }
+        self.shared.port.kicked();
+        Ok(Progress::Done)
+    }
+
+    fn quiesce(&mut self) -> bool {
+        self.control().quiesce()
+    }
+
+    fn resumed(&mut self, how: Resume) -> Result<(), String> {
+        self.control().resumed(how == Resume::Moved);
+        Ok(())
+    }
+
+    fn taken_away(&mut self, _: u16) {
+        // Until frames that are on their way have arrived. Buffers that were taken from it are not given back: there is nothing to
+        // give them back to.
+        drop(lock(&self.shared.way));
+    }
+
+    fn reset(&mut self) {
+        // Until frames that are on their way have arrived.
+        let way = lock(&self.shared.way);
+        self.shared.set_features(0);
+        self.shared.set_announce(false);
+        drop(way);
+    }
+
+    fn broken(&mut self, error: &RingError) {
+        // Once: a guest could do this all day.
+        if self.shared.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(%error, "the guest's network driver did what it must not; its network rests until it is reset");
+        }
+    }
+
+    fn save(&self) -> NetSaved {
+        NetSaved::of(self)
+    }
+
+    fn load(&mut self, saved: &NetSaved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String> {
+        saved.load(self, active)
+    }
+}
+
+/// A network interface, for other threads than the vCPUs'. None of the methods waits for a request that is being processed, nor for
+/// guest memory.
+#[derive(Debug)]
+pub struct NetControl<P> {
+    shared: Arc<Shared<P>>,
+}
+
+impl<P> Clone for NetControl<P> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<P: FramePort> NetControl<P> {
+    pub(super) fn shared(&self) -> &Arc<Shared<P>> {
+        &self.shared
+    }
+
+    /// The host's side.
+    #[must_use]
+    pub fn port(&self) -> &P {
+        &self.shared.port
+    }
+
+    /// What happened so far.
+    #[must_use]
+    pub fn figures(&self) -> NetFigures {
+        self.shared.metrics.figures()
+    }
+
+    /// The guest's address: the one that it was made with, or came with.
+    #[must_use]
+    pub fn mac(&self) -> Mac {
+        self.shared.options().mac
+    }
+
+    /// Whether the guest has a driver for it.
+    #[must_use]
+    pub fn driver(&self) -> bool {
+        self.shared.features.load(Ordering::Acquire) != 0
+    }
+
+    /// Whether the thread that carries frames is to begin nothing new.
+    #[must_use]
+    pub fn halted(&self) -> bool {
+        self.shared.halted()
+    }
+
+    /// Has it begin nothing new, until the device is told that the guest runs.
+    pub fn halt(&self) {
+        lock(&self.shared.gate).halted = true;
+        self.shared.port.kicked();
+    }
+
+    /// The thread has begun nothing since it was halted, and has [parked](super::Receiver::park).
+    pub fn parked(&self) {
+        let mut gate = lock(&self.shared.gate);
+        gate.parked = gate.halted;
+    }
+
+    /// Halts it, and says whether it has parked.
+    fn quiesce(&self) -> bool {
+        let parked = {
+            let mut gate = lock(&self.shared.gate);
+            gate.halted = true;
+            gate.parked
+        };
+        if !parked {
+            self.shared.port.kicked();
+        }
+        parked
+    }
+
+    /// It may begin; if `moved`, the guest's neighbours are to learn where it is now.
+    fn resumed(&self, moved: bool) {
+        *lock(&self.shared.gate) = Gate { halted: false, parked: false };
+        if moved {
+            self.shared.announce.begin();
+            self.shared.ask_announce();
+        }
+        self.shared.port.kicked();
+    }
+
+    /// The host's side is gone: the guest sees that the cable is out.
+    pub fn unplugged(&self) {
+        let was = std::mem::replace(&mut lock(&self.shared.status).link, false);
+        if was {
+            self.shared.signals.config_changed();
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! A network driver that does what bytes say, and a network that brings whatever it likes. For the fuzz target and for the tests.
+
+use super::testing::{NetGuest, frame, lock};
+use super::{ETHERNET, FRAME_MAX, HEADER, RX, TX};
+use crate::hostile::Choices;
+use crate::mmio::TransportSaved;
+use crate::testing::{AVAIL, NEXT, SIZE, WRITE, rings};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Most steps that are taken; bytes behind them are not looked at.
+const STEPS: usize = 256;
+
+/// Does to a network interface what `bytes` say.
+///
+/// # Panics
+/// If something is sent that is no frame; if there is more work than a step can account for; if saved state is not loaded; or if the
+/// device panics.
+pub fn drive(bytes: &[u8]) {
+    let mut choices = Choices(bytes);
+    let mut guest = NetGuest::new();
+    start(&mut guest, &mut choices);
+    for _ in 0..STEPS {
+        if choices.0.is_empty() {
+            break;
+        }
+        step(&mut guest, &mut choices);
+        for frame in lock(&guest.wire().sent).drain(..) {
+            assert!((HEADER + ETHERNET..=FRAME_MAX).contains(&frame.len()), "{} bytes", frame.len());
+        }
+    }
+}
+
+/// What a driver does first, with features and queues as chosen.
+fn start(guest: &mut NetGuest, choices: &mut Choices<'_>) {
+    let left_out = u32::from(choices.word());
+    let queues = choices.byte();
+    let offered = super::testing::ALL.into_iter().zip(0..);
+    let mut bits: Vec<u32> = offered.filter(|(_, n)| left_out >> n & 1 == 0).map(|(bit, _)| bit).collect();
+    // No event index, or indirect descriptors, which the specification lets go together with anything.
+    bits.retain(|bit| *bit != VIRTIO_RING_F_EVENT_IDX || queues & 8 == 0);
+    bits.extend((queues & 16 == 0).then_some(28));
+    bits.push(32);
+    guest.driver.negotiate(&bits);
+    for queue in [RX, TX, 2] {
+        if queues >> queue & 1 == 0 {
+            guest.driver.queue(queue);
+        }
+    }
+    guest.driver.ok();
+}
+
+fn step(guest: &mut NetGuest, choices: &mut Choices<'_>) {
+    match choices.byte() % 16 {
+        0..5 => {
+            let queue = u16::from(choices.byte() % 3);
+            chain(guest, choices, queue);
+            guest.driver.notify(queue);
+        }
+        5 | 6 => {
+            let len = usize::from(choices.word()) % (FRAME_MAX + 10);
+            let mut frame = frame(u32::from(choices.byte()), len);
+            (frame[0], frame[1]) = (choices.byte() & 3, choices.byte() & 0x83);
+            // A host's network gives a header at least.
+            lock(&guest.wire().coming).push_back(frame);
+        }
+        7 | 8 => drop(guest.receive()),
+        9 | 10 => drop(guest.transmit()),
+        11 => {
+            let at = choices.address();
+            let len = usize::from(choices.byte() % 32);
+            let bytes: Vec<u8> = (0..len).map(|_| choices.byte()).collect();
+            let _ = guest.driver.memory.write_slice(&bytes, GuestAddress(at));
+        }
+        12 => {
+            let (at, value) = (u32::from(choices.word() % 0x210), choices.long());
+            guest.driver.set(at, value);
+            guest.driver.get(at);
+        }
+        13 => host(guest, choices),
+        14 => elsewhere(guest, choices),
+        _ => start(guest, choices),
+    }
+}
+
+/// Descriptors as chosen, and a head.
+fn chain(guest: &mut NetGuest, choices: &mut Choices<'_>, queue: u16) {
+    let wanted = if queue == RX { WRITE } else { 0 };
+    for _ in 0..choices.byte() % 5 {
+        let index = u16::from(choices.byte()) % SIZE;
+        let flags = match choices.byte() {
+            0..120 => wanted,
+            120..200 => wanted | NEXT,
+            200..220 => WRITE,
+            220..245 => NEXT,
+            other => u16::from(other - 245),
+        };
+        let (gpa, len, next) = (choices.address(), choices.length(), u16::from(choices.byte()) % (SIZE + 1));
+        guest.driver.descriptor(queue, index, (gpa, len, flags, next));
+    }
+    let at = GuestAddress(rings(queue) + AVAIL + 2);
+    let index: u16 = guest.driver.memory.read_obj(at).unwrap_or(0);
+    let slot = GuestAddress(at.0 + 2 + 2 * u64::from(index % SIZE));
+    let _ = guest.driver.memory.write_obj(u16::from(choices.byte()) % (SIZE + 1), slot);
+    let _ = guest.driver.memory.write_obj(index.wrapping_add(1), at);
+}
+
+/// The host does something.
+fn host(guest: &mut NetGuest, choices: &mut Choices<'_>) {
+    match choices.byte() % 8 {
+        0 => guest.sheltered = !guest.sheltered,
+        1 => *lock(&guest.wire().room) = Some(u32::from(choices.byte() % 8)),
+        2 => *lock(&guest.wire().room) = None,
+        3 => guest.wire().gone.store(choices.byte() & 1 == 1, Ordering::Relaxed),
+        4 => guest.control.unplugged(),
+        5 => guest.control.halt(),
+        6 => guest.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing"),
+        _ => drop(guest.announcer.announce(Instant::now())),
+    }
+}
+
+/// The device goes on with its state as saved, or damaged.
+fn elsewhere(guest: &mut NetGuest, choices: &mut Choices<'_>) {
+    let device = &guest.driver.device;
+    let _ = device.quiesce(Instant::now());
+    guest.receiver.park(device);
+    guest.control.parked();
+    assert!(device.quiesce(Instant::now()), "it has parked");
+    let mut bytes = postcard::to_stdvec(&device.save()).expect("state is serialized");
+    let harm = choices.byte();
+    if harm >= 128 {
+        for _ in 0..harm % 4 {
+            let at = usize::from(choices.word()) % bytes.len();
+            bytes[at] = choices.byte();
+        }
+    }
+    let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
+    let loaded = loaded.map(|saved| device.load(&guest.driver.memory, &saved));
+    assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
+    device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn noise_neither_panics_nor_leaves_memory() {
+        let seeds = crate::hostile::tests::noise(super::drive);
+        assert!(seeds > 100, "{seeds}");
+    }
+}

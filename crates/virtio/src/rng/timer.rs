@@ -1,0 +1,85 @@
+//! A thread that rings later.
+
+use crate::device::Doorbell;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
+
+#[derive(Debug, Default)]
+struct State {
+    at: Option<Instant>,
+    ended: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the next time to ring; false at the end.
+    fn wait(&self) -> bool {
+        let mut state = self.lock();
+        while !state.ended {
+            let left = state.at.map(|at| at.saturating_duration_since(Instant::now()));
+            state = match left {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(left) if left.is_zero() => {
+                    state.at = None;
+                    return true;
+                }
+                Some(left) => {
+                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        false
+    }
+}
+
+/// The thread. It rings without any lock of its own.
+#[derive(Debug)]
+pub(super) struct Timer {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Timer {
+    pub(super) fn start(doorbell: Arc<dyn Doorbell>, queue: u16) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let own = Arc::clone(&shared);
+        let live = move || {
+            while own.wait() {
+                doorbell.ring(queue);
+            }
+        };
+        let thread = Builder::new().name("rng".into()).spawn(live)?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Rings at `at`, instead of any other time.
+    pub(super) fn ring_at(&self, at: Instant) {
+        self.shared.lock().at = Some(at);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        self.shared.lock().ended = true;
+        self.shared.changed.notify_all();
+        // A bell that keeps the device alive while it rings may drop it last, and with it this: on the thread itself.
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // Its panic was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! A raw file, or a block device, as a disk.
+
+use super::{DiskError, lease};
+use crate::options::DiskOptions;
+use rustix::fs::{Advice, FallocateFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{Bytes, VolatileSlice};
+use vmferry_fault::LazySlot;
+use vmferry_memory::PAGE_BYTES;
+use vmferry_sys::lock::LockKind;
+use vmferry_virtio::blk::{Disk, SECTOR};
+
+/// Most pieces of memory that the kernel takes in one call.
+const IOV_MAX: usize = 1024;
+/// Zeros are written by so many bytes where the file system cannot make them.
+const ZEROS: usize = 64 << 10;
+
+/// The file.
+///
+/// # While the guest's pages are still to come
+/// A thread that touches one sleeps until it comes (postcopy). If the guest is ended instead, it wakes, and finds zeros where the
+/// guest's data should have been. Those must not get to the disk, which outlives the guest: whatever a write is made of is touched first,
+/// and then it is looked whether the guest was [given up](Self::abandon), which is said before anybody is woken.
+/// Touching first also keeps a sleeper out of the file system, where it would sleep with the file's lock.
+#[derive(Debug)]
+pub(super) struct RawFile {
+    path: PathBuf,
+    file: File,
+    /// Bytes.
+    size: u64,
+    read_only: bool,
+    block_device: bool,
+    /// The lock is had, and I/O may be done.
+    held: AtomicBool,
+    abandoned: AtomicBool,
+    lazy: Arc<LazySlot>,
+}
+
+impl RawFile {
+    /// Opens the file of `options`. Neither locks it nor reads of it.
+    pub(super) fn open(options: &DiskOptions, lazy: &Arc<LazySlot>) -> Result<Self, DiskError> {
+        let path = options.path.clone();
+        let failed = |source| DiskError::Open { path: options.path.clone(), source };
+        // Without waiting: opening a pipe would, for its other end.
+        let file = File::options()
+            .read(true)
+            .write(!options.read_only)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(failed)?;
+        let kind = file.metadata().map_err(failed)?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(DiskError::Kind { path });
+        }
+        let size = size(&file).map_err(failed)?;
+        if size == 0 || !size.is_multiple_of(SECTOR) {
+            return Err(DiskError::Size { path, size });
+        }
+        Ok(Self {
+            path,
+            file,
+            size,
+            read_only: options.read_only,
+            block_device: kind.is_block_device(),
+            held: false.into(),
+            abandoned: false.into(),
+            lazy: Arc::clone(lazy),
+        })
+    }
+
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Makes the disk this VM's. Says whether it was not before.
+    pub(super) fn take(&self) -> Result<bool, DiskError> {
+        if self.held.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let kind = if self.read_only { LockKind::Shared } else { LockKind::Exclusive };
+        lease::take(&self.file, &self.path, kind)?;
+        let size = size(&self.file);
+        if !size.as_ref().is_ok_and(|size| *size == self.size) {
+            let _ = lease::give_up(&self.file, &self.path);
+            return Err(match size {
+                Ok(now) => DiskError::Changed { path: self.path.clone(), was: self.size, now },
+                Err(source) => DiskError::Open { path: self.path.clone(), source },
+            });
+        }
+        if self.block_device {
+            // What this host's page cache has of it may be older than what another host wrote. A file system sees to that itself, when
+            // the lock is taken.
+            let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
+        }
+        self.held.store(true, Ordering::Release);
+        Ok(true)
+    }
+
+    /// The disk is this VM's no more. Requests are at rest.
+    pub(super) fn give_up(&self) -> Result<(), DiskError> {
+        if self.held.swap(false, Ordering::AcqRel) {
+            lease::give_up(&self.file, &self.path)?;
+        }
+        Ok(())
+    }
+
+    /// Brings what was written to where another host finds it.
+    pub(super) fn sync(&self) -> Result<(), DiskError> {
+        if self.read_only || !self.held.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.file.sync_data().map_err(|source| DiskError::Flush { path: self.path.clone(), source })
+    }
+
+    /// Has the host begin to write out what it has not, without waiting for it.
+    pub(super) fn write_out(&self) {
+        if !self.read_only {
+            // SAFETY: takes numbers only. A hint: if it fails, a later flush takes longer.
+            let _ =
+                unsafe { libc::sync_file_range(self.file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
+        }
+    }
+
+    /// The guest is over: nothing is written any more.
+    pub(super) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Release);
+    }
+
+    /// Whether requests may be done. For one that writes: called after everything that it is made of was touched.
+    fn check(&self) -> io::Result<()> {
+        if !self.held.load(Ordering::Acquire) {
+            return Err(io::Error::other("the disk is not this side's"));
+        }
+        if self.abandoned.load(Ordering::Acquire) {
+            return Err(io::Error::other("the guest is over"));
+        }
+        Ok(())
+    }
+
+    /// Sleeps until all of `slices` is there.
+    fn touch<B: BitmapSlice>(&self, slices: &[VolatileSlice<'_, B>]) {
+        // Pages can only become missing before a guest runs: what is settled now stays so.
+        if self.lazy.settled(|| ()).is_some() {
+            return;
+        }
+        for slice in slices {
+            let start = slice.ptr_guard().as_ptr().addr();
+            let pages = start / PAGE_BYTES..=(start + slice.len().saturating_sub(1)) / PAGE_BYTES;
+            for page in pages {
+                let at = (page * PAGE_BYTES).saturating_sub(start);
+                // Beyond the slice only if it is empty.
+                let _ = std::hint::black_box(slice.load::<u8>(at, Ordering::Relaxed));
+            }
+        }
+    }
+
+    fn fallocate(&self, flags: FallocateFlags, offset: u64, len: u64) -> io::Result<bool> {
+        loop {
+            return match rustix::fs::fallocate(&self.file, flags | FallocateFlags::KEEP_SIZE, offset, len) {
+                Ok(()) => Ok(true),
+                Err(Errno::INTR) => continue,
+                // Not on this file system, or not at these addresses (block devices have larger units than sectors).
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::NODEV) => Ok(false),
+                Err(error) => Err(error.into()),
+            };
+        }
+    }
+}
+
+/// The number of bytes of a file, or of a block device, which does not tell otherwise.
+fn size(file: &File) -> io::Result<u64> {
+    let mut file = file;
+    file.seek(SeekFrom::End(0))
+}
+
+/// The pieces of memory of one request, of which the kernel has done some.
+struct Pieces {
+    /// `0 <= first <= all.len()`, and everything before is done.
+    all: Vec<libc::iovec>,
+    first: usize,
+}
+
+impl Pieces {
+    fn new<B: BitmapSlice>(slices: &[VolatileSlice<'_, B>]) -> Self {
+        let iovec = |slice: &VolatileSlice<'_, B>| libc::iovec {
+            iov_base: slice.ptr_guard().as_ptr().cast_mut().cast(),
+            iov_len: slice.len(),
+        };
+        Self { all: slices.iter().map(iovec).collect(), first: 0 }
+    }
+
+    /// Calls `call` with what is left and the offset that it belongs to, until nothing is left.
+    fn each(
+        mut self,
+        mut offset: u64,
+        nothing: io::ErrorKind,
+        call: impl Fn(&[libc::iovec], libc::off_t) -> isize,
+    ) -> io::Result<()> {
+        self.advance(0);
+        while self.first < self.all.len() {
+            let now = &self.all[self.first..][..(self.all.len() - self.first).min(IOV_MAX)];
+            let at = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::FileTooLarge)?;
+            match usize::try_from(call(now, at)) {
+                Ok(0) => return Err(nothing.into()),
+                Ok(moved) => {
+                    offset += moved as u64;
+                    self.advance(moved);
+                }
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error => return Err(error),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, mut moved: usize) {
+        while let Some(piece) = self.all.get_mut(self.first) {
+            if moved < piece.iov_len {
+                piece.iov_base = piece.iov_base.wrapping_byte_add(moved);
+                piece.iov_len -= moved;
+                return;
+            }
+            moved -= piece.iov_len;
+            self.first += 1;
+        }
+    }
+}
+
+impl Disk for RawFile {
+    fn read<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> io::Result<()> {
+        self.check()?;
+        Pieces::new(into).each(offset, io::ErrorKind::UnexpectedEof, |pieces, at| {
+            let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
+            // SAFETY: the pieces are parts of `into`, guest memory that is mapped writable for as long as the slices live, of which
+            // nobody holds a reference; that the guest may use it meanwhile is what a volatile slice says.
+            unsafe { libc::preadv(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
+        })
+    }
+
+    fn write<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()> {
+        self.touch(from);
+        self.check()?;
+        Pieces::new(from).each(offset, io::ErrorKind::WriteZero, |pieces, at| {
+            let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
+            // SAFETY: as for reading; the kernel only reads them.
+            unsafe { libc::pwritev(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
+        })
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.check()?;
+        if self.read_only { Ok(()) } else { self.file.sync_data() }
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.check()?;
+        if len > 0 {
+            // What cannot be punched out stays as it is, which is as good as anything.
+            self.fallocate(FallocateFlags::PUNCH_HOLE, offset, len)?;
+        }
+        Ok(())
+    }
+
+    fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        self.check()?;
+        if len == 0 {
+            return Ok(());
+        }
+        let ways = if unmap {
+            &[FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE][..]
+        } else {
+            &[FallocateFlags::ZERO_RANGE]
+        };
+        for way in ways {
+            if self.fallocate(*way, offset, len)? {
+                return Ok(());
+            }
+        }
+        let (zeros, mut at) = (vec![0; ZEROS], offset);
+        while at < offset + len {
+            let now = usize::try_from(offset + len - at).unwrap_or(ZEROS).min(ZEROS);
+            self.file.write_all_at(&zeros[..now], at)?;
+            at += now as u64;
+        }
+        Ok(())
+    }
+}

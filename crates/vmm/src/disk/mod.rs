@@ -1,0 +1,224 @@
+//! Disks: raw files and block devices behind `vmferry-virtio`'s [`Blk`].
+//!
+//! | module | what |
+//! |---|---|
+//! | `file` | reading and writing it, straight out of and into guest memory |
+//! | `lease` | whose it is: two sides of a move never write one disk |
+//!
+//! A move does not copy disks: they are on storage that both sides reach.
+
+mod file;
+mod lease;
+#[cfg(test)]
+mod tests;
+
+use crate::error::{Error, Result};
+use crate::kvm::Machine;
+use crate::options::DiskOptions;
+use crate::state::Saved;
+use crate::virtio::{VirtioMmio, wire};
+use file::RawFile;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use vmferry_fault::LazySlot;
+use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYTES, SECTOR};
+use vmferry_virtio::mmio::TransportSaved;
+use vmferry_virtio::signals::Interrupt;
+
+/// Requests of one disk that are done at once. Each takes a thread, which sleeps while the disk works; more than this help where the
+/// storage is far away, and cost an idle guest nothing but their stacks.
+const THREADS: usize = 8;
+
+/// Why a VM cannot have a disk.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiskError {
+    /// It cannot be opened.
+    #[error("cannot open the disk {}", .path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It is something else.
+    #[error("the disk {} is neither a file nor a block device", .path.display())]
+    Kind {
+        /// What was given.
+        path: PathBuf,
+    },
+    /// It is not whole sectors.
+    #[error("the disk {} has {size} bytes: it must have a multiple of {SECTOR}, and some", .path.display())]
+    Size {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        size: u64,
+    },
+    /// Its size changed while this side waited for its guest.
+    #[error("the disk {} had {was} bytes when it was opened, and has {now} now; start this side again", .path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// The size when it was opened.
+        was: u64,
+        /// And now.
+        now: u64,
+    },
+    /// Somebody else has it.
+    #[error(
+        "the disk {} is in use by {by}: a disk is written by one VM at a time; end that one, or move its guest here",
+        .path.display()
+    )]
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// Who, as far as is known.
+        by: String,
+    },
+    /// It cannot be locked.
+    #[error("the disk {} cannot be locked against others", .path.display())]
+    Lock {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: vmferry_sys::SysError,
+    },
+    /// What was written may not be on it.
+    #[error("not all that the guest wrote to the disk {} could be brought there", .path.display())]
+    Flush {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A saved disk, registers and queue included; not what is on it.
+pub(crate) type DiskSection = TransportSaved<BlkSaved>;
+
+impl Saved for DiskSection {
+    const NAME: &'static str = "virtio-blk";
+    const VERSION: u32 = 1;
+}
+
+/// A VM's disk.
+#[derive(Debug)]
+pub(crate) struct VmDisk {
+    device: Arc<VirtioMmio<Blk>>,
+    work: Arc<BlkWork>,
+    file: Arc<RawFile>,
+    read_only: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl VmDisk {
+    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`](Self::take).
+    pub(crate) fn new(
+        machine: &Machine,
+        lazy: &Arc<LazySlot>,
+        options: &DiskOptions,
+        (instance, line): (u32, Box<dyn Interrupt>),
+    ) -> Result<Self> {
+        let file = Arc::new(RawFile::open(options, lazy)?);
+        let mut id = [0; ID_BYTES];
+        let name = format!("vmferry{instance}");
+        id[..name.len()].copy_from_slice(name.as_bytes());
+        let blk = BlkOptions { sectors: file.size() / SECTOR, read_only: options.read_only, id };
+        let (wiring, socket) = wire(line);
+        let device = Blk::new(blk, wiring);
+        let work = device.work();
+        let device = socket.plug(device, machine.ram(), instance);
+        let mut disk = Self { device, work, file, read_only: options.read_only, threads: Vec::new() };
+        for _ in 0..THREADS {
+            let (work, file, ram) =
+                (Arc::clone(&disk.work), Arc::clone(&disk.file), Arc::clone(machine.ram()));
+            let live = move || work.run(ram.map(), &*file);
+            let thread = Builder::new().name(format!("disk-{instance}")).spawn(live);
+            let thread = thread.map_err(|source| Error::DeviceThread { name: DiskSection::NAME, source })?;
+            disk.threads.push(thread);
+        }
+        Ok(disk)
+    }
+
+    pub(crate) fn device(&self) -> &Arc<VirtioMmio<Blk>> {
+        &self.device
+    }
+
+    /// What both sides of a move must agree upon.
+    pub(crate) fn description(&self) -> String {
+        let mode = if self.read_only { "read-only" } else { "writable" };
+        format!("{} bytes, {mode}", self.file.size())
+    }
+
+    /// What it did so far.
+    pub(crate) fn figures(&self) -> BlkFigures {
+        self.work.figures()
+    }
+}
+
+impl Drop for VmDisk {
+    fn drop(&mut self) {
+        self.file.abandon();
+        self.work.end();
+        for thread in self.threads.drain(..) {
+            // Its panic was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Makes all of `disks` this VM's, or none.
+///
+/// # Errors
+/// Which cannot be, and why.
+pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
+    let mut taken: Vec<&VmDisk> = Vec::new();
+    for disk in disks {
+        match disk.file.take() {
+            Ok(true) => taken.push(disk),
+            Ok(false) => {}
+            Err(error) => {
+                for disk in taken {
+                    if let Err(error) = disk.file.give_up() {
+                        tracing::warn!(%error, "a disk that is not needed stays locked");
+                    }
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Leaves all of `disks`, whose requests are at rest, to somebody else.
+///
+/// # Errors
+/// If one may still be locked. All were tried.
+pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
+    let each = disks.iter().map(|disk| disk.file.give_up());
+    each.fold(Ok(()), |all, one| all.and(one))
+}
+
+/// Brings what was written to where another host finds it.
+///
+/// # Errors
+/// If that is not certain: the guest must not go anywhere then.
+pub(crate) fn sync(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
+    disks.iter().try_for_each(|disk| disk.file.sync())
+}
+
+/// Has the host begin to write out what a later [`sync`] would have to wait for, while the guest still runs.
+pub(crate) fn write_out(disks: &[VmDisk]) {
+    disks.iter().for_each(|disk| disk.file.write_out());
+}
+
+/// The guest is over: whatever a thread still does, it writes nothing.
+pub(crate) fn abandon(disks: &[VmDisk]) {
+    disks.iter().for_each(|disk| disk.file.abandon());
+}

@@ -1,0 +1,206 @@
+//! The thread that carries a network interface's frames.
+
+use super::no_thread;
+use super::port::TapPort;
+use crate::error::Result;
+use crate::virtio::VirtioMmio;
+use rustix::event::{Timespec, epoll};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmferry_fault::LazySlot;
+use vmferry_virtio::net::{Announcer, Net, NetControl, Receiver, RxStep, Transmitter, TxStep};
+
+/// How soon a tap that had no room is asked again: it tells nobody when it has.
+const BUSY: Duration = Duration::from_millis(2);
+
+const BELL: u64 = 0;
+const FRAMES: u64 = 1;
+
+/// What the thread and its owner share.
+#[derive(Debug, Default)]
+struct Common {
+    ending: AtomicBool,
+    wakeups: AtomicU64,
+}
+
+/// The thread. Dropping this ends it.
+///
+/// It sleeps until the driver kicks or the tap has frames; both are told by edges, so that nothing has to be read to silence them. While
+/// pages of guest memory are still to come it can fall asleep on one: with the device's lock if it is one of the rings, with none if it is
+/// a buffer. Nobody but the guest's vCPUs waits for it then (traps.md 18).
+#[derive(Debug)]
+pub(super) struct Carrier {
+    common: Arc<Common>,
+    control: NetControl<TapPort>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Carrier {
+    /// Starts it for `device`, halted until the guest runs.
+    pub(super) fn start(
+        device: Arc<VirtioMmio<Net<TapPort>>>,
+        control: NetControl<TapPort>,
+        lazy: Arc<LazySlot>,
+    ) -> Result<Self> {
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from);
+        let common = Arc::new(Common::default());
+        let worker = Worker {
+            poll: poll.map_err(no_thread)?,
+            receiver: Receiver::new(control.clone()),
+            transmitter: Transmitter::new(control.clone()),
+            announcer: Announcer::new(control.clone()),
+            control: control.clone(),
+            common: Arc::clone(&common),
+            device,
+            lazy,
+            listening: false,
+        };
+        worker.watch().map_err(no_thread)?;
+        let name = format!("net {}", control.port().name());
+        let thread = std::thread::Builder::new().name(name).spawn(move || worker.live());
+        Ok(Self { common, control, thread: Some(thread.map_err(no_thread)?) })
+    }
+
+    pub(super) fn wakeups(&self) -> u64 {
+        self.common.wakeups.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Carrier {
+    fn drop(&mut self) {
+        self.common.ending.store(true, Ordering::Release);
+        self.control.halt();
+        if let Some(thread) = self.thread.take() {
+            // Its panic was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Worker {
+    poll: OwnedFd,
+    receiver: Receiver<TapPort>,
+    transmitter: Transmitter<TapPort>,
+    announcer: Announcer<TapPort>,
+    control: NetControl<TapPort>,
+    common: Arc<Common>,
+    device: Arc<VirtioMmio<Net<TapPort>>>,
+    lazy: Arc<LazySlot>,
+    /// Frames at the tap wake it.
+    listening: bool,
+}
+
+/// What is to be done, and until when it can wait.
+struct Due {
+    receive: bool,
+    transmit: bool,
+    at: Option<Instant>,
+}
+
+impl Worker {
+    fn watch(&self) -> io::Result<()> {
+        let port = self.control.port();
+        let edge = epoll::EventFlags::ET;
+        epoll::add(&self.poll, port.bell(), epoll::EventData::new_u64(BELL), epoll::EventFlags::IN | edge)?;
+        epoll::add(&self.poll, port.frames(), epoll::EventData::new_u64(FRAMES), edge)?;
+        Ok(())
+    }
+
+    fn live(mut self) {
+        let mut parked = false;
+        let mut due = Due { receive: true, transmit: true, at: None };
+        while !self.common.ending.load(Ordering::Acquire) {
+            if self.control.halted() {
+                if !parked {
+                    self.receiver.park(self.device.transport());
+                    parked = true;
+                }
+                self.control.parked();
+                self.device.transport().rested();
+                self.listen(false);
+                self.wait(None);
+                due = Due { receive: true, transmit: true, at: None };
+                continue;
+            }
+            parked = false;
+            self.carry(&mut due);
+            if !due.receive && !due.transmit {
+                let (bell, frames) = self.wait(due.at);
+                // Somebody may be waited for, and it costs next to nothing to look.
+                let late = due.at.is_some_and(|at| at <= Instant::now());
+                due = Due { receive: bell || frames || late, transmit: bell || late, at: None };
+            }
+        }
+    }
+
+    /// Does what is due, once; then says what is due next.
+    fn carry(&mut self, due: &mut Due) {
+        let (transport, memory) = (self.device.transport(), self.device.memory());
+        due.at = self.announcer.announce(Instant::now());
+        let mut sooner = |at: Instant| due.at = Some(due.at.map_or(at, |other| other.min(at)));
+        // Pages can only become missing before a guest runs, so this holds for all of it.
+        let sheltered = self.lazy.settled(|| ()).is_none();
+        if due.transmit {
+            let step = self.transmitter.transmit(transport, memory, sheltered);
+            due.transmit = step == TxStep::More;
+            match step {
+                TxStep::Busy => sooner(Instant::now() + BUSY),
+                TxStep::Gone => self.control.unplugged(),
+                _ => {}
+            }
+        }
+        if due.receive {
+            let step = self.receiver.receive(transport, memory, sheltered);
+            due.receive = step == RxStep::More;
+            match step {
+                RxStep::Full(Some(at)) => sooner(at),
+                RxStep::Gone => self.control.unplugged(),
+                _ => {}
+            }
+            // A tap that is not listened to wakes nobody with frames that have no place to go.
+            let listening = matches!(step, RxStep::More | RxStep::Dry);
+            // Those that came while it was not are told when that begins.
+            self.listen(listening);
+        }
+    }
+
+    /// Whether frames at the tap wake it.
+    fn listen(&mut self, listening: bool) {
+        if self.listening == listening {
+            return;
+        }
+        let frames = if listening { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        let flags = frames | epoll::EventFlags::ET;
+        let data = epoll::EventData::new_u64(FRAMES);
+        match epoll::modify(&self.poll, self.control.port().frames(), data, flags) {
+            Ok(()) => self.listening = listening,
+            Err(error) => tracing::warn!(%error, "a network interface may be slow"),
+        }
+    }
+
+    /// Sleeps until the bell was rung or frames came, or until `at`; says which.
+    fn wait(&self, at: Option<Instant>) -> (bool, bool) {
+        let left = at.map(|at| at.saturating_duration_since(Instant::now()));
+        // Rounded up, or it would spin for the last fraction.
+        let timeout = left.map(|left| Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        });
+        let mut events = Vec::with_capacity(2);
+        let woken = epoll::wait(&self.poll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+        self.common.wakeups.fetch_add(1, Ordering::Relaxed);
+        if let Err(error) = woken
+            && error != rustix::io::Errno::INTR
+        {
+            // Nothing that it is called with can be wrong; not at full speed, should it ever be.
+            tracing::warn!(%error, "a network interface cannot wait for frames");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let came = |what| events.iter().any(|event: &epoll::Event| event.data.u64() == what);
+        (came(BELL), came(FRAMES))
+    }
+}

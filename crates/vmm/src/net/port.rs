@@ -1,0 +1,122 @@
+//! A tap as a network device's port.
+
+use crate::error::Result;
+use rustix::event::EventfdFlags;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use vm_memory::VolatileSlice;
+use vm_memory::bitmap::BitmapSlice;
+use vmferry_sys::tap;
+use vmferry_virtio::net::{FramePort, Got, HEADER, Offloads, PortError};
+
+/// Frames that are lost at most when a driver begins; a tap keeps 500 or 1000.
+const STALE: u32 = 4096;
+
+const _: () = assert!(HEADER == tap::HEADER);
+
+/// A tap, and the bell of the thread that carries its frames.
+#[derive(Debug)]
+pub(crate) struct TapPort {
+    name: String,
+    fd: OwnedFd,
+    bell: OwnedFd,
+}
+
+impl TapPort {
+    /// Opens the tap `name`.
+    ///
+    /// # Errors
+    /// [`tap::TapError`], as it is.
+    pub(crate) fn open(name: &str) -> Result<Self> {
+        let fd = tap::open(name)?;
+        let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
+        let bell = bell.map_err(|error| super::no_thread(error.into()))?;
+        Ok(Self { name: name.to_owned(), fd, bell })
+    }
+
+    /// The largest packet that it carries. Says so if it carries none yet.
+    pub(crate) fn mtu(&self) -> Result<u16> {
+        let (mtu, up) = tap::mtu(&self.name).map_err(tap::TapError::from)?;
+        if !up {
+            tracing::warn!(
+                "the tap {0} is down, and the guest's frames are lost: ip link set {0} up",
+                self.name
+            );
+        }
+        Ok(u16::try_from(mtu).unwrap_or(u16::MAX))
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Readable while frames wait.
+    pub(super) fn frames(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Readable with each [`kick`](FramePort::kicked).
+    pub(super) fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+fn failed(error: io::Error) -> PortError {
+    match error.raw_os_error().unwrap_or(0) {
+        libc::EAGAIN => PortError::NotNow,
+        libc::EBADF | libc::EBADFD | libc::ENODEV => PortError::Gone(error),
+        _ => PortError::Refused(error),
+    }
+}
+
+impl FramePort for TapPort {
+    fn send<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> std::result::Result<(), PortError> {
+        let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
+        // SAFETY: a slice is mapped, readable and writable, for as long as it is borrowed, and the guards of mapped memory guard
+        // nothing (they are for memory of Xen's). The guest writes there whenever it likes, which `send` allows.
+        unsafe { tap::send(self.fd.as_fd(), each) }.map(|_| ()).map_err(failed)
+    }
+
+    fn receive<B: BitmapSlice>(
+        &self,
+        pieces: &[VolatileSlice<'_, B>],
+    ) -> std::result::Result<Got, PortError> {
+        let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
+        // SAFETY: as above; what is written there is the guest's buffers, or ours that nobody else has.
+        let received = unsafe { tap::receive(self.fd.as_fd(), each) };
+        let received = received.map_err(|error| match error.raw_os_error() {
+            // A frame that the kernel cannot describe.
+            Some(libc::EAGAIN | libc::EINVAL) => failed(error),
+            // It would be so the next time.
+            _ => PortError::Gone(error),
+        })?;
+        Ok(Got { bytes: received.bytes, cut: received.cut })
+    }
+
+    fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        let bits = [
+            (offloads.csum, tap::OFFLOAD_CSUM),
+            (offloads.tso4, tap::OFFLOAD_TSO4),
+            (offloads.tso6, tap::OFFLOAD_TSO6),
+            (offloads.ecn, tap::OFFLOAD_ECN),
+        ];
+        let bits = bits.iter().filter(|(on, _)| *on).fold(0, |all, (_, bit)| all | bit);
+        tap::set_offloads(self.fd.as_fd(), bits).map_err(io::Error::other)
+    }
+
+    fn flush(&self) {
+        let mut byte = [0];
+        for _ in 0..STALE {
+            // A frame is taken whole, however little of it is wanted. One that has no place for its header is refused, and gone too.
+            match rustix::io::read(&self.fd, &mut byte) {
+                Ok(_) | Err(rustix::io::Errno::INVAL) => {}
+                Err(_) => break,
+            }
+        }
+    }
+
+    fn kicked(&self) {
+        // It can only fail when the thread has 2^64 - 1 kicks to come.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+}

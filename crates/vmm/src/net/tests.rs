@@ -1,0 +1,217 @@
+//! Tests of the network interface at real taps, each in a network namespace of its own, without KVM.
+
+use super::VmNet;
+use super::testing::{Driver, Host, RX, TX, ram, sandbox, say, wait_for};
+use crate::bus::MmioDevice;
+use crate::error::Error;
+use crate::options::NetOptions;
+use crate::state::Sections;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vm_memory::{Bytes, GuestAddress};
+use vmferry_bitmap::Bitmap;
+use vmferry_engine::LazyMemory;
+use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
+use vmferry_memory::{PageRun, PageSet, RegionId};
+use vmferry_sys::tap::TapError;
+use vmferry_virtio::device::Resume;
+use vmferry_virtio::net::{HEADER, announcement};
+
+/// Soon, for a thread that has to wake.
+const SOON: Duration = Duration::from_secs(5);
+
+fn soon() -> Instant {
+    Instant::now() + SOON
+}
+
+#[test]
+fn what_is_wrong_with_a_tap_is_said() {
+    sandbox("errors of taps", |tap| {
+        let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
+        let open = |name: &str| {
+            let line = Box::new(super::testing::NoLine::default());
+            VmNet::new((&ram, &lazy), &NetOptions::new(name), 0, line).map(drop)
+        };
+        let error = |name: &str| match open(name) {
+            Err(Error::Tap(error)) => error,
+            other => panic!("{name}: {other:?}"),
+        };
+        for name in ["", "a/b", "a name", "a23456789012345x", "..", "tap%d", "ä"] {
+            assert!(matches!(error(name), TapError::Name(_)), "{name}");
+        }
+        assert!(matches!(error("none0"), TapError::Missing(_)));
+        assert!(error("none0").to_string().contains("ip tuntap add dev none0 mode tap"));
+        assert!(matches!(error("lo"), TapError::Kind(_)), "another kind");
+        open(tap).unwrap();
+        let line = Box::new(super::testing::NoLine::default());
+        let first = VmNet::new((&ram, &lazy), &NetOptions::new(tap), 0, line).unwrap();
+        assert!(matches!(error(tap), TapError::Busy(_)));
+        drop(first);
+        open(tap).unwrap();
+    });
+}
+
+#[test]
+fn frames_go_both_ways_and_what_is_written_is_marked() {
+    sandbox("frames at a tap", |tap| {
+        let host = Host::at(tap);
+        let mut driver = Driver::new(tap, None);
+        let sections = driver.net.device().save().unwrap();
+        assert_eq!(sections.name, "virtio-net");
+        driver.device().resumed(Resume::First).unwrap();
+        driver.start();
+        // The thread receives without being asked again, and straight into the buffers: 20 are more than a frame of 64 KiB.
+        for n in 0..20 {
+            driver.post(n);
+        }
+        let marks = driver.ram.regions()[0].marks().bitmap();
+        let mut harvested = Bitmap::new(marks.len());
+        driver.notify(RX);
+        wait_for("the thread", || driver.net.status().wakeups > 0);
+        for number in 0..40u8 {
+            if number < 10 {
+                marks.harvest(&mut harvested);
+            }
+            host.send(number, 300);
+            let (buffer, frame) = driver.next_frame();
+            assert_eq!(frame, host.frame(number, 300), "{number}");
+            marks.harvest(&mut harvested);
+            let page = driver.buffer(buffer) >> 12;
+            assert!(harvested.test(page), "page {page} was written and is not marked");
+            harvested.clear_all();
+            driver.post(buffer);
+            driver.notify(RX);
+        }
+        assert_eq!(driver.net.status().figures.rx_copied, 0);
+        for number in 0..40 {
+            let sent = driver.send(number, 200);
+            assert_eq!(host.receive_own(SOON), Some(sent), "{number}");
+            wait_for("the buffer", || driver.used(TX) == u16::from(number) + 1);
+        }
+        marks.harvest(&mut harvested);
+        assert!(!harvested.test(driver.frame_at() >> 12), "what is only read is not marked");
+        let figures = driver.net.status().figures;
+        assert_eq!((figures.tx_frames, figures.tx_refused), (40, 0));
+    });
+}
+
+#[test]
+fn a_guest_that_comes_is_announced_on_the_wire() {
+    sandbox("announcements", |tap| {
+        let host = Host::at(tap);
+        let driver = Driver::new(tap, Some("52:54:00:00:00:07"));
+        driver.device().resumed(Resume::First).unwrap();
+        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(200)), None, "it has not moved");
+        assert!(driver.device().quiesce(soon()));
+        driver.device().resumed(Resume::Moved).unwrap();
+        let begin = Instant::now();
+        let expected = announcement("52:54:00:00:00:07".parse().unwrap());
+        let mut times = Vec::new();
+        for _ in 0..6 {
+            let frame = host.receive_kind(0x8035, SOON).expect("an announcement");
+            assert_eq!(frame, expected[HEADER..]);
+            times.push(begin.elapsed());
+        }
+        say(&format!("announcements after {times:?}"));
+        assert!(times[5] - times[0] >= Duration::from_millis(1200), "{times:?}");
+        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(700)), None, "and no more");
+        assert!(driver.device().quiesce(soon()));
+    });
+}
+
+#[test]
+fn a_guest_goes_on_at_another_tap() {
+    sandbox("a move between taps", |tap| {
+        let host = Host::at(tap);
+        let mut here = Driver::new(tap, None);
+        here.device().resumed(Resume::First).unwrap();
+        here.start();
+        (0..8).for_each(|n| here.post(n));
+        here.notify(RX);
+        host.send(1, 100);
+        assert_eq!(here.next_frame().1, host.frame(1, 100));
+        assert!(here.device().quiesce(soon()));
+        host.send(2, 100);
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(here.used(RX), 1, "nothing is written any more");
+        let sections = [here.device().save().unwrap()];
+
+        let other = host.another("tap1");
+        let mut there = Driver::new("tap1", Some("52:54:00:00:00:08"));
+        there.take_over(&here);
+        let mut parts = Sections::new(&sections).unwrap();
+        there.device().prepare(&mut parts).unwrap()().unwrap();
+        parts.finish().unwrap();
+        assert_eq!(there.net.status().mac, here.net.status().mac, "the guest's address, not this side's");
+        there.device().resumed(Resume::Moved).unwrap();
+        assert!(other.receive_kind(0x8035, SOON).is_some());
+        other.send(3, 100);
+        assert_eq!(there.next_frame().1, other.frame(3, 100));
+        let sent = there.send(4, 100);
+        assert_eq!(other.receive_own(SOON), Some(sent));
+        // The source's guest stays after all: it has what came meanwhile, and its buffers.
+        here.device().resumed(Resume::Again).unwrap();
+        assert_eq!(here.next_frame().1, host.frame(2, 100));
+        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(200)), None);
+    });
+}
+
+/// Trap 18: a frame comes, the page that it goes to is still at the source, and the link is gone.
+#[test]
+fn nobody_hangs_when_a_frame_waits_for_a_page() {
+    sandbox("a frame and a missing page", |tap| {
+        let host = Host::at(tap);
+        let mut driver = Driver::new(tap, None);
+        driver.device().resumed(Resume::First).unwrap();
+        driver.start();
+        assert!(driver.device().quiesce(soon()));
+        // Nobody here brings pages that were never touched.
+        let touch = |page| driver.ram.map().write_slice(&[0; 4096], GuestAddress(page)).unwrap();
+        (0..3).for_each(|page| touch(Driver::rings(TX) + (page << 12)));
+        (0..4).for_each(|n| touch(driver.buffer(n)));
+        (0..4).for_each(|n| driver.post(n));
+        let made = driver.lazy.get_or_make(|threads| {
+            let mut options = UffdOptions::new(threads);
+            options.user_mode_only = true;
+            let regions = driver.ram.regions().iter().map(crate::memory::RamRegion::lazy).collect();
+            // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
+            unsafe { UffdMemory::new(regions, Arc::clone(&driver.ram) as _, &options) }
+        });
+        let memory = match made {
+            Ok(memory) => memory,
+            Err(error) => return say(&format!("missing pages: not run: {error}")),
+        };
+        // A test that fails must not wait for the thread either.
+        struct End(Arc<UffdMemory>);
+        impl Drop for End {
+            fn drop(&mut self) {
+                let _ = self.0.end();
+            }
+        }
+        let _end = End(Arc::clone(&memory));
+        for missing in [driver.buffer(0) >> 12, Driver::rings(RX) >> 12] {
+            let mut pages = PageSet::empty(driver.ram.layout());
+            pages.region_mut(RegionId(0)).unwrap().set(missing);
+            let mut page = [0; 4096];
+            driver.ram.map().read_slice(&mut page, GuestAddress(missing << 12)).unwrap();
+            let before = driver.used(RX);
+            memory.begin(&pages).unwrap();
+            driver.device().resumed(Resume::Again).unwrap();
+            host.send(1, 100);
+            std::thread::sleep(Duration::from_millis(50));
+            let begin = Instant::now();
+            assert!(!driver.device().quiesce(Instant::now() + Duration::from_millis(100)), "it sleeps");
+            let status = driver.net.status();
+            assert!(begin.elapsed() < Duration::from_secs(1) && status.driver, "and nobody else does");
+            // The page comes, and everything goes on.
+            memory.place(RegionId(0), PageRun::from(missing..missing + 1), &page).unwrap();
+            assert!(driver.device().quiesce(soon()));
+            driver.device().resumed(Resume::Again).unwrap();
+            wait_for("the frame", || driver.used(RX) > before);
+            assert_eq!(driver.next_frame().1, host.frame(1, 100));
+            assert!(driver.device().quiesce(soon()));
+            memory.end().unwrap();
+        }
+        assert!(driver.net.status().figures.rx_copied >= 2);
+    });
+}

@@ -1,0 +1,196 @@
+//! Whose a disk is while its guest moves. (The guest of these tests does not use it: what happens on it is tested with the device and in
+//! Linux guests.)
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+use vmferry_engine::{
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, Uri, migrate, receive,
+    restore, save,
+};
+use vmferry_guest_abi::{GuestArgs, StatsSink};
+use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions, open_kvm};
+
+const MEMORY: u64 = 64 << 20;
+
+fn kvm() -> bool {
+    let text = match open_kvm() {
+        Ok(_) => "KVM: ran".to_owned(),
+        Err(error) => format!("KVM: not run: {error}"),
+    };
+    let _ = writeln!(std::io::stdout(), "{text}");
+    text == "KVM: ran"
+}
+
+/// A disk that is removed at the end.
+struct Temp(PathBuf);
+
+impl Temp {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("vmferry-disks-{}-{name}", std::process::id()));
+        std::fs::write(&path, [7; 1 << 16]).unwrap();
+        Self(path)
+    }
+
+    fn options(&self, incoming: bool) -> VmOptions {
+        let mut options = VmOptions::new(MEMORY, 1);
+        (options.incoming, options.rng) = (incoming, true);
+        options.disks = vec![DiskOptions::new(&self.0)];
+        options
+    }
+
+    fn running(&self) -> Vm {
+        let mut vm = Vm::new(self.options(false)).unwrap();
+        let mut args = GuestArgs::new("uniform,ws=8M,rate=2k,fill=random".parse().unwrap());
+        (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
+        vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+        vm.start().unwrap();
+        assert!(goes_on(&vm.handle()));
+        vm
+    }
+
+    /// Whether somebody has it.
+    fn taken(&self) -> bool {
+        match Vm::new(self.options(false)) {
+            Ok(_) => false,
+            Err(Error::Disk(DiskError::InUse { by, .. })) => {
+                assert_eq!(by, "another VM of this process");
+                true
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+impl Drop for Temp {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn goes_on(handle: &VmHandle) -> bool {
+    let writes = || handle.stats().map_or(0, |stats| stats.writes());
+    let before = writes();
+    let began = std::time::Instant::now();
+    while writes() <= before + 100 {
+        if began.elapsed() > Duration::from_secs(30) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
+}
+
+/// Moves the guest of `source`; the target has `disk`.
+fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
+    let mut target = Vm::new(disk.options(true)).unwrap();
+    let name = format!("vmferry-disks-{}-{mode:?}", std::process::id());
+    let uri = Uri::Unix(std::env::temp_dir().join(name));
+    let listener = Listener::bind(&uri, false).unwrap();
+    let settings = Settings { mode, ..Settings::default() };
+    let arrival = Arrival::new(Duration::from_secs(10));
+    let report = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let received = receive(&mut target, &listener, &arrival);
+            received.is_ok_and(|received| {
+                received.rest.is_none_or(|rest| rest.finish(&listener, &arrival).left == 0)
+            })
+        });
+        let report = migrate(source, &uri, None, &settings, &Monitor::new()).unwrap();
+        assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed, "{report:?}");
+        report
+    });
+    (report, target)
+}
+
+#[test]
+fn a_disk_goes_with_its_guest() {
+    if !kvm() {
+        return;
+    }
+    let disk = Temp::new("moves");
+    let mut vm = disk.running();
+    assert!(disk.taken());
+    for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
+        let (report, target) = moved(&mut vm, &disk, mode);
+        if mode == MigrationMode::Postcopy
+            && report.error.as_ref().is_some_and(|why| why.contains("userfaultfd"))
+        {
+            let _ = writeln!(std::io::stdout(), "postcopy: not run: {report:?}");
+            continue;
+        }
+        assert_eq!(report.state, MigrationState::Completed, "{mode:?}: {report:?}");
+        // The target has it: a source that is told to go on does not, and does not take it along when it ends.
+        let error = vm.resume().unwrap_err().to_string();
+        assert!(error.contains("is in use by another VM of this process"), "{error}");
+        drop(vm);
+        assert!(disk.taken());
+        assert!(goes_on(&target.handle()), "{mode:?}");
+        vm = target;
+    }
+    vm.stop();
+    assert!(!disk.taken());
+}
+
+#[test]
+fn a_guest_whose_disk_cannot_be_had_there_stays_and_keeps_it() {
+    if !kvm() {
+        return;
+    }
+    let (disk, other) = (Temp::new("stays"), Temp::new("held"));
+    let mut vm = disk.running();
+    // What looks like the same disk over there is somebody else's.
+    let _holder = Vm::new(other.options(false)).unwrap();
+    for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
+        let (report, target) = moved(&mut vm, &other, mode);
+        assert_eq!(report.state, MigrationState::Failed, "{mode:?}: {report:?}");
+        let why = report.error.unwrap();
+        let understood =
+            why.contains("is in use by another VM of this process") || why.contains("userfaultfd");
+        assert!(understood, "{mode:?}: {why}");
+        drop(target);
+        assert!(disk.taken(), "{mode:?}: the source has it again");
+        assert!(goes_on(&vm.handle()), "{mode:?}");
+    }
+}
+
+#[test]
+fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
+    if !kvm() {
+        return;
+    }
+    let disk = Temp::new("file");
+    let mut vm = disk.running();
+    let path = std::env::temp_dir().join(format!("vmferry-disks-{}-snapshot", std::process::id()));
+    let saved = save(&mut vm, &path, &Monitor::new()).unwrap();
+    assert_eq!(saved.state, MigrationState::Completed, "{saved:?}");
+    assert!(!disk.taken());
+    let mut target = Vm::new(disk.options(true)).unwrap();
+    let restored = restore(&mut target, &path);
+    std::fs::remove_file(&path).unwrap();
+    restored.unwrap();
+    assert!(disk.taken() && goes_on(&target.handle()));
+}
+
+#[test]
+fn another_disk_is_refused_before_anything_moves() {
+    if !kvm() {
+        return;
+    }
+    let (disk, larger) = (Temp::new("one"), Temp::new("larger"));
+    std::fs::write(&larger.0, [0; 1 << 17]).unwrap();
+    let mut vm = disk.running();
+    let mut target = Vm::new(larger.options(true)).unwrap();
+    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-disks-{}-other", std::process::id())));
+    let listener = Listener::bind(&uri, false).unwrap();
+    let arrival = Arrival::new(Duration::from_secs(10));
+    let why = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
+        let report = migrate(&mut vm, &uri, None, &Settings::default(), &Monitor::new()).unwrap();
+        arrival.stop();
+        receiving.join().unwrap();
+        report.error.unwrap()
+    });
+    assert!(why.contains("disk 0") && why.contains("65536 bytes, writable"), "{why}");
+    assert!(disk.taken() && goes_on(&vm.handle()));
+}
