@@ -106,6 +106,8 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Re
 /// # Errors
 /// If there is no such scenario, or its record cannot be written.
 pub fn scenario(name: &str, path: &Path) -> Result<()> {
+    // Whoever ends the agent ends this, and with it what it starts.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let plan = Plan::read(path)?;
     let scenario = scenarios::find(name).with_context(|| format!("there is no scenario '{name}'"))?;
     let folder = plan.folder(name);

@@ -53,13 +53,29 @@ impl Clock {
     }
 }
 
+/// By how much real time is ahead of monotonic time.
+fn apart() -> f64 {
+    /// Between the two reads this thread may lose its processor: so both are read within this, or again.
+    const AT_ONCE: f64 = 1e-3;
+    const TRIES: u32 = 100;
+    let mut apart = 0.0;
+    for _ in 0..TRIES {
+        let before = seconds(ClockId::Monotonic);
+        apart = seconds(ClockId::Realtime) - before;
+        if seconds(ClockId::Monotonic) - before < AT_ONCE {
+            break;
+        }
+    }
+    apart
+}
+
 fn watch(shared: &Mutex<Seen>) {
     let mut before = seconds(ClockId::Monotonic);
-    let ahead = seconds(ClockId::Realtime) - before;
+    let ahead = apart();
     loop {
         std::thread::sleep(TICK);
         let now = seconds(ClockId::Monotonic);
-        let step = (seconds(ClockId::Realtime) - now - ahead).abs() * 1e3;
+        let step = (apart() - ahead).abs() * 1e3;
         let mut seen = shared.lock().unwrap_or_else(PoisonError::into_inner);
         seen.ticks += 1;
         if now < before {

@@ -2,6 +2,7 @@
 
 mod build;
 mod cpio;
+mod direct;
 mod emulated;
 pub(crate) mod fetch;
 mod initramfs;

@@ -1,7 +1,7 @@
 //! One run of the lab.
 
 use super::build::Programs;
-use super::{Whole, emulated, fill, parts};
+use super::{Whole, direct, emulated, fill, parts};
 use crate::LabArgs;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -39,15 +39,30 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     let names: Vec<_> = chosen.iter().map(|scenario| scenario.name.to_owned()).collect();
     let two = chosen.iter().any(|scenario| scenario.machines > 1);
     let seconds = end.saturating_duration_since(Instant::now() + RESERVE).as_secs();
-    emulated::plan(names.clone(), seconds, two).write(&share.join("plan.json"))?;
-    println!(
-        "built in {:.0} s; starting the emulated machine (Linux {})",
-        built.as_secs_f64(),
-        whole.outer.version
-    );
-    let mut records = emulated::run(&folder, &share, whole, two, end)?;
+    let path = share.join("plan.json");
+    println!("built in {:.0} s", built.as_secs_f64());
+    let own = direct::plan(names.clone(), seconds, &share);
+    let lack = if args.emulate { Some("not asked for".to_owned()) } else { direct::lacks(&own, &folder)? };
+    let mut records = match &lack {
+        None => {
+            println!("this host's KVM boots Linux guests: the scenarios run right here");
+            own.write(&path)?;
+            direct::run(&programs.path("lab-agent"), &path, &own, &folder, end)?
+        }
+        Some(why) => {
+            println!("this host's own KVM: {why}");
+            println!("starting the emulated machine (Linux {})", whole.outer.version);
+            emulated::plan(names.clone(), seconds, two).write(&path)?;
+            emulated::run(&folder, &share, whole, two, end)?
+        }
+    };
     complete(&mut records, &names);
-    let summary = Summary::new(records, begin.elapsed().as_secs_f64(), args.quick, "emulated");
+    let summary = Summary::new(
+        records,
+        begin.elapsed().as_secs_f64(),
+        args.quick,
+        if lack.is_none() { "direct" } else { "emulated" },
+    );
     summary.write(&folder)?;
     println!("\n{}\nlogs and summaries: {}", summary.table(), folder.display());
     Ok(summary.is_good())

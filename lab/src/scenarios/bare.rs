@@ -31,7 +31,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         limit: seconds(60),
         run: host,
     },
-    demo("bare-precopy-log", "bare-metal guest, precopy, dirty log", true, |lab| {
+    demo("bare-precopy-log", "bare-metal guest, precopy, dirty log", false, |lab| {
         moved(lab, "precopy", "log", 1)
     }),
     demo("bare-precopy-ring", "bare-metal guest, precopy, dirty rings", true, |lab| {
@@ -43,7 +43,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     demo("bare-precopy-smp", "bare-metal guest of two vCPUs, precopy, dirty rings", false, |lab| {
         moved(lab, "precopy", "ring", 2)
     }),
-    demo("bare-postcopy", "bare-metal guest, postcopy", true, |lab| moved(lab, "postcopy", "auto", 1)),
+    demo("bare-postcopy", "bare-metal guest, postcopy", false, |lab| moved(lab, "postcopy", "auto", 1)),
     demo("bare-hybrid-log", "bare-metal guest, hybrid, dirty log", false, |lab| {
         moved(lab, "hybrid", "log", 1)
     }),

@@ -119,7 +119,7 @@ impl Vm {
         more: &[&str],
     ) -> Result<Self> {
         // Sockets live where the process runs: the shared folder has none.
-        let api = PathBuf::from(format!("/tmp/{name}.sock"));
+        let api = PathBuf::from(format!("/tmp/lab-{}-{name}.sock", std::process::id()));
         let (console, errors) =
             (folder.join(format!("{name}.console")), folder.join(format!("{name}.errors")));
         let mut command = vec![boot.vmferry.to_string_lossy().into_owned()];
