@@ -118,7 +118,7 @@ pub(crate) struct VmDisk {
 }
 
 impl VmDisk {
-    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`](Self::take).
+    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`].
     pub(crate) fn new(
         machine: &Machine,
         lazy: &Arc<LazySlot>,
@@ -201,8 +201,11 @@ pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
 /// # Errors
 /// If one may still be locked. All were tried.
 pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
-    let each = disks.iter().map(|disk| disk.file.give_up());
-    each.fold(Ok(()), |all, one| all.and(one))
+    let mut all = Ok(());
+    for disk in disks {
+        all = all.and(disk.file.give_up());
+    }
+    all
 }
 
 /// Brings what was written to where another host finds it.

@@ -20,7 +20,8 @@ impl DiskGuest {
         self.put(0, &parts);
     }
 
-    fn sector(&self, number: usize) -> u8 {
+    fn sector(&self, number: u64) -> u8 {
+        let number = usize::try_from(number).unwrap();
         let bytes = self.disk.bytes();
         let sector = &bytes[number * 512..][..512];
         assert!(sector.iter().all(|byte| *byte == sector[0]) || sector == &content()[number * 512..][..512]);
@@ -47,7 +48,7 @@ fn a_notification_does_not_wait_for_the_disk() {
     guest.wait(4);
     assert!(guest.interrupts() > 0);
     for number in 0..4 {
-        assert_eq!((guest.answered(number), guest.sector(number as usize)), (OK, 0x40));
+        assert_eq!((guest.answered(number), guest.sector(number)), (OK, 0x40));
     }
 }
 
