@@ -12,7 +12,7 @@ use vmferry_lab::plan::Plan;
 use vmferry_lab::record::{self, Record};
 
 /// How long a guest may take to boot; on a full KVM that is two seconds.
-const PATIENCE: Duration = Duration::from_secs(15);
+const PATIENCE: Duration = Duration::from_secs(8);
 const TICK: Duration = Duration::from_millis(100);
 
 /// The plan as this host sees it.
