@@ -28,10 +28,10 @@ impl Guest for Ready {
 
 impl OurRunner for Scripted {
     fn start(&mut self, spec: &GuestSpec, _: Option<&Budget>) -> Result<Started, OurError> {
-        if spec.report == ReportMode::Hypercall {
+        if spec.report.mode == ReportMode::Hypercall {
             return Err(OurError::Unavailable("no such port".into()));
         }
-        let off = spec.report == ReportMode::Off;
+        let off = spec.report.mode == ReportMode::Off;
         let (left, slower) = if off { (100, 0) } else { (self.left, self.slower) };
         let told = Told {
             done: true,
@@ -42,7 +42,7 @@ impl OurRunner for Scripted {
             report_max_ns: 5_000_000,
             dropped_pages: spec.alloc / 4096,
             drop_ns: 100,
-            corrupt: u64::from(spec.report == ReportMode::Async && spec.frag != 0),
+            corrupt: u64::from(spec.report.mode == ReportMode::Async && spec.frag != 0),
             ..Told::default()
         };
         Ok(Started::Runs(Box::new(Ready(told, (10 << 20) + spec.alloc / 100 * left))))

@@ -2,7 +2,7 @@
 
 use crate::boot::testing::{TestBzImage, TestElf};
 use crate::state::{Saved, Sections, VcpuSaved};
-use crate::{Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
+use crate::{CpuChoice, Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
 use std::io::Write;
 use std::time::Duration;
 use vmferry_engine::Section;
@@ -281,6 +281,42 @@ fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
 
     target.load_state(&saved).unwrap();
     target.start().unwrap();
+}
+
+#[test]
+fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
+    if !kvm() {
+        return;
+    }
+    let mut source = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    source.load_kernel(&TestElf::with_entry(&HALT).build(), "").unwrap();
+    let saved = source.save_state().unwrap();
+    let mut options = VmOptions::new(MEMORY, 1);
+    (options.incoming, options.cpu) = (true, CpuChoice::Baseline);
+    let mut target = Vm::new(options).unwrap();
+    let sentence = target.machine_config().difference(&source.machine_config());
+    let error = target.load_state(&saved);
+    if source.machine_config().features == target.machine_config().features {
+        println!("this host offers no more than the baseline");
+        return;
+    }
+    assert!(sentence.as_ref().is_some_and(|s| s.contains("not offered here")), "{sentence:?}");
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("which this host does not offer"), "{error}");
+    // The other way is fine, and the guest keeps what it was shown.
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.cpu = CpuChoice::Baseline;
+    let mut source = Vm::new(options).unwrap();
+    source.load_kernel(&TestElf::with_entry(&HALT).build(), "").unwrap();
+    let mut target = incoming(1);
+    assert_eq!(target.machine_config().difference(&source.machine_config()), None);
+    target.load_state(&source.save_state().unwrap()).unwrap();
+    assert_eq!(target.machine_config().features, source.machine_config().features);
+    target.start().unwrap();
+    target.pause().unwrap();
+    let again = target.save_state().unwrap();
+    let table = |sections: &[Section]| sections.iter().find(|s| s.name == "cpuid").cloned();
+    assert_eq!(table(&again), table(&source.save_state().unwrap()));
 }
 
 #[test]

@@ -27,7 +27,7 @@ const WORDS: &[(u32, u32, Register, &str)] = &[
         leaf::FEATURES,
         0,
         Edx,
-        "fpu vme de pse tsc msr pae mce cx8 apic _ sep mtrr pge mca cmov pat pse36 _ clflush _ _ _ mmx fxsr sse sse2 _ _",
+        "fpu vme de pse tsc msr pae mce cx8 apic _ sep mtrr pge mca cmov pat pse36 _ clflush _ _ _ mmx fxsr sse sse2 ss _",
     ),
     (
         leaf::EXTENDED_FEATURES,

@@ -215,3 +215,48 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
         assert!(driver.net.status().figures.rx_copied >= 2);
     });
 }
+
+/// The whole way of a VM, with a guest that knows no network: whoever is around learns where it is now all the same.
+#[test]
+fn a_vm_that_moves_is_announced_at_its_new_tap() {
+    if let Err(error) = crate::open_kvm() {
+        return say(&format!("a VM with a network interface: not run: {error}"));
+    }
+    sandbox("a VM with a network interface", |tap| {
+        let (host, other) = (Host::at(tap), Host::at(tap).another("tap1"));
+        let options = |tap: &str| {
+            let mut options = crate::VmOptions::new(64 << 20, 1);
+            options.nets = vec![NetOptions::new(tap)];
+            options
+        };
+        let mut source = crate::Vm::new(options(tap)).unwrap();
+        let devices =
+            |vm: &crate::Vm| vm.machine_config().extra.into_iter().find(|(key, _)| key == "devices");
+        assert!(devices(&source).unwrap().1.ends_with("virtio-net"));
+        source.load_kernel(vmferry_guest_image::ELF, "workload=idle").unwrap();
+        source.start().unwrap();
+        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(200)), None);
+        source.pause().unwrap();
+        let saved = source.save_state().unwrap();
+        let mut target = options("tap1");
+        target.incoming = true;
+        let mut target = crate::Vm::new(target).unwrap();
+        let mut page = [0; 4096];
+        for at in (0..64u64 << 20).step_by(page.len()).map(GuestAddress) {
+            source.ram().map().read_slice(&mut page, at).unwrap();
+            target.ram().map().write_slice(&page, at).unwrap();
+        }
+        target.load_state(&saved).unwrap();
+        assert_eq!(other.receive_kind(0x8035, Duration::from_millis(100)), None, "not before it runs");
+        target.start().unwrap();
+        let mac = source.handle().nets()[0].mac;
+        assert_eq!(target.handle().nets()[0].mac, mac);
+        assert_eq!(other.receive_kind(0x8035, SOON).expect("an announcement"), announcement(mac)[HEADER..]);
+        // Paused in the middle of its announcements, it goes on with them.
+        target.pause().unwrap();
+        target.resume().unwrap();
+        assert!(other.receive_kind(0x8035, SOON).is_some());
+        target.stop();
+        source.stop();
+    });
+}
