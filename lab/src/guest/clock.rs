@@ -1,0 +1,88 @@
+//! Whether time goes on as it should: no step back, no gap that nobody can explain, clocks that agree.
+
+use anyhow::Result;
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use vmferry_lab::told::Told;
+
+/// How often the clocks are looked at.
+const TICK: Duration = Duration::from_millis(10);
+
+#[derive(Debug, Default)]
+struct Seen {
+    ticks: u64,
+    backwards: u64,
+    gap_ms: f64,
+    step_ms: f64,
+}
+
+/// Looks at the clocks all the time.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    seen: Arc<Mutex<Seen>>,
+}
+
+fn seconds(clock: ClockId) -> f64 {
+    let time = clock_gettime(clock);
+    #[expect(clippy::cast_precision_loss, reason = "microseconds are enough, and there are bits for those")]
+    let seconds = time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9;
+    seconds
+}
+
+impl Clock {
+    pub(crate) fn start() -> Result<Self> {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let shared = Arc::clone(&seen);
+        std::thread::Builder::new().name("clock".into()).spawn(move || watch(&shared))?;
+        Ok(Self { seen })
+    }
+
+    /// Tells; if `anew`, gaps are counted anew from here.
+    pub(crate) fn tell(&self, told: &mut Told, anew: bool) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        told.uptime_s = seconds(ClockId::Boottime);
+        told.realtime_s = seconds(ClockId::Realtime);
+        told.ticks = seen.ticks;
+        told.backwards = seen.backwards;
+        told.gap_ms = seen.gap_ms;
+        told.step_ms = seen.step_ms;
+        if anew {
+            seen.gap_ms = 0.0;
+        }
+    }
+}
+
+/// By how much real time is ahead of monotonic time.
+fn apart() -> f64 {
+    /// Between the two reads this thread may lose its processor: so both are read within this, or again.
+    const AT_ONCE: f64 = 1e-3;
+    const TRIES: u32 = 100;
+    let mut apart = 0.0;
+    for _ in 0..TRIES {
+        let before = seconds(ClockId::Monotonic);
+        apart = seconds(ClockId::Realtime) - before;
+        if seconds(ClockId::Monotonic) - before < AT_ONCE {
+            break;
+        }
+    }
+    apart
+}
+
+fn watch(shared: &Mutex<Seen>) {
+    let mut before = seconds(ClockId::Monotonic);
+    let ahead = apart();
+    loop {
+        std::thread::sleep(TICK);
+        let now = seconds(ClockId::Monotonic);
+        let step = (apart() - ahead).abs() * 1e3;
+        let mut seen = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.ticks += 1;
+        if now < before {
+            seen.backwards += 1;
+        }
+        seen.gap_ms = seen.gap_ms.max((now - before) * 1e3);
+        seen.step_ms = seen.step_ms.max(step);
+        before = now;
+    }
+}

@@ -1,0 +1,79 @@
+//! What the kernel complains of.
+
+use anyhow::{Context, Result};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+
+/// Words of a kernel that finds something wrong with its processors, its clocks, its memory or its disks.
+const COMPLAINTS: [&str; 16] = [
+    "lockup",
+    "self-detected stall",
+    "detected stalls",
+    "rcu_sched kthread starved",
+    "blocked for more than",
+    "clocksource: timekeeping watchdog",
+    "Marking clocksource",
+    "TSC unstable",
+    "Clock Unsynchronized",
+    "clock skew",
+    "BUG:",
+    "WARNING:",
+    "Call Trace:",
+    "Oops",
+    "I/O error",
+    "EXT4-fs error",
+];
+/// What Linux says at boot on every machine of several AMD processors that promises no invariant TSC: it then keeps kvm-clock.
+const HARMLESS: &str = "Marking TSC unstable due to TSCs unsynchronized";
+/// So many are told; there may be a storm.
+const MOST: usize = 5;
+
+/// The lines in the kernel's log that complain, the first few of them.
+pub(crate) fn complaints() -> Result<Vec<String>> {
+    let mut file = File::options()
+        .read(true)
+        .custom_flags(i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap_or(0))
+        .open("/dev/kmsg")
+        .context("cannot read /dev/kmsg")?;
+    let mut found = Vec::new();
+    let mut buffer = vec![0; 8192];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => found.extend(complaint(&String::from_utf8_lossy(&buffer[..length]))),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+            // Lines were overwritten while we read: the next is there again.
+            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
+            Err(error) => return Err(error).context("cannot read /dev/kmsg"),
+        }
+        if found.len() == MOST {
+            break;
+        }
+    }
+    Ok(found)
+}
+
+/// The text of a record of /dev/kmsg, `prio,seq,time,flags;text`, if it complains (Documentation/ABI/testing/dev-kmsg).
+fn complaint(record: &str) -> Option<String> {
+    let text = record.split_once(';')?.1.lines().next()?;
+    let complains = COMPLAINTS.iter().any(|word| text.contains(word)) && !text.contains(HARMLESS);
+    complains.then(|| text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn complaints_are_told_from_chatter() {
+        assert_eq!(complaint("6,1,100,-;Linux version 6.1\n"), None);
+        assert_eq!(
+            complaint("2,9,100,-;watchdog: BUG: soft lockup - CPU#0 stuck\n SUBSYSTEM=x\n").as_deref(),
+            Some("watchdog: BUG: soft lockup - CPU#0 stuck")
+        );
+        assert!(complaint("4,1,1,-;clocksource: Marking clocksource 'tsc' as unstable").is_some());
+        assert_eq!(complaint("4,1,1,-;tsc: Marking TSC unstable due to TSCs unsynchronized"), None);
+        assert_eq!(complaint("nothing"), None);
+    }
+}

@@ -1,0 +1,191 @@
+//! What runs inside a Linux guest of the lab, and checks from there that nothing is lost.
+//!
+//! It counts, writes and checks memory, keeps a file whose checksum it knows, writes records to a disk, answers on a socket and
+//! reads the kernel's log. Once a second, and when asked (`lab-guest report`), it prints what it found on the console.
+
+#![forbid(unsafe_code)]
+
+mod clock;
+mod kept;
+mod kmsg;
+mod records;
+mod server;
+mod stress;
+
+use anyhow::{Context, Result, bail};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_lab::told::{MARK, Told};
+
+/// Where `report` finds the one that serves.
+const SOCKET: &str = "/run/lab.sock";
+/// How often it tells of itself unasked.
+const EVERY: Duration = Duration::from_secs(1);
+
+fn main() -> ExitCode {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["serve"] => serve(),
+        ["report"] => ask("report"),
+        ["verify"] => ask("verify"),
+        ["stop-records"] => ask("stop-records"),
+        _ => Err(anyhow::anyhow!("usage: lab-guest serve | report | verify | stop-records")),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("lab-guest: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Everything that is under way.
+struct Work {
+    clock: clock::Clock,
+    stress: Option<stress::Stress>,
+    kept: kept::Kept,
+    records: Option<records::Records>,
+    server: Option<server::Server>,
+}
+
+impl Work {
+    fn begin(options: &Options) -> Result<Self> {
+        Ok(Self {
+            clock: clock::Clock::start()?,
+            stress: options.stress.map(stress::Stress::start).transpose()?,
+            kept: kept::Kept::write()?,
+            records: options.records.as_deref().map(records::Records::start).transpose()?,
+            server: options.port.map(server::Server::start).transpose()?,
+        })
+    }
+
+    /// What there is to say; `whole` if all that is kept is to be checked for it, which takes a while.
+    fn told(&self, whole: bool) -> Result<Told> {
+        let mut told = Told { cpus: cpus(), whole, ..Told::default() };
+        if let Some(stress) = &self.stress {
+            stress.tell(&mut told, whole);
+        }
+        if whole {
+            told.kept_good = Some(self.kept.check());
+        }
+        if let Some(records) = &self.records {
+            records.tell(&mut told, whole);
+        }
+        if let Some(server) = &self.server {
+            server.tell(&mut told);
+        }
+        told.complaints = kmsg::complaints()?;
+        // Last: whoever reads this compares it with a clock of their own, and the checks above take a while.
+        self.clock.tell(&mut told, whole);
+        Ok(told)
+    }
+}
+
+/// What the kernel's command line says of us.
+#[derive(Debug, Default)]
+struct Options {
+    /// Bytes of memory to write to and check.
+    stress: Option<usize>,
+    /// File for records that must last.
+    records: Option<String>,
+    /// TCP port to answer on.
+    port: Option<u16>,
+}
+
+impl Options {
+    fn parse(line: &str) -> Result<Self> {
+        let mut options = Self::default();
+        for word in line.split_whitespace() {
+            let Some((name, value)) = word.split_once('=') else { continue };
+            let number = || value.parse::<usize>().with_context(|| format!("{word}: no number"));
+            match name {
+                "lab.stress_mib" => options.stress = Some(number()? << 20),
+                "lab.records" => options.records = Some(value.to_owned()),
+                "lab.port" => options.port = Some(value.parse().with_context(|| format!("{word}: no port"))?),
+                _ => {}
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn serve() -> Result<()> {
+    let options = Options::parse(&std::fs::read_to_string("/proc/cmdline")?)?;
+    let work = Arc::new(Work::begin(&options)?);
+    let _ = std::fs::remove_file(SOCKET);
+    let listener = UnixListener::bind(SOCKET).with_context(|| format!("cannot listen at {SOCKET}"))?;
+    let asked = Arc::clone(&work);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            if let Err(error) = answer(stream, &asked) {
+                println!("lab-guest: {error:#}");
+            }
+        }
+    });
+    println!("LAB-GUEST-UP");
+    loop {
+        say(&work.told(false)?)?;
+        std::thread::sleep(EVERY);
+    }
+}
+
+/// One line in one write, so that nothing comes between on the console.
+fn say(told: &Told) -> Result<()> {
+    let line = format!("{MARK}{}\n", serde_json::to_string(told)?);
+    std::io::stdout().write_all(line.as_bytes())?;
+    Ok(())
+}
+
+fn answer(mut stream: UnixStream, work: &Work) -> Result<()> {
+    let mut request = String::new();
+    stream.read_to_string(&mut request)?;
+    let told = match request.as_str() {
+        "report" => work.told(false)?,
+        "verify" => work.told(true)?,
+        "stop-records" => {
+            if let Some(records) = &work.records {
+                records.stop();
+            }
+            work.told(true)?
+        }
+        other => bail!("asked for '{other}'"),
+    };
+    stream.write_all(&serde_json::to_vec(&told)?)?;
+    Ok(())
+}
+
+fn ask(what: &str) -> Result<()> {
+    let mut stream = UnixStream::connect(SOCKET).context("lab-guest does not serve")?;
+    stream.write_all(what.as_bytes())?;
+    stream.shutdown(std::net::Shutdown::Write)?;
+    let mut text = Vec::new();
+    stream.read_to_end(&mut text)?;
+    say(&serde_json::from_slice(&text).context("lab-guest said nothing")?)
+}
+
+/// Processors that are on.
+fn cpus() -> u64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    let named = |line: &str| {
+        line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    stat.lines().filter(|line| named(line)).count() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_those_of_the_lab_among_others() {
+        let options =
+            Options::parse("console=ttyS0 quiet lab.stress_mib=32 lab.records=/disk/r lab.port=7\n").unwrap();
+        assert_eq!((options.stress, options.port), (Some(32 << 20), Some(7)));
+        assert_eq!(options.records.as_deref(), Some("/disk/r"));
+        assert!(Options::parse("lab.port=no").is_err());
+    }
+}

@@ -1,0 +1,204 @@
+//! The scenarios in emulated machines: one, or two with a link between them.
+
+use super::machine::{Machine, Setup};
+use super::run::{Watch, own_record, under_way};
+use super::{Whole, initramfs, write};
+use anyhow::{Result, bail};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use vmferry_lab::peer;
+use vmferry_lab::plan::Plan;
+use vmferry_lab::record::{self, Record};
+
+/// How long the machine may take until its first scenario begins.
+const BOOT: Duration = Duration::from_secs(120);
+/// How often the results are looked at.
+const TICK: Duration = Duration::from_millis(250);
+/// The records of the machines themselves.
+const MACHINE: &str = "outer-machine";
+const OTHER: &str = "other-machine";
+/// Addresses on the link between them.
+const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 1);
+const OTHER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 2);
+/// What a kernel says when something is wrong with it.
+const TROUBLE: [&str; 7] = [
+    "Kernel panic",
+    "BUG:",
+    "Oops:",
+    "soft lockup",
+    "general protection fault",
+    "rcu_sched self-detected",
+    "Call Trace:",
+];
+
+/// The plan as the machine sees it.
+pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, two: bool) -> Plan {
+    let inside = |name: &str| PathBuf::from("/lab").join(name);
+    Plan {
+        scenarios,
+        results: "/share/results".into(),
+        vmferry: inside("vmferry"),
+        kernel: inside("kernel"),
+        initrd: inside("initrd"),
+        disk: Some(inside("disk.img")),
+        fsck: Some(inside("e2fsck")),
+        peer: two.then_some(SocketAddr::from((OTHER_ADDRESS, peer::PORT))),
+        seconds,
+        emulated: true,
+    }
+}
+
+/// What the machines of a run have in common.
+struct Hall<'a> {
+    folder: &'a Path,
+    share: &'a Path,
+    whole: &'a Whole,
+    initrd: PathBuf,
+}
+
+impl Hall<'_> {
+    fn serial(&self, name: &str) -> PathBuf {
+        self.folder.join(format!("{name}.log"))
+    }
+
+    fn link(&self) -> PathBuf {
+        self.folder.join("link")
+    }
+
+    fn start(&self, name: &str, memory_mib: u32, options: String, network: Vec<String>) -> Result<Machine> {
+        Machine::start(&Setup {
+            qemu: &self.whole.qemu,
+            kernel: &self.whole.outer,
+            initrd: &self.initrd,
+            share: self.share,
+            memory_mib,
+            cpus: 2,
+            options,
+            serial: Some(self.serial(name)),
+            network,
+        })
+    }
+
+    /// The machine that runs the scenarios.
+    fn first(&self, two: bool) -> Result<Machine> {
+        let mut options = "lab.mode=agent lab.agent=run,/share/plan.json".to_owned();
+        let network = if two {
+            options.push_str(&format!(" lab.address={ADDRESS}"));
+            card("on", &self.link(), 1)
+        } else {
+            vec!["-nic".into(), "none".into()]
+        };
+        self.start(MACHINE, 4096, options, network)
+    }
+
+    /// The machine that guests are moved to.
+    fn other(&self) -> Result<Machine> {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !self.link().exists() {
+            if Instant::now() > deadline {
+                bail!("the first machine offers no link at {}", self.link().display());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let serve = SocketAddr::from((Ipv4Addr::UNSPECIFIED, peer::PORT));
+        let options = format!("lab.mode=agent lab.agent=serve,{serve} lab.address={OTHER_ADDRESS}");
+        self.start(OTHER, 2048, options, card("off", &self.link(), 2))
+    }
+}
+
+/// A network card on the link; one side serves the socket.
+fn card(server: &str, link: &Path, number: u8) -> Vec<String> {
+    let path = link.to_string_lossy().replace(',', ",,");
+    vec![
+        "-netdev".into(),
+        format!("stream,id=link,server={server},addr.type=unix,addr.path={path}"),
+        "-device".into(),
+        format!("virtio-net-pci,netdev=link,mac=52:54:00:08:00:0{number}"),
+    ]
+}
+
+/// Boots the machines and waits for the first.
+pub(crate) fn run(
+    folder: &Path,
+    share: &Path,
+    whole: &Whole,
+    two: bool,
+    end: Instant,
+) -> Result<Vec<Record>> {
+    let initrd = folder.join("initrd");
+    write(&initrd, &initramfs::outer(&whole.outer, &whole.busybox)?)?;
+    let hall = Hall { folder, share, whole, initrd };
+    let began = Instant::now();
+    let mut machine = hall.first(two)?;
+    let other = two.then(|| hall.other()).transpose()?;
+    let results = share.join("results");
+    let mut watch = Watch::new(results.clone(), began);
+    let why = wait(&mut machine, &mut watch, end)?;
+    drop(machine);
+    let mut records = vec![{
+        let why = why.or_else(|| trouble(&said(&hall.serial(MACHINE)), true));
+        let mut record = own_record(MACHINE, why, began.elapsed());
+        if let Some(begun) = watch.begun() {
+            record.figures.insert("boot_s".into(), begun.as_secs_f64().into());
+        }
+        record.figures.insert("kernel".into(), whole.outer.version.clone().into());
+        record
+    }];
+    if let Some(mut other) = other {
+        let why = other.ended()?.map(|status| format!("it went off by itself ({status})"));
+        drop(other);
+        let why = why.or_else(|| trouble(&said(&hall.serial(OTHER)), false));
+        records.push(own_record(OTHER, why, began.elapsed()));
+    }
+    records.extend(record::read(&results)?);
+    records.extend(under_way(&results, &records));
+    Ok(records)
+}
+
+/// Waits until the machine is off; what went wrong with it, if anything did.
+fn wait(machine: &mut Machine, watch: &mut Watch, end: Instant) -> Result<Option<String>> {
+    let began = Instant::now();
+    loop {
+        watch.look()?;
+        if let Some(status) = machine.ended()? {
+            watch.look()?;
+            return Ok((!status.success()).then(|| format!("QEMU ended with {status}")));
+        }
+        if watch.begun().is_none() && began.elapsed() > BOOT {
+            return Ok(Some(format!("it did not come up within {} s", BOOT.as_secs())));
+        }
+        if Instant::now() > end {
+            return Ok(Some("the lab's time was up, and it was switched off".into()));
+        }
+        std::thread::sleep(TICK);
+    }
+}
+
+fn said(serial: &Path) -> String {
+    String::from_utf8_lossy(&std::fs::read(serial).unwrap_or_default()).into_owned()
+}
+
+/// What a machine's kernel complains of, or that it did not end as it should.
+fn trouble(serial: &str, ends: bool) -> Option<String> {
+    let line = serial.lines().find(|line| TROUBLE.iter().any(|trouble| line.contains(trouble)));
+    if let Some(line) = line {
+        return Some(format!("its kernel complains: {}", line.trim()));
+    }
+    (ends && !serial.contains("LAB ended with status 0")).then(|| "it went off before it was done".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernels_troubles_are_found_and_so_is_an_early_end() {
+        assert_eq!(trouble("[ 1.0] all is well\nLAB ended with status 0\n", true), None);
+        let found = trouble("x\n[ 2.0] BUG: unable to handle page fault\nLAB ended with status 0\n", true);
+        assert!(found.unwrap().contains("unable to handle"));
+        assert!(trouble("[ 1.0] all is well\n", true).unwrap().contains("before it was done"));
+        assert_eq!(trouble("[ 1.0] all is well\n", false), None);
+        assert!(trouble("LAB ended with status 1\n", true).is_some());
+    }
+}

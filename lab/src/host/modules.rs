@@ -1,0 +1,164 @@
+//! A kernel's modules, without the files that depmod makes: packages that were only unpacked have none.
+//!
+//! Each module says in its `.modinfo` section what it needs (`depends=a,b`), and `modules.builtin` which ones are in the kernel.
+
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The modules of one kernel.
+#[derive(Debug)]
+pub(crate) struct Modules {
+    folder: PathBuf,
+    files: BTreeMap<String, PathBuf>,
+    builtin: Vec<String>,
+}
+
+/// A module, ready to be loaded.
+#[derive(Debug)]
+pub(crate) struct Module {
+    pub(crate) name: String,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Modules {
+    /// Those in `folder`, which is `/lib/modules/VERSION` of some root.
+    pub(crate) fn open(folder: &Path) -> Result<Self> {
+        let mut files = BTreeMap::new();
+        collect(&folder.join("kernel"), &mut files)
+            .with_context(|| format!("cannot read the modules in {}", folder.display()))?;
+        let builtin = std::fs::read_to_string(folder.join("modules.builtin")).unwrap_or_default();
+        let builtin = builtin.lines().filter_map(|line| name_of(Path::new(line))).collect();
+        Ok(Self { folder: folder.to_owned(), files, builtin })
+    }
+
+    /// Whether there is such a module, or the kernel has it built in.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let name = name.replace('-', "_");
+        self.files.contains_key(&name) || self.builtin.contains(&name)
+    }
+
+    /// `wanted` and all that they need, in an order in which they can be loaded.
+    pub(crate) fn load(&self, wanted: &[&str]) -> Result<Vec<Module>> {
+        let mut loaded = Vec::new();
+        for name in wanted {
+            self.add(&name.replace('-', "_"), &mut loaded, 0)?;
+        }
+        Ok(loaded)
+    }
+
+    fn add(&self, name: &str, loaded: &mut Vec<Module>, depth: usize) -> Result<()> {
+        // No chain of modules is near as long; a ring of them would be.
+        const DEEPEST: usize = 32;
+        if self.builtin.iter().any(|known| known == name) || loaded.iter().any(|module| module.name == name) {
+            return Ok(());
+        }
+        let Some(path) = self.files.get(name) else {
+            bail!("the kernel of {} has no module {name}", self.folder.display());
+        };
+        if depth > DEEPEST {
+            bail!("the modules in {} need each other in a ring ({name})", self.folder.display());
+        }
+        let bytes = read(path)?;
+        for needed in depends(&bytes) {
+            self.add(&needed, loaded, depth + 1)?;
+        }
+        loaded.push(Module { name: name.to_owned(), bytes });
+        Ok(())
+    }
+}
+
+fn collect(folder: &Path, files: &mut BTreeMap<String, PathBuf>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let path = entry.path();
+        if entry.file_type()?.is_dir() {
+            collect(&path, files)?;
+        } else if let Some(name) = name_of(&path) {
+            files.insert(name, path);
+        }
+    }
+    Ok(())
+}
+
+/// `kvm_amd` of `.../kvm-amd.ko.xz`.
+fn name_of(path: &Path) -> Option<String> {
+    let (name, rest) = path.file_name()?.to_str()?.split_once('.')?;
+    rest.starts_with("ko").then(|| name.replace('-', "_"))
+}
+
+/// A module's bytes, unpacked: busybox's insmod loads nothing else.
+fn read(path: &Path) -> Result<Vec<u8>> {
+    let unpacker = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        Some("gz") => "gzip",
+        _ => return std::fs::read(path).with_context(|| format!("cannot read {}", path.display())),
+    };
+    let output = Command::new(unpacker)
+        .arg("-dc")
+        .arg(path)
+        .output()
+        .with_context(|| format!("cannot run {unpacker}, which {} needs", path.display()))?;
+    if !output.status.success() {
+        bail!(
+            "{unpacker} cannot unpack {}: {}",
+            path.display(),
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+    }
+    Ok(output.stdout)
+}
+
+/// What the module says it needs.
+fn depends(module: &[u8]) -> Vec<String> {
+    const KEY: &[u8] = b"\0depends=";
+    let Some(start) = module.windows(KEY.len()).position(|window| window == KEY) else { return Vec::new() };
+    let value = module[start + KEY.len()..].split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(value)
+        .split(',')
+        .filter(|name| !name.is_empty())
+        .map(|name| name.replace('-', "_"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rig(modules: &[(&str, &str)], builtin: &str) -> (tempfile::TempDir, Modules) {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(folder.path().join("kernel/drivers")).unwrap();
+        for (name, needs) in modules {
+            let text = format!("\x7fELF\0license=GPL\0depends={needs}\0name={name}\0");
+            std::fs::write(folder.path().join(format!("kernel/drivers/{name}.ko")), text).unwrap();
+        }
+        std::fs::write(folder.path().join("modules.builtin"), builtin).unwrap();
+        let modules = Modules::open(folder.path()).unwrap();
+        (folder, modules)
+    }
+
+    #[test]
+    fn what_a_module_needs_comes_before_it_and_once() {
+        let (_folder, modules) = rig(
+            &[("kvm-amd", "kvm,ccp"), ("kvm", "irqbypass"), ("ccp", ""), ("irqbypass", "")],
+            "kernel/virtio/virtio.ko\n",
+        );
+        let names: Vec<_> = modules
+            .load(&["virtio", "kvm-amd", "ccp"])
+            .unwrap()
+            .into_iter()
+            .map(|module| module.name)
+            .collect();
+        assert_eq!(names, ["irqbypass", "kvm", "ccp", "kvm_amd"]);
+        assert!(modules.has("virtio") && modules.has("kvm-amd") && !modules.has("9p"));
+    }
+
+    #[test]
+    fn missing_modules_and_rings_are_errors() {
+        let (_folder, modules) = rig(&[("a", "b"), ("b", "a"), ("c", "d")], "");
+        assert!(modules.load(&["a"]).unwrap_err().to_string().contains("ring"));
+        assert!(modules.load(&["c"]).unwrap_err().to_string().contains("no module d"));
+    }
+}

@@ -1,0 +1,186 @@
+//! One run of the lab.
+
+use super::build::Programs;
+use super::{Whole, direct, emulated, fill, parts};
+use crate::LabArgs;
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use vmferry_lab::record::{self, CURRENT, Outcome, Record};
+use vmferry_lab::scenarios::{self, Scenario};
+use vmferry_lab::summary::Summary;
+
+/// How long all of it may take, in the short form and in the long one.
+const LIMIT_QUICK: Duration = Duration::from_secs(6 * 60);
+const LIMIT: Duration = Duration::from_secs(15 * 60);
+/// What is left to the machine to come up, and to us to sum up.
+const RESERVE: Duration = Duration::from_secs(25);
+
+/// Runs the lab; `true` if all is well.
+pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
+    let start = Instant::now();
+    let chosen = choose(args)?;
+    let _lock = lock()?;
+    let folder = parts::folder().join("run");
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    }
+    let share = folder.join("share");
+    std::fs::create_dir_all(share.join("in"))?;
+    std::fs::create_dir_all(share.join("results"))?;
+    println!("building static programs");
+    let programs = Programs::build()?;
+    let built = start.elapsed();
+    // What a first build takes is cargo's, not the lab's.
+    let begin = Instant::now();
+    let end = begin + if args.quick { LIMIT_QUICK } else { LIMIT };
+    fill(&share, whole, &programs)?;
+    let names: Vec<_> = chosen.iter().map(|scenario| scenario.name.to_owned()).collect();
+    let two = chosen.iter().any(|scenario| scenario.machines > 1);
+    let seconds = end.saturating_duration_since(Instant::now() + RESERVE).as_secs();
+    let path = share.join("plan.json");
+    println!("built in {:.0} s", built.as_secs_f64());
+    let own = direct::plan(names.clone(), seconds, &share);
+    let lack = if args.emulate { Some("not asked for".to_owned()) } else { direct::lacks(&own, &folder)? };
+    let mut records = match &lack {
+        None => {
+            println!("this host's KVM boots Linux guests: the scenarios run right here");
+            own.write(&path)?;
+            direct::run(&programs.path("lab-agent"), &path, &own, &folder, end)?
+        }
+        Some(why) => {
+            println!("this host's own KVM: {why}");
+            println!("starting the emulated machine (Linux {})", whole.outer.version);
+            emulated::plan(names.clone(), seconds, two).write(&path)?;
+            emulated::run(&folder, &share, whole, two, end)?
+        }
+    };
+    complete(&mut records, &names);
+    let summary = Summary::new(
+        records,
+        begin.elapsed().as_secs_f64(),
+        args.quick,
+        if lack.is_none() { "direct" } else { "emulated" },
+    );
+    summary.write(&folder)?;
+    println!("\n{}\nlogs and summaries: {}", summary.table(), folder.display());
+    Ok(summary.is_good())
+}
+
+/// The scenarios that were asked for.
+fn choose(args: &LabArgs) -> Result<Vec<&'static Scenario>> {
+    let all = scenarios::all();
+    for wanted in &args.scenarios {
+        if !all.iter().any(|scenario| scenario.name.starts_with(wanted.as_str())) {
+            bail!("there is no scenario '{wanted}'; `cargo xtask lab list` says which there are");
+        }
+    }
+    let fits = |scenario: &&Scenario| {
+        if args.scenarios.is_empty() {
+            scenario.quick || !args.quick
+        } else {
+            args.scenarios.iter().any(|wanted| scenario.name.starts_with(wanted.as_str()))
+        }
+    };
+    Ok(all.into_iter().filter(fits).collect())
+}
+
+/// The record of a machine.
+pub(crate) fn own_record(name: &str, why: Option<String>, lived: Duration) -> Record {
+    let outcome = if why.is_none() { Outcome::Passed } else { Outcome::Failed };
+    Record::new(name, outcome, why, lived.as_secs_f64())
+}
+
+/// The record of the scenario that was under way when its machine ended, if one was.
+pub(crate) fn under_way(results: &Path, records: &[Record]) -> Option<Record> {
+    let current = std::fs::read_to_string(results.join(CURRENT)).unwrap_or_default();
+    if current.is_empty() || records.iter().any(|record| record.scenario == current) {
+        return None;
+    }
+    let why = "the machine ended while this was under way".to_owned();
+    Some(Record::new(&current, Outcome::Failed, Some(why), 0.0))
+}
+
+/// Scenarios that have no record did not get their turn.
+fn complete(records: &mut Vec<Record>, names: &[String]) {
+    for name in names {
+        if !records.iter().any(|record| &record.scenario == name) {
+            records.push(Record::new(name, Outcome::NotRun, Some("it did not get its turn".into()), 0.0));
+        }
+    }
+}
+
+/// Tells people how it goes.
+pub(crate) struct Watch {
+    results: PathBuf,
+    start: Instant,
+    seen: usize,
+    current: String,
+    begun: Option<Duration>,
+}
+
+impl Watch {
+    pub(crate) fn new(results: PathBuf, start: Instant) -> Self {
+        Self { results, start, seen: 0, current: String::new(), begun: None }
+    }
+
+    /// How long it took until the first scenario began.
+    pub(crate) fn begun(&self) -> Option<Duration> {
+        self.begun
+    }
+
+    pub(crate) fn look(&mut self) -> Result<()> {
+        let records = record::read(&self.results)?;
+        for record in records.iter().skip(self.seen) {
+            let why = record.why.as_deref().map_or_else(String::new, |why| format!(": {why}"));
+            println!("{:6.0} s  {:8} {}{why}", self.seconds(), record.outcome.word(), record.scenario);
+        }
+        self.seen = records.len();
+        let current = std::fs::read_to_string(self.results.join(CURRENT)).unwrap_or_default();
+        if current != self.current {
+            self.begun.get_or_insert(self.start.elapsed());
+            if !current.is_empty() {
+                println!("{:6.0} s  begins   {current}", self.seconds());
+            }
+            self.current = current;
+        }
+        Ok(())
+    }
+
+    fn seconds(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+}
+
+/// Two runs would write into one folder.
+fn lock() -> Result<File> {
+    let path = parts::folder().join("lock");
+    std::fs::create_dir_all(parts::folder())?;
+    let file = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+        .context("another run of the lab is under way here")?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_did_not_run_is_said() {
+        let mut records = vec![Record::new("a", Outcome::Passed, None, 1.0)];
+        complete(&mut records, &["a".to_owned(), "b".to_owned()]);
+        assert_eq!(records.len(), 2);
+        assert_eq!((records[1].scenario.as_str(), records[1].outcome), ("b", Outcome::NotRun));
+    }
+
+    #[test]
+    fn what_was_under_way_when_the_machine_ended_failed() {
+        let results = tempfile::tempdir().unwrap();
+        assert_eq!(under_way(results.path(), &[]), None);
+        std::fs::write(results.path().join(CURRENT), "a").unwrap();
+        assert_eq!(under_way(results.path(), &[]).unwrap().outcome, Outcome::Failed);
+        assert_eq!(under_way(results.path(), &[Record::new("a", Outcome::Passed, None, 1.0)]), None);
+    }
+}

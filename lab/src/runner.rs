@@ -1,0 +1,127 @@
+//! One scenario after the other, each in a process of its own.
+//!
+//! A process can be ended for good when its time is up, whatever its threads are waiting for; what it started ends with it
+//! (`vmferry run --die-with-parent`, and its process group).
+
+use crate::plan::Plan;
+use crate::record::{CURRENT, Outcome, Record};
+use crate::scenarios::{self, Lab, Scenario, Verdict};
+use anyhow::{Context, Result};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How often a scenario's process is looked at.
+const TICK: Duration = Duration::from_millis(50);
+/// The file in a scenario's folder that holds its record.
+const RECORD: &str = "record.json";
+/// The file in a scenario's folder that holds what it said.
+const LOG: &str = "log.txt";
+
+/// Runs all that the plan in the file `path` asks for.
+///
+/// # Errors
+/// If results cannot be written. A scenario that fails is no error: its record says so.
+pub fn run(path: &Path) -> Result<()> {
+    let plan = Plan::read(path)?;
+    let start = Instant::now();
+    let end = start + Duration::from_secs(plan.seconds);
+    for name in &plan.scenarios {
+        std::fs::write(plan.results.join(CURRENT), name)?;
+        let began = Instant::now();
+        println!("LAB {:7.1} begin {name}", start.elapsed().as_secs_f64());
+        let mut record = match scenarios::find(name) {
+            None => Record::new(name, Outcome::Failed, Some("there is no such scenario".into()), 0.0),
+            Some(scenario) => one(scenario, path, &plan, end)?,
+        };
+        record.seconds = began.elapsed().as_secs_f64();
+        record.append(&plan.results)?;
+        let why = record.why.as_deref().map_or_else(String::new, |why| format!(": {why}"));
+        println!(
+            "LAB {:7.1} {} {name} ({:.1} s){why}",
+            start.elapsed().as_secs_f64(),
+            record.outcome.word(),
+            record.seconds
+        );
+    }
+    std::fs::write(plan.results.join(CURRENT), "")?;
+    Ok(())
+}
+
+/// One scenario in its process.
+fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Record> {
+    let name = scenario.name;
+    let left = end.saturating_duration_since(Instant::now());
+    if left < scenario.usually {
+        let why =
+            format!("{} s were left, and it takes about {}", left.as_secs(), scenario.usually.as_secs());
+        return Ok(Record::new(name, Outcome::NotRun, Some(why), 0.0));
+    }
+    let folder = plan.folder(name);
+    std::fs::create_dir_all(&folder)?;
+    let log = File::create(folder.join(LOG))?;
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["scenario", name])
+        .arg(path)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .process_group(0)
+        .spawn()
+        .context("cannot start a process for a scenario")?;
+    let limit = left.min(scenario.limit);
+    let deadline = Instant::now() + limit;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if Instant::now() > deadline {
+            break None;
+        }
+        std::thread::sleep(TICK);
+    };
+    // Whatever it left behind goes with it; its group is gone if there is nothing.
+    if let Some(group) = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw) {
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
+    let Some(status) = status else {
+        child.wait()?;
+        let why = format!("not done after {} s; see {name}/{LOG}", limit.as_secs());
+        return Ok(Record::new(name, Outcome::Failed, Some(why), 0.0));
+    };
+    match std::fs::read(folder.join(RECORD)).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
+        Some(record) => Ok(record),
+        None => {
+            let why = format!("its process ended without a word ({status}); see {name}/{LOG}");
+            Ok(Record::new(name, Outcome::Failed, Some(why), 0.0))
+        }
+    }
+}
+
+/// Runs one scenario here and leaves its record in its folder.
+///
+/// # Errors
+/// If there is no such scenario, or its record cannot be written.
+pub fn scenario(name: &str, path: &Path) -> Result<()> {
+    // Whoever ends the agent ends this, and with it what it starts.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    let plan = Plan::read(path)?;
+    let scenario = scenarios::find(name).with_context(|| format!("there is no scenario '{name}'"))?;
+    let folder = plan.folder(name);
+    std::fs::create_dir_all(&folder)?;
+    let mut lab = Lab::new(plan, folder.clone());
+    let verdict = (scenario.run)(&mut lab);
+    let (outcome, why) = match verdict {
+        Ok(Verdict::Passed) => (Outcome::Passed, None),
+        Ok(Verdict::Skipped(why)) => (Outcome::Skipped, Some(why)),
+        Err(error) => (Outcome::Failed, Some(format!("{error:#}"))),
+    };
+    println!("{}{}", outcome.word(), why.as_deref().map_or_else(String::new, |why| format!(": {why}")));
+    let figures = std::mem::take(&mut lab.figures).into_iter().collect::<BTreeMap<_, _>>();
+    let record = Record { figures, ..Record::new(name, outcome, why, 0.0) };
+    std::fs::write(folder.join(RECORD), serde_json::to_vec(&record)?)?;
+    Ok(())
+}

@@ -1,0 +1,132 @@
+//! Whether a guest lost anything on its way.
+
+use crate::told::Told;
+use anyhow::{Result, ensure};
+use std::time::Duration;
+
+/// A guest before its move, and after it, both times with everything checked.
+#[derive(Debug)]
+pub(crate) struct Move<'a> {
+    pub(crate) before: &'a Told,
+    pub(crate) after: &'a Told,
+    /// Between the two reports, by the clock of who watched.
+    pub(crate) elapsed: Duration,
+    /// For how long it stood still, by what vmferry says.
+    pub(crate) downtime_ms: f64,
+    /// By how much its clocks may differ from the watcher's, who reads them on a console.
+    pub(crate) slack: Duration,
+    /// For how long it may get no processor, beside the time for which it stood still.
+    pub(crate) stall: Duration,
+}
+
+impl Move<'_> {
+    /// Looks at everything that the guest says.
+    pub(crate) fn judge(&self) -> Result<()> {
+        let (before, after) = (self.before, self.after);
+        content(after)?;
+        ensure!(after.cpus == before.cpus, "it had {} processors and has {}", before.cpus, after.cpus);
+        ensure!(after.ticks > before.ticks, "its clock thread stands still");
+        if before.stress_pages > 0 {
+            ensure!(after.stress_writes > before.stress_writes, "it writes to its memory no more");
+        }
+        self.time()?;
+        let new: Vec<_> = after.complaints.iter().filter(|line| !before.complaints.contains(line)).collect();
+        ensure!(new.is_empty(), "its kernel complains: {new:?}");
+        Ok(())
+    }
+
+    /// Its uptime goes on, with the time that passed elsewhere; nothing steps by more than it stood still.
+    fn time(&self) -> Result<()> {
+        let (before, after) = (self.before, self.after);
+        ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
+        let (slack, passed) = (self.slack.as_secs_f64(), self.elapsed.as_secs_f64());
+        for (clock, was, is) in
+            [("uptime", before.uptime_s, after.uptime_s), ("real time", before.realtime_s, after.realtime_s)]
+        {
+            let own = is - was;
+            ensure!(
+                (own - passed).abs() <= slack,
+                "its {clock} went on by {own:.3} s while {passed:.3} s passed"
+            );
+        }
+        let allowed = self.downtime_ms + self.stall.as_secs_f64() * 1e3;
+        ensure!(
+            after.gap_ms <= allowed,
+            "it saw a gap of {:.0} ms, and stood still for {:.0} ms",
+            after.gap_ms,
+            self.downtime_ms
+        );
+        ensure!(after.step_ms < 50.0, "its clocks parted by {:.1} ms", after.step_ms);
+        Ok(())
+    }
+}
+
+/// Whether all that a guest keeps is as it should be.
+pub(crate) fn content(told: &Told) -> Result<()> {
+    ensure!(told.whole, "the guest has not checked everything");
+    ensure!(told.stress_wrong == 0, "{} pages were not as they had been written", told.stress_wrong);
+    ensure!(told.kept_good == Some(true), "the file in its tmpfs has changed");
+    ensure!(told.record_errors == 0, "{} writes to its disk failed", told.record_errors);
+    ensure!(told.records_lost.unwrap_or(0) == 0, "{:?} of its flushed records are lost", told.records_lost);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(at: u32) -> Told {
+        Told {
+            uptime_s: f64::from(at),
+            realtime_s: 1e9 + f64::from(at),
+            ticks: at.into(),
+            cpus: 2,
+            whole: true,
+            gap_ms: 20.0,
+            stress_pages: 8,
+            stress_writes: at.into(),
+            kept_good: Some(true),
+            ..Told::default()
+        }
+    }
+
+    fn judged(spoil: impl Fn(&mut Told)) -> Result<()> {
+        let (before, mut after) = (told(10), told(15));
+        spoil(&mut after);
+        let elapsed = Duration::from_secs(5);
+        Move {
+            before: &before,
+            after: &after,
+            elapsed,
+            downtime_ms: 100.0,
+            slack: Duration::from_millis(500),
+            stall: Duration::from_millis(500),
+        }
+        .judge()
+    }
+
+    type Spoil = fn(&mut Told);
+
+    #[test]
+    fn a_good_move_is_good_and_each_loss_is_seen() {
+        judged(|_| {}).unwrap();
+        let spoils: [(&str, Spoil); 12] = [
+            ("processors", |told| told.cpus = 1),
+            ("stands still", |told| told.ticks = 10),
+            ("no more", |told| told.stress_writes = 10),
+            ("written", |told| told.stress_wrong = 1),
+            ("tmpfs", |told| told.kept_good = Some(false)),
+            ("disk failed", |told| told.record_errors = 1),
+            ("lost", |told| told.records_lost = Some(2)),
+            ("went back", |told| told.backwards = 1),
+            ("uptime", |told| told.uptime_s = 14.0),
+            ("real time", |told| told.realtime_s += 0.6),
+            ("gap", |told| told.gap_ms = 700.0),
+            ("complains", |told| told.complaints.push("soft lockup".into())),
+        ];
+        for (what, spoil) in spoils {
+            let error = judged(spoil).unwrap_err().to_string();
+            assert!(error.contains(what), "{what}: {error}");
+        }
+    }
+}

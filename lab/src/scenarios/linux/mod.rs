@@ -1,0 +1,164 @@
+//! Linux guests: an unmodified distribution's kernel, which boots, works and moves.
+
+mod judge;
+mod moves;
+mod network;
+mod refused;
+mod storage;
+
+use super::rig::{Rig, migrate};
+use super::vm::{Guest, Vm};
+use super::{Lab, Scenario, Verdict};
+use crate::told::Told;
+use anyhow::{Result, ensure};
+use judge::Move;
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+const fn seconds(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
+
+const fn scenario(
+    name: &'static str,
+    about: &'static str,
+    quick: bool,
+    usually: u64,
+    run: fn(&mut Lab) -> Result<Verdict>,
+) -> Scenario {
+    Scenario {
+        name,
+        about,
+        quick,
+        machines: 1,
+        usually: seconds(usually),
+        limit: seconds(usually * 3 + 60),
+        run,
+    }
+}
+
+pub(super) const SCENARIOS: &[Scenario] = &[
+    scenario("linux-boot", "boots, has a shell on its console, and powers off", true, 20, boots),
+    scenario("linux-precopy-ring", "moves by precopy, found by dirty rings", true, 30, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 1)
+    }),
+    scenario("linux-precopy-log", "moves by precopy, found by the dirty log", false, 30, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "log", "--verify"], 1)
+    }),
+    scenario("linux-postcopy", "moves by postcopy", true, 60, |lab| {
+        moves::once(lab, &["--mode", "postcopy", "--pace", "off"], 1)
+    }),
+    scenario("linux-hybrid", "moves by precopy, and then by postcopy", false, 60, |lab| {
+        moves::once(lab, &["--mode", "hybrid", "--tracker", "ring", "--pace", "off"], 1)
+    }),
+    scenario("linux-smp", "a guest of two processors moves", false, 40, |lab| {
+        moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 2)
+    }),
+    scenario(
+        "linux-disk",
+        "records that were flushed are there after a move under load",
+        true,
+        45,
+        storage::disk,
+    ),
+    scenario("linux-tcp", "a connection survives a move", true, 45, network::tcp),
+    scenario(
+        "linux-free-pages",
+        "what its own driver says is free is not sent",
+        false,
+        50,
+        moves::free_pages,
+    ),
+    scenario(
+        "linux-cancelled",
+        "a move that is called off, and then one that is not",
+        false,
+        50,
+        refused::cancelled,
+    ),
+    scenario(
+        "linux-target-killed",
+        "the destination dies in the middle, and the guest goes on",
+        true,
+        40,
+        refused::killed,
+    ),
+    scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
+    Scenario {
+        machines: 2,
+        ..scenario(
+            "linux-two-kernels",
+            "moves from one machine to another, with its own kernel",
+            true,
+            45,
+            moves::between_kernels,
+        )
+    },
+];
+
+impl Rig<'_> {
+    /// A guest that has booted and works; how long that took is a figure.
+    fn boot(&mut self, guest: &Guest) -> Result<Vm> {
+        let name = self.name("guest");
+        let began = Instant::now();
+        let vm = Vm::boot(&self.here, &self.boot, guest, &self.lab.folder, &name)?;
+        vm.up(self.patience())?;
+        self.lab.figure("boot_s", began.elapsed().as_secs_f64());
+        Ok(vm)
+    }
+
+    /// Moves the guest, which must go well, and looks whether anything was lost on the way.
+    fn carry(&mut self, source: &Vm, target: &Vm, arguments: &[&str]) -> Result<Value> {
+        let before = ready(source)?;
+        let began = Instant::now();
+        let report = migrate(source, &target.uri()?, arguments)?;
+        let status = source.end(seconds(30))?;
+        ensure!(status == 0, "the source's process ended with status {status}: {}", source.said());
+        // The same shell, with what it was told before.
+        target.shell("echo kept-$kept", "kept-42")?;
+        let after = target.verified("verify")?;
+        let elapsed = began.elapsed();
+        self.note(&report, &after);
+        let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
+        // Comparing all pages is not counted as downtime, but the guest stands still for it.
+        let downtime_ms = of("downtime_ms") + of("verify_ms");
+        let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
+        // While pages are missing the guest waits for them, one after the other.
+        let stall = self.stall() + Duration::from_secs_f64(postcopy / 1e3);
+        Move { before: &before, after: &after, elapsed, downtime_ms, slack: self.slack(), stall }.judge()?;
+        Ok(report)
+    }
+
+    /// Figures of a move.
+    fn note(&mut self, report: &Value, after: &Told) {
+        for name in ["total_ms", "downtime_ms", "tracker"] {
+            self.lab.figure(name, report[name].clone());
+        }
+        self.lab.figure("wire_mib", report["bytes"]["wire"].as_u64().unwrap_or(0) >> 20);
+        self.lab.figure("gap_ms", after.gap_ms);
+        if let Some(faults) = report["postcopy"]["faults"].as_u64() {
+            self.lab.figure("faults", faults);
+        }
+    }
+}
+
+/// Figures of a move.
+/// A guest's report before a move; from it on, gaps count. Its shell is told something to keep.
+fn ready(vm: &Vm) -> Result<Told> {
+    vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
+    let told = vm.verified("verify")?;
+    judge::content(&told)?;
+    Ok(told)
+}
+
+fn boots(lab: &mut Lab) -> Result<Verdict> {
+    let mut rig = Rig::new(lab);
+    let guest = Guest { cpus: 2, ..Guest::usual() };
+    let vm = rig.boot(&guest)?;
+    let told = ready(&vm)?;
+    ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
+    ensure!(told.complaints.is_empty(), "its kernel complains: {:?}", told.complaints);
+    vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;
+    rig.power_off(&vm)?;
+    Ok(Verdict::Passed)
+}

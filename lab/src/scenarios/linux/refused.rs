@@ -1,0 +1,91 @@
+//! Moves that do not come about: the guest goes on where it was, and can be moved afterwards.
+
+use super::judge::Move;
+use super::{Lab, Rig, Verdict, ready, seconds};
+use crate::desk::{Answer, Request};
+use crate::scenarios::vm::{Guest, Vm};
+use anyhow::{Result, bail, ensure};
+use std::time::{Duration, Instant};
+
+/// So slow that the first pass takes until it is called off.
+const SLOW: [&str; 6] = ["--mode", "precopy", "--max-bandwidth", "4M/s", "--downtime-limit", "1ms"];
+
+/// Called off by `vmferry cancel`.
+pub(super) fn cancelled(lab: &mut Lab) -> Result<Verdict> {
+    stopped(lab, |source, _| source.command(&["cancel"]).map(drop))
+}
+
+/// Its target is killed.
+pub(super) fn killed(lab: &mut Lab) -> Result<Verdict> {
+    stopped(lab, |_, target| target.kill())
+}
+
+fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
+    let mut rig = Rig::new(lab);
+    let guest = Guest { dirty_ring: true, ..Guest::usual() };
+    let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
+    let before = ready(&source)?;
+    let began = Instant::now();
+    let mover = rig.begin(&source, &target.uri()?)?;
+    under_way(&source)?;
+    stop(&source, &target)?;
+    let status = ended(&rig, mover)?;
+    ensure!(status == 1, "`vmferry migrate` ended with status {status}, not 1: the guest is where it was");
+    source.shell("echo kept-$kept", "kept-42")?;
+    let after = source.verified("verify")?;
+    let elapsed = began.elapsed();
+    Move {
+        before: &before,
+        after: &after,
+        elapsed,
+        downtime_ms: 0.0,
+        slack: rig.slack(),
+        stall: rig.stall(),
+    }
+    .judge()?;
+    // And now in earnest.
+    let next = rig.awaiting(&guest)?;
+    rig.carry(&source, &next, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
+    rig.power_off(&next)?;
+    Ok(Verdict::Passed)
+}
+
+impl Rig<'_> {
+    /// Begins a move that takes long; returns the number of its process.
+    fn begin(&mut self, source: &Vm, uri: &str) -> Result<u32> {
+        let mut command = source.subcommand("migrate");
+        command.extend([uri].iter().chain(&SLOW).map(ToString::to_string));
+        let file = |name: &str| self.lab.folder.join(name);
+        let request = Request::Start { command, output: file("migrate.out"), errors: file("migrate.err") };
+        match self.here.ask(request)? {
+            Answer::Started { id } => Ok(id),
+            other => bail!("unexpected: {other:?}"),
+        }
+    }
+}
+
+/// Waits until pages are on their way.
+fn under_way(source: &Vm) -> Result<()> {
+    let deadline = Instant::now() + seconds(30);
+    loop {
+        let status = source.status()?;
+        if status["progress"]["pass_done"].as_u64() > Some(0)
+            || status["progress"]["wire_bytes"].as_u64() > Some(1 << 20)
+        {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "the move does not begin: {status}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn ended(rig: &Rig<'_>, mover: u32) -> Result<i32> {
+    let deadline = Instant::now() + seconds(60);
+    loop {
+        if let Answer::Ended(Some(status)) = rig.here.ask(Request::Ended { id: mover })? {
+            return Ok(status);
+        }
+        ensure!(Instant::now() < deadline, "`vmferry migrate` does not end");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

@@ -1,0 +1,106 @@
+//! What scenarios of guests that move have in common.
+
+use super::Lab;
+use super::vm::{Boot, Guest, Vm};
+use crate::desk::{Here, Place};
+use crate::peer::There;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use std::net::{IpAddr, Ipv4Addr};
+use std::rc::Rc;
+use std::time::Duration;
+
+/// How long the other machine may take to come up.
+const OTHER: Duration = Duration::from_secs(60);
+
+/// What a scenario of guests works with.
+#[derive(Debug)]
+pub(crate) struct Rig<'a> {
+    pub(crate) lab: &'a mut Lab,
+    pub(crate) here: Rc<dyn Place>,
+    pub(crate) boot: Boot,
+    started: u32,
+}
+
+impl<'a> Rig<'a> {
+    pub(crate) fn new(lab: &'a mut Lab) -> Self {
+        let plan = &lab.plan;
+        let boot =
+            Boot { vmferry: plan.vmferry.clone(), kernel: plan.kernel.clone(), initrd: plan.initrd.clone() };
+        Self { lab, here: Rc::new(Here::default()), boot, started: 0 }
+    }
+
+    /// How long a guest may take to boot.
+    pub(crate) fn patience(&self) -> Duration {
+        Duration::from_secs(if self.lab.plan.emulated { 90 } else { 20 })
+    }
+
+    /// What a wait may take longer than it should: an emulated machine is slow, and shares what it has.
+    pub(crate) fn slack(&self) -> Duration {
+        Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
+    }
+
+    /// For how long a guest may get no processor: an emulated machine's two are shared by everything that a move takes. Whether a
+    /// clock steps is told by [`slack`](Self::slack).
+    pub(crate) fn stall(&self) -> Duration {
+        Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 })
+    }
+
+    pub(crate) fn name(&mut self, what: &str) -> String {
+        self.started += 1;
+        format!("{what}{}", self.started)
+    }
+
+    /// A place for a guest in another process here.
+    pub(crate) fn awaiting(&mut self, guest: &Guest) -> Result<Vm> {
+        let name = self.name("target");
+        Vm::awaiting(&self.here, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
+    }
+
+    /// A place for a guest on the other machine.
+    pub(crate) fn awaiting_there(&mut self, guest: &Guest) -> Result<Vm> {
+        let address = self.lab.plan.peer.context("the plan names no other machine")?;
+        let place: Rc<dyn Place> = Rc::new(There::reach(address, OTHER)?);
+        let name = self.name("target");
+        let IpAddr::V4(ip) = address.ip() else { bail!("the lab's link has IPv4 only") };
+        Vm::awaiting(&place, &self.boot, guest, &self.lab.folder, &name, ip)
+    }
+
+    /// Has the guest power itself off: its process must end well.
+    pub(crate) fn power_off(&self, vm: &Vm) -> Result<()> {
+        vm.enter("poweroff -f")?;
+        let status = vm.end(self.patience())?;
+        ensure!(status == 0, "after poweroff the process ended with status {status}: {}", vm.said());
+        Ok(())
+    }
+}
+
+/// Moves the guest and returns the document of that, which must tell of a good move.
+pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Value> {
+    let mut all = vec!["migrate", uri, "--json", "-"];
+    all.extend(arguments);
+    if !uri.contains("127.0.0.1") {
+        all.push("--insecure");
+    }
+    let ran = source.run(&all)?;
+    println!("{}{}", ran.errors, ran.output);
+    let start =
+        ran.output.find('{').with_context(|| format!("`vmferry migrate` wrote no report: {}", ran.errors))?;
+    let report: Value = serde_json::Deserializer::from_str(&ran.output[start..])
+        .into_iter()
+        .next()
+        .context("no document")?
+        .context("the report is no JSON")?;
+    judge(&report)?;
+    ensure!(ran.status == 0, "`vmferry migrate` ended with status {}", ran.status);
+    Ok(report)
+}
+
+/// Whether vmferry's own document tells of a move in which every page that was compared was the same.
+fn judge(report: &Value) -> Result<()> {
+    if report["outcome"] != "completed" {
+        bail!("the outcome is {}: {}", report["outcome"], report["error"]);
+    }
+    ensure!(report["mismatched_pages"] == 0, "{} pages differ", report["mismatched_pages"]);
+    Ok(())
+}

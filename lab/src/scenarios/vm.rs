@@ -1,0 +1,327 @@
+//! A `vmferry run` with a guest in it, or a place for one.
+
+use crate::desk::{Answer, Place, Ran, Request};
+use crate::told::Told;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use std::cell::Cell;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+/// How often a console is looked at.
+const TICK: Duration = Duration::from_millis(50);
+/// How long a process may take to come up, to answer, to end.
+const PROMPT: Duration = Duration::from_secs(30);
+/// How long a guest may take to answer on its console.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// A guest as it is to be; the same on both sides of a move.
+#[derive(Debug, Clone)]
+pub(crate) struct Guest {
+    pub(crate) memory: &'static str,
+    pub(crate) cpus: u32,
+    pub(crate) dirty_ring: bool,
+    /// What its kernel's command line has beside the console.
+    pub(crate) options: String,
+    /// Arguments of `vmferry run`, such as its disk and its network.
+    pub(crate) devices: Vec<String>,
+}
+
+impl Guest {
+    /// One that writes and checks 32 MiB, and keeps a file.
+    pub(crate) fn usual() -> Self {
+        Self {
+            memory: "192M",
+            cpus: 1,
+            dirty_ring: false,
+            options: "lab.stress_mib=32".into(),
+            devices: Vec::new(),
+        }
+    }
+}
+
+/// What boots.
+#[derive(Debug, Clone)]
+pub(crate) struct Boot {
+    pub(crate) vmferry: PathBuf,
+    pub(crate) kernel: PathBuf,
+    pub(crate) initrd: PathBuf,
+}
+
+/// One process.
+#[derive(Debug)]
+pub(crate) struct Vm {
+    place: Rc<dyn Place>,
+    vmferry: PathBuf,
+    id: u32,
+    api: PathBuf,
+    console: PathBuf,
+    errors: PathBuf,
+    /// How much of the console has been read.
+    read: Cell<u64>,
+}
+
+impl Vm {
+    /// Boots a guest; its console goes into `folder`.
+    pub(crate) fn boot(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+    ) -> Result<Self> {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        // Quiet: each byte on the serial port is an exit, and in an emulated machine a millisecond.
+        // And distributions have every page zeroed when it is allocated: a driver that allocates what it hints as free then writes to
+        // all of it first, a fault a page while dirty pages are tracked, and keeps its processor from everything else meanwhile.
+        let line = format!("console=ttyS0 quiet init_on_alloc=0 {}", guest.options);
+        let more = ["--kernel", &text(&boot.kernel), "--initrd", &text(&boot.initrd), "--cmdline", &line];
+        Self::start(place, boot, guest, folder, name, &more)
+    }
+
+    /// Runs the measuring guest.
+    pub(crate) fn measuring(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        workload: &str,
+    ) -> Result<Self> {
+        Self::start(place, boot, guest, folder, name, &["--workload", workload])
+    }
+
+    /// A place for a guest at `address`.
+    pub(crate) fn awaiting(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        address: Ipv4Addr,
+    ) -> Result<Self> {
+        let at = format!("tcp:{address}:0");
+        let mut more = vec!["--incoming", &at];
+        if !address.is_loopback() {
+            more.push("--insecure");
+        }
+        Self::start(place, boot, guest, folder, name, &more)
+    }
+
+    fn start(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        more: &[&str],
+    ) -> Result<Self> {
+        // Sockets live where the process runs: the shared folder has none.
+        let api = PathBuf::from(format!("/tmp/lab-{}-{name}.sock", std::process::id()));
+        let (console, errors) =
+            (folder.join(format!("{name}.console")), folder.join(format!("{name}.errors")));
+        let mut command = vec![boot.vmferry.to_string_lossy().into_owned()];
+        let cpus = guest.cpus.to_string();
+        let ring = if guest.dirty_ring { "4096" } else { "off" };
+        let api_text = api.to_string_lossy().into_owned();
+        let common =
+            ["run", "--die-with-parent", "--memory", guest.memory, "--cpus", &cpus, "--dirty-ring", ring];
+        command.extend(
+            common
+                .iter()
+                .chain(&["--serial", "stdio", "--api", &api_text])
+                .chain(more)
+                .map(ToString::to_string),
+        );
+        command.extend(guest.devices.iter().cloned());
+        println!("{name}: {}", command.join(" "));
+        let request = Request::Start { command, output: console.clone(), errors: errors.clone() };
+        let Answer::Started { id } = place.ask(request)? else { bail!("{name} did not start") };
+        let vm = Self {
+            place: Rc::clone(place),
+            vmferry: boot.vmferry.clone(),
+            id,
+            api,
+            console,
+            errors,
+            read: Cell::new(0),
+        };
+        let deadline = Instant::now() + PROMPT;
+        while vm.command(&["status"]).is_err() {
+            if let Some(status) = vm.ended()? {
+                bail!("{name} ended with status {status}: {}", vm.said());
+            }
+            ensure!(Instant::now() < deadline, "{name} does not answer: {}", vm.said());
+            std::thread::sleep(TICK);
+        }
+        Ok(vm)
+    }
+
+    /// What the process said on its standard error.
+    pub(crate) fn said(&self) -> String {
+        let request = Request::Read { path: self.errors.clone(), from: 0 };
+        match self.place.ask(request) {
+            Ok(Answer::Read(bytes)) => String::from_utf8_lossy(&bytes).trim().to_owned(),
+            _ => String::new(),
+        }
+    }
+
+    /// The words that begin a subcommand on this one's API.
+    pub(crate) fn subcommand(&self, name: &str) -> Vec<String> {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        vec![text(&self.vmferry), name.to_owned(), "--api".to_owned(), text(&self.api)]
+    }
+
+    /// Runs a subcommand of vmferry on this one's API.
+    pub(crate) fn run(&self, arguments: &[&str]) -> Result<Ran> {
+        let (first, rest) = arguments.split_first().context("no subcommand")?;
+        let mut command = self.subcommand(first);
+        command.extend(rest.iter().map(ToString::to_string));
+        match self.place.ask(Request::Run { command })? {
+            Answer::Ran(ran) => Ok(ran),
+            other => bail!("unexpected: {other:?}"),
+        }
+    }
+
+    /// The same; it must end well. Returns its output.
+    pub(crate) fn command(&self, arguments: &[&str]) -> Result<String> {
+        let ran = self.run(arguments)?;
+        ensure!(
+            ran.status == 0,
+            "`vmferry {}` failed ({}): {}",
+            arguments.join(" "),
+            ran.status,
+            ran.errors.trim()
+        );
+        Ok(ran.output)
+    }
+
+    /// The status document.
+    pub(crate) fn status(&self) -> Result<Value> {
+        serde_json::from_str(&self.command(&["status"])?).context("the status is no JSON")
+    }
+
+    /// Waits until `find` finds what it wants in the status document.
+    pub(crate) fn until<T>(&self, what: &str, find: impl Fn(&Value) -> Result<Option<T>>) -> Result<T> {
+        let deadline = Instant::now() + PROMPT;
+        loop {
+            if let Some(found) = find(&self.status()?)? {
+                return Ok(found);
+            }
+            ensure!(Instant::now() < deadline, "{what} did not happen in time: {}", self.said());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Where it waits for a guest.
+    pub(crate) fn uri(&self) -> Result<String> {
+        self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
+    }
+
+    /// How the process ended, if it did.
+    pub(crate) fn ended(&self) -> Result<Option<i32>> {
+        match self.place.ask(Request::Ended { id: self.id })? {
+            Answer::Ended(status) => Ok(status),
+            other => bail!("unexpected: {other:?}"),
+        }
+    }
+
+    /// Waits until it has ended.
+    pub(crate) fn end(&self, within: Duration) -> Result<i32> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(status) = self.ended()? {
+                return Ok(status);
+            }
+            ensure!(Instant::now() < deadline, "its process did not end within {} s", within.as_secs());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Kills the process.
+    pub(crate) fn kill(&self) -> Result<()> {
+        self.place.ask(Request::Kill { id: self.id })?;
+        Ok(())
+    }
+
+    /// Types a line on the guest's console.
+    pub(crate) fn enter(&self, line: &str) -> Result<()> {
+        self.place.ask(Request::Type { id: self.id, text: format!("{line}\n") })?;
+        Ok(())
+    }
+
+    /// From here on, what the console said so far is not looked at.
+    pub(crate) fn skip(&self) -> Result<()> {
+        while !self.more()?.is_empty() {}
+        Ok(())
+    }
+
+    /// Waits for a line that `find` takes.
+    pub(crate) fn wait<T>(
+        &self,
+        what: &str,
+        within: Duration,
+        find: impl Fn(&str) -> Option<T>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + within;
+        let mut rest = Vec::new();
+        loop {
+            rest.extend(self.more()?);
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = rest.drain(..=end).collect();
+                let line = String::from_utf8_lossy(&line);
+                if let Some(wrong) = line.find("LAB-WRONG") {
+                    bail!("the guest says: {}", line[wrong..].trim());
+                }
+                if let Some(found) = find(&line) {
+                    // What follows this line belongs to whoever waits next.
+                    self.read.set(self.read.get() - rest.len() as u64);
+                    return Ok(found);
+                }
+            }
+            if let Some(status) = self.ended()? {
+                bail!("while waiting for {what}, its process ended with status {status}: {}", self.said());
+            }
+            ensure!(Instant::now() < deadline, "{what} did not happen within {} s", within.as_secs());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Waits until the guest has booted and works.
+    pub(crate) fn up(&self, within: Duration) -> Result<()> {
+        self.wait("the guest's boot", within, |line| line.contains("LAB-GUEST-UP").then_some(()))
+    }
+
+    /// The next report that the guest gives of its own accord.
+    pub(crate) fn told(&self) -> Result<Told> {
+        self.skip()?;
+        self.wait("the guest telling of itself", ANSWER, Told::in_line)
+    }
+
+    /// Has the guest check everything: asked for on its console, by its shell.
+    pub(crate) fn verified(&self, how: &str) -> Result<Told> {
+        self.skip()?;
+        self.enter(&format!("lab-guest {how}"))?;
+        self.wait("the guest checking all that it has", ANSWER, |line| {
+            Told::in_line(line).filter(|told| told.whole)
+        })
+    }
+
+    /// Has the shell on the console say something, and waits for `answer` at the start of a line.
+    pub(crate) fn shell(&self, line: &str, answer: &str) -> Result<()> {
+        self.skip()?;
+        self.enter(line)?;
+        self.wait(&format!("the shell's answer to `{line}`"), ANSWER, |said| {
+            said.trim_start().starts_with(answer).then_some(())
+        })
+    }
+
+    fn more(&self) -> Result<Vec<u8>> {
+        let request = Request::Read { path: self.console.clone(), from: self.read.get() };
+        let Answer::Read(bytes) = self.place.ask(request)? else { bail!("the console cannot be read") };
+        self.read.set(self.read.get() + bytes.len() as u64);
+        Ok(bytes)
+    }
+}

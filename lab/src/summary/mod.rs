@@ -1,0 +1,114 @@
+//! A run, summed up: a table for people, JSON for programs, XML as JUnit writes it for CI.
+
+mod junit;
+
+use crate::record::{Outcome, Record};
+use anyhow::{Context, Result};
+use comfy_table::{Table, presets};
+use serde::Serialize;
+use std::path::Path;
+
+/// All that a run found.
+#[derive(Debug, Serialize)]
+pub struct Summary {
+    /// `emulated` or `direct`.
+    kvm: String,
+    quick: bool,
+    good: bool,
+    seconds: f64,
+    records: Vec<Record>,
+}
+
+impl Summary {
+    /// Sums up `records`, of a run that took `seconds`.
+    #[must_use]
+    pub fn new(records: Vec<Record>, seconds: f64, quick: bool, kvm: &str) -> Self {
+        let good = records.iter().all(|record| record.outcome.is_good());
+        Self { kvm: kvm.to_owned(), quick, good, seconds, records }
+    }
+
+    /// Whether nothing failed and everything had its turn.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        self.good
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_BORDERS_ONLY).set_header(["scenario", "outcome", "seconds", ""]);
+        for record in &self.records {
+            let note = record.why.clone().unwrap_or_else(|| figures(record));
+            table.add_row([
+                record.scenario.clone(),
+                record.outcome.word().to_owned(),
+                format!("{:.1}", record.seconds),
+                note,
+            ]);
+        }
+        let count = |outcome| self.records.iter().filter(|record| record.outcome == outcome).count();
+        format!(
+            "{table}\n\n{} passed, {} failed, {} skipped, {} not run; {:.0} s ({} KVM)",
+            count(Outcome::Passed),
+            count(Outcome::Failed),
+            count(Outcome::Skipped),
+            count(Outcome::NotRun),
+            self.seconds,
+            self.kvm
+        )
+    }
+
+    /// Writes `summary.txt`, `summary.json` and `junit.xml` into `folder`.
+    ///
+    /// # Errors
+    /// If one of them cannot be written.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        let files = [
+            ("summary.txt", self.table() + "\n"),
+            ("summary.json", serde_json::to_string_pretty(self)? + "\n"),
+            ("junit.xml", junit::xml(&self.records, self.seconds)),
+        ];
+        for (name, text) in files {
+            let path = folder.join(name);
+            std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Ok(())
+    }
+}
+
+fn figures(record: &Record) -> String {
+    let figures: Vec<_> = record
+        .figures
+        .iter()
+        .map(|(name, value)| match value.as_f64() {
+            Some(number) if value.is_f64() => format!("{name} {number:.1}"),
+            _ => format!("{name} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned)),
+        })
+        .collect();
+    figures.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_good_if_nothing_failed_and_nothing_was_left_out() {
+        let with = |outcome| Summary::new(vec![Record::new("x", outcome, None, 1.0)], 1.0, true, "emulated");
+        assert!(with(Outcome::Passed).is_good());
+        assert!(with(Outcome::Skipped).is_good());
+        assert!(!with(Outcome::Failed).is_good());
+        assert!(!with(Outcome::NotRun).is_good());
+    }
+
+    #[test]
+    fn the_table_says_why_or_what_was_measured() {
+        let mut passed = Record::new("one", Outcome::Passed, None, 1.0);
+        passed.figures.insert("downtime_ms".into(), 12.34.into());
+        let failed = Record::new("two", Outcome::Failed, Some("no guest".into()), 2.0);
+        let table = Summary::new(vec![passed, failed], 3.0, false, "direct").table();
+        assert!(table.contains("downtime_ms 12.3") && table.contains("no guest"), "{table}");
+        assert!(table.contains("1 passed, 1 failed, 0 skipped, 0 not run; 3 s (direct KVM)"), "{table}");
+    }
+}
