@@ -84,8 +84,10 @@ pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Valu
     }
     let ran = source.run(&all)?;
     println!("{}{}", ran.errors, ran.output);
-    let start =
-        ran.output.find('{').with_context(|| format!("`vmferry migrate` wrote no report: {}", ran.errors))?;
+    let start = ran.output.find('{').with_context(|| {
+        let last = ran.errors.trim().lines().last().unwrap_or_default();
+        format!("`vmferry migrate` wrote no report: {last}; the source says: {}", source.said())
+    })?;
     let report: Value = serde_json::Deserializer::from_str(&ran.output[start..])
         .into_iter()
         .next()

@@ -15,6 +15,8 @@ pub(crate) struct Move<'a> {
     pub(crate) downtime_ms: f64,
     /// By how much its clocks may differ from the watcher's, who reads them on a console.
     pub(crate) slack: Duration,
+    /// Whether its processors are those of an emulated machine.
+    pub(crate) emulated: bool,
     /// For how long it may get no processor, beside the time for which it stood still.
     pub(crate) stall: Duration,
 }
@@ -30,7 +32,12 @@ impl Move<'_> {
             ensure!(after.stress_writes > before.stress_writes, "it writes to its memory no more");
         }
         self.time()?;
-        let new: Vec<_> = after.complaints.iter().filter(|line| !before.complaints.contains(line)).collect();
+        let new: Vec<_> = after
+            .complaints
+            .iter()
+            .filter(|line| !before.complaints.contains(line))
+            .filter(|line| !(self.emulated && starved(line)))
+            .collect();
         ensure!(new.is_empty(), "its kernel complains: {new:?}");
         Ok(())
     }
@@ -59,6 +66,13 @@ impl Move<'_> {
         ensure!(after.step_ms < 50.0, "its clocks parted by {:.1} ms", after.step_ms);
         Ok(())
     }
+}
+
+/// What the kernel says of its clocks when it lost its processor between two looks at them: that says how busy an emulated machine is, and
+/// nothing of the clocks. A clock that really runs off has a skew, which is told in other words, and is seen from outside.
+fn starved(complaint: &str) -> bool {
+    complaint.contains("read-back delay")
+        || complaint.contains("Marking TSC unstable due to clocksource watchdog")
 }
 
 /// Whether all that a guest keeps is as it should be.
@@ -101,6 +115,7 @@ mod tests {
             downtime_ms: 100.0,
             slack: Duration::from_millis(500),
             stall: Duration::from_millis(500),
+            emulated: true,
         }
         .judge()
     }
@@ -110,6 +125,8 @@ mod tests {
     #[test]
     fn a_good_move_is_good_and_each_loss_is_seen() {
         judged(|_| {}).unwrap();
+        judged(|told| told.complaints.push("kvm-clock read-back delay of 4268755ns, attempt 2".into()))
+            .unwrap();
         let spoils: [(&str, Spoil); 12] = [
             ("processors", |told| told.cpus = 1),
             ("stands still", |told| told.ticks = 10),

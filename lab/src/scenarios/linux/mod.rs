@@ -125,7 +125,16 @@ impl Rig<'_> {
         let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
         // While pages are missing the guest waits for them, one after the other.
         let stall = self.stall() + Duration::from_secs_f64(postcopy / 1e3);
-        Move { before: &before, after: &after, elapsed, downtime_ms, slack: self.slack(), stall }.judge()?;
+        Move {
+            before: &before,
+            after: &after,
+            elapsed,
+            downtime_ms,
+            slack: self.slack(),
+            emulated: self.lab.plan.emulated,
+            stall,
+        }
+        .judge()?;
         Ok(report)
     }
 

@@ -40,6 +40,7 @@ fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
         elapsed,
         downtime_ms: 0.0,
         slack: rig.slack(),
+        emulated: rig.lab.plan.emulated,
         stall: rig.stall(),
     }
     .judge()?;
