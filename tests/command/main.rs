@@ -6,4 +6,6 @@ mod failures;
 mod moves;
 mod postcopy;
 mod support;
+mod terminal;
 mod usage;
+mod watching;

@@ -39,6 +39,9 @@ pub(crate) enum Command {
     DirtyRate(DirtyRateArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
+    /// Watch guests and their migrations on one screen
+    #[cfg(feature = "top")]
+    Top(TopArgs),
     /// Call a migration off; the guest stays
     Cancel(ApiArgs),
     /// Let a hybrid migration's guest go on at the target now, and the rest of its memory follow
@@ -49,6 +52,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Measure: ours, QEMU and the floor in one run
     Bench(BenchArgs),
+    /// Make one page, to be looked at in a browser, of any results: of migrations (--json, --events) and benches (--json)
+    Report(ReportArgs),
     #[command(name = vmferry_bench::floor::RECEIVER_SUBCOMMAND, hide = true)]
     FloorReceiver {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -228,6 +233,12 @@ pub(crate) struct RunArgs {
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
+    /// Tell Prometheus, at this address and the path /metrics, how the guest and its migration are doing
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) metrics: Option<std::net::SocketAddr>,
+    /// Let other hosts read --metrics too, unencrypted and whoever asks
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_public: bool,
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
@@ -327,6 +338,14 @@ pub(crate) struct ApiArgs {
     /// Control socket of the vmferry that is meant
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
+}
+
+#[cfg(feature = "top")]
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Control sockets of the vmferrys that are watched
+    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
+    pub(crate) api: Vec<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -435,6 +454,16 @@ pub(crate) struct BenchArgs {
     /// Write the results as a page with charts to this file (not scan, migrate and rtt)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Result files; the --json and the --events of one migration become one part of the page
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) files: Vec<PathBuf>,
+    /// Where the page goes, - for standard output
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
 }
 
 fn size(text: &str) -> Result<u64, String> {

@@ -11,11 +11,17 @@ mod demo;
 mod dirty_rate;
 mod disk;
 mod guest;
+mod metrics;
 mod migrate;
 mod net;
 mod output;
+mod progress;
+mod report;
+mod rings;
 mod run;
 mod speed;
+#[cfg(feature = "top")]
+mod top;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -59,6 +65,9 @@ fn main() -> ExitCode {
         Command::Recover(args) => api::recover(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
+        #[cfg(feature = "top")]
+        Command::Top(args) => top::top(&args),
+        Command::Report(args) => report::report(&args),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
         Command::RttSource { arguments } => bench::rtt_source(&arguments),
     };

@@ -208,7 +208,7 @@ impl Shared {
         self.arrival.stop();
     }
 
-    fn status(&self) -> Value {
+    pub(crate) fn status(&self) -> Value {
         let migration = lock(&self.migration);
         let mut status = match (&migration.report, &migration.monitor) {
             (Some(report), _) => report.clone(),
@@ -274,6 +274,7 @@ impl Shared {
             "restore": self.restore(),
             "guest": stats,
             "net": self.probe.kvm().map(crate::net::describe),
+            "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }
