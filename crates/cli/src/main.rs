@@ -10,6 +10,7 @@ mod console;
 mod demo;
 mod dirty_rate;
 mod disk;
+mod generate;
 mod guest;
 mod metrics;
 mod migrate;
@@ -68,6 +69,8 @@ fn main() -> ExitCode {
         #[cfg(feature = "top")]
         Command::Top(args) => top::top(&args),
         Command::Report(args) => report::report(&args),
+        Command::Completions { shell } => generate::completions(shell),
+        Command::Man { folder } => generate::man(&folder),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
         Command::RttSource { arguments } => bench::rtt_source(&arguments),
     };
