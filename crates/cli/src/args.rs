@@ -1,8 +1,12 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
+use crate::report::ReportArgs;
+#[cfg(feature = "top")]
+use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -352,14 +356,6 @@ pub(crate) struct ApiArgs {
     pub(crate) api: PathBuf,
 }
 
-#[cfg(feature = "top")]
-#[derive(Debug, Args)]
-pub(crate) struct TopArgs {
-    /// Control sockets of the vmferrys that are watched
-    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
-    pub(crate) api: Vec<PathBuf>,
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct BalloonArgs {
     /// Control socket of the vmferry whose guest is meant
@@ -369,31 +365,6 @@ pub(crate) struct BalloonArgs {
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) target: Option<u64>,
     /// Write the answer as JSON to this file, - for standard output
-    #[arg(long, value_name = "FILE")]
-    pub(crate) json: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct DirtyRateArgs {
-    /// Control socket of the vmferry whose guest is measured
-    #[arg(long, value_name = "PATH")]
-    pub(crate) api: PathBuf,
-    /// Count the pages written within each of these; all begin together
-    #[arg(
-        long,
-        value_name = "T,T,..",
-        value_delimiter = ',',
-        default_value = "50ms,100ms,200ms,500ms,1s,2s",
-        value_parser = time
-    )]
-    pub(crate) windows: Vec<Duration>,
-    /// How the guest's writes are found
-    #[arg(long, value_enum, default_value = "auto")]
-    pub(crate) tracker: TrackerArg,
-    /// Who says when dirty rings are harvested
-    #[arg(long, default_value_t, value_name = "POLICY")]
-    pub(crate) reaper: Policy,
-    /// Write the result as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -468,16 +439,6 @@ pub(crate) struct BenchArgs {
     pub(crate) html: Option<PathBuf>,
 }
 
-#[derive(Debug, Args)]
-pub(crate) struct ReportArgs {
-    /// Result files; the --json and the --events of one migration become one part of the page
-    #[arg(value_name = "FILE", required = true)]
-    pub(crate) files: Vec<PathBuf>,
-    /// Where the page goes, - for standard output
-    #[arg(short, long, value_name = "FILE")]
-    pub(crate) output: PathBuf,
-}
-
 fn size(text: &str) -> Result<u64, String> {
     vmferry_guest_abi::parse_size(text)
         .ok_or_else(|| format!("'{text}' is no size; write bytes, or 64K, 256M, 4G, 1T (powers of 1024)"))
@@ -487,7 +448,7 @@ fn workload(text: &str) -> Result<Workload, String> {
     text.parse().map_err(|error: vmferry_guest_abi::WorkloadError| error.to_string())
 }
 
-fn time(text: &str) -> Result<Duration, String> {
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
 }
 

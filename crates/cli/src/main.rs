@@ -23,6 +23,7 @@ mod run;
 mod speed;
 #[cfg(feature = "top")]
 mod top;
+mod traces;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -43,14 +44,7 @@ enum Status {
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("VMFERRY_LOG").unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_target(false)
-        .without_time()
-        .init();
+    let _traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),

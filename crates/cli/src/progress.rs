@@ -220,6 +220,9 @@ impl View {
         let verdict = Verdict::of(progress, dirty, rate);
         self.verdict = verdict.converging;
         self.lines.push(verdict.to_string());
+        // What `--mode auto` did of its own accord.
+        let change = progress["course"].as_array().and_then(|course| course.last()?["why"].as_str());
+        self.lines.extend(change.map(str::to_owned));
     }
 
     /// The lines below the bar, broken where the terminal ends.
@@ -402,9 +405,12 @@ mod tests {
             (view.verdict, view.lines[1].as_str()),
             (Some(true), "converges, ETA 2.2 s, passes to come 3")
         );
-        let said = json!({"verdict": {"converging": false, "help": ["a faster link"]}});
+        let said = json!({"verdict": {"converging": false, "help": ["a faster link"]}, "course": [{"why": "slowed"}]});
         let view = View::of(&precopy(&said), &link(&[8e6]));
-        assert!(view.lines[1].ends_with("what would help: a faster link"), "{view:?}");
+        assert!(
+            view.lines[1].ends_with("what would help: a faster link") && view.lines[2] == "slowed",
+            "{view:?}"
+        );
     }
 
     #[test]

@@ -35,6 +35,7 @@ pub(super) fn section(page: &mut Page, migration: &Migration) {
         page.figure(&rates, "What the guest dirtied (during the pass before) and what went over the link.");
     }
     downtime(page, migration);
+    predicted(page, migration);
     passes(page, migration);
     if !migration.hist_us.is_empty() {
         page.heading("How long the guest waited for single pages");
@@ -271,6 +272,34 @@ fn downtime(page: &mut Page, migration: &Migration) {
         shares.push(share("the rest: waiting for threads and messages".into(), rest, Tone::Brown));
     }
     page.shares(&shares);
+}
+
+/// What was said before it began, beside what came of it, and what it did by itself.
+fn predicted(page: &mut Page, migration: &Migration) {
+    let row = |(name, key, text): &(&str, &str, fn(f64) -> String)| {
+        let of = |end: &str| migration.figure(&format!("plan.predicted.{key}.{end}"));
+        let real = match *key {
+            "bytes" => migration.figure("bytes.wire"),
+            key => migration.figure(key),
+        };
+        let (expected, real) = (of("expected")?, real?);
+        let range = of("low").zip(of("high")).map(|(low, high)| format!("{} – {}", text(low), text(high)));
+        let error =
+            if real > 0.0 { format!("{:+.0} %", (expected - real) / real * 100.0) } else { "-".into() };
+        Some(vec![(*name).to_owned(), text(expected), range.unwrap_or("-".into()), text(real), error])
+    };
+    let figures: [(&str, &str, fn(f64) -> String); 3] =
+        [("total", "total_ms", time), ("downtime", "downtime_ms", time), ("sent", "bytes", bytes)];
+    let rows: Vec<Vec<String>> = figures.iter().filter_map(row).collect();
+    if !rows.is_empty() {
+        page.heading("Predicted and real");
+        page.table(&["", "predicted", "between", "real", "off by"], &rows);
+    }
+    let course = migration
+        .everything
+        .iter()
+        .filter(|(path, _)| path.starts_with("course[") && path.ends_with("].why"));
+    course.for_each(|(_, why)| page.paragraph(&format!("Changed its course: {why}")));
 }
 
 fn passes(page: &mut Page, migration: &Migration) {

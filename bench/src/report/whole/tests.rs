@@ -25,6 +25,8 @@ fn migration(id: &str, text: &str) -> Value {
         "postcopy": {"faults": 77, "p99_us": 812.5, "hist_us": {"64": 12, "256": 65}},
         "guest": {"before_writes_per_s": 73615.5, "during_writes_per_s": 30079.25, "stall_max_us": 32117,
             "speed": {"points": [[-500.0, 73000.0], [-10.0, 73500.0], [300.0, 30000.0], [650.0, 73000.0]]}},
+        "plan": {"predicted": {"total_ms": {"low": 500.5, "expected": 700.0, "high": 901.5}, "converges": true}},
+        "course": [{"at_ms": 55.5, "what": "postcopy", "why": "it does not converge"}],
         "vm": {"kind": "process", "guest": {"state": text}},
     })
 }
@@ -106,6 +108,8 @@ fn a_migration_is_shown_with_every_value() {
         "812 µs",
         "<polyline",
         "switchover 13.8 ms",
+        "+16 %",
+        "Changed its course: it does not converge",
     ] {
         assert!(page.contains(part), "{part} is not in {page}");
     }

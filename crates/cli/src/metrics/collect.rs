@@ -3,7 +3,7 @@
 //! Names end in their base unit (seconds, bytes), counters in `_total`. What is unknown is left out, never zero.
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, text::encode};
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use serde_json::Value;
@@ -437,11 +437,11 @@ impl Metrics {
         let count = buckets.iter().map(|(_, count)| count).sum();
         #[expect(clippy::cast_precision_loss, reason = "a sum of times")]
         let sum = self.number("postcopy.mean_us").unwrap_or(0.0) * US * count as f64;
-        buckets.push((f64::MAX, 0));
+        buckets.push((f64::INFINITY, 0));
         let help = "From a fault to its page being placed";
         let mut metric =
             encoder.encode_descriptor("postcopy_fault", help, Some(&Unit::Seconds), MetricType::Histogram)?;
-        metric.encode_histogram::<()>(sum, count, &buckets, None)
+        metric.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
     }
 }
 
@@ -472,13 +472,20 @@ fn gauge(
     let of = if kind == Counter { MetricType::Counter } else { MetricType::Gauge };
     let mut metric = encoder.encode_descriptor(name, help, unit.as_ref(), of)?;
     for (labels, value) in values {
-        let mut family = metric.encode_family(labels)?;
-        match kind {
-            Counter => family.encode_counter::<(), f64, f64>(value, None)?,
-            Gauge => family.encode_gauge(value)?,
+        if labels.is_empty() {
+            put(&mut metric, kind, *value)?;
+        } else {
+            put(&mut metric.encode_family(labels)?, kind, *value)?;
         }
     }
     Ok(())
+}
+
+fn put(metric: &mut MetricEncoder<'_>, kind: Kind, value: f64) -> fmt::Result {
+    match kind {
+        Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
+        Gauge => metric.encode_gauge(&value),
+    }
 }
 
 #[cfg(test)]

@@ -8,8 +8,8 @@ mod source;
 mod view;
 
 use crate::Status;
-use crate::args::TopArgs;
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use guest::Guest;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
@@ -17,6 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use source::{News, Source};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -26,6 +27,13 @@ use std::time::{Duration, Instant};
 const FRAME: Duration = Duration::from_millis(250);
 /// Most guests on one screen.
 const MOST_GUESTS: usize = 64;
+
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Control sockets of the vmferrys that are watched
+    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
+    pub(crate) api: Vec<PathBuf>,
+}
 
 pub(crate) fn top(args: &TopArgs) -> Result<Status> {
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {

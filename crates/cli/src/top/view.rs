@@ -100,7 +100,7 @@ fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
 /// The guest that was chosen.
 fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     let [progress, rest] = Layout::vertical([Constraint::Length(3), Constraint::Min(0)]).areas(area);
-    migration(frame, guest, progress);
+    migration(frame, guest, now, progress);
     if rest.width < LEAST.0 || rest.height < LEAST.1 {
         let short = Paragraph::new("(too small for charts)").style(Style::new().fg(Color::DarkGray));
         frame.render_widget(short, rest);
@@ -120,7 +120,7 @@ fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     if guest.faults().is_empty() { curve(frame, guest, right) } else { faults(frame, guest, right) }
 }
 
-fn migration(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
+fn migration(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     let [bar, first, second] =
         Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Length(1)]).areas(area);
     let number = |name: &str| guest.number(&["progress", name]);
@@ -138,7 +138,7 @@ fn migration(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     };
     frame.render_widget(Gauge::default().ratio(share).label(label).gauge_style(Style::new().fg(colour)), bar);
     frame.render_widget(Paragraph::new(summary(guest)), first);
-    frame.render_widget(Paragraph::new(remark(guest)), second);
+    frame.render_widget(Paragraph::new(remark(guest, now)), second);
 }
 
 fn summary(guest: &Guest) -> String {
@@ -161,8 +161,11 @@ fn summary(guest: &Guest) -> String {
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-fn remark(guest: &Guest) -> Text<'_> {
+fn remark(guest: &Guest, now: Instant) -> Text<'_> {
     let red = Style::new().fg(Color::Red);
+    if let Some(why) = guest.trouble(now) {
+        return Span::styled(why, red).into();
+    }
     for path in [&["progress", "interrupted"][..], &["error"], &["why"]] {
         if let Some(why) = guest.at(path).as_str() {
             return Span::styled(why, red).into();
