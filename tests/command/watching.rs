@@ -134,7 +134,8 @@ fn top_shows_guests_survives_their_end_and_leaves_the_terminal_as_it_was() {
     // It takes connections and never answers.
     let _listener = UnixListener::bind(&hangs).unwrap();
     let nowhere = folder.path("nowhere");
-    let args = ["top", "--api", &source.api, &hangs, &nowhere];
+    let api = source.api.clone();
+    let args = ["top", "--api", &api, &hangs, &nowhere];
     let mut terminal = Terminal::start(120, &args, &[]);
     terminal.wait_for("\u{1b}[?1049h");
     // Single words: what has not changed on the screen is not written again, blanks least of all.

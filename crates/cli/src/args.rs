@@ -28,7 +28,7 @@ pub(crate) enum Command {
     /// Show it: two processes on this host, and a loaded guest moves between them
     Demo(DemoArgs),
     /// Run a guest, or wait for one from elsewhere
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Move the guest of a running vmferry away
     Migrate(MigrateArgs),
     /// Stop the guest's vCPUs

@@ -328,8 +328,8 @@ fn move_away(
 
 /// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
 fn left_ms(report: &Value) -> Option<f64> {
-    let phases = report["phases"].as_array().into_iter().flatten();
-    let stopped = phases.filter(|phase| phase["phase"] == "switchover").last()?;
+    let mut phases = report["phases"].as_array().into_iter().flatten();
+    let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
     matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
         .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }

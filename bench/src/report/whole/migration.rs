@@ -274,9 +274,12 @@ fn downtime(page: &mut Page, migration: &Migration) {
     page.shares(&shares);
 }
 
+/// A figure that a plan predicts: what it is called, in the plan, and how it is written.
+type Predicted = (&'static str, &'static str, fn(f64) -> String);
+
 /// What was said before it began, beside what came of it, and what it did by itself.
 fn predicted(page: &mut Page, migration: &Migration) {
-    let row = |(name, key, text): &(&str, &str, fn(f64) -> String)| {
+    let row = |(name, key, text): &Predicted| {
         let of = |end: &str| migration.figure(&format!("plan.predicted.{key}.{end}"));
         let real = match *key {
             "bytes" => migration.figure("bytes.wire"),
@@ -288,7 +291,7 @@ fn predicted(page: &mut Page, migration: &Migration) {
             if real > 0.0 { format!("{:+.0} %", (expected - real) / real * 100.0) } else { "-".into() };
         Some(vec![(*name).to_owned(), text(expected), range.unwrap_or("-".into()), text(real), error])
     };
-    let figures: [(&str, &str, fn(f64) -> String); 3] =
+    let figures: [Predicted; 3] =
         [("total", "total_ms", time), ("downtime", "downtime_ms", time), ("sent", "bytes", bytes)];
     let rows: Vec<Vec<String>> = figures.iter().filter_map(row).collect();
     if !rows.is_empty() {

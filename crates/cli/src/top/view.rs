@@ -185,14 +185,11 @@ fn boxed(title: &str) -> Block<'_> {
     Block::bordered().title(title).border_style(Style::new().fg(Color::DarkGray))
 }
 
+/// A line: its name, its colour, its points.
+type Curve<'a> = (&'a str, Color, Vec<(f64, f64)>);
+
 /// Draws lines over the last minute, the highest value at the upper edge.
-fn lines(
-    frame: &mut Frame<'_>,
-    title: &str,
-    lines: &[(&str, Color, Vec<(f64, f64)>)],
-    unit: fn(f64) -> String,
-    area: Rect,
-) {
+fn lines(frame: &mut Frame<'_>, title: &str, lines: &[Curve<'_>], unit: fn(f64) -> String, area: Rect) {
     let all = || lines.iter().flat_map(|(_, _, points)| points);
     let highest = all().map(|(_, y)| *y).fold(0.0, f64::max).max(1.0);
     let oldest = all().map(|(x, _)| *x).fold(-10.0, f64::min);
