@@ -25,8 +25,8 @@ pub(crate) struct Progress {
     /// What a line was about that was printed elsewhere than on a terminal.
     told: Option<(&'static str, u64, Option<bool>)>,
     link: Link,
-    /// The pass under way: its number, its pages, when it began and the bytes until then.
-    pass: Option<(u64, u64, Instant, f64)>,
+    /// The pass under way: its number, when it began and the bytes until then.
+    pass: Option<(u64, Instant, f64)>,
 }
 
 impl Progress {
@@ -70,17 +70,16 @@ impl Progress {
         if pages == 0 || self.pass.is_some_and(|(known, ..)| known == number) {
             return;
         }
-        if let (Some(bar), Some((number, pages, began, before))) = (&self.bar, self.pass) {
+        if let (Some(bar), Some((number, began, before))) = (&self.bar, self.pass) {
             let seconds = now.saturating_duration_since(began).as_secs_f64();
-            let dirtied = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * PAGE;
             let line = format!(
-                "pass {number}: {pages} pages, {} in {seconds:.1} s, the guest dirtied {}/s",
+                "pass {number}: {} in {seconds:.1} s, {} dirty after it",
                 bytes(whole(wire - before)),
-                bytes(whole(dirtied))
+                bytes(pages << 12)
             );
             bar.println(cut(&line, columns()));
         }
-        self.pass = Some((number, pages, now, wire));
+        self.pass = Some((number, now, wire));
     }
 
     fn line(&mut self, now: Instant, view: &View) {
@@ -183,6 +182,9 @@ impl View {
                     .push(format!("{} left, the guest stands still", left(progress, "remaining_pages")));
             }
             "postcopy" => {
+                let lacking = count(progress, "left_pages");
+                view.all = view.all.max(lacking);
+                view.done = view.all - lacking;
                 let pace = progress["pace"]
                     .as_f64()
                     .map_or(String::new(), |pace| format!(", pace {}/s", bytes(whole(pace))));

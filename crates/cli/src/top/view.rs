@@ -9,15 +9,15 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line as Text, Span};
 use ratatui::widgets::{
-    Axis, Bar, BarChart, BarGroup, Block, Chart, Clear, Dataset, Gauge, GraphType, Paragraph, Row, Table,
-    Wrap,
+    Axis, Bar, BarChart, BarGroup, Block, Chart, Clear, Dataset, Gauge, GraphType, LegendPosition, Paragraph,
+    Row, Table, Wrap,
 };
 use std::time::Instant;
 
 /// Fewer columns or rows show no charts.
 const LEAST: (u16, u16) = (40, 12);
-/// A column of the histogram.
-const BAR: u16 = 6;
+/// Narrowest and widest bar of the histogram.
+const BAR: (u16, u16) = (4, 8);
 
 /// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, now: Instant) {
@@ -52,48 +52,63 @@ fn size(value: f64) -> String {
     bytes(value.clamp(0.0, 1e18) as u64)
 }
 
-/// `12.3k`.
+/// `123`, `12.3k`, `4.5M`.
 fn short(value: f64) -> String {
-    vmferry_bench::report::svg::short(value)
+    match value {
+        large if large >= 1e9 => format!("{:.1}G", large / 1e9),
+        large if large >= 1e6 => format!("{:.1}M", large / 1e6),
+        large if large >= 1e4 => format!("{:.1}k", large / 1e3),
+        value => format!("{value:.0}"),
+    }
 }
+
+/// The columns: title, width. The first two take what is left.
+const COLUMNS: [(&str, u16); 7] = [
+    ("guest", 9),
+    ("migration", 9),
+    ("writes", 9),
+    ("left", 10),
+    ("dirties", 12),
+    ("place", 8),
+    ("memory", 10),
+];
 
 fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
     let shown = usize::from(area.height.saturating_sub(1)).max(1);
     // The chosen one is always among them.
     let first = (screen.chosen + 1).saturating_sub(shown);
+    // In a narrow terminal the last columns go.
+    let mut room = area.width;
+    let fits = COLUMNS.iter().take_while(|(_, width)| {
+        let fits = room >= *width;
+        room = room.saturating_sub(width + 1);
+        fits
+    });
+    let columns = fits.count().max(2);
     let row = |(index, guest): (usize, &'a Guest)| {
         let chosen = index == screen.chosen;
         let style = if chosen { Style::new().add_modifier(Modifier::REVERSED) } else { Style::new() };
         let mut cells = vec![guest.name.clone()];
         match guest.trouble(now) {
-            Some(why) => cells.extend(["!".into(), why]),
-            None => {
-                let memory = guest.memory().map_or("-".into(), |(actual, _)| size(actual));
-                let writes =
-                    guest.writes().map_or("-".into(), |writes| format!("{}/s", short(writes.round())));
-                cells.extend([
-                    guest.text(&["vm", "place"]).to_owned(),
-                    guest.state().to_owned(),
-                    writes,
-                    rate(guest.dirty()),
-                    guest.left().map_or("-".into(), size),
-                    memory,
-                ]);
-            }
+            Some(why) => cells.push(why),
+            None => cells.extend([
+                guest.state().to_owned(),
+                guest.writes().map_or("-".into(), |writes| format!("{}/s", short(writes))),
+                guest.left().map_or("-".into(), size),
+                rate(guest.dirty()),
+                guest.text(&["vm", "place"]).to_owned(),
+                guest.memory().map_or("-".into(), |(actual, _)| size(actual)),
+            ]),
         }
+        cells.truncate(columns);
         Row::new(cells).style(style)
     };
     let rows = screen.guests.iter().enumerate().skip(first).take(shown).map(row);
-    let widths = [
-        Constraint::Fill(2),
-        Constraint::Length(8),
-        Constraint::Fill(2),
-        Constraint::Length(9),
-        Constraint::Length(12),
-        Constraint::Length(10),
-        Constraint::Length(10),
-    ];
-    let head = Row::new(["guest", "place", "migration", "writes", "dirties", "left", "memory"]);
+    let widths = COLUMNS.iter().take(columns).enumerate().map(|(index, (_, width))| match index {
+        0 | 1 => Constraint::Fill(1),
+        _ => Constraint::Length(*width),
+    });
+    let head = Row::new(COLUMNS.iter().take(columns).map(|(title, _)| *title));
     Table::new(rows, widths).header(head.style(Style::new().fg(Color::DarkGray)))
 }
 
@@ -112,10 +127,14 @@ fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     rates(frame, guest, now, left);
     writes(frame, guest, now, right);
     let [left, right] = halves(bottom);
-    if guest.rings().is_empty() {
-        memory(frame, guest, left)
+    let count = u16::try_from(guest.rings().len()).unwrap_or(u16::MAX);
+    if count > 0 {
+        let [top, rest] =
+            Layout::vertical([Constraint::Max(count.saturating_add(2)), Constraint::Min(0)]).areas(left);
+        rings(frame, guest, top);
+        memory(frame, guest, rest);
     } else {
-        rings(frame, guest, left)
+        memory(frame, guest, left);
     }
     if guest.faults().is_empty() { curve(frame, guest, right) } else { faults(frame, guest, right) }
 }
@@ -154,7 +173,10 @@ fn summary(guest: &Guest) -> String {
         vec![
             guest.left().map(|left| format!("{} left", size(left))),
             guest.dirty().map(|dirty| format!("dirties {}/s", size(dirty))),
-            guest.sent().filter(|_| guest.state() != "-").map(|sent| format!("sends {}/s", size(sent))),
+            guest
+                .sent()
+                .filter(|_| !guest.at(&["progress"]).is_null())
+                .map(|sent| format!("sends {}/s", size(sent))),
             guest.number(&["progress", "verdict", "eta_s"]).map(|eta| format!("ETA {eta:.1} s")),
         ]
     };
@@ -201,7 +223,9 @@ fn lines(frame: &mut Frame<'_>, title: &str, lines: &[Curve<'_>], unit: fn(f64) 
     let x =
         Axis::default().bounds([oldest, 0.0]).labels([format!("{oldest:.0} s"), "now".into()]).style(grey);
     let y = Axis::default().bounds([0.0, highest * 1.05]).labels(["0".into(), unit(highest)]).style(grey);
-    frame.render_widget(Chart::new(sets.collect()).block(boxed(title)).x_axis(x).y_axis(y), area);
+    let legend = (lines.len() > 1).then_some(LegendPosition::TopLeft);
+    let chart = Chart::new(sets.collect()).legend_position(legend);
+    frame.render_widget(chart.block(boxed(title)).x_axis(x).y_axis(y), area);
 }
 
 fn rates(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
@@ -270,17 +294,26 @@ fn faults(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     let faults = guest.faults();
     let us = |name: &str| guest.number(&["postcopy", name]).map_or("-".into(), short);
     let title = format!("waits for a page: mean {} us, 99 % {} us", us("mean_us"), us("p99_us"));
-    // The newest powers of two that fit.
-    let fit = usize::from(area.width.saturating_sub(2) / (BAR + 1)).max(1);
-    let skip = faults.len().saturating_sub(fit);
+    let room = area.width.saturating_sub(2);
+    let each = room / u16::try_from(faults.len()).unwrap_or(u16::MAX).max(1);
+    let width = each.saturating_sub(1).clamp(BAR.0, BAR.1);
+    // The longest waits, if not all fit.
+    let skip = faults.len().saturating_sub(usize::from(room / (width + 1)).max(1));
     let bars = faults.into_iter().skip(skip).map(|(bound, count)| {
         #[expect(clippy::cast_precision_loss, reason = "a label")]
-        let label = short(bound as f64);
-        Bar::default().value(count).label(format!("<{label}"))
+        let label = match bound as f64 {
+            large if large >= 1e6 => format!("<{:.0}M", large / 1e6),
+            large if large >= 1e3 => format!("<{:.0}k", large / 1e3),
+            bound => format!("<{bound}"),
+        };
+        Bar::default().value(count).label(label)
     });
     let group = BarGroup::default().bars(&bars.collect::<Vec<_>>());
-    let chart =
-        BarChart::default().data(group).bar_width(BAR).bar_gap(1).bar_style(Style::new().fg(Color::Magenta));
+    let chart = BarChart::default()
+        .data(group)
+        .bar_width(width)
+        .bar_gap(1)
+        .bar_style(Style::new().fg(Color::Magenta));
     frame.render_widget(chart.block(boxed(&title)), area);
 }
 
