@@ -17,6 +17,7 @@ fn results_become_a_page_and_other_files_are_refused() {
         let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
         let moved = source.migrate(&uri, &["--json", &json, "--events", &events, "--max-bandwidth", "40M/s"]);
         assert_eq!(code(&moved), 0, "{moved:?}");
+        target.wait("the guest being here", |status| status["vm"]["place"] == "running");
         target.goes_on();
         let lines = std::fs::read_to_string(&events).unwrap();
         let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -122,6 +123,7 @@ fn a_migration_is_shown_on_a_terminal() {
         let text = terminal.text();
         assert!(text.contains("ETA"), "{text}");
         assert_eq!(text.contains("\u{1b}[1m"), colour, "{text:?}");
+        target.wait("the guest being here", |status| status["vm"]["place"] == "running");
         target.goes_on();
     }
 }

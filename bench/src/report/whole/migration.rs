@@ -194,7 +194,7 @@ fn timeline(migration: &Migration, axis: &Axis) -> Lanes {
         span(pass.start_ms, pass.ms, tone, index.to_string(), detail)
     });
     let spans = |spans: Vec<(bool, Span)>| spans.into_iter().map(|(_, span)| span).collect::<Vec<_>>();
-    let lanes = [("phases", spans(phases)), ("passes", passes.collect()), ("comparing", spans(verify))];
+    let lanes = [("phases", spans(phases)), ("passes", passes.collect()), ("compare", spans(verify))];
     let lanes = lanes.into_iter().filter(|(_, spans)| !spans.is_empty());
     Lanes {
         title: "When what was done".into(),

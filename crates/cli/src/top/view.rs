@@ -14,6 +14,8 @@ use ratatui::widgets::{
 };
 use std::time::Instant;
 
+/// What of the guest's statistics is in bytes; the rest are counts.
+const BYTES: [&str; 6] = ["swap_in", "swap_out", "free", "total", "available", "caches"];
 /// Fewer columns or rows show no charts.
 const LEAST: (u16, u16) = (40, 12);
 /// Narrowest and widest bar of the histogram.
@@ -275,11 +277,12 @@ fn memory(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
         text.push("the guest has no driver for its balloon".into());
     }
     let stats = guest.at(&["vm", "balloon", "stats"]).as_object().into_iter().flatten();
-    text.extend(
-        stats.filter_map(|(name, value)| {
-            Some(format!("{} {}", name.replace('_', " "), short(value.as_f64()?)))
-        }),
-    );
+    let stat = |(name, value): (&String, &serde_json::Value)| {
+        let value = value.as_f64()?;
+        let text = if BYTES.contains(&name.as_str()) { size(value) } else { short(value) };
+        Some(format!("{} {text}", name.replace('_', " ")))
+    };
+    text.extend(stats.filter_map(stat));
     for (name, path) in [("checks", &["vm", "guest", "checks"][..]), ("kind", &["vm", "kind"])] {
         match guest.at(path) {
             serde_json::Value::Null => {}
@@ -356,7 +359,7 @@ fn help(frame: &mut Frame<'_>, area: Rect) {
                 \n\
                 Nothing else is changed by looking: the screen asks for the\n\
                 status four times a second.";
-    let (width, height) = (62.min(area.width), 10.min(area.height));
+    let (width, height) = (66.min(area.width), 10.min(area.height));
     let own = Rect::new((area.width - width) / 2, (area.height - height) / 2, width, height);
     frame.render_widget(Clear, own);
     frame.render_widget(Paragraph::new(text).block(Block::bordered().title("help")), own);
