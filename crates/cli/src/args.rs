@@ -37,6 +37,8 @@ pub(crate) enum Command {
     Balloon(BalloonArgs),
     /// How fast the guest dirties its memory
     DirtyRate(DirtyRateArgs),
+    /// What a migration would be like, before anything moves: time, downtime, bytes, whether it converges, and which mode to take
+    Plan(PlanArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
     /// Call a migration off; the guest stays
@@ -296,9 +298,12 @@ pub(crate) struct MigrateArgs {
     /// What to do then
     #[arg(long, value_enum, default_value = "cancel")]
     pub(crate) on_timeout: OnTimeoutArg,
-    /// Slow a guest that dirties faster than the link carries
+    /// Slow a guest that dirties faster than the link carries; with --mode auto, whether that is allowed
     #[arg(long, value_enum, default_value = "off")]
     pub(crate) auto_converge: AutoConvergeArg,
+    /// Predict how it will go before it begins, and score the prediction afterwards (in the report's `plan`); --mode auto always does
+    #[arg(long)]
+    pub(crate) plan: bool,
     /// Leave out what the guest says is free, where it can be asked
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
@@ -363,6 +368,46 @@ pub(crate) struct DirtyRateArgs {
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
     /// Write the result as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// Control socket of the vmferry whose guest is to be moved
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Where to: tcp:HOST:PORT or unix:PATH, of a target that waits for a guest; the link to it is measured for a second
+    #[arg(required_unless_present = "bandwidth")]
+    pub(crate) uri: Option<Uri>,
+    /// What the link carries, for example 2gbit or 250M/s, instead of measuring it
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) bandwidth: Option<u64>,
+    /// Watch the guest's writes for so long; as long as a first pass takes, up to 3s, if left out
+    #[arg(long, value_name = "T", value_parser = time)]
+    pub(crate) watch: Option<Duration>,
+    /// How long the guest may be stopped
+    #[arg(long, default_value = "300ms", value_parser = time)]
+    pub(crate) downtime_limit: Duration,
+    /// How long the migration may take
+    #[arg(long, value_name = "T", value_parser = time)]
+    pub(crate) timeout: Option<Duration>,
+    /// Use no more than this
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) max_bandwidth: Option<u64>,
+    /// Parallel channels
+    #[arg(long, default_value_t = 2)]
+    pub(crate) channels: u16,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Leave out what the guest says is free, where it can be asked
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) free_pages: OnOff,
+    /// Allow an unencrypted connection to another host
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    /// Write the plan as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
