@@ -454,6 +454,8 @@ pub(crate) enum BenchName {
     Density,
     /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
     Postcopy,
+    /// What `plan` says of migrations, and what they are
+    Plan,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
     Rtt,
     /// Everything there is
@@ -477,7 +479,7 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (not scan, migrate and rtt)
+    /// Write the results as a page with charts to this file (not scan, migrate, rtt and plan)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

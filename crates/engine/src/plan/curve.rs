@@ -165,22 +165,24 @@ fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
         .filter(|at| sizes[*at] > 0.01)
         .map(|at| Class { pages: sizes[at], kernel: Kernel::Random(rate(at)) })
         .collect();
-    fit_into(&mut classes, most);
+    fit_into(&mut classes, most, last.window_s);
     classes
 }
 
-/// The slow classes, of which only the beginning was seen, are smaller and quicker where memory is not large enough for them.
-fn fit_into(classes: &mut [Class], most: f64) {
-    let mut over = classes.iter().map(|class| class.pages).sum::<f64>() - most;
-    for class in classes {
-        if over <= 0.0 {
-            return;
-        }
-        let size = (class.pages - over).max(class.pages * 0.01);
-        over -= class.pages - size;
-        class.kernel = class.kernel.faster(class.pages / size);
-        class.pages = size;
+/// The slow classes, of which only the beginning was seen, become one that is as large as memory allows and begins as they do.
+fn fit_into(classes: &mut Vec<Class>, most: f64, seen: f64) {
+    let sum = |classes: &[Class]| classes.iter().map(|class| class.pages).sum::<f64>();
+    if sum(classes) <= most {
+        return;
     }
+    let often = |class: &Class| match class.kernel {
+        Kernel::Random(often) | Kernel::Cyclic(often) => often,
+    };
+    let (slow, quick): (Vec<Class>, Vec<Class>) = classes.iter().partition(|class| often(class) * seen < 0.7);
+    let slope: f64 = slow.iter().map(|class| class.pages * often(class)).sum();
+    let pages = (most - sum(&quick)).max(most * 0.01);
+    *classes = quick;
+    classes.insert(0, Class { pages, kernel: Kernel::Random(slope / pages) });
 }
 
 #[cfg(test)]
