@@ -91,7 +91,8 @@ impl CaseSpec {
         if pattern == "idle" {
             return format!("idle,data={}M,fill=random", self.data);
         }
-        format!("{pattern},ws={ws}M,data={}M,rate={},fill=random", self.data, self.rate())
+        // Without a sweep: KVM counts a first read of a page, of a huge page that it has split, as a write, and the rate is to be the rate.
+        format!("{pattern},ws={ws}M,data={}M,rate={},fill=random,sweep=0", self.data, self.rate())
     }
 }
 
@@ -109,8 +110,8 @@ pub struct Options {
 const MIB: u64 = 1 << 20;
 const SLOW: Way = Way::Capped(100_000_000);
 const FAST: Way = Way::Capped(200_000_000);
-const GIGABIT: Way = Way::Shaped(Shape { bits_per_s: 1_000_000_000, congestion: Some("cubic") });
-const TWO: Way = Way::Shaped(Shape { bits_per_s: 2_000_000_000, congestion: Some("bbr") });
+const GIGABIT: Way = Way::Shaped(Shape { bits_per_s: 1_000_000_000, congestion: None });
+const TWO: Way = Way::Shaped(Shape { bits_per_s: 2_000_000_000, congestion: None });
 const ZIPF: &str = "zipf:0.99";
 
 fn case(pattern: &'static str, ws: u64, ratio: f64, way: Way) -> CaseSpec {

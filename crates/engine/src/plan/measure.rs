@@ -176,7 +176,9 @@ fn observe(
     // What was written, or was never protected, until here is not ours to count.
     tracker.harvest(&mut PageSet::empty(layout))?;
     let mut watched = Watched { harvest_s: f64::INFINITY, ..Watched::default() };
-    let (began, mut written) = (Instant::now(), PageSet::empty(layout));
+    // A log keeps the marks that it has harvested until their pages are protected again: its windows begin there, half of memory before.
+    let kept = if tracker.kind() == TrackerKind::Log { began.elapsed() / 2 } else { Duration::ZERO };
+    let (began, mut written) = (Instant::now().checked_sub(kept).unwrap_or(began), PageSet::empty(layout));
     for &window in &windows.0 {
         while let Some(left) = window.checked_sub(began.elapsed()).filter(|left| !left.is_zero()) {
             if stop() {

@@ -11,6 +11,7 @@ mod inputs;
 mod measure;
 mod model;
 mod predict;
+mod ring;
 mod rng;
 mod score;
 mod verdict;

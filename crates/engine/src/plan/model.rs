@@ -1,7 +1,8 @@
 //! Migrations on paper: what a pass takes and what it leaves, pass by pass, with the policy that decides in earnest.
 
-use super::curve::{Class, Curve, Kernel};
+use super::curve::{Class, Curve};
 use super::inputs::{Inputs, Protection};
+use super::ring::Ring;
 use super::rng::Rng;
 use crate::source::policy::{Convergence, Decision, PassOutcome};
 use crate::source::throttle;
@@ -23,6 +24,17 @@ const MOST_PASSES: u32 = 400;
 const PACED: f64 = 0.93;
 /// A remote fault beside its round trip, in seconds: the fault itself, and its page.
 const FAULT_S: f64 = 60e-6;
+/// Setting memory up for faults at the target, and dropping a page there that is stale, in seconds.
+const LAZY_S: f64 = 1.5e-3;
+const STALE_PAGE_S: f64 = 1.2e-6;
+/// Pages of a frame: a channel protects those of the next as soon as it has handed over this one.
+const FRAME_PAGES: f64 = 256.0;
+/// Bytes that wait in a channel's socket, where nothing but the link holds it back.
+const SOCKET_BYTES: f64 = 1e6;
+/// How much no two passes are alike: what the link carries, what the guest writes, and when whoever waits is woken, in seconds.
+const PASS_SPREAD: f64 = 0.02;
+const GUEST_SPREAD: f64 = 0.04;
+const WAKE_S: f64 = 0.4e-3;
 /// In hybrid mode, a pass that leaves more than this share of the pass before is the last.
 const HYBRID: f64 = crate::source::session::CONVERGING;
 
@@ -58,8 +70,8 @@ struct State<'a, 'w> {
     classes: Vec<Class>,
     /// Pages of each class that are to be sent.
     dirty: Vec<f64>,
-    /// The window of the pass before.
-    window: f64,
+    /// Where a walk has left them, for classes that are one.
+    rings: Vec<Option<Ring>>,
     now: f64,
     bytes: f64,
     faults: f64,
@@ -76,7 +88,29 @@ impl World<'_> {
         (pages * WIRE_PAGE / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
     }
 
-    fn downtime(&self, pages: f64) -> f64 {
+    /// How long before a pass is over its last pages are protected. Pages of a frame are protected together, as soon as the frame
+    /// before is on its way: a pass of one frame a channel protects all of its pages at once.
+    fn lead(&self, pages: f64, bandwidth: f64) -> f64 {
+        let channels = f64::from(self.settings.channels.max(1));
+        let frame = (pages / channels).min(FRAME_PAGES) * channels * WIRE_PAGE / bandwidth;
+        let queued =
+            if self.capped() { 0.0 } else { (SOCKET_BYTES * channels).min(pages * WIRE_PAGE) / bandwidth };
+        1.5 * frame + queued
+    }
+
+    /// Whether it is our own cap that holds senders back.
+    fn capped(&self) -> bool {
+        self.settings.max_bandwidth.is_some_and(|cap| cap as f64 <= self.bandwidth * 1.1)
+    }
+
+    /// Until a frame may go, which the last frame of the pass before has taken time from.
+    fn slot(&self, before: f64) -> f64 {
+        let channels = f64::from(self.settings.channels.max(1));
+        let frame = (before / channels).min(FRAME_PAGES) * WIRE_PAGE;
+        if self.capped() { 0.5 * frame / self.bandwidth } else { 0.0 }
+    }
+
+    fn downtime(&self, pages: f64, before: f64) -> f64 {
         let costs = &self.inputs.costs;
         let state = costs.state_bytes / self.bandwidth;
         self.fixed * (costs.pause_s + 2.0 * costs.save_s + costs.harvest_s)
@@ -84,6 +118,7 @@ impl World<'_> {
             + 3.0 * self.round_trip
             + PASS_S
             + self.sending(pages, 0.0, self.bandwidth)
+            + self.slot(before)
     }
 
     fn setup(&self) -> f64 {
@@ -107,14 +142,15 @@ impl World<'_> {
     pub(crate) fn run(&self, rng: &mut Rng) -> Run {
         let classes = self.curve.classes.clone();
         let dirty = vec![0.0; classes.len()];
+        let rings = classes.iter().map(|class| Ring::of(class, rng)).collect();
         let now = self.setup();
         let state = State {
             world: self,
             rng,
             classes,
             dirty,
+            rings,
             now,
-            window: 0.0,
             bytes: 0.0,
             faults: 0.0,
             held: 0.0,
@@ -145,7 +181,7 @@ impl State<'_, '_> {
             let decision = policy.decide(outcome, seconds(fixed));
             let late = self.now > horizon;
             if decision == Decision::Switch || (late && settings.on_timeout == OnTimeout::Switch) {
-                return self.stop(left, pass + 1, decision == Decision::Switch);
+                return self.stop((left, bytes), pass + 1, decision == Decision::Switch);
             }
             let slow = left_before.replace(left).is_some_and(|before| left > before * HYBRID);
             let lazy = settings.mode == MigrationMode::Hybrid && slow;
@@ -167,30 +203,28 @@ impl State<'_, '_> {
     fn pass(&mut self, first: bool) -> (f64, f64) {
         let world = self.world;
         // No two passes find the host alike.
-        let bandwidth = world.bandwidth * self.rng.around(0.02);
+        let bandwidth = world.bandwidth * self.rng.around(PASS_SPREAD);
+        let speed = (1.0 - self.share) * self.rng.around(GUEST_SPREAD);
         let (pages, others) = if first { world.pages() } else { (self.dirty.iter().sum(), 0.0) };
-        let elapsed = world.sending(pages, others, bandwidth) + world.round_trip + PASS_S;
+        let woken = WAKE_S * self.rng.gauss().abs();
+        let elapsed = world.sending(pages, others, bandwidth) + world.round_trip + PASS_S + woken;
         let window = elapsed + world.inputs.costs.harvest_s;
-        let before = std::mem::replace(&mut self.window, window);
         let at_harvest = world.inputs.protection == Protection::AtHarvest;
-        let places = if first && !at_harvest { self.places() } else { Vec::new() };
-        for (class, dirty) in self.classes.iter().zip(&mut self.dirty) {
-            let often = class.kernel.faster(1.0 - self.share);
-            let left = if first && at_harvest {
-                class.pages * often.within(window)
+        let lead = if at_harvest { window } else { world.lead(pages, bandwidth).min(window) };
+        let places = if first && !at_harvest { self.places() } else { vec![(1.0, 0.0, 0.0)] };
+        for ((class, dirty), ring) in self.classes.iter().zip(&mut self.dirty).zip(&mut self.rings) {
+            let kernel = class.kernel.faster(speed);
+            let left = if let Some(ring) = ring {
+                ring.pass(kernel, window, lead, if first { Some(&places) } else { None })
             } else if first {
-                places
-                    .iter()
-                    .map(|(share, from, to)| {
-                        class.pages
-                            * share
-                            * often.mean_within(window - to * elapsed, window - from * elapsed)
-                    })
-                    .sum()
-            } else if at_harvest {
-                class.pages * often.within(window)
+                let part = |(share, from, to): &(f64, f64, f64)| {
+                    let (until, since) = (window - from * elapsed, window - to * elapsed);
+                    class.pages * share * kernel.mean_within(since.max(lead.min(until)), until)
+                };
+                places.iter().map(part).sum()
             } else {
-                left_by(class.pages, often, *dirty, before, window)
+                let sent = dirty.min(class.pages);
+                (class.pages - sent) * kernel.within(window) + sent * kernel.mean_within(lead, window)
             };
             // Who writes at random is not as regular as the mean.
             *dirty = (left + self.rng.gauss() * left.sqrt()).clamp(0.0, class.pages);
@@ -230,11 +264,11 @@ impl State<'_, '_> {
         self.share = throttle::shares(&[dirtied], &[self.share], bandwidth).first().copied().unwrap_or(0.0);
     }
 
-    fn stop(mut self, left: f64, passes: u32, ends: bool) -> Run {
+    fn stop(mut self, (left, before): (f64, f64), passes: u32, ends: bool) -> Run {
         let world = self.world;
         // While it is paused and its state saved, it still wrote a little.
         let since = world.curve.pages(world.inputs.costs.pause_s);
-        let downtime = world.downtime(left + since);
+        let downtime = world.downtime(left + since, before / WIRE_PAGE);
         self.bytes += left * WIRE_PAGE;
         let total = self.now + downtime;
         Run { ends, total, downtime, passes, ..self.account(self.now) }
@@ -257,9 +291,10 @@ impl State<'_, '_> {
             + names
             + 4.0 * world.round_trip
             + 4.0 * (world.round_trip + FAULT_S)
-            + 2.0 * PASS_S;
-        let capped = world.settings.max_bandwidth.is_some();
-        let share = if world.settings.pace == Pace::Auto && !capped { PACED } else { 1.0 };
+            + 2.0 * PASS_S
+            + LAZY_S
+            + if passes == 0 { 0.0 } else { lacking * STALE_PAGE_S };
+        let share = if world.settings.pace == Pace::Auto && !world.capped() { PACED } else { 1.0 };
         let rest = lacking * WIRE_PAGE / (world.bandwidth * share) + world.round_trip + PASS_S;
         let blocked = self.blocked(rest, lacking);
         self.bytes += lacking * WIRE_PAGE;
@@ -289,28 +324,6 @@ impl State<'_, '_> {
         let vcpus = f64::from(self.world.inputs.vcpus.max(1));
         let lost = self.held + self.faults * self.world.inputs.costs.fault_s / vcpus;
         Run { bytes: self.bytes, lost: (lost / until.max(1e-6)).clamp(0.0, 1.0), ..Run::default() }
-    }
-}
-
-/// Of a class of `pages`, of which `sent` were dirty and are sent in a pass that takes `window` and protects each right before it
-/// is read: how many are dirty after it. `before` was the window of the pass before.
-fn left_by(pages: f64, kernel: Kernel, sent: f64, before: f64, window: f64) -> f64 {
-    let sent = sent.min(pages);
-    match kernel {
-        Kernel::Random(_) => (pages - sent) * kernel.within(window) + sent * kernel.mean_within(0.0, window),
-        Kernel::Cyclic(often) => {
-            let round = 1.0 / often.max(1e-12);
-            if before + window <= round {
-                return pages * kernel.within(window);
-            }
-            if window >= round {
-                return pages * kernel.mean_within(0.0, window);
-            }
-            // Its walk has come round to pages that were just sent: those it reaches after their turn are dirty again.
-            let again =
-                (window * window - (round - before.min(round)).powi(2)) / (2.0 * before.min(round) * window);
-            (pages - sent) + sent * again.clamp(0.0, 1.0)
-        }
     }
 }
 
