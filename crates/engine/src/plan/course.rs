@@ -147,7 +147,7 @@ impl Auto {
             ));
         }
         let longest = self.expected?.longest;
-        let late = seen.elapsed > longest.mul_f64(OVERRUN);
+        let late = seen.elapsed.as_secs_f64() > longest.as_secs_f64() * OVERRUN;
         // One that is about to end is not worth a change.
         let near = seen.verdict.converging == Some(true)
             && seen.verdict.eta_s.is_some_and(|eta| eta < longest.as_secs_f64());
@@ -262,6 +262,8 @@ mod tests {
         );
         let near = seen(50_000, 10_000, 0);
         assert_eq!(auto.decide(&near), Course::Keep, "the end is in sight");
+        let endless = Some(Expected { converges: 0.0, longest: Duration::MAX });
+        assert_eq!(Auto { expected: endless, ..POSTCOPY }.decide(&slow), Course::Keep);
     }
 
     proptest! {
