@@ -4,7 +4,8 @@ use crate::support::{Folder, Run, can_track, code, document, errors, kinds, say,
 use serde_json::Value;
 
 fn plan(source: &Run, more: &[&str]) -> Value {
-    let output = vmferry(&[&["plan", "--api", &source.api, "--json", "-", "--watch", "300ms"], more].concat());
+    let output =
+        vmferry(&[&["plan", "--api", &source.api, "--json", "-", "--watch", "300ms"], more].concat());
     assert_eq!(code(&output), 0, "{more:?}: {output:?}");
     document(&output)
 }

@@ -3,6 +3,9 @@
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::Value;
 
+/// A figure for people.
+type Shown = fn(f64) -> String;
+
 /// The table, and what it means in words.
 pub(super) fn text(plan: &Value) -> String {
     let mut table = Table::new();
@@ -12,7 +15,7 @@ pub(super) fn text(plan: &Value) -> String {
         let name = mode["mode"].as_str().unwrap_or("?");
         let star = if plan["recommended"] == mode["mode"] { "* " } else { "  " };
         let mut row = vec![Cell::new(format!("{star}{name}")), Cell::new(converges(mode))];
-        let columns: [(&str, fn(f64) -> String); 5] = [
+        let columns: [(&str, Shown); 5] = [
             ("total_ms", time),
             ("downtime_ms", time),
             ("bytes", size),
@@ -45,7 +48,7 @@ fn converges(mode: &Value) -> String {
     }
 }
 
-fn interval(value: &Value, shown: fn(f64) -> String) -> String {
+fn interval(value: &Value, shown: Shown) -> String {
     let number = |name: &str| value[name].as_f64().map(shown);
     match (number("low"), number("expected"), number("high")) {
         (Some(low), Some(expected), Some(high)) if low == high => expected,

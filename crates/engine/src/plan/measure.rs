@@ -126,7 +126,7 @@ pub fn measure(
     let (looked, zero) = count_zeros(&*memory, &touched)?;
     let pages = touched.count();
     let layout = memory.layout();
-    let zero_pages = if looked == 0 { 0 } else { pages.saturating_mul(zero) / looked };
+    let zero_pages = pages.saturating_mul(zero).checked_div(looked).unwrap_or(0);
     let fault_s = FAULT_S.iter().find(|(known, _)| *known == kind).map_or(2.4e-6, |(_, cost)| *cost);
     let faults = watched.written.as_ref().map_or(0, PageSet::count);
     let costs = Costs {
