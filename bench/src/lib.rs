@@ -12,6 +12,7 @@ pub mod host;
 pub mod json;
 pub mod link;
 pub mod migrate;
+pub mod plan;
 pub mod postcopy;
 pub mod qemu;
 pub mod reaper;

@@ -5,6 +5,7 @@ mod check;
 mod failures;
 mod generate;
 mod moves;
+mod plan;
 mod postcopy;
 mod support;
 mod terminal;

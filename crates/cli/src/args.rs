@@ -4,6 +4,7 @@ use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, Swi
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
+use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
@@ -41,6 +42,8 @@ pub(crate) enum Command {
     Balloon(BalloonArgs),
     /// How fast the guest dirties its memory
     DirtyRate(DirtyRateArgs),
+    /// What a migration would be like, before anything moves: time, downtime, bytes, whether it converges, and which mode to take
+    Plan(PlanArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
     /// Watch guests and their migrations on one screen
@@ -323,9 +326,12 @@ pub(crate) struct MigrateArgs {
     /// What to do then
     #[arg(long, value_enum, default_value = "cancel")]
     pub(crate) on_timeout: OnTimeoutArg,
-    /// Slow a guest that dirties faster than the link carries
+    /// Slow a guest that dirties faster than the link carries; with --mode auto, whether that is allowed
     #[arg(long, value_enum, default_value = "off")]
     pub(crate) auto_converge: AutoConvergeArg,
+    /// Predict how it will go before it begins, and score the prediction afterwards (in the report's `plan`); --mode auto always does
+    #[arg(long)]
+    pub(crate) plan: bool,
     /// Leave out what the guest says is free, where it can be asked
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
@@ -411,6 +417,8 @@ pub(crate) enum BenchName {
     Density,
     /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
     Postcopy,
+    /// What `plan` says of migrations, and what they are
+    Plan,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
     Rtt,
     /// Everything there is
@@ -434,7 +442,7 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (not scan, migrate and rtt)
+    /// Write the results as a page with charts to this file (not scan, migrate, rtt and plan)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

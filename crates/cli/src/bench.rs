@@ -2,6 +2,7 @@
 
 mod density;
 mod free_page;
+mod plan;
 mod postcopy;
 mod reaper;
 
@@ -34,8 +35,10 @@ struct Finished {
 }
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
-    if args.html.is_some() && matches!(args.name, BenchName::Scan | BenchName::Migrate | BenchName::Rtt) {
-        bail!("bench scan, migrate and rtt draw no page; leave --html out");
+    if args.html.is_some()
+        && matches!(args.name, BenchName::Scan | BenchName::Migrate | BenchName::Rtt | BenchName::Plan)
+    {
+        bail!("bench scan, migrate, rtt and plan draw no page; leave --html out");
     }
     // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
@@ -48,9 +51,17 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Density => &[density::bench],
         BenchName::Postcopy => &[postcopy::bench],
         BenchName::Rtt => &[rtt],
-        BenchName::All => {
-            &[scan, rtt, migrate, free_page::bench, density::bench, reaper::bench, postcopy::bench]
-        }
+        BenchName::Plan => &[plan::bench],
+        BenchName::All => &[
+            scan,
+            rtt,
+            migrate,
+            plan::bench,
+            free_page::bench,
+            density::bench,
+            reaper::bench,
+            postcopy::bench,
+        ],
     };
     let mut status = Status::Done;
     for bench in wanted {

@@ -17,12 +17,15 @@ pub(crate) enum ModeArg {
     Postcopy,
     /// The guest moves after as much of its memory as is worth while, and the rest follows
     Hybrid,
+    /// As a plan made before says, which is left where the run departs from it
+    Auto,
 }
 
 impl From<ModeArg> for MigrationMode {
     fn from(arg: ModeArg) -> Self {
         match arg {
-            ModeArg::Precopy => Self::Precopy,
+            // What it becomes the plan says.
+            ModeArg::Precopy | ModeArg::Auto => Self::Precopy,
             ModeArg::Postcopy => Self::Postcopy,
             ModeArg::Hybrid => Self::Hybrid,
         }

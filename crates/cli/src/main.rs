@@ -16,6 +16,7 @@ mod metrics;
 mod migrate;
 mod net;
 mod output;
+mod plan;
 mod progress;
 mod report;
 mod rings;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Status(args) => api::status(&args),
         Command::Switch(args) => api::simple(&args.api, "switch"),
         Command::Recover(args) => api::recover(&args),

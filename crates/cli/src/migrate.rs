@@ -68,6 +68,7 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         timeout_ms: args.timeout.map(millis),
         on_timeout: args.on_timeout,
         auto_converge: args.auto_converge,
+        plan: args.plan,
         free_pages: args.free_pages,
         verify: args.verify,
         keep_running: args.keep_running,

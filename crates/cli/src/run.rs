@@ -2,10 +2,11 @@
 
 use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
 use crate::args::RunArgs;
+use crate::choices::ModeArg;
 use crate::console::Console;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, balloon, dirty_rate, metrics, output};
+use crate::{Status, balloon, dirty_rate, metrics, output, plan};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -198,6 +199,11 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
                 let _ = reply.send(measured.map_err(|error| format!("{error:#}")));
                 continue;
             }
+            Order::Plan(request) => {
+                let made = shared.all_here().and_then(|()| plan::order(machine, shared, &request));
+                let _ = reply.send(made.map_err(|error| format!("{error:#}")));
+                continue;
+            }
             Order::Pause => machine.source().pause().map(|()| Place::Paused).map_err(anyhow::Error::new),
             Order::Resume => machine.source().resume().map(|()| Place::Running).map_err(anyhow::Error::new),
             Order::Recover { take } => recover(machine, shared, take),
@@ -280,9 +286,17 @@ fn move_away(
     shared.speed.record();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
     let settings = Settings { stay_awake: shared.stay_awake, ..request.settings() };
+    let mut scores = None;
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
         Uri::File(path) => save(machine.source(), path, &monitor),
+        _ if request.plan || request.mode == ModeArg::Auto => {
+            let planned = plan::moved(machine, shared, request, (uri, tracker), &settings);
+            planned.map(|(moved, scored)| {
+                scores = Some(scored);
+                moved
+            })
+        }
         _ => migrate(machine.source(), uri, tracker, &settings, &monitor),
     };
     let elapsed = began.elapsed();
@@ -322,6 +336,9 @@ fn move_away(
         // Milliseconds since the beginning, writes a second.
         "speed": { "points": points },
     });
+    if let Some(scores) = scores {
+        report["plan"] = scores;
+    }
     shared.end_migration(report, place);
     place
 }

@@ -9,7 +9,9 @@ mod latency;
 mod lazy;
 mod mapped;
 mod monitor;
+pub mod plan;
 mod report;
+mod scratch;
 #[cfg(test)]
 mod sim;
 mod snapshot;

@@ -1,5 +1,6 @@
 //! What can be seen of a migration while it runs, and how it is told to stop.
 
+use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures};
 use crate::source::Settings;
 use std::sync::Mutex;
@@ -130,6 +131,10 @@ pub struct Progress {
     pub runs_there: bool,
     /// Why the link is lost in postcopy, while it is.
     pub interrupted: Option<String>,
+    /// Whether the precopy will end by itself, as of its last pass; `None` before the first has ended, and after the guest was stopped.
+    pub verdict: Option<Verdict>,
+    /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).
+    pub course: Vec<CourseChange>,
     /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].
     pub awaits_recover: bool,
 }
@@ -158,7 +163,9 @@ impl Monitor {
         self.cancel.store(true, Ordering::Release);
     }
 
-    pub(crate) fn cancelled(&self) -> bool {
+    /// Whether somebody has asked for the guest to stay.
+    #[must_use]
+    pub fn cancelled(&self) -> bool {
         self.cancel.load(Ordering::Acquire)
     }
 

@@ -1,6 +1,7 @@
 //! The account of a migration, in the shape of the `migrate --json` document.
 
 use crate::monitor::MigrationState;
+use crate::plan::CourseChange;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use vmferry_wire::{FaultLatency, LazyFigures};
@@ -15,6 +16,9 @@ pub struct Report {
     pub outcome: Option<String>,
     /// What went wrong, in words; `None` if nothing did.
     pub error: Option<String>,
+    /// The target cannot do what was asked for, and has taken nothing: it can be asked for less.
+    #[serde(skip)]
+    pub refused_feature: bool,
     /// Name of the migration, 32 hexadecimal digits.
     pub id: String,
     /// When the guest changed sides.
@@ -51,6 +55,8 @@ pub struct Report {
     pub free_pages: Option<FreePagesFigures>,
     /// How the guest was slowed; `None` if it never was.
     pub throttle: Option<ThrottleFigures>,
+    /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).
+    pub course: Vec<CourseChange>,
     /// CPU time of the engine's threads.
     pub cpu_ms: Cpu,
     /// Pages compared on both sides.

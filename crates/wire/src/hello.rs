@@ -53,6 +53,8 @@ pub enum Role {
     Urgent,
     /// Probes of the link, and their echoes.
     Probe,
+    /// Frames that are thrown away, to learn what the link carries: of no migration.
+    Measure,
 }
 
 impl Role {
@@ -62,6 +64,7 @@ impl Role {
             Self::Bulk => 1,
             Self::Urgent => 2,
             Self::Probe => 3,
+            Self::Measure => 4,
         }
     }
 
@@ -71,7 +74,8 @@ impl Role {
             1 => Ok(Self::Bulk),
             2 => Ok(Self::Urgent),
             3 => Ok(Self::Probe),
-            _ => Err(WireError::Field { what: "role", value: byte.into(), allowed: "0 to 3" }),
+            4 => Ok(Self::Measure),
+            _ => Err(WireError::Field { what: "role", value: byte.into(), allowed: "0 to 4" }),
         }
     }
 }

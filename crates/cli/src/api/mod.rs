@@ -50,6 +50,9 @@ pub(crate) struct MigrateRequest {
     pub(crate) on_timeout: OnTimeoutArg,
     #[serde(default)]
     pub(crate) auto_converge: AutoConvergeArg,
+    /// Predict it, and score the prediction.
+    #[serde(default)]
+    pub(crate) plan: bool,
     #[serde(default)]
     pub(crate) free_pages: OnOff,
     #[serde(default)]
@@ -110,6 +113,7 @@ impl MigrateRequest {
             timeout_ms: None,
             on_timeout: OnTimeoutArg::Cancel,
             auto_converge: AutoConvergeArg::Off,
+            plan: false,
             free_pages: OnOff::On,
             verify: false,
             keep_running: false,

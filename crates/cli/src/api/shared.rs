@@ -5,6 +5,7 @@
 
 use super::{DirtyRateRequest, MigrateRequest};
 use crate::guest::SharedProbe;
+use crate::plan::PlanRequest;
 use crate::speed::{Sample, Speed};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
@@ -25,6 +26,7 @@ pub(crate) enum Order {
     Migrate(Box<MigrateRequest>),
     Recover { take: bool },
     DirtyRate(DirtyRateRequest),
+    Plan(Box<PlanRequest>),
 }
 
 /// An order, and where its answer goes: an empty object, unless something was asked for.
@@ -330,6 +332,11 @@ impl Shared {
                     serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
                 return self.order(Order::DirtyRate(request));
             }
+            "plan" => {
+                let request =
+                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
+                return self.order(Order::Plan(request));
+            }
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))
@@ -377,6 +384,7 @@ impl Shared {
         let abandoned = Arc::new(AtomicBool::new(false));
         let patience = match &order {
             Order::DirtyRate(request) => PATIENCE + request.longest(),
+            Order::Plan(_) => PATIENCE + crate::plan::LONGEST,
             _ => PATIENCE,
         };
         let errand = Errand { order, reply, abandoned: Arc::clone(&abandoned) };

@@ -39,6 +39,11 @@ impl<'a> IoBuf<'a> {
         Self::raw(window.as_ptr(), window.len())
     }
 
+    /// Bytes that it has left.
+    pub(crate) fn len(&self) -> usize {
+        self.raw.iov_len
+    }
+
     /// Whether it is used up.
     pub(crate) fn is_empty(&self) -> bool {
         self.raw.iov_len == 0

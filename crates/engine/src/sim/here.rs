@@ -6,12 +6,13 @@ use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use crate::lacking::Collected;
+use crate::plan::{Auto, Expected};
 use crate::source::events::{Action, Event};
 use crate::source::flight::Flight;
 use crate::source::pending::Pending;
 use crate::source::session::{Phase, Session};
 use crate::source::skip::Skipping;
-use crate::source::{MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath};
+use crate::source::{AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,6 +63,8 @@ pub(super) struct Here {
     pub(super) dead: Vec<bool>,
     pub(super) pending: Pending,
     pub(super) skipping: Option<Skipping>,
+    /// The share of its time that the guest is held for.
+    pub(super) slowed: f64,
     /// For good, not for a rehearsal.
     pub(super) paused: bool,
     pub(super) jobs: Vec<Job>,
@@ -81,6 +84,18 @@ pub(super) fn layout(pages: usize) -> Layout {
     Layout::new(machine(pages).regions).expect("one region")
 }
 
+/// What a migration may do by itself, if anything.
+fn auto(rng: &mut Rng) -> Option<Auto> {
+    rng.per_mille(400).then(|| Auto {
+        postcopy: rng.per_mille(600),
+        throttle: if rng.per_mille(300) { AutoConverge::All } else { AutoConverge::Off },
+        expected: rng.per_mille(500).then(|| Expected {
+            converges: if rng.per_mille(500) { 1.0 } else { 0.0 },
+            longest: Duration::from_micros(1 + rng.below(300_000)),
+        }),
+    })
+}
+
 /// What both machines are.
 pub(super) fn machine(pages: usize) -> MachineConfig {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (pages as u64) << 12 };
@@ -98,14 +113,17 @@ impl Here {
         let pages = memory.pages.len();
         let channels = 1 + u16::try_from(rng.below(4)).expect("small");
         let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
+        let auto = auto(rng);
+        // What changes a course is a downtime that hardly ever fits.
+        let strict = auto.is_some() && rng.per_mille(700);
         let settings = Settings {
-            mode,
+            mode: if strict { MigrationMode::Precopy } else { mode },
             urgent: [UrgentPath::Shared, UrgentPath::Interleaved, UrgentPath::Dedicated][rng.index(3)],
             urgent_channels: 1 + u16::try_from(rng.below(2)).expect("small"),
             pace: if rng.per_mille(500) { Pace::Auto } else { Pace::Off },
             reconnect_for: Duration::from_micros(1 + rng.below(20_000_000)),
             channels,
-            downtime_limit: Duration::from_micros(1 + rng.below(100_000)),
+            downtime_limit: Duration::from_micros(1 + rng.below(if strict { 4_000 } else { 100_000 })),
             timeout: Some(Duration::from_micros(200_000 + rng.below(3_000_000))),
             on_timeout: match rng.below(10) {
                 0..=4 => OnTimeout::Switch,
@@ -113,6 +131,7 @@ impl Here {
                 _ => OnTimeout::Postcopy,
             },
             verify: rng.per_mille(500),
+            auto,
             ..Settings::default()
         };
         let (session, first) = Session::begin(settings.clone(), machine(pages), pages as u64, Duration::ZERO);
@@ -135,6 +154,7 @@ impl Here {
             dead: vec![false; usize::from(channels + settings.urgent_count())],
             pending: Pending::everything(&layout(pages)),
             skipping: here_free::skipping(rng, memory, defect),
+            slowed: 0.0,
             paused: false,
             jobs: (0..channels).map(|_| Job::default()).collect(),
             missing: 0,
@@ -251,6 +271,7 @@ impl World {
                 }
             }
             Action::Remember { .. } => {}
+            Action::Throttle(shares) => self.here.slowed = shares[0],
             Action::SendRest { number } => self.send_rest(number),
             Action::Disconnect => self.disconnect(),
             Action::TakeLacking(piece) => {

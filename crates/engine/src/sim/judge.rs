@@ -2,6 +2,7 @@
 
 use super::source::Outcome;
 use super::world::{Ending, World};
+use crate::source::AutoConverge;
 use crate::target::session::Outcome as TargetOutcome;
 
 impl World {
@@ -42,6 +43,9 @@ impl World {
         if self.faults.calm && *source != Some(Outcome::Completed) && !by_timeout {
             return wrong("nothing was wrong and yet it failed");
         }
+        if let Some(what) = self.course_is_wrong() {
+            return wrong(what);
+        }
         Ok(Ending {
             committed: self.here.committed,
             lazy: self.there.rest,
@@ -49,6 +53,7 @@ impl World {
             skipped: self.here.pending.skipped_count(),
             dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             interruptions: self.here.session.interruptions(),
+            course: self.here.session.course().iter().map(|change| change.what.clone()).collect(),
             crashed: gone,
             source: self.here.outcome,
             target: self.there.outcome,
@@ -59,6 +64,22 @@ impl World {
     /// Whether the target's memory is `model`, as far as anybody will look.
     pub(super) fn same(&self, model: &[u64]) -> bool {
         (0..model.len()).all(|page| !self.memory.counts(page) || self.there.pages[page] == model[page])
+    }
+
+    /// Whether it did by itself what it was not allowed to.
+    fn course_is_wrong(&self) -> Option<&'static str> {
+        let auto = self.here.settings.auto.as_ref();
+        let may = |what: &str| match what {
+            "postcopy" => auto.is_some_and(|auto| auto.postcopy),
+            "throttle" => auto.is_some_and(|auto| auto.throttle != AutoConverge::Off),
+            _ => auto.is_some(),
+        };
+        let course = self.here.session.course();
+        if course.iter().any(|change| !may(&change.what)) {
+            return Some("it changed its course in a way that nobody allowed");
+        }
+        let advice = course.iter().filter(|change| change.what == "advice").count();
+        (advice > 1).then_some("it gave its advice more than once")
     }
 
     fn source_is_wrong(&self, source: &Outcome) -> Option<&'static str> {

@@ -95,7 +95,7 @@ fn no_seed_breaks_a_promise() {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 17] = [
+const KINDS: [Kind; 20] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -112,12 +112,19 @@ const KINDS: [Kind; 17] = [
     ("with damaged pages sent again", |end| end.resent > 0),
     ("moved by precopy without free pages", |end| end.moved() && !end.lazy && end.skipped > 0),
     ("moved by postcopy without free pages", |end| end.moved() && end.lazy && end.skipped > 0),
+    ("moved early by itself", |end| end.lazy && end.moved() && end.did("postcopy")),
+    ("moved after it slowed the guest by itself", |end| end.moved() && end.did("throttle")),
+    ("with advice and nothing else to do", |end| end.did("advice")),
     ("with answers about free pages dropped", |end| end.dropped > 0),
 ];
 
 impl Ending {
     fn whole(&self) -> bool {
         self.source == Some(Outcome::Completed) && self.lazy
+    }
+
+    fn did(&self, what: &str) -> bool {
+        self.course.iter().any(|change| change == what)
     }
 
     fn moved(&self) -> bool {

@@ -68,6 +68,8 @@ pub(super) struct Ending {
     /// Answers about free pages that were dropped.
     pub(super) dropped: u64,
     pub(super) interruptions: u64,
+    /// What the migration did by itself.
+    pub(super) course: Vec<String>,
     /// A host died, or was told to stop with a guest that was not whole.
     pub(super) crashed: bool,
     pub(super) steps: u64,
@@ -463,8 +465,12 @@ impl World {
     fn guest_works(&mut self) {
         let next = 1 + self.rng.below(if self.now < 200_000 { 1_500 } else { 200_000 });
         self.at(next, Item::GuestWrites);
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a thousand")]
+        let held = (self.here.slowed * 1e3) as u64;
         for _ in 0..self.rng.below(4) {
-            if self.here.running && self.rng.per_mille(300) {
+            if self.here.running && self.rng.per_mille(held) {
+                // It stands still.
+            } else if self.here.running && self.rng.per_mille(300) {
                 self.memory.free(&mut self.rng);
             } else if self.here.running {
                 self.memory.write(&mut self.rng);

@@ -450,6 +450,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
             progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
             progress.runs_there = session.runs_there();
+            progress.verdict = session.verdict().cloned();
+            if progress.course.len() != session.course().len() {
+                progress.course = session.course().to_vec();
+            }
             progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
         });
     }

@@ -3,19 +3,21 @@
 mod driver;
 pub(crate) mod events;
 pub(crate) mod flight;
+mod measure;
 pub mod pace;
 pub(crate) mod pending;
-mod policy;
+pub(crate) mod policy;
 pub(crate) mod postcopy;
 pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
 pub(crate) mod skip;
 mod spans;
-mod throttle;
+pub(crate) mod throttle;
 mod timings;
 
 pub use events::{Outcome, Verification};
+pub use measure::probe;
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
 
 use crate::channel::{Pacer, Uri, connect};

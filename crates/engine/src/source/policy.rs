@@ -72,7 +72,7 @@ impl Convergence {
     }
 
     /// Bytes a second to expect once the guest is stopped. Without a limit then, no more than was seen: nobody knows better.
-    fn bandwidth_stopped(&self) -> Option<f64> {
+    pub(crate) fn bandwidth_stopped(&self) -> Option<f64> {
         let seen = self.bandwidth?;
         let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
         Some(match self.stopped {

@@ -9,7 +9,9 @@
 //! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes.
 
 mod ending;
+mod judge;
 mod postcopy;
+pub(crate) use postcopy::CONVERGING;
 mod slow_down;
 mod switchover;
 
@@ -121,6 +123,7 @@ pub(crate) struct Session {
     writers: Vec<u64>,
     /// How much of its time each vCPU stands still; empty if never asked for.
     shares: Vec<f64>,
+    judged: judge::Judged,
     resends: u32,
     again: Vec<RunName>,
     last_ping: (u64, Duration),
@@ -179,6 +182,7 @@ impl Session {
             figures: None,
             writers: Vec::new(),
             shares: Vec::new(),
+            judged: judge::Judged::default(),
             resends: 0,
             again: Vec::new(),
             last_ping: (0, now),
@@ -488,6 +492,7 @@ impl Session {
         };
         let decision = self.policy.decide(outcome, self.fixed_costs());
         self.pass += 1;
+        self.judge(now, outcome, decision);
         if decision == Decision::Switch || self.switch_wanted {
             return self.pause();
         }

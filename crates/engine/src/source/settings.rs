@@ -1,5 +1,6 @@
 //! How to migrate, as the caller says it.
 
+use crate::plan::Auto;
 use std::time::Duration;
 use vmferry_wire::Mode;
 
@@ -122,6 +123,8 @@ pub struct Settings {
     pub on_timeout: OnTimeout,
     /// Whether the guest may be slowed.
     pub auto_converge: AutoConverge,
+    /// What this migration may do by itself when it departs from what was planned; `None` for nothing but what is said here.
+    pub auto: Option<Auto>,
     /// Leave out the pages that the guest says are free, where it can be asked.
     pub free_pages: bool,
     /// Compare every page's digest while the guest is stopped.
@@ -138,7 +141,9 @@ impl Settings {
 
     /// Whether the guest may run on the target before all of its memory is there.
     pub(crate) fn may_be_lazy(&self) -> bool {
-        self.mode != MigrationMode::Precopy || self.on_timeout == OnTimeout::Postcopy
+        self.mode != MigrationMode::Precopy
+            || self.on_timeout == OnTimeout::Postcopy
+            || self.auto.as_ref().is_some_and(|auto| auto.postcopy)
     }
 
     /// The mode as the target has to know it.
@@ -177,6 +182,7 @@ impl Default for Settings {
             timeout: None,
             on_timeout: OnTimeout::Cancel,
             auto_converge: AutoConverge::Off,
+            auto: None,
             free_pages: true,
             verify: false,
             peer_timeout: Duration::from_secs(10),

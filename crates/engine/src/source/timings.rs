@@ -11,7 +11,7 @@ use crate::report::{
 use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_wire::{ToSource, ToTarget};
+use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]
 pub(super) struct Timings {
@@ -242,6 +242,8 @@ impl Timings {
             state,
             outcome: word(state),
             error,
+            refused_feature: self.passes.is_empty()
+                && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
             id: ground.migration.to_string(),
             mode: ground.settings.mode.to_string(),
             postcopy: session.figures.as_ref().map(PostcopyFigures::from),
@@ -265,6 +267,7 @@ impl Timings {
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
             ring: tracker.ring(),
             throttle: self.throttle(held),
+            course: session.course().to_vec(),
             cpu_ms: Cpu {
                 source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
                 destination: ms(session.target_cpu),

@@ -97,14 +97,19 @@ impl Link {
         match role {
             Role::Urgent => &mut self.urgent,
             Role::Probe => &mut self.probe,
-            // A control channel has no place among these and is never looked up here.
-            Role::Bulk | Role::Control => &mut self.bulk,
+            // A control channel, and one that is measured, has no place among these and is never looked up here.
+            Role::Bulk | Role::Control | Role::Measure => &mut self.bulk,
         }
     }
 
     /// Answers a connection that is no control channel. Some: it is one of ours, and served.
     pub(super) fn connected(&mut self, incoming: Incoming) -> Option<io::Result<()>> {
         let Incoming { stream, hello } = incoming;
+        if hello.role == Role::Measure {
+            // A link that carries a guest cannot be measured.
+            let _ = answer(&stream, &hello, Err(RefusalCode::Busy));
+            return None;
+        }
         let wanted = match hello.role {
             Role::Bulk => self.tokens.bulk,
             _ => self.tokens.urgent,

@@ -3,6 +3,7 @@
 mod channels;
 mod driver;
 pub(crate) mod lazy;
+mod measure;
 mod probe;
 pub(crate) mod receiver;
 mod relink;
@@ -15,6 +16,7 @@ use crate::channel::{Listener, answer};
 use crate::vm::TargetVm;
 use crate::{MigrateError, channel::Incoming};
 use driver::{Driver, Input};
+use measure::Measuring;
 use serde::Serialize;
 use session::Outcome;
 use std::collections::VecDeque;
@@ -116,7 +118,7 @@ pub fn receive(
             .name("target-accept".into())
             .spawn_scoped(scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
-        let mut waiting = VecDeque::new();
+        let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
         let mut attempts = 0;
         let result = loop {
             if arrival.stopped() {
@@ -125,6 +127,10 @@ pub fn receive(
             let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv_timeout(POLL));
             let Ok((_, Input::Connected(incoming))) = next else { continue };
             let incoming = *incoming;
+            if incoming.hello.role == Role::Measure {
+                measuring.take(incoming);
+                continue;
+            }
             if incoming.hello.role != Role::Control {
                 refuse(&incoming);
                 continue;

@@ -11,7 +11,7 @@ use vmferry_wire::{LazyFigures, Refusal, Section, ToSource, ToTarget};
 
 /// A pass that leaves more than this share of what the pass before left is the last, in hybrid mode: the guest dirties about as
 /// fast as the link carries.
-const CONVERGING: f64 = 0.75;
+pub(crate) const CONVERGING: f64 = 0.75;
 /// How long after a loss the link is tried to be taken up again; then twice as long, up to the longest.
 const FIRST_TRY: Duration = Duration::from_millis(50);
 const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);

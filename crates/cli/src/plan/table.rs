@@ -1,0 +1,141 @@
+//! A plan as people read it.
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::Value;
+
+/// A figure for people.
+type Shown = fn(f64) -> String;
+
+/// The table, and what it means in words.
+pub(super) fn text(plan: &Value) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"]);
+    for mode in plan["modes"].as_array().into_iter().flatten() {
+        let name = mode["mode"].as_str().unwrap_or("?");
+        let star = if plan["recommended"] == mode["mode"] { "* " } else { "  " };
+        let mut row = vec![Cell::new(format!("{star}{name}")), Cell::new(converges(mode))];
+        let columns: [(&str, Shown); 5] = [
+            ("total_ms", time),
+            ("downtime_ms", time),
+            ("bytes", size),
+            ("slowdown", percent),
+            ("passes", count),
+        ];
+        for (name, shown) in columns {
+            row.push(Cell::new(interval(&mode[name], shown)).set_alignment(CellAlignment::Right));
+        }
+        table.add_row(row);
+    }
+    let text = |name: &str| plan[name].as_str().unwrap_or("?").to_owned();
+    format!(
+        "{table}\nExpected, and in brackets between what nine of ten runs on paper lie.\n\nrecommended  {}: {}\nhow sure     {}\n\
+         measured     {}\nthat cost    {}",
+        text("recommended"),
+        text("reason"),
+        text("certainty"),
+        measured(&plan["inputs"]),
+        cost(&plan["guest_cost"]),
+    )
+}
+
+fn converges(mode: &Value) -> String {
+    let percent = mode["probability"].as_f64().unwrap_or(0.0) * 100.0;
+    match mode["converges"].as_str() {
+        Some("yes") => "yes".into(),
+        Some("no") => "no".into(),
+        _ => format!("perhaps ({percent:.0} %)"),
+    }
+}
+
+fn interval(value: &Value, shown: Shown) -> String {
+    let number = |name: &str| value[name].as_f64().map(shown);
+    match (number("low"), number("expected"), number("high")) {
+        (Some(low), Some(expected), Some(high)) if low == high => expected,
+        (Some(low), Some(expected), Some(high)) => format!("{expected} ({low} to {high})"),
+        _ => "-".into(),
+    }
+}
+
+fn time(ms: f64) -> String {
+    match ms {
+        ms if ms >= 9950.0 => format!("{:.0} s", ms / 1e3),
+        ms if ms >= 995.0 => format!("{:.1} s", ms / 1e3),
+        ms => format!("{ms:.0} ms"),
+    }
+}
+
+fn size(bytes: f64) -> String {
+    let mib = bytes / f64::from(1 << 20);
+    if mib >= 1000.0 { format!("{:.1} GiB", mib / 1024.0) } else { format!("{mib:.0} MiB") }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", share * 100.0)
+}
+
+fn count(value: f64) -> String {
+    format!("{value:.0}")
+}
+
+fn measured(inputs: &Value) -> String {
+    let number = |name: &str| inputs[name].as_f64().unwrap_or(0.0);
+    let link = &inputs["link"];
+    let said = if link["measured"] == true { "" } else { " (as was said)" };
+    let last = inputs["curve"].as_array().and_then(|curve| curve.last()).cloned().unwrap_or_default();
+    format!(
+        "{} of {} hold content; link {:.0} MB/s{said}, round trip {:.2} ms; {} dirtied within {}; stopping takes {:.1} ms",
+        size((number("touched_pages") - number("zero_pages") - number("free_pages")) * 4096.0),
+        size(number("memory_pages") * 4096.0),
+        link["bytes_per_s"].as_f64().unwrap_or(0.0) / 1e6,
+        link["round_trip_s"].as_f64().unwrap_or(0.0) * 1e3,
+        size(last["pages"].as_f64().unwrap_or(0.0) * 4096.0),
+        time(last["window_s"].as_f64().unwrap_or(0.0) * 1e3),
+        (inputs["costs"]["pause_s"].as_f64().unwrap_or(0.0)
+            + 2.0 * inputs["costs"]["save_s"].as_f64().unwrap_or(0.0))
+            * 1e3,
+    )
+}
+
+fn cost(cost: &Value) -> String {
+    let number = |name: &str| cost[name].as_f64().unwrap_or(0.0);
+    format!(
+        "the guest's writes were tracked for {}, {} page faults of it took about {}; it was stopped {} times for {:.1} ms in all",
+        time(number("tracked_ms")),
+        count(number("faults")),
+        time(number("faults_ms")),
+        count(number("pauses")),
+        number("paused_ms"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_plan_is_a_table_and_words() {
+        let interval =
+            |low: f64, expected: f64, high: f64| json!({ "low": low, "expected": expected, "high": high });
+        let plan = json!({
+            "modes": [
+                { "mode": "precopy", "converges": "borderline", "probability": 0.4, "total_ms": interval(900.0, 1000.0, 12_000.0) },
+                { "mode": "hybrid", "converges": "yes", "probability": 1.0, "bytes": interval(1e9, 1e9, 1e9) },
+            ],
+            "recommended": "hybrid", "reason": "because", "certainty": "not very",
+            "inputs": { "link": { "bytes_per_s": 1e8, "measured": false } },
+        });
+        let text = text(&plan);
+        for part in [
+            "perhaps (40 %)",
+            "1.0 s (900 ms to 12 s)",
+            "* hybrid",
+            "954 MiB",
+            "hybrid: because",
+            "as was said",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! How many pages a guest dirties within a time: fitted to a few measured windows, and carried on beyond them.
+//!
+//! What a pass leaves depends on *which* pages it sends: hot pages are dirty again at once, cold ones hardly ever. A curve
+//! alone does not tell; so it is taken apart into classes of pages that are written alike. A guest that writes at random, by
+//! whatever skew, is a sum of classes `n (1 - exp(-t/tau))`; one that walks through its memory is one class `min(n, r t)`.
+
+use serde::{Deserialize, Serialize};
+
+/// Pages that had been written at least once by the end of a window.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct CurvePoint {
+    /// Since all pages were protected, in seconds.
+    pub window_s: f64,
+    /// How many.
+    pub pages: f64,
+}
+
+/// How the pages of a class are written.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Kernel {
+    /// Each at random, so many times a second.
+    Random(f64),
+    /// One after the other, round and round: each so many times a second.
+    Cyclic(f64),
+}
+
+impl Kernel {
+    /// The share of pages that are written within `time`.
+    pub(crate) fn within(self, time: f64) -> f64 {
+        match self {
+            Self::Random(often) => -(-often * time).exp_m1(),
+            Self::Cyclic(often) => (often * time).clamp(0.0, 1.0),
+        }
+    }
+
+    /// The mean of that over times from `from` to `to`.
+    pub(crate) fn mean_within(self, from: f64, to: f64) -> f64 {
+        if to - from < 1e-9 {
+            return self.within(to);
+        }
+        match self {
+            Self::Random(often) => {
+                let part = ((-often * from).exp() - (-often * to).exp()) / (often * (to - from)).max(1e-12);
+                (1.0 - part).clamp(0.0, 1.0)
+            }
+            Self::Cyclic(often) => {
+                // The integral of min(1, often t).
+                let area = |t: f64| {
+                    let full = 1.0 / often.max(1e-12);
+                    if t <= full { often * t * t / 2.0 } else { full / 2.0 + (t - full) }
+                };
+                ((area(to) - area(from)) / (to - from)).clamp(0.0, 1.0)
+            }
+        }
+    }
+
+    /// The same pages, written `factor` times as often.
+    pub(crate) fn faster(self, factor: f64) -> Self {
+        match self {
+            Self::Random(often) => Self::Random(often * factor),
+            Self::Cyclic(often) => Self::Cyclic(often * factor),
+        }
+    }
+}
+
+/// Pages that are written alike.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Class {
+    /// How many.
+    pub(crate) pages: f64,
+    pub(crate) kernel: Kernel,
+}
+
+/// A guest's writes.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Curve {
+    pub(crate) classes: Vec<Class>,
+    /// The largest deviation from what was measured, as a share of it: how much the fit is worth.
+    pub(crate) misfit: f64,
+    /// The longest window that was measured, in seconds: beyond is extrapolated.
+    pub(crate) known_s: f64,
+}
+
+/// A walk is believed if its pages lie in runs of at least this many, on average.
+const RUN_OF_A_WALK: f64 = 32.0;
+
+impl Curve {
+    /// Fits `points`, which ascend, of a guest with so many pages; `run` is the mean length of the runs in which the pages of a short
+    /// window lie.
+    pub(crate) fn fit(points: &[CurvePoint], most: f64, run: f64) -> Self {
+        let known_s = points.last().map_or(0.0, |point| point.window_s);
+        let random = random(points, most);
+        let misfit_random = misfit(&random, points);
+        let walk = walk(points, most);
+        let misfit_walk = misfit(&walk, points);
+        let walks = run >= RUN_OF_A_WALK && misfit_walk < 0.1;
+        let (classes, misfit) = if walks { (walk, misfit_walk) } else { (random, misfit_random) };
+        Self { classes, misfit, known_s }
+    }
+
+    /// Pages written within `time`.
+    pub(crate) fn pages(&self, time: f64) -> f64 {
+        total(&self.classes, time)
+    }
+
+    /// A guest that does everything `factor` times as fast.
+    pub(crate) fn faster(&self, factor: f64) -> Self {
+        let faster = |class: &Class| Class { kernel: class.kernel.faster(factor), ..*class };
+        Self { classes: self.classes.iter().map(faster).collect(), ..*self }
+    }
+}
+
+fn total(classes: &[Class], time: f64) -> f64 {
+    classes.iter().map(|class| class.pages * class.kernel.within(time)).sum()
+}
+
+fn misfit(classes: &[Class], points: &[CurvePoint]) -> f64 {
+    let off =
+        |point: &CurvePoint| (total(classes, point.window_s) - point.pages).abs() / point.pages.max(64.0);
+    points.iter().map(off).fold(0.0, f64::max)
+}
+
+/// `min(n, r t)`: the rate of the points before the knee, for each place that the knee can be at.
+fn walk(points: &[CurvePoint], most: f64) -> Vec<Class> {
+    let last = points.last().map_or(0.0, |point| point.pages);
+    let candidates = (0..points.len()).map(|knee| {
+        let before = &points[..=knee];
+        let rate = before.iter().map(|p| p.pages * p.window_s).sum::<f64>()
+            / before.iter().map(|p| p.window_s * p.window_s).sum::<f64>().max(1e-12);
+        let size = if knee + 1 == points.len() { most } else { last }.max(1.0);
+        vec![Class { pages: size, kernel: Kernel::Cyclic(rate / size) }]
+    });
+    // Whose end cannot be told from the last window is taken to go on.
+    let rounded = |classes: &[Class]| (misfit(classes, points) * 100.0).round();
+    candidates.rev().min_by(|a, b| rounded(a).total_cmp(&rounded(b))).unwrap_or_default()
+}
+
+/// Rates on a grid of powers, how many pages each has by non-negative least squares (coordinate descent: the problem is convex,
+/// small, and need not be solved to the last digit).
+fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
+    let (Some(first), Some(last)) = (points.first(), points.last()) else { return Vec::new() };
+    let (slowest, fastest) = (0.02 / last.window_s, 8.0 / first.window_s);
+    const GRID: usize = 40;
+    let rate = |at: usize| slowest * (fastest / slowest).powf(at as f64 / (GRID - 1) as f64);
+    let columns: Vec<Vec<f64>> = (0..GRID)
+        .map(|at| points.iter().map(|point| Kernel::Random(rate(at)).within(point.window_s)).collect())
+        .collect();
+    // Relative errors count, so that a short window is worth as much as a long one.
+    let weights: Vec<f64> = points.iter().map(|point| point.pages.max(64.0).powi(-2)).collect();
+    let mut sizes = vec![0.0; GRID];
+    let mut rest: Vec<f64> = points.iter().map(|point| point.pages).collect();
+    for _ in 0..3000 {
+        for (column, size) in columns.iter().zip(&mut sizes) {
+            let along = |values: &[f64]| {
+                column.iter().zip(values).zip(&weights).map(|((c, v), w)| c * v * w).sum::<f64>()
+            };
+            let step = along(&rest) / along(column).max(1e-30);
+            let next = (*size + step).clamp(0.0, most);
+            let change = next - *size;
+            *size = next;
+            rest.iter_mut().zip(column).for_each(|(r, c)| *r -= change * c);
+        }
+    }
+    let mut classes: Vec<Class> = (0..GRID)
+        .filter(|at| sizes[*at] > 0.01)
+        .map(|at| Class { pages: sizes[at], kernel: Kernel::Random(rate(at)) })
+        .collect();
+    fit_into(&mut classes, most, last.window_s);
+    classes
+}
+
+/// The slow classes, of which only the beginning was seen, become one that is as large as memory allows and begins as they do.
+fn fit_into(classes: &mut Vec<Class>, most: f64, seen: f64) {
+    let sum = |classes: &[Class]| classes.iter().map(|class| class.pages).sum::<f64>();
+    if sum(classes) <= most {
+        return;
+    }
+    let often = |class: &Class| match class.kernel {
+        Kernel::Random(often) | Kernel::Cyclic(often) => often,
+    };
+    let (slow, quick): (Vec<Class>, Vec<Class>) = classes.iter().partition(|class| often(class) * seen < 0.7);
+    let slope: f64 = slow.iter().map(|class| class.pages * often(class)).sum();
+    let pages = (most - sum(&quick)).max(most * 0.01);
+    *classes = quick;
+    classes.insert(0, Class { pages, kernel: Kernel::Random(slope / pages) });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOWS: [f64; 7] = [0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6];
+
+    fn points(curve: impl Fn(f64) -> f64) -> Vec<CurvePoint> {
+        WINDOWS.iter().map(|window_s| CurvePoint { window_s: *window_s, pages: curve(*window_s) }).collect()
+    }
+
+    fn near(got: f64, want: f64, share: f64) {
+        assert!((got - want).abs() <= want.abs() * share, "{got} and not {want}");
+    }
+
+    #[test]
+    fn a_uniform_guest_saturates_where_it_does() {
+        let uniform = |t: f64| 16_384.0 * (1.0 - (-30_000.0 / 16_384.0 * t).exp());
+        let curve = Curve::fit(&points(uniform), 65_536.0, 2.0);
+        for time in [0.03, 0.3, 1.0, 3.0, 10.0] {
+            near(curve.pages(time), uniform(time), 0.05);
+        }
+    }
+
+    #[test]
+    fn a_skewed_guest_has_hot_pages_and_a_tail() {
+        let weight = |k: u32| f64::from(k).powf(-0.99);
+        let sum: f64 = (1..=20_000).map(weight).sum();
+        let zipf = |t: f64| (1..=20_000).map(|k| -(-20_000.0 * weight(k) / sum * t).exp_m1()).sum::<f64>();
+        let curve = Curve::fit(&points(zipf), 65_536.0, 2.0);
+        for time in [0.03, 0.3, 1.0, 3.0] {
+            near(curve.pages(time), zipf(time), 0.06);
+        }
+        assert!(curve.classes.len() > 2, "{curve:?}");
+    }
+
+    #[test]
+    fn a_walk_is_a_line_with_an_end() {
+        let walk = |t: f64| (30_000.0 * t).min(20_000.0);
+        let curve = Curve::fit(&points(walk), 65_536.0, 500.0);
+        assert!(matches!(curve.classes[..], [Class { kernel: Kernel::Cyclic(_), .. }]));
+        near(curve.pages(0.5), 15_000.0, 0.02);
+        near(curve.pages(5.0), 20_000.0, 0.02);
+        // One whose end was not seen goes on.
+        let curve = Curve::fit(&points(|t| 10_000.0 * t), 1e6, 500.0);
+        near(curve.pages(5.0), 50_000.0, 0.02);
+    }
+
+    #[test]
+    fn a_quiet_guest_is_quiet_and_nothing_is_nothing() {
+        assert!(Curve::fit(&points(|_| 0.0), 1e5, 1.0).pages(100.0) < 1.0);
+        assert_eq!(Curve::fit(&[], 1e5, 1.0).pages(1.0), 0.0);
+    }
+
+    #[test]
+    fn no_more_is_dirtied_than_there_is() {
+        let curve = Curve::fit(&points(|t| 40_000.0 * t), 70_000.0, 1.0);
+        assert!(curve.pages(1e6) <= 70_001.0 * 1.02, "{}", curve.pages(1e6));
+        near(curve.pages(0.4), 16_000.0, 0.15);
+    }
+
+    #[test]
+    fn means_are_means() {
+        for kernel in [Kernel::Random(2.0), Kernel::Cyclic(2.0)] {
+            let (from, to) = (0.2, 1.3);
+            let steps = 10_000;
+            let at = |i: i32| kernel.within(from + (to - from) * (f64::from(i) + 0.5) / f64::from(steps));
+            let mean = (0..steps).map(at).sum::<f64>() / f64::from(steps);
+            assert!((kernel.mean_within(from, to) - mean).abs() < 1e-4, "{kernel:?}");
+        }
+    }
+}

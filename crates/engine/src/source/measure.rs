@@ -1,0 +1,265 @@
+//! The source's side of measuring a link: a pass over memory of our own, as many channels wide as the migration will be, sent by the very
+//! code that sends guests. No byte of the guest leaves before it moves.
+
+use super::sender::{Sender, SenderError, Shared};
+use super::settings::Settings;
+use crate::channel::{Pacer, Stream, Uri, connect};
+use crate::monitor::Counters;
+use crate::plan::Link;
+use crate::scratch::{SCRATCH, SCRATCH_PAGES, Scratch};
+use crate::vm::{GuestMemory, NothingToProtect};
+use crate::{MigrateError, random};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_memory::{PAGE_BYTES, PageRun};
+use vmferry_wire::{FrameKind, MigrationId, REQUEST_BYTES, Request, Role, Token, WireError};
+
+/// Pages that a channel sends before anything counts: connections begin slowly.
+const WARM_UP: u64 = 256;
+/// How long a round of pages is to take, and all of them together.
+const ROUND: Duration = Duration::from_millis(60);
+const LONGEST: Duration = Duration::from_millis(800);
+/// How long a round trip may take before the link is as good as dead.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Round trips that are looked at, of which the median counts.
+const TRIPS: usize = 9;
+/// What is never sure: the link in a minute is not the link now.
+const LEAST_SPREAD: f64 = 0.02;
+/// Most channels that a target measures at once.
+const MOST_CHANNELS: u16 = 8;
+
+/// What one round was like.
+#[derive(Debug, Clone, Copy)]
+struct Round {
+    bytes: f64,
+    elapsed: Duration,
+}
+
+/// Measures what the link to `uri` carries on the channels of `settings`, and no faster than they allow. The target, which waits for a
+/// guest, takes at most 32 MiB a channel into memory that it drops afterwards; it takes about a second at most, longer only where the link
+/// carries less than a few MB/s.
+///
+/// # Errors
+/// If nobody waits there, or who waits does not measure.
+pub fn probe(uri: &Uri, settings: &Settings) -> Result<Link, MigrateError> {
+    let scratch = Scratch::new()?;
+    fill(&scratch)?;
+    let migration = MigrationId(random()?);
+    let channels = settings.channels.clamp(1, MOST_CHANNELS);
+    let began = Instant::now();
+    let open = |index| {
+        let channel = (migration, Role::Measure, index, Token::NONE);
+        let stream = connect(uri, channel, settings.insecure, settings.peer_timeout)?;
+        let timeouts = stream.set_timeouts(Some(PATIENCE), Some(PATIENCE));
+        timeouts.map_err(|source| MigrateError::Connect { uri: uri.to_string(), source })?;
+        Ok(Arc::new(stream))
+    };
+    let streams: Vec<Arc<Stream>> = (0..channels).map(open).collect::<Result<_, MigrateError>>()?;
+    let connect_s = began.elapsed().as_secs_f64() / f64::from(channels);
+    let ground = Ground {
+        scratch: &scratch,
+        pacer: Pacer::new(settings.max_bandwidth),
+        counters: Counters::default(),
+        stop: AtomicBool::new(false),
+        channels,
+    };
+    let failed = |why: String| MigrateError::Peer { uri: uri.to_string(), source: WireError::Message(why) };
+    let measured = ground.measure(&streams).map_err(failed)?;
+    streams.iter().for_each(|stream| stream.shutdown());
+    Ok(Link { connect_s, ..measured })
+}
+
+/// Content that no digest takes for zeros and no page shares.
+fn fill(scratch: &Scratch) -> Result<(), MigrateError> {
+    let mut state: u64 = 0x9e37_79b9_7f4a_7c15;
+    let mut page = [0; PAGE_BYTES];
+    let all = PageRun::from(0..SCRATCH_PAGES);
+    let window =
+        scratch.memory().window(SCRATCH, all).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    for at in 0..window.pages() {
+        for word in page.chunks_exact_mut(8) {
+            // Xorshift (Marsaglia, 2003).
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        window.write_page(at, &page);
+    }
+    Ok(())
+}
+
+struct Ground<'a> {
+    scratch: &'a Scratch,
+    pacer: Pacer,
+    counters: Counters,
+    stop: AtomicBool,
+    channels: u16,
+}
+
+impl Ground<'_> {
+    fn measure(&self, streams: &[Arc<Stream>]) -> Result<Link, String> {
+        let mut lines: Vec<Line<'_>> =
+            streams.iter().zip(0..).map(|(stream, index)| Line::new(self, stream, index)).collect();
+        let mut trips = (0..TRIPS).map(|_| lines[0].exchange(0)).collect::<Result<Vec<_>, _>>()?;
+        trips.sort_unstable();
+        let round_trip = trips[TRIPS / 2];
+        let began = Instant::now();
+        let warm = self.round(&mut lines, WARM_UP)?;
+        let (mut rounds, mut at, mut last) = (Vec::new(), WARM_UP, warm);
+        let cpu_before = self.counters.cpu_us.load(Ordering::Relaxed);
+        while at < SCRATCH_PAGES && (rounds.len() < 2 || began.elapsed() + ROUND < LONGEST) {
+            let each = self.pages_for(last, round_trip).min(SCRATCH_PAGES - at);
+            last = self.round(&mut lines, each)?;
+            at += each;
+            rounds.push(last);
+        }
+        let cpu_us = self.counters.cpu_us.load(Ordering::Relaxed) - cpu_before;
+        let pages = (at - WARM_UP) as f64 * f64::from(self.channels);
+        let (bytes_per_s, spread) = rate(&rounds, round_trip);
+        tracing::debug!("measured the link: round trip {round_trip:?}, {rounds:?}");
+        Ok(Link {
+            bytes_per_s,
+            spread,
+            round_trip_s: round_trip.as_secs_f64(),
+            cpu_page_s: cpu_us as f64 / 1e6 / pages.max(1.0),
+            connect_s: 0.0,
+            measured: true,
+        })
+    }
+
+    /// Pages a channel for the next round, by how long the last one took.
+    fn pages_for(&self, last: Round, round_trip: Duration) -> u64 {
+        let rate = last.bytes / last.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
+        let pages = rate * ROUND.as_secs_f64() / f64::from(self.channels) / PAGE_BYTES as f64;
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "clamped to what there is"
+        )]
+        let pages = pages.clamp(32.0, SCRATCH_PAGES as f64) as u64;
+        pages
+    }
+
+    /// So many pages on each channel at once.
+    fn round(&self, lines: &mut [Line<'_>], pages: u64) -> Result<Round, String> {
+        let before = self.counters.wire_bytes.load(Ordering::Relaxed);
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            let send = |line| {
+                let work = move || {
+                    let sent = Line::exchange(line, pages);
+                    self.counters.add_thread_cpu();
+                    sent
+                };
+                std::thread::Builder::new()
+                    .name("measure".into())
+                    .spawn_scoped(scope, work)
+                    .map_err(|error| error.to_string())
+            };
+            let threads: Vec<_> = lines.iter_mut().map(send).collect::<Result<_, _>>()?;
+            threads.into_iter().try_for_each(|thread| match thread.join() {
+                Ok(sent) => sent.map(drop),
+                Err(_) => Err("a thread panicked".into()),
+            })
+        })?;
+        let bytes = (self.counters.wire_bytes.load(Ordering::Relaxed) - before) as f64;
+        Ok(Round { bytes, elapsed: began.elapsed() })
+    }
+}
+
+/// Bytes a second of the median round, and how far the median of the others is from that. What disturbs a round (a busy host)
+/// makes it slower, never faster.
+fn rate(rounds: &[Round], round_trip: Duration) -> (f64, f64) {
+    let seconds = |round: &Round| round.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
+    let mut rates: Vec<f64> = rounds.iter().map(|round| round.bytes / seconds(round)).collect();
+    let median = |values: &mut Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(1.0)
+    };
+    let middle = median(&mut rates).max(1.0);
+    let mut off = rates.iter().map(|rate| (rate / middle - 1.0).abs()).collect();
+    let spread = if rates.len() < 2 { 0.1 } else { median(&mut off) };
+    (middle, spread.clamp(LEAST_SPREAD, 0.3))
+}
+
+/// One channel.
+struct Line<'a> {
+    sender: Sender<'a, Arc<Stream>>,
+    stream: Arc<Stream>,
+    pass: u32,
+    at: u64,
+}
+
+impl<'a> Line<'a> {
+    fn new(ground: &'a Ground<'_>, stream: &Arc<Stream>, index: u16) -> Self {
+        let shared = Shared {
+            memory: ground.scratch.memory(),
+            protect: &NothingToProtect,
+            pacer: &ground.pacer,
+            counters: &ground.counters,
+            stop: &ground.stop,
+            channels: ground.channels,
+        };
+        Self {
+            sender: Sender::new(shared, Arc::clone(stream), index),
+            stream: Arc::clone(stream),
+            pass: 0,
+            at: 0,
+        }
+    }
+
+    /// Sends `pages` and a barrier, and waits until the target has them.
+    fn exchange(&mut self, pages: u64) -> Result<Duration, String> {
+        let began = Instant::now();
+        self.send(pages).map_err(|error| format!("measuring the link failed: {}", said(&error)))?;
+        let mut bytes = [0; REQUEST_BYTES];
+        self.stream
+            .receive_bytes_within(&mut bytes, PATIENCE)
+            .map_err(|error| format!("measuring the link failed: {error}"))?;
+        match Request::decode(&bytes) {
+            Ok(Request::Echo { number, .. }) if number == u64::from(self.pass) => {
+                self.pass += 1;
+                Ok(began.elapsed())
+            }
+            other => Err(format!("the target answered a measurement with {other:?}")),
+        }
+    }
+
+    fn send(&mut self, pages: u64) -> Result<(), SenderError> {
+        let first = self.at.min(SCRATCH_PAGES);
+        let end = (first + pages).min(SCRATCH_PAGES);
+        self.at = end;
+        if first < end {
+            self.sender.send_run(self.pass, SCRATCH, PageRun::from(first..end))?;
+            self.sender.flush(FrameKind::Pages, SCRATCH, self.pass)?;
+        }
+        self.sender.barrier(self.pass)
+    }
+}
+
+fn said(error: &SenderError) -> String {
+    match error {
+        SenderError::Stopped => "it was stopped".into(),
+        SenderError::Link(failed, _) => failed.error.to_string(),
+        SenderError::Vm(error) => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_is_that_of_the_median_round_without_its_round_trip() {
+        let round = |bytes: f64, ms| Round { bytes, elapsed: Duration::from_millis(ms) };
+        let (all, spread) = rate(&[round(10e6, 101), round(10e6, 101)], Duration::from_millis(1));
+        assert!((all - 100e6).abs() < 1.0 && (spread - LEAST_SPREAD).abs() < 1e-9);
+        let disturbed =
+            [round(10e6, 100), round(10e6, 300), round(10e6, 101), round(10e6, 99), round(10e6, 100)];
+        let (all, spread) = rate(&disturbed, Duration::ZERO);
+        assert!((all - 100e6).abs() < 1.0 && spread < 0.05, "{all} {spread}");
+        assert!(rate(&[], Duration::ZERO).0 >= 1.0);
+    }
+}

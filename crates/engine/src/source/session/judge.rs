@@ -1,0 +1,77 @@
+//! What is judged of a precopy after each of its passes, and what it does by itself because of that.
+
+use super::{Phase, Session};
+use crate::plan::{Course, CourseChange, Seen, Standing, Verdict};
+use crate::source::policy::{Decision, PassOutcome};
+use std::time::Duration;
+
+/// A pass that leaves more than this share of what it began with made no headway.
+const HEADWAY: f64 = 0.95;
+
+/// What is kept from pass to pass.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug, Default)]
+pub(super) struct Judged {
+    verdict: Option<Verdict>,
+    before: Option<u64>,
+    stuck: u32,
+    advised: bool,
+    course: Vec<CourseChange>,
+}
+
+impl Session {
+    /// What is to be expected of the passes; none once the guest is being stopped.
+    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+        self.judged.verdict.as_ref().filter(|_| self.phase() == Phase::Precopy)
+    }
+
+    /// What it has done by itself.
+    pub(crate) fn course(&self) -> &[CourseChange] {
+        &self.judged.course
+    }
+
+    /// A pass has ended and left something; `decision` is the policy's.
+    pub(super) fn judge(&mut self, now: Duration, pass: PassOutcome, decision: Decision) {
+        let Some(bandwidth) = self.policy.bandwidth() else { return };
+        let before = self.judged.before.replace(pass.remaining);
+        let standing = Standing {
+            before,
+            left: pass.remaining,
+            pass: pass.elapsed,
+            bandwidth,
+            bandwidth_stopped: self.policy.bandwidth_stopped().unwrap_or(bandwidth),
+            fixed: self.fixed_costs(),
+            limit: self.settings.downtime_limit,
+            throttled: self.shares.iter().any(|share| *share > 0.0),
+        };
+        let verdict = standing.judge();
+        let stuck = verdict.converging != Some(true)
+            && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
+        self.judged.stuck = if stuck { self.judged.stuck + 1 } else { 0 };
+        self.judged.verdict = Some(verdict.clone());
+        if decision == Decision::Switch || self.switch_wanted || self.postcopy_wanted {
+            return;
+        }
+        let Some(auto) = &self.settings.auto else { return };
+        let seen = Seen {
+            passes: self.pass,
+            elapsed: now.saturating_sub(self.started),
+            stuck: self.judged.stuck,
+            standing,
+            verdict,
+            advised: self.judged.advised,
+        };
+        let course = auto.decide(&seen);
+        self.judged.course.extend(course.change(&seen));
+        match course {
+            Course::Keep => {}
+            Course::Postcopy { .. } => self.postcopy_wanted = self.settings.may_be_lazy(),
+            Course::Throttle { how, .. } => {
+                self.settings.auto_converge = how;
+                // What it left was written at full speed: the passes to come are judged anew.
+                self.judged.stuck = 0;
+            }
+            Course::Advise { .. } => self.judged.advised = true,
+        }
+    }
+}

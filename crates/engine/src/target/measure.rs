@@ -1,0 +1,89 @@
+//! The target's side of measuring a link: takes frames as a pass brings them, into memory that is dropped afterwards.
+//!
+//! Who measures is nobody yet, so everything is bounded: how many channels at once, how much and for how long on each. The VM and its
+//! memory are not touched.
+
+use super::receiver::{Arrivals, FrameSource, Mark, ReceiveError, Receiver};
+use crate::channel::{Incoming, IoBuf, Stream, answer};
+use crate::scratch::Scratch;
+use std::cell::Cell;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_wire::{RefusalCode, Request};
+
+/// Most channels that are measured at once, by whomever.
+const MOST_CHANNELS: usize = 8;
+/// How long one may take, and how long it may be silent.
+const LONGEST: Duration = Duration::from_secs(10);
+const SILENCE: Duration = Duration::from_secs(2);
+/// How many bytes one may bring.
+const MOST_BYTES: usize = 256 << 20;
+
+/// The channels that are being measured.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Measuring(Arc<AtomicUsize>);
+
+/// A place among them.
+struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Measuring {
+    /// Serves a channel on a thread of its own, or refuses it.
+    pub(super) fn take(&self, incoming: Incoming) {
+        let free = self.0.fetch_add(1, Ordering::AcqRel) < MOST_CHANNELS;
+        let place = Place(Arc::clone(&self.0));
+        let serve = move || {
+            let verdict = if free { Ok(()) } else { Err(RefusalCode::Busy) };
+            let peer = incoming.stream.peer.clone();
+            let done = answer(&incoming.stream, &incoming.hello, verdict).map_err(ReceiveError::from);
+            if let Err(error) = done.and_then(|()| if free { serve(&incoming.stream) } else { Ok(()) }) {
+                tracing::debug!("{peer}: a measurement ended: {error}");
+            }
+            drop(place);
+        };
+        if let Err(error) = std::thread::Builder::new().name("target-measure".into()).spawn(serve) {
+            tracing::warn!("a measurement was refused: no thread for it: {error}");
+        }
+    }
+}
+
+/// Receives, and says of each barrier that all before it is here.
+fn serve(stream: &Stream) -> Result<(), ReceiveError> {
+    stream.set_timeouts(Some(SILENCE), Some(SILENCE))?;
+    let scratch = Scratch::new().map_err(io::Error::other)?;
+    let arrivals = Arrivals::new(scratch.memory());
+    let bounded = Bounded { stream, until: Instant::now() + LONGEST, left: Cell::new(MOST_BYTES) };
+    let mut receiver = Receiver::new(scratch.memory(), &arrivals, bounded);
+    loop {
+        let Mark::Barrier(pass) = receiver.receive()? else { return Ok(()) };
+        let answer = Request::Echo { number: pass.into(), held_ns: 0 }.encode();
+        stream.send(&mut [IoBuf::from_bytes(&answer)]).map_err(|failed| failed.error)?;
+    }
+}
+
+/// A stream that ends after a while.
+struct Bounded<'a> {
+    stream: &'a Stream,
+    until: Instant,
+    left: Cell<usize>,
+}
+
+impl FrameSource for Bounded<'_> {
+    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        let bytes = bufs.iter().map(IoBuf::len).sum();
+        let Some(left) = self.left.get().checked_sub(bytes).filter(|_| Instant::now() < self.until) else {
+            return Err(io::Error::other(format!(
+                "it brought more than {MOST_BYTES} bytes, or took longer than {LONGEST:?}"
+            )));
+        };
+        self.left.set(left);
+        self.stream.fill(bufs)
+    }
+}
