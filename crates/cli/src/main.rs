@@ -15,7 +15,9 @@ mod guest;
 mod migrate;
 mod net;
 mod output;
+mod overhead;
 mod run;
+mod signals;
 mod speed;
 
 use args::{Cli, Command};
@@ -32,7 +34,7 @@ enum Status {
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
-    /// The guest asked for a reset: whoever started it may start it again.
+    /// The guest asked for a reset and is not started again: whoever started it may.
     Reset = 5,
 }
 
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         Command::Migrate(args) => migrate::migrate(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
+        Command::Powerdown(args) => api::simple(&args.api, "powerdown"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
         Command::Balloon(args) => balloon::balloon(&args),

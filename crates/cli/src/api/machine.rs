@@ -17,6 +17,7 @@ const COMMANDS: &[Command] = &[
     in_band("x-vmferry-dirty-rate"),
     in_band("x-vmferry-migrate"),
     in_band("x-vmferry-pause"),
+    in_band("x-vmferry-powerdown"),
     in_band("x-vmferry-quit"),
     in_band("x-vmferry-recover"),
     in_band("x-vmferry-resume"),
