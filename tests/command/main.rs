@@ -8,4 +8,6 @@ mod generate;
 mod moves;
 mod postcopy;
 mod support;
+mod terminal;
 mod usage;
+mod watching;

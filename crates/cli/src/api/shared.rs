@@ -210,7 +210,7 @@ impl Shared {
         let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
     }
 
-    fn status(&self) -> Value {
+    pub(crate) fn status(&self) -> Value {
         let migration = lock(&self.migration);
         let mut status = match (&migration.report, &migration.monitor) {
             (Some(report), _) => report.clone(),
@@ -278,6 +278,7 @@ impl Shared {
             "disks": self.probe.kvm().map(crate::disk::describe),
             "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
             "net": self.probe.kvm().map(crate::net::describe),
+            "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }
