@@ -2,6 +2,7 @@
 
 mod balloon;
 mod check;
+mod ends;
 mod failures;
 mod generate;
 mod moves;

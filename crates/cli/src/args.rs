@@ -36,6 +36,8 @@ pub(crate) enum Command {
     Pause(ApiArgs),
     /// Let the guest's vCPUs run again
     Resume(ApiArgs),
+    /// Press the guest's power button: it shuts down by itself, if it listens
+    Powerdown(ApiArgs),
     /// End the guest and its process
     Quit(ApiArgs),
     /// How much of its memory the guest is to have, and what it says of it
@@ -177,6 +179,14 @@ pub(crate) enum CpuArg {
     Baseline,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnReset {
+    /// Start the guest again
+    Restart,
+    /// End with status 5
+    Exit,
+}
+
 /// Entries of each vCPU's dirty ring; none for the dirty log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DirtyRing(pub(crate) Option<u32>);
@@ -249,6 +259,13 @@ pub(crate) struct RunArgs {
     /// Give it a source of random numbers; the same on both sides of a move
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) rng: OnOff,
+    /// When the guest resets its machine: start it again, with its kernel read anew, or end with status 5. (A guest that came from
+    /// elsewhere has no kernel here: that ends.)
+    #[arg(long, value_enum, default_value = "restart")]
+    pub(crate) on_reset: OnReset,
+    /// Let KVM wake devices' threads by itself when the guest notifies a device, where it can
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) ioeventfd: OnOff,
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,

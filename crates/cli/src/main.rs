@@ -16,11 +16,13 @@ mod metrics;
 mod migrate;
 mod net;
 mod output;
+mod overhead;
 mod plan;
 mod progress;
 mod report;
 mod rings;
 mod run;
+mod signals;
 mod speed;
 #[cfg(feature = "top")]
 mod top;
@@ -40,7 +42,7 @@ enum Status {
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
-    /// The guest asked for a reset: whoever started it may start it again.
+    /// The guest asked for a reset and is not started again: whoever started it may.
     Reset = 5,
 }
 
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         Command::Migrate(args) => migrate::migrate(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
+        Command::Powerdown(args) => api::simple(&args.api, "powerdown"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
         Command::Balloon(args) => balloon::balloon(&args),

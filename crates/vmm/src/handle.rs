@@ -2,6 +2,7 @@
 
 use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
+use crate::disk::DiskStatus;
 use crate::kvm::Machine;
 use crate::memory::GuestRam;
 use crate::net::{NetStatus, VmNet};
@@ -50,6 +51,12 @@ impl VmHandle {
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// How its disks are doing, in their order.
+    #[must_use]
+    pub fn disk_status(&self) -> Vec<DiskStatus> {
+        self.0.devices.disks().iter().map(crate::disk::VmDisk::status).collect()
     }
 
     /// The dirty rings of its vCPUs, if it was made with them.
@@ -107,6 +114,14 @@ impl VmHandle {
     /// Does nothing to a guest that keeps no statistics page, or whose page has not come yet, and says so by `false`.
     pub fn request_verify(&self, request: u64) -> bool {
         stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
+    }
+
+    /// Presses the power button: a guest that listens to it shuts down. Says whether it does listen.
+    ///
+    /// # Errors
+    /// If KVM refuses.
+    pub fn press_power_button(&self) -> crate::Result<bool> {
+        crate::power::press(&self.0.machine)
     }
 
     /// Queues input for the guest's serial port; says how many bytes were taken.

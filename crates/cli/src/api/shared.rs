@@ -24,9 +24,13 @@ pub(crate) enum Order {
     Pause,
     Resume,
     Migrate(Box<MigrateRequest>),
-    Recover { take: bool },
+    Recover {
+        take: bool,
+    },
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
+    /// Look whether the guest has ended, or the process is to end.
+    Look,
 }
 
 /// An order, and where its answer goes: an empty object, unless something was asked for.
@@ -199,6 +203,13 @@ impl Shared {
         }
         self.quit.store(true, Ordering::Release);
         self.arrival.stop();
+        self.look();
+    }
+
+    /// Has the machine's owner look around. One that has other orders does so anyway.
+    pub(crate) fn look(&self) {
+        let (reply, _) = sync_channel(1);
+        let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
     }
 
     pub(crate) fn status(&self) -> Value {
@@ -266,6 +277,8 @@ impl Shared {
             "received": *lock(&self.received),
             "restore": self.restore(),
             "guest": stats,
+            "disks": self.probe.kvm().map(crate::disk::describe),
+            "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
             "net": self.probe.kvm().map(crate::net::describe),
             "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
@@ -314,6 +327,7 @@ impl Shared {
                 );
             }
             "quit" => self.ask_to_quit(),
+            "powerdown" => crate::signals::press_power_button(self)?,
             "pause" => return self.order(Order::Pause),
             "resume" => return self.order(Order::Resume),
             "recover" => {
