@@ -6,5 +6,6 @@ mod failures;
 mod generate;
 mod moves;
 mod postcopy;
+mod qmp;
 mod support;
 mod usage;
