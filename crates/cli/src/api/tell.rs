@@ -183,9 +183,9 @@ mod tests {
             tell.change(Change::State(MigrationState::Completed));
             tell.migration("completed");
         });
-        let expected = ["RESUME", "MIGRATION \"active\"", "MIGRATION_PASS 1", "STOP", "MIGRATION \"device\""];
-        assert_eq!(names[..5], expected);
-        assert_eq!(names[5..], ["MIGRATION \"completed\""]);
+        let migration = ["MIGRATION \"device\"", "MIGRATION \"completed\""];
+        let before = ["RESUME", "MIGRATION \"active\"", "MIGRATION_PASS 1", "STOP"];
+        assert_eq!(names, [&before[..], &migration].concat());
     }
 
     #[test]
