@@ -8,4 +8,6 @@ mod moves;
 mod postcopy;
 mod qmp;
 mod support;
+mod terminal;
 mod usage;
+mod watching;

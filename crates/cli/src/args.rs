@@ -3,8 +3,12 @@
 use crate::choices::{
     AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
 };
+use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
+use crate::report::ReportArgs;
+#[cfg(feature = "top")]
+use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,7 +30,7 @@ pub(crate) enum Command {
     /// Show it: two processes on this host, and a loaded guest moves between them
     Demo(DemoArgs),
     /// Run a guest, or wait for one from elsewhere
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Move the guest of a running vmferry away
     Migrate(MigrateArgs),
     /// Stop the guest's vCPUs
@@ -41,6 +45,9 @@ pub(crate) enum Command {
     DirtyRate(DirtyRateArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
+    /// Watch guests and their migrations on one screen
+    #[cfg(feature = "top")]
+    Top(TopArgs),
     /// Call a migration off; the guest stays
     Cancel(ApiArgs),
     /// Let a hybrid migration's guest go on at the target now, and the rest of its memory follow
@@ -51,6 +58,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Measure: ours, QEMU and the floor in one run
     Bench(BenchArgs),
+    /// Make one page, to be looked at in a browser, of any results: of migrations (--json, --events) and benches (--json)
+    Report(ReportArgs),
     /// Print what makes a shell complete vmferry's words
     Completions {
         /// The shell
@@ -242,6 +251,12 @@ pub(crate) struct RunArgs {
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
+    /// Tell Prometheus, at this address and the path /metrics, how the guest and its migration are doing
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) metrics: Option<std::net::SocketAddr>,
+    /// Let other hosts read --metrics too, unencrypted and whoever asks
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_public: bool,
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
@@ -358,31 +373,6 @@ pub(crate) struct BalloonArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct DirtyRateArgs {
-    /// Control socket of the vmferry whose guest is measured
-    #[arg(long, value_name = "PATH")]
-    pub(crate) api: PathBuf,
-    /// Count the pages written within each of these; all begin together
-    #[arg(
-        long,
-        value_name = "T,T,..",
-        value_delimiter = ',',
-        default_value = "50ms,100ms,200ms,500ms,1s,2s",
-        value_parser = time
-    )]
-    pub(crate) windows: Vec<Duration>,
-    /// How the guest's writes are found
-    #[arg(long, value_enum, default_value = "auto")]
-    pub(crate) tracker: TrackerArg,
-    /// Who says when dirty rings are harvested
-    #[arg(long, default_value_t, value_name = "POLICY")]
-    pub(crate) reaper: Policy,
-    /// Write the result as JSON to this file, - for standard output
-    #[arg(long, value_name = "FILE")]
-    pub(crate) json: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     /// Write what was found as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -461,7 +451,7 @@ fn workload(text: &str) -> Result<Workload, String> {
     text.parse().map_err(|error: vmferry_guest_abi::WorkloadError| error.to_string())
 }
 
-fn time(text: &str) -> Result<Duration, String> {
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
 }
 

@@ -13,11 +13,18 @@ mod disk;
 mod generate;
 mod guest;
 mod limit;
+mod metrics;
 mod migrate;
 mod net;
 mod output;
+mod progress;
+mod report;
+mod rings;
 mod run;
 mod speed;
+#[cfg(feature = "top")]
+mod top;
+mod traces;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -38,14 +45,7 @@ enum Status {
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("VMFERRY_LOG").unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_target(false)
-        .without_time()
-        .init();
+    let _traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
@@ -61,6 +61,9 @@ fn main() -> ExitCode {
         Command::Recover(args) => api::recover(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
+        #[cfg(feature = "top")]
+        Command::Top(args) => top::top(&args),
+        Command::Report(args) => report::report(&args),
         Command::Completions { shell } => generate::completions(shell),
         Command::Man { folder } => generate::man(&folder),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),

@@ -7,7 +7,7 @@ use crate::console::Console;
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, balloon, dirty_rate, output};
+use crate::{Status, balloon, dirty_rate, metrics, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -29,6 +29,8 @@ const GRACE: Duration = Duration::from_secs(10);
 /// How long if somebody has said that the process is to end: whoever watches the migration looks more often.
 const LAST_GRACE: Duration = Duration::from_secs(1);
 
+/// A guest that was here for less of a migration has no speed of it.
+const SHORTEST: Duration = Duration::from_millis(50);
 /// How long it is kept for others after somebody has read it.
 const LINGER: Duration = Duration::from_millis(200);
 
@@ -47,6 +49,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let shared = Arc::new(Shared::new(args, probe, orders, events.clone()));
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
+    if let Some(address) = args.metrics {
+        let told = Arc::clone(&shared);
+        let source = move || Ok(metrics::text(told.status())?);
+        let exporter = metrics::Exporter::start(address, args.metrics_public, Arc::new(source))?;
+        eprintln!("vmferry: metrics at http://{}/metrics", exporter.address);
+    }
     let on_signal = Arc::clone(&shared);
     ctrlc::set_handler(move || on_signal.ask_to_quit("host-signal")).context("cannot catch Ctrl-C")?;
     if let Some(least) = args.balloon_auto {
@@ -353,6 +361,7 @@ fn move_away(
 ) -> Place {
     let monitor = shared.monitor();
     let speed_before = shared.speed.recent();
+    shared.speed.record();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
     let settings = Settings { stay_awake: shared.stay_awake, ..request.settings() };
     let result = match uri {
@@ -376,20 +385,37 @@ fn move_away(
         }
         Err(error) => (not_begun(&error.to_string()), Place::Running),
     };
+    // From then on its count goes on elsewhere.
+    let left = left_ms(&report);
+    let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));
     let during = before.zip(after.as_ref()).map(|(before, after)| {
         #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
         let writes = after.writes().saturating_sub(before.writes) as f64;
         // Comparing pages stops the guest on request only: that time is nobody's downtime, and not counted here either.
         let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
-        writes / (elapsed.as_secs_f64() - verify).max(1e-3)
+        writes / (here.as_secs_f64() - verify).max(1e-3)
     });
+    // A guest that left at once was not here long enough to have a speed.
+    let during = during.filter(|_| here >= SHORTEST);
+    let mut points = shared.speed.recorded(began);
+    points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
     report["guest"] = json!({
         "before_writes_per_s": speed_before,
         "during_writes_per_s": during,
         "stall_max_us": after.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
+        // Milliseconds since the beginning, writes a second.
+        "speed": { "points": points },
     });
     shared.end_migration(report, place);
     place
+}
+
+/// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
+fn left_ms(report: &Value) -> Option<f64> {
+    let mut phases = report["phases"].as_array().into_iter().flatten();
+    let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
+    matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
+        .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }
 
 /// The document of a migration that did not begin.

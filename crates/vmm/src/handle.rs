@@ -9,6 +9,7 @@ use crate::stats;
 use crate::vcpu::{Board, Exit};
 use std::sync::Arc;
 use std::time::Duration;
+use vmferry_dirty::DirtyRings;
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
 use vmferry_virtio::blk::BlkFigures;
@@ -20,6 +21,7 @@ pub(crate) struct Shared {
     pub(crate) devices: Arc<Devices>,
     pub(crate) machine: Arc<Machine>,
     pub(crate) lazy: Arc<LazySlot>,
+    pub(crate) rings: Option<DirtyRings>,
 }
 
 impl Shared {
@@ -48,6 +50,12 @@ impl VmHandle {
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// The dirty rings of its vCPUs, if it was made with them.
+    #[must_use]
+    pub fn rings(&self) -> Option<&DirtyRings> {
+        self.0.rings.as_ref()
     }
 
     /// What its disks did, in their order.

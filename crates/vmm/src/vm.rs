@@ -81,7 +81,6 @@ pub struct Vm {
     shared: Arc<Shared>,
     stage: Stage,
     incoming: bool,
-    rings: Option<DirtyRings>,
     reaper: Policy,
     throttle: Arc<Throttle>,
     /// There while a vCPU is slowed.
@@ -130,10 +129,9 @@ impl Vm {
         let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
             vcpus,
-            shared: Arc::new(Shared { board, devices, machine, lazy }),
+            shared: Arc::new(Shared { board, devices, machine, lazy, rings }),
             stage: Stage::Empty,
             incoming: options.incoming,
-            rings,
             reaper: Policy::default(),
             throttle,
             nudger: None,
@@ -391,7 +389,7 @@ impl Vm {
     /// The dirty rings of its vCPUs, if it was made with them.
     #[must_use]
     pub fn rings(&self) -> Option<&DirtyRings> {
-        self.rings.as_ref()
+        self.shared.rings.as_ref()
     }
 
     /// Who says when the rings are harvested, for trackers that are made from now on.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use vmferry_guest_abi::CpuSnapshot;
 
 impl Shared {
-    pub(super) fn status(&self) -> Value {
+    pub(crate) fn status(&self) -> Value {
         let mut status = match self.latest() {
             (Some(report), _) => report,
             (None, Some(monitor)) => {
@@ -72,6 +72,7 @@ impl Shared {
             "restore": self.restore(),
             "guest": stats,
             "net": self.probe.kvm().map(crate::net::describe),
+            "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }

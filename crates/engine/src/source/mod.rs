@@ -11,6 +11,7 @@ pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
 pub(crate) mod skip;
+mod spans;
 mod throttle;
 mod timings;
 
