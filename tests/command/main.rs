@@ -8,6 +8,7 @@ mod generate;
 mod moves;
 mod plan;
 mod postcopy;
+mod qmp;
 mod support;
 mod terminal;
 mod usage;

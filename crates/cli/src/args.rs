@@ -1,6 +1,8 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
-use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::choices::{
+    AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+};
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
@@ -278,9 +280,10 @@ pub(crate) struct RunArgs {
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
-    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket), or take it out of file:PATH
-    #[arg(long, value_name = "URI")]
-    pub(crate) incoming: Option<Uri>,
+    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket), or take it out of file:PATH; or be told where later,
+    /// by migrate-incoming on the control socket
+    #[arg(long, value_name = "URI|defer")]
+    pub(crate) incoming: Option<IncomingArg>,
     /// Allow unencrypted connections from other hosts
     #[arg(long)]
     pub(crate) insecure: bool,

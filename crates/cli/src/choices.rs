@@ -4,7 +4,25 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
-use vmferry_engine::{AutoConverge, MigrationMode, OnTimeout, Pace, SwitchoverBandwidth, UrgentPath};
+use vmferry_engine::{
+    AutoConverge, MigrationMode, OnTimeout, Pace, SwitchoverBandwidth, UrgentPath, Uri, UriError,
+};
+
+/// Where a guest comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum IncomingArg {
+    At(Uri),
+    /// Somebody will say.
+    Defer,
+}
+
+impl FromStr for IncomingArg {
+    type Err = UriError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "defer" { Ok(Self::Defer) } else { text.parse().map(Self::At) }
+    }
+}
 
 /// When the guest changes sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]

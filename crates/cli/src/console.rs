@@ -89,7 +89,7 @@ fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
         let tries = if terminal { TRIES } else { u32::MAX };
         pass(&typed[..end.unwrap_or(len)], tries, shared);
         if end.is_some() {
-            shared.ask_to_quit();
+            shared.ask_to_quit("host-ui");
         }
     }
 }

@@ -12,6 +12,7 @@ mod dirty_rate;
 mod disk;
 mod generate;
 mod guest;
+mod limit;
 mod metrics;
 mod migrate;
 mod net;

@@ -2,23 +2,24 @@
 
 use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
-use crate::choices::ModeArg;
+use crate::choices::{IncomingArg, ModeArg};
 use crate::console::Console;
 use crate::guest::Machine;
+use crate::limit::Limiter;
 use crate::speed::{EVERY, Sample};
 use crate::{Status, balloon, dirty_rate, metrics, output, plan, signals};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, Settings,
-    TrackerKind, Uri, migrate, receive, restore, restore_lazy, save, save_copy,
+    LazyRestore, Listener, MigrateError, MigrationState, ReceiveFailure, Report, Settings, TrackerKind, Uri,
+    migrate, receive, restore, restore_lazy, save, save_copy,
 };
 
 /// How often the machine's owner looks whether somebody has seen that the guest has moved.
@@ -40,16 +41,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     if args.die_with_parent {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     }
+    if args.incoming == Some(IncomingArg::Defer) && args.api.is_none() {
+        bail!("--incoming defer needs --api PATH: the control socket is where it is said what to wait for");
+    }
     let mut machine = Machine::build(args)?;
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
-    let shared = Arc::new(Shared::new(
-        args.guest.to_string(),
-        probe,
-        (args.peer_timeout, args.stay_awake.into()),
-        orders,
-    ));
     let events = Events::new().context("cannot make the control socket's descriptor")?;
+    let shared = Arc::new(Shared::new(args, probe, orders, events.clone()));
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
@@ -70,23 +69,19 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let watched = Arc::clone(&shared);
     std::thread::Builder::new().name("speed".into()).spawn(move || {
         loop {
-            watched.speed.look(&watched.probe);
+            watched.observe();
             std::thread::sleep(EVERY);
         }
     })?;
     watch_for_the_end(&shared)?;
-    let result = match &args.incoming {
-        Some(uri) => await_guest(uri, args.insecure, &mut machine, &shared),
-        None => machine.start().map(|()| Arrived::Here(None)),
-    };
-    let (result, restore) = match result {
-        Ok(Arrived::Here(restore)) => {
-            shared.set_place(Place::Running);
-            (serve(&mut machine, args, &shared, &errands), restore)
-        }
+    let (result, restore) = match arrive(args, &mut machine, &shared) {
+        Ok(Arrived::Here(restore)) => (serve(&mut machine, args, &shared, &errands), restore),
         Ok(Arrived::Nobody) => (Ok(Status::Done), None),
         Err(error) => (Err(error), None),
     };
+    if shared.quit.load(Ordering::Acquire) {
+        shared.tell.ends(false, shared.quit_reason());
+    }
     if shared.lacks_pages() {
         // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
         drop(server);
@@ -131,14 +126,58 @@ enum Arrived {
     Here(Option<Box<LazyRestore>>),
 }
 
-/// Waits for a guest, or takes it out of a file.
-fn await_guest(uri: &Uri, insecure: bool, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
-    if let Uri::File(path) = uri {
-        return take_out(path, machine, shared).map(Arrived::Here);
+/// Starts the guest, or gets it from where it is.
+fn arrive(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
+    let arrived = match &args.incoming {
+        None => machine.start().map(|()| Arrived::Here(None)),
+        Some(IncomingArg::At(Uri::File(path))) => take_out(path, machine, shared).map(Arrived::Here),
+        Some(IncomingArg::At(uri)) => Listener::bind(uri, args.insecure)
+            .map_err(Into::into)
+            .and_then(|at| await_guest(at, machine, shared)),
+        Some(IncomingArg::Defer) => deferred(args, machine, shared),
+    };
+    match &arrived {
+        Err(_) => shared.tell.migration("failed"),
+        Ok(Arrived::Here(_)) => {
+            shared.set_place(Place::Running);
+            shared.tell.runs();
+            if args.incoming.is_some() && !shared.lacks_pages() {
+                shared.tell.migration("completed");
+            }
+        }
+        Ok(Arrived::Nobody) => {}
     }
-    let listener = Listener::bind(uri, insecure)?;
+    arrived
+}
+
+/// Waits to be told where to wait.
+fn deferred(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
+    let (sender, incoming) = sync_channel(1);
+    shared.defer(sender);
+    loop {
+        if shared.quit.load(Ordering::Acquire) {
+            return Ok(Arrived::Nobody);
+        }
+        let Ok((uri, reply)) = incoming.recv_timeout(TICK) else { continue };
+        if let Uri::File(path) = &uri {
+            let _ = reply.send(Ok(()));
+            return take_out(path, machine, shared).map(Arrived::Here);
+        }
+        match Listener::bind(&uri, args.insecure) {
+            Ok(listener) => {
+                let _ = reply.send(Ok(()));
+                return await_guest(listener, machine, shared);
+            }
+            Err(error) => drop(reply.send(Err(error.to_string()))),
+        }
+    }
+}
+
+/// Waits for a guest.
+fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
     let at = listener.uri()?.to_string();
     eprintln!("vmferry: waiting for a guest at {at}");
+    shared.tell.migration("setup");
     shared.set_incoming(at);
     match receive(machine.target(), &listener, &shared.arrival) {
         Ok(mut received) => {
@@ -185,16 +224,17 @@ fn serve(
     errands: &Receiver<Errand>,
 ) -> Result<Status> {
     let mut moved: Option<Instant> = None;
+    let mut limiter = Limiter::default();
     loop {
         let quit = shared.quit.load(Ordering::Acquire);
-        if let Some(since) = moved {
+        if let Some(since) = moved.filter(|_| quit || !shared.stay.load(Ordering::Acquire)) {
             // Whoever watches must see it, also if this process was told to end: or would think that it died while it was
             // still needed.
             let longest = if quit { LAST_GRACE } else { GRACE };
             if shared.seen.load(Ordering::Acquire) && since.elapsed() > LINGER || since.elapsed() > longest {
                 return Ok(Status::Done);
             }
-        } else if quit && shared.place() != Place::Unknown {
+        } else if moved.is_none() && quit && shared.place() != Place::Unknown {
             return Ok(Status::Done);
         }
         if let Some((how, status)) = shared.probe.exit()
@@ -204,58 +244,40 @@ fn serve(
                 restart(machine, args, shared, &how)?;
                 continue;
             }
-            shared.set_place(Place::Ended);
-            return ended(&how, status, args);
+            return ended(shared, &how, status, args);
+        }
+        if shared.place() == Place::Running {
+            match limiter.look(machine) {
+                Ok(true) => shared.set_limited(limiter.limited()),
+                Ok(false) => {}
+                Err(error) => tracing::warn!("vCPUs are not held to their limits: {error:#}"),
+            }
         }
         let patience = if moved.is_some() { TICK } else { SELDOM };
         let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
         if abandoned.load(Ordering::Acquire) {
             continue;
         }
-        let result = match order {
-            Order::Look => continue,
-            Order::DirtyRate(request) => {
-                let measured =
-                    shared.all_here().and_then(|()| dirty_rate::measure(machine, shared, &request));
-                let _ = reply.send(measured.map_err(|error| format!("{error:#}")));
-                continue;
-            }
-            Order::Plan(request) => {
-                let made = shared.all_here().and_then(|()| plan::order(machine, shared, &request));
-                let _ = reply.send(made.map_err(|error| format!("{error:#}")));
-                continue;
-            }
-            Order::Pause => machine.source().pause().map(|()| Place::Paused).map_err(anyhow::Error::new),
-            Order::Resume => machine.source().resume().map(|()| Place::Running).map_err(anyhow::Error::new),
-            Order::Recover { take } => recover(machine, shared, take),
+        match order {
+            Order::Look => {}
             Order::Migrate(request) => {
-                // Answered when it has begun; how it goes on is asked for by `status`.
-                match prepare(&request, shared) {
-                    Ok((uri, tracker, reaper)) => {
-                        machine.set_reaper(reaper);
-                        let _ = reply.send(Ok(json!({})));
-                        if move_away(machine, shared, &request, &uri, tracker) == Place::Moved {
-                            moved = Some(Instant::now());
-                        }
-                    }
-                    Err(error) => {
-                        let _ = reply.send(Err(format!("{error:#}")));
-                    }
+                limiter.give_way();
+                if begin(machine, shared, &request, &reply) == Some(Place::Moved) {
+                    moved = Some(Instant::now());
                 }
-                continue;
             }
-        };
-        let result = result.map(|place| {
-            shared.set_place(place);
-            json!({})
-        });
-        let _ = reply.send(result.map_err(|error| format!("{error:#}")));
+            order => {
+                let done = execute(machine, shared, &mut limiter, order);
+                let _ = reply.send(done.map_err(|error| format!("{error:#}")));
+            }
+        }
     }
 }
 
 /// Starts a guest again that has reset its machine. Everything around it stays: disks, networks, the control socket.
 fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) -> Result<()> {
     eprintln!("vmferry: {how}; it is started again");
+    shared.tell.reset();
     machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
     if shared.place() == Place::Paused {
         // Somebody wanted it to stand still before it went that far.
@@ -264,20 +286,80 @@ fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) ->
     Ok(())
 }
 
-/// What the command ends with, for a guest that has ended.
-fn ended(how: &str, status: Status, args: &RunArgs) -> Result<Status> {
+/// What the command ends with, for a guest that has ended by itself.
+fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<Status> {
+    shared.set_place(Place::Ended);
+    shared.tell.stands();
     match status {
-        Status::Failed => bail!("the guest ended: {how}"),
+        Status::Failed => {
+            shared.tell.ends(false, "host-error");
+            bail!("the guest ended: {how}");
+        }
         Status::Reset => {
+            shared.tell.reset();
+            shared.tell.ends(true, "guest-reset");
             let why = match args.on_reset {
                 OnReset::Restart => "it came from elsewhere, and so did its kernel: ",
                 OnReset::Exit => "",
             };
             eprintln!("vmferry: {how}; {why}it is not started again (exit status {})", Status::Reset as u8);
         }
-        _ => {}
+        _ => shared.tell.ends(true, "guest-shutdown"),
     }
     Ok(status)
+}
+
+/// Moves the guest away, if that can be begun; says where it is then. Whoever asked is answered when it has begun; how it goes on is
+/// asked for by `status`.
+fn begin(
+    machine: &mut Machine,
+    shared: &Shared,
+    request: &MigrateRequest,
+    reply: &SyncSender<Result<Value, String>>,
+) -> Option<Place> {
+    match prepare(request, shared) {
+        Ok((uri, tracker, reaper)) => {
+            machine.set_reaper(reaper);
+            let _ = reply.send(Ok(json!({})));
+            Some(move_away(machine, shared, request, &uri, tracker))
+        }
+        Err(error) => {
+            let _ = reply.send(Err(format!("{error:#}")));
+            None
+        }
+    }
+}
+
+/// Everything else that the machine's owner is asked to do.
+fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order: Order) -> Result<Value> {
+    let place = match order {
+        Order::DirtyRate(request) => {
+            limiter.give_way();
+            shared.all_here()?;
+            return dirty_rate::measure(machine, shared, &request);
+        }
+        Order::Limit { cpu, limit } => {
+            let set = limiter.set(machine, cpu, limit);
+            shared.set_limited(limiter.limited());
+            return set.map(|()| json!({}));
+        }
+        Order::Plan(request) => {
+            limiter.give_way();
+            shared.all_here()?;
+            return plan::order(machine, shared, &request);
+        }
+        Order::Pause => machine.source().pause().map(|()| Place::Paused)?,
+        Order::Resume => machine.source().resume().map(|()| Place::Running)?,
+        Order::Recover { take } => recover(machine, shared, take)?,
+        Order::Migrate(_) | Order::Look => bail!("this order is not executed here"),
+    };
+    shared.set_place(place);
+    if place == Place::Running {
+        shared.tell.runs()
+    } else {
+        shared.tell.stands()
+    }
+    Ok(json!({}))
 }
 
 fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> {
@@ -285,7 +367,7 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
         bail!("there is nothing to recover: it is known where the guest is");
     }
     if !take {
-        shared.ask_to_quit();
+        shared.ask_to_quit("host-qmp-quit");
         return Ok(Place::Moved);
     }
     machine.source().resume()?;
@@ -306,7 +388,7 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<Tra
     }
     shared.all_here()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
-    shared.begin_migration(Arc::new(Monitor::new()));
+    shared.begin_migration();
     Ok((uri, tracker, reaper))
 }
 

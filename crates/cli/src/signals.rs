@@ -22,7 +22,7 @@ pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
                 eprintln!("vmferry: the guest was asked to shut down; SIGTERM again ends it at once");
                 continue;
             }
-            shared.ask_to_quit();
+            shared.ask_to_quit("host-signal");
         }
     };
     std::thread::Builder::new().name("signals".into()).spawn(watch)?;
@@ -39,6 +39,7 @@ pub(crate) fn press_power_button(shared: &Shared) -> Result<()> {
     }
     let guest = shared.probe.kvm().context("this kind of guest has no power button")?;
     if guest.press_power_button()? {
+        shared.tell.power_button();
         return Ok(());
     }
     bail!(

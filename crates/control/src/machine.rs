@@ -24,8 +24,8 @@ impl Arguments {
     /// # Errors
     /// What does not fit, in the words that clients get.
     pub fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
-        serde_json::from_value(Value::Object(self.0))
-            .map_err(|error| QmpError::generic(format!("Invalid arguments: {error}")))
+        serde_path_to_error::deserialize(Value::Object(self.0))
+            .map_err(|error| QmpError::generic(misfit(&error.path().to_string(), &error.inner().to_string())))
     }
 
     /// Fails if there are any.
@@ -38,6 +38,20 @@ impl Arguments {
             Some(name) => Err(QmpError::generic(format!("Parameter '{name}' is unexpected"))),
         }
     }
+}
+
+/// What does not fit at `path`, by the protocol's words where it has some.
+fn misfit(path: &str, why: &str) -> String {
+    let named = |begin: &str| why.strip_prefix(begin)?.split('`').next();
+    // The name may be one that the client made up, of any length.
+    let short = |name: &str| name.chars().take(80).collect::<String>();
+    if let Some(name) = named("missing field `") {
+        return format!("Parameter '{name}' is missing");
+    }
+    if let Some(name) = named("unknown field `") {
+        return format!("Parameter '{}' is unexpected", short(name));
+    }
+    format!("Invalid parameter '{}': {}", short(path), why.chars().take(400).collect::<String>())
 }
 
 /// What a command gives.
@@ -122,5 +136,35 @@ pub(crate) fn execute(
             Ok(Value::Array(names.map(|name| json!({ "name": name })).collect()).into())
         }
         _ => machine.execute(name, arguments),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, serde::Deserialize)]
+    #[serde(deny_unknown_fields, rename_all = "kebab-case")]
+    struct Wanted {
+        #[serde(rename = "dirty-rate")]
+        _rate: u32,
+        #[serde(default, rename = "list")]
+        _list: Vec<bool>,
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        for (arguments, says) in [
+            (json!({}), "Parameter 'dirty-rate' is missing"),
+            (json!({"dirty-rate": 1, "colour": 2}), "Parameter 'colour' is unexpected"),
+            (json!({"dirty-rate": "x"}), "Invalid parameter 'dirty-rate': invalid type: string"),
+            (json!({"dirty-rate": -1}), "Invalid parameter 'dirty-rate'"),
+            (json!({"dirty-rate": 1, "list": [true, 3]}), "Invalid parameter 'list[1]'"),
+        ] {
+            let Value::Object(map) = arguments else { panic!() };
+            let error = Arguments(map).read::<Wanted>().unwrap_err();
+            assert!(error.desc.starts_with(says), "{error}");
+        }
+        assert!(Arguments::default().none().is_ok());
     }
 }

@@ -143,18 +143,22 @@ impl Io {
                 }
             }
             self.attend(now);
-            let (stop, busy) = {
-                let inbox = self.hub.lock();
-                (inbox.stop, inbox.busy)
-            };
+            let (stop, left) = self.left();
             if stop {
                 let until = *last.get_or_insert(now + LAST);
-                let waiting = self.clients.values().any(Conn::has_output);
-                if now >= until || (busy == 0 && !waiting && self.hub.lock().done.is_empty()) {
+                if now >= until || !left {
                     return;
                 }
             }
         }
+    }
+
+    /// Whether it is to end, and whether anything is left to do before.
+    fn left(&self) -> (bool, bool) {
+        let inbox = self.hub.lock();
+        let unread = self.clients.values().any(Conn::has_output);
+        // What came since the inbox was emptied is no less due: the last event is that this process ends.
+        (inbox.stop, unread || inbox.busy > 0 || !inbox.done.is_empty() || !inbox.events.is_empty())
     }
 
     /// Waits for something to do: which clients, and whether somebody knocks.

@@ -32,7 +32,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            message_bytes: 1 << 20,
+            message_bytes: 64 << 10,
             depth: 32,
             pending: 8,
             out_bytes: 1 << 20,

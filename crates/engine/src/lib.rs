@@ -26,7 +26,7 @@ pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use latency::prefer_latency_of;
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
-pub use monitor::{MigrationState, Monitor, Progress};
+pub use monitor::{Change, MigrationState, Monitor, Progress};
 pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
     PostcopyFigures, Report, RingFigures, ThrottleFigures, VcpuRing,

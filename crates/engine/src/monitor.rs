@@ -115,6 +115,10 @@ pub struct Progress {
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
+    /// Pages sent with their content so far.
+    pub raw_pages: u64,
+    /// Pages sent as a count of zeros so far, or not at all because they were never touched.
+    pub zero_pages: u64,
     /// Of them, what each bulk channel has sent while the guest ran here.
     pub channel_bytes: Vec<u64>,
     /// Pages that were left out because the guest says that they are free, and not sent since.
@@ -139,11 +143,33 @@ pub struct Progress {
     pub awaits_recover: bool,
 }
 
+/// What a watcher of a migration is told, by the thread that migrates and at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Change {
+    /// It stands elsewhere now.
+    State(MigrationState),
+    /// This pass over the pages begins.
+    Pass(u32),
+}
+
+/// Who is told of changes.
+#[derive(Default)]
+struct Watcher(Option<Box<dyn Fn(Change) + Send + Sync>>);
+
+impl std::fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Watcher" } else { "no Watcher" })
+    }
+}
+
 /// Watches a migration and can cancel it; share it between the thread that migrates and those that look.
 #[derive(Debug, Default)]
 pub struct Monitor {
     pub(crate) counters: Counters,
+    watcher: Watcher,
     cancel: AtomicBool,
+    pause: AtomicBool,
     switch: AtomicBool,
     recover: AtomicBool,
     abandon: AtomicBool,
@@ -156,6 +182,13 @@ impl Monitor {
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A monitor for one migration that tells `watcher` of changes: it is called by the thread that migrates, which waits for it, and
+    /// must not call this monitor but for [`progress`](Self::progress).
+    #[must_use]
+    pub fn watched(watcher: impl Fn(Change) + Send + Sync + 'static) -> Self {
+        Self { watcher: Watcher(Some(Box::new(watcher))), ..Self::default() }
     }
 
     /// Asks for the guest to stay. Has effect until the handoff commits; says nothing about when.
@@ -173,6 +206,12 @@ impl Monitor {
     /// migration that can do that: in hybrid mode, or with [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy).
     pub fn switch_now(&self) {
         self.switch.store(true, Ordering::Release);
+    }
+
+    /// Asks for the link to be cut in postcopy, and not to be taken up again before somebody asks for that by
+    /// [`recover`](Self::recover): the guest runs on as far as it can. Has no effect at another time.
+    pub fn pause(&self) {
+        self.pause.store(true, Ordering::Release);
     }
 
     /// Asks for a link that was lost in postcopy to be taken up again now.
@@ -197,6 +236,10 @@ impl Monitor {
         self.switch.swap(false, Ordering::AcqRel)
     }
 
+    pub(crate) fn take_pause(&self) -> bool {
+        self.pause.swap(false, Ordering::AcqRel)
+    }
+
     pub(crate) fn take_recover(&self) -> bool {
         self.recover.swap(false, Ordering::AcqRel)
     }
@@ -212,7 +255,11 @@ impl Monitor {
         let done = self.pages_done().saturating_sub(before);
         progress.pass_done = done.min(progress.pass_pages);
         progress.remaining_pages = progress.pass_pages - progress.pass_done;
-        progress.wire_bytes = self.counters.wire_bytes.load(Ordering::Relaxed);
+        let counters = &self.counters;
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        progress.wire_bytes = read(&counters.wire_bytes);
+        progress.raw_pages = read(&counters.raw_pages);
+        progress.zero_pages = read(&counters.zero_pages) + read(&counters.untouched);
         progress.channel_bytes = self.counters.channels();
         progress
     }
@@ -227,7 +274,20 @@ impl Monitor {
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.lock().0);
+        let mut guard = self.lock();
+        let before = guard.0.state;
+        change(&mut guard.0);
+        let after = guard.0.state;
+        drop(guard);
+        if before != after {
+            self.tell(Change::State(after));
+        }
+    }
+
+    fn tell(&self, change: Change) {
+        if let Watcher(Some(watcher)) = &self.watcher {
+            watcher(change);
+        }
     }
 
     /// A pass of `pages` pages begins.
@@ -237,6 +297,8 @@ impl Monitor {
         guard.0.pass = pass;
         guard.0.pass_pages = pages;
         guard.1 = done;
+        drop(guard);
+        self.tell(Change::Pass(pass));
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, (Progress, u64)> {

@@ -1,7 +1,7 @@
 //! The commands of the control socket, as its server asks for them.
 
 use super::Shared;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
@@ -11,6 +11,35 @@ pub(super) const PREFIX: &str = "x-vmferry-";
 
 /// The commands. Those that may overtake others never wait.
 const COMMANDS: &[Command] = &[
+    in_band("balloon"),
+    in_band("calc-dirty-rate"),
+    in_band("cancel-vcpu-dirty-limit"),
+    in_band("cont"),
+    in_band("migrate"),
+    in_band("migrate-incoming"),
+    urgent("migrate-pause"),
+    urgent("migrate-recover"),
+    in_band("migrate-set-capabilities"),
+    in_band("migrate-set-parameters"),
+    in_band("migrate-start-postcopy"),
+    in_band("migrate_cancel"),
+    in_band("qom-get"),
+    in_band("qom-set"),
+    in_band("query-balloon"),
+    in_band("query-cpus-fast"),
+    in_band("query-dirty-rate"),
+    in_band("query-kvm"),
+    in_band("query-migrate"),
+    in_band("query-migrate-capabilities"),
+    in_band("query-migrate-parameters"),
+    in_band("query-name"),
+    in_band("query-status"),
+    in_band("query-uuid"),
+    in_band("query-vcpu-dirty-limit"),
+    in_band("quit"),
+    in_band("set-vcpu-dirty-limit"),
+    in_band("stop"),
+    in_band("system_powerdown"),
     in_band("x-vmferry-alloc"),
     in_band("x-vmferry-balloon"),
     urgent("x-vmferry-cancel"),
@@ -58,12 +87,53 @@ impl Machine for Api {
     }
 
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError> {
-        let Some(own) = name.strip_prefix(PREFIX) else { return Err(QmpError::not_found(name)) };
-        self.own(own, arguments)
+        if let Some(own) = name.strip_prefix(PREFIX) {
+            return self.own(own, arguments);
+        }
+        match name {
+            "balloon" => self.balloon(arguments),
+            "calc-dirty-rate" => self.calc_dirty_rate(arguments),
+            "cancel-vcpu-dirty-limit" => self.cancel_limit(arguments),
+            "migrate" => self.migrate(arguments),
+            "migrate-incoming" => self.migrate_incoming(arguments),
+            "migrate-recover" => self.migrate_recover(arguments),
+            "migrate-set-capabilities" => self.set_options(|options| options.set_capabilities(arguments)),
+            "migrate-set-parameters" => self.set_options(|options| options.set_parameters(arguments)),
+            "qom-get" => self.qom_get(arguments),
+            "qom-set" => self.qom_set(arguments),
+            "set-vcpu-dirty-limit" => self.set_limit(arguments),
+            "query-dirty-rate" => self.query_dirty_rate(arguments),
+            _ => arguments.none().and_then(|()| self.plain(name)),
+        }
     }
 }
 
 impl Api {
+    /// Commands without arguments.
+    fn plain(&self, name: &str) -> Result<Answer, QmpError> {
+        Ok(match name {
+            "cont" => self.cont()?,
+            "migrate-pause" => self.migrate_pause()?,
+            "migrate-start-postcopy" => self.start_postcopy()?,
+            "migrate_cancel" => self.migrate_cancel()?,
+            "query-balloon" => self.query_balloon()?,
+            "query-cpus-fast" => self.query_cpus().into(),
+            "query-kvm" => self.query_kvm().into(),
+            "query-migrate" => self.query_migrate(),
+            "query-migrate-capabilities" => self.0.options().capabilities().into(),
+            "query-migrate-parameters" => self.0.options().parameters().into(),
+            // Neither can be given here.
+            "query-name" => Answer::done(),
+            "query-uuid" => json!({ "UUID": "00000000-0000-0000-0000-000000000000" }).into(),
+            "query-status" => self.query_status().into(),
+            "query-vcpu-dirty-limit" => self.query_limits().into(),
+            "quit" => self.own("quit", Arguments::default())?,
+            "stop" => self.stop()?,
+            "system_powerdown" => self.own("powerdown", Arguments::default())?,
+            _ => return Err(QmpError::not_found(name)),
+        })
+    }
+
     fn own(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError> {
         let value = self
             .0

@@ -2,8 +2,14 @@
 
 mod alloc;
 mod client;
+mod describe;
+mod devices;
 mod machine;
+mod migration;
+mod options;
+mod rate;
 mod shared;
+mod tell;
 
 pub(crate) use client::Client;
 pub(crate) use machine::Api;

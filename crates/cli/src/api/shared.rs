@@ -3,18 +3,23 @@
 //! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
 //! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
 
-use super::{DirtyRateRequest, MigrateRequest};
+use super::options::Options;
+use super::rate::Measurement;
+use super::tell::Tell;
+use super::{DirtyRateRequest, MigrateRequest, migration};
+use crate::args::RunArgs;
 use crate::guest::SharedProbe;
+use crate::limit::Limited;
 use crate::plan::PlanRequest;
-use crate::speed::{Sample, Speed};
+use crate::speed::Speed;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use vmferry_engine::{Arrival, FillState, LazyProgress, MigrationState, Monitor, RestWatch};
-use vmferry_guest_abi::CpuSnapshot;
+use vmferry_control::{Events, QmpError};
+use vmferry_engine::{Arrival, FillState, LazyProgress, MigrationState, Monitor, RestState, RestWatch, Uri};
 
 /// How long the machine's owner may take for a command.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -31,6 +36,11 @@ pub(crate) enum Order {
     Plan(Box<PlanRequest>),
     /// Look whether the guest has ended, or the process is to end.
     Look,
+    /// Bytes a second that a vCPU, or each, may dirty.
+    Limit {
+        cpu: Option<usize>,
+        limit: Option<f64>,
+    },
 }
 
 /// An order, and where its answer goes: an empty object, unless something was asked for.
@@ -58,6 +68,9 @@ pub(crate) enum Place {
     Ended,
 }
 
+/// Where a guest is to be waited for, and where it is said whether it is.
+pub(crate) type Incoming = (Uri, SyncSender<Result<(), String>>);
+
 /// What is known of the migration under way, or of the last one.
 #[derive(Default)]
 pub(crate) struct Migration {
@@ -74,12 +87,25 @@ pub(crate) struct Shared {
     pub(crate) kind: String,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
+    pub(crate) tell: Tell,
+    /// Bytes of the guest's memory.
+    memory: u64,
+    /// Whether connections to other hosts may be unencrypted.
+    pub(super) insecure: bool,
     /// Whether this host's processors stay awake in postcopy, whichever side of it this is.
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
     /// Somebody has seen the report of a migration that has ended.
     pub(crate) seen: AtomicBool,
+    /// The process stays when its guest has moved away, until somebody says that it is to end.
+    pub(crate) stay: AtomicBool,
+    quit_reason: Mutex<&'static str>,
+    pub(super) measurement: Measurement,
+    limited: Mutex<Vec<Limited>>,
+    options: Mutex<Options>,
+    /// Who waits to be told where to wait for a guest, if anybody does; `None` in it once that was told.
+    deferred: Mutex<Option<Option<SyncSender<Incoming>>>>,
     place: Mutex<Place>,
     migration: Mutex<Migration>,
     incoming: Mutex<Option<String>>,
@@ -97,19 +123,29 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Shared {
     pub(crate) fn new(
-        kind: String,
+        args: &RunArgs,
         probe: SharedProbe,
-        (peer_timeout, stay_awake): (Duration, bool),
         orders: SyncSender<Errand>,
+        events: Events,
     ) -> Self {
+        let stay_awake = args.stay_awake.into();
         Self {
-            kind,
+            kind: args.guest.to_string(),
             probe,
             speed: Speed::default(),
+            tell: Tell::new(events),
+            memory: args.memory,
+            insecure: args.insecure,
             stay_awake,
-            arrival: Arrival::new(peer_timeout).stay_awake(stay_awake),
+            arrival: Arrival::new(args.peer_timeout).stay_awake(stay_awake),
             quit: AtomicBool::new(false),
             seen: AtomicBool::new(false),
+            stay: AtomicBool::new(false),
+            quit_reason: Mutex::new("host-signal"),
+            measurement: Measurement::default(),
+            limited: Mutex::default(),
+            options: Mutex::default(),
+            deferred: Mutex::default(),
             place: Mutex::new(Place::Awaited),
             migration: Mutex::default(),
             incoming: Mutex::default(),
@@ -144,7 +180,85 @@ impl Shared {
         *lock(&self.restore) = Some(Box::new(watch));
     }
 
-    fn restore(&self) -> Option<LazyProgress> {
+    /// Where a target waits for its guest.
+    pub(super) fn incoming(&self) -> Option<String> {
+        lock(&self.incoming).clone()
+    }
+
+    /// What is known of how a guest came, if one did.
+    pub(super) fn received(&self) -> Option<Value> {
+        lock(&self.received).clone()
+    }
+
+    /// How a guest is doing that came before its memory.
+    pub(super) fn rest(&self) -> Option<RestState> {
+        lock(&self.rest).as_ref().map(RestWatch::now)
+    }
+
+    /// Bytes of the guest's memory.
+    pub(super) fn memory(&self) -> u64 {
+        self.memory
+    }
+
+    /// What holds for the next migration.
+    pub(super) fn options(&self) -> Options {
+        lock(&self.options).clone()
+    }
+
+    pub(super) fn change_options(
+        &self,
+        change: impl FnOnce(&mut Options) -> Result<(), QmpError>,
+    ) -> Result<(), QmpError> {
+        let mut options = lock(&self.options);
+        change(&mut options)?;
+        self.tell.of_migrations(options.has("events"));
+        Ok(())
+    }
+
+    /// `sender` is told where to wait for a guest.
+    pub(crate) fn defer(&self, sender: SyncSender<Incoming>) {
+        *lock(&self.deferred) = Some(Some(sender));
+    }
+
+    /// Has a target that was deferred wait at `uri`; fails if it cannot.
+    pub(super) fn wait_at(&self, uri: Uri) -> Result<()> {
+        let sender = match &mut *lock(&self.deferred) {
+            None => bail!(
+                "--incoming defer was not given: this process waits for no guest, or was told where before"
+            ),
+            Some(None) => bail!("the incoming migration has already been started"),
+            Some(sender) => sender.take(),
+        };
+        let Some(sender) = sender else { bail!("the incoming migration has already been started") };
+        let (reply, answer) = sync_channel(1);
+        let waits = match sender.try_send((uri, reply)) {
+            Ok(()) => answer.recv_timeout(PATIENCE).context("this process is busy or ends")?,
+            Err(_) => bail!("it is ending"),
+        };
+        if waits.is_err() {
+            // Another address may do.
+            *lock(&self.deferred) = Some(Some(sender));
+        }
+        waits.map_err(|why| anyhow!(why))
+    }
+
+    /// The vCPUs that have a limit, as they were seen last.
+    pub(super) fn limited(&self) -> Vec<Limited> {
+        lock(&self.limited).clone()
+    }
+
+    pub(crate) fn set_limited(&self, limited: Vec<Limited>) {
+        *lock(&self.limited) = limited;
+    }
+
+    /// Looks at what nobody reports; called now and then.
+    pub(crate) fn observe(&self) {
+        self.speed.look(&self.probe);
+        let balloon = self.probe.balloon().map(|balloon| balloon.status().actual);
+        self.tell.look(balloon, self.rest().map(|rest| rest.state));
+    }
+
+    pub(super) fn restore(&self) -> Option<LazyProgress> {
         lock(&self.restore).as_ref().map(|watch| watch())
     }
 
@@ -169,8 +283,12 @@ impl Shared {
         }
     }
 
-    pub(crate) fn begin_migration(&self, monitor: Arc<Monitor>) {
+    pub(crate) fn begin_migration(&self) {
         self.seen.store(false, Ordering::Release);
+        self.stay.store(false, Ordering::Release);
+        let tell = self.tell.clone();
+        let monitor = Arc::new(Monitor::watched(move |change| tell.change(change)));
+        self.tell.migration("setup");
         *lock(&self.migration) = Migration { monitor: Some(monitor), report: None };
         self.set_place(Place::Moving);
     }
@@ -180,9 +298,29 @@ impl Shared {
         lock(&self.migration).monitor.get_or_insert_default().clone()
     }
 
+    /// The report of the last migration if it has ended, or else the monitor of the one under way, if one is.
+    pub(super) fn latest(&self) -> (Option<Value>, Option<Arc<Monitor>>) {
+        let migration = lock(&self.migration);
+        match &migration.report {
+            Some(report) => (Some(report.clone()), None),
+            None => (None, migration.monitor.clone()),
+        }
+    }
+
+    /// The monitor of the migration under way, if one is.
+    pub(super) fn under_way(&self) -> Option<Arc<Monitor>> {
+        let migration = lock(&self.migration);
+        if migration.report.is_some() { None } else { migration.monitor.clone() }
+    }
+
     pub(crate) fn end_migration(&self, report: Value, place: Place) {
+        let status = migration::status_of(&report);
         self.set_place(place);
         lock(&self.migration).report = Some(report);
+        if place == Place::Running {
+            self.tell.runs();
+        }
+        self.tell.migration(status);
     }
 
     /// Whether the guest runs on the target while pages of it are here.
@@ -193,8 +331,14 @@ impl Shared {
         migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
     }
 
-    /// Ends the process as soon as its guest allows it.
-    pub(crate) fn ask_to_quit(&self) {
+    /// Why the process ends, by the protocol's name.
+    pub(crate) fn quit_reason(&self) -> &'static str {
+        *lock(&self.quit_reason)
+    }
+
+    /// Ends the process as soon as its guest allows it, for `reason`.
+    pub(crate) fn ask_to_quit(&self, reason: &'static str) {
+        *lock(&self.quit_reason) = reason;
         if self.handed_over() {
             eprintln!(
                 "vmferry: the guest runs on the target and still needs pages that are here only; this process ends when it has \
@@ -212,79 +356,6 @@ impl Shared {
         let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
     }
 
-    pub(crate) fn status(&self) -> Value {
-        let migration = lock(&self.migration);
-        let mut status = match (&migration.report, &migration.monitor) {
-            (Some(report), _) => report.clone(),
-            (None, Some(monitor)) => {
-                let progress = monitor.progress();
-                json!({ "state": progress.state, "outcome": null, "progress": progress })
-            }
-            (None, None) => match &*lock(&self.rest) {
-                Some(rest) => serde_json::to_value(rest.now()).unwrap_or_default(),
-                None => json!({ "state": null, "outcome": null }),
-            },
-        };
-        status["vm"] = self.vm();
-        status
-    }
-
-    /// Each vCPU's clock and writes, and nothing else: light enough to be asked for many times a second.
-    fn writes(&self) -> Result<Value> {
-        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
-        Ok(json!({ "vcpus": stats.cpus().iter().map(|cpu| [cpu.t_us, cpu.writes]).collect::<Vec<_>>() }))
-    }
-
-    /// What each vCPU's guest says of its stalls, besides that.
-    fn stalls(&self) -> Result<Value> {
-        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
-        let vcpu = |cpu: &CpuSnapshot| {
-            json!({
-                "t_us": cpu.t_us,
-                "writes": cpu.writes,
-                "reports": cpu.reports,
-                "windows": cpu.windows().collect::<Vec<_>>(),
-                "hist": cpu.hist,
-                "hist_sum_us": cpu.hist_sum_us,
-            })
-        };
-        Ok(json!({ "corrupt": stats.corrupt(), "vcpus": stats.cpus().iter().map(vcpu).collect::<Vec<_>>() }))
-    }
-
-    fn vm(&self) -> Value {
-        let stats = match self.probe.stats() {
-            Ok(stats) => {
-                let sample = Sample::of(&stats);
-                json!({
-                    "state": format!("{:?}", stats.state).to_lowercase(),
-                    "t_us": sample.t_us,
-                    "writes": sample.writes,
-                    "writes_per_s": self.speed.recent(),
-                    "corrupt": stats.corrupt(),
-                    "first_corrupt": stats.first_corrupt().map(|c| format!("{c:?}")),
-                    "stall_max_us": stats.cpus().iter().map(|cpu| cpu.stall_max_us).max(),
-                    "verify_done": stats.cpus().iter().map(|cpu| cpu.verify_done).min(),
-                    "checks": stats.cpus().iter().map(|cpu| cpu.checks).sum::<u64>(),
-                })
-            }
-            Err(error) => json!({ "state": null, "why": error.to_string() }),
-        };
-        json!({
-            "pid": std::process::id(),
-            "kind": self.kind,
-            "place": self.place(),
-            "incoming": *lock(&self.incoming),
-            "received": *lock(&self.received),
-            "restore": self.restore(),
-            "guest": stats,
-            "disks": self.probe.kvm().map(crate::disk::describe),
-            "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
-            "net": self.probe.kvm().map(crate::net::describe),
-            "rings": self.probe.kvm().and_then(crate::rings::describe),
-            "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
-        })
-    }
-
     /// A command of our own, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
@@ -298,7 +369,10 @@ impl Shared {
                  its link is lost, with recover --abandon"
             ),
             "cancel" => match (&*lock(&self.migration), self.place()) {
-                (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.cancel(),
+                (Migration { monitor: Some(monitor), .. }, Place::Moving) => {
+                    self.tell.migration("cancelling");
+                    monitor.cancel();
+                }
                 _ => bail!("no migration is under way"),
             },
             "switch" => match (&*lock(&self.migration), self.place()) {
@@ -326,7 +400,7 @@ impl Shared {
                     "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
                 );
             }
-            "quit" => self.ask_to_quit(),
+            "quit" => self.ask_to_quit("host-qmp-quit"),
             "powerdown" => crate::signals::press_power_button(self)?,
             "pause" => return self.order(Order::Pause),
             "resume" => return self.order(Order::Resume),
@@ -378,7 +452,7 @@ impl Shared {
     }
 
     /// Passes an order to the machine's owner and waits until it was taken.
-    fn order(&self, order: Order) -> Result<Value> {
+    pub(super) fn order(&self, order: Order) -> Result<Value> {
         match self.place() {
             Place::Moving => bail!("the guest is being moved; wait, or cancel that first"),
             Place::Awaited => bail!("the guest is not here yet"),

@@ -300,3 +300,21 @@ fn a_client_that_says_no_more_gets_its_answers() {
         [json!({"return": {}}), json!({"return": {}}), Value::Null]
     );
 }
+
+#[test]
+fn the_last_event_is_told_whenever_it_comes() {
+    for _ in 0..200 {
+        let mut rig = Rig::new(Limits::default());
+        let mut client = rig.client();
+        rig.events.emit("STOP", Value::Null);
+        // What wakes the server's thread is told apart from what it then finds.
+        client.execute("echo", json!({})).unwrap();
+        rig.events.emit("SHUTDOWN", Value::Null);
+        drop(rig.server.take());
+        let mut names = Vec::new();
+        while let Ok(Some(event)) = client.next_event(PATIENCE) {
+            names.push(event.name);
+        }
+        assert_eq!(names, ["STOP", "SHUTDOWN"]);
+    }
+}

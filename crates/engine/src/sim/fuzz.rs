@@ -99,6 +99,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         21 => Event::Released,
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
+        19 if rng.per_mille(100) => Event::Pause,
         _ if rng.per_mille(300) => Event::Cancel,
         _ => Event::Tick,
     }

@@ -51,6 +51,8 @@ pub(crate) enum Event {
     Cancel,
     /// A person wants the guest to go on on the target now.
     SwitchNow,
+    /// A person wants the link to be cut, and not to be taken up again before somebody says so.
+    Pause,
     /// A person wants a lost link to be taken up again.
     Recover,
     /// A person has given up a lost link.

@@ -295,7 +295,7 @@ impl Session {
                 Vec::new()
             }
             // There is no lost link to take up again: a link that is lost now takes the migration with it.
-            Event::Recover | Event::Abandon => Vec::new(),
+            Event::Pause | Event::Recover | Event::Abandon => Vec::new(),
             done => self.step(now, done),
         }
     }

@@ -8,7 +8,7 @@ use crate::runs::{BadRange, GuestRun};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 use vm_memory::GuestMemory;
 use vmferry_guest_abi::balloon::FreeMap;
 use vmferry_memory::{Layout, PAGE_SHIFT, PageSet};
@@ -50,6 +50,7 @@ pub(super) struct Shared {
     pub(super) poison: AtomicU32,
     pub(super) stats_wanted: AtomicBool,
     stats: Mutex<GuestStats>,
+    stats_at: Mutex<Option<SystemTime>>,
     map: Mutex<Option<FreeMap>>,
 }
 
@@ -73,6 +74,7 @@ impl Shared {
             poison: AtomicU32::new(0),
             stats_wanted: AtomicBool::new(false),
             stats: Mutex::default(),
+            stats_at: Mutex::default(),
             map: Mutex::default(),
         })
     }
@@ -95,6 +97,7 @@ impl Shared {
 
     pub(super) fn set_stats(&self, stats: GuestStats) {
         *lock(&self.stats) = stats;
+        *lock(&self.stats_at) = (stats != GuestStats::default()).then(SystemTime::now);
     }
 
     pub(super) fn stats(&self) -> GuestStats {
@@ -207,6 +210,12 @@ impl BalloonControl {
         let wanted = self.has(feature::STATS);
         self.shared.stats_wanted.store(wanted, Ordering::Release);
         wanted.then_some(super::device::STATS_QUEUE)
+    }
+
+    /// When they came; `None` if none have come here yet.
+    #[must_use]
+    pub fn stats_at(&self) -> Option<SystemTime> {
+        *lock(&self.shared.stats_at)
     }
 
     /// What happened so far.

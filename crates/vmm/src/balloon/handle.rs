@@ -2,6 +2,8 @@
 
 use super::VmBalloon;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::SystemTime;
 use vmferry_memory::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError, feature};
 
@@ -21,6 +23,8 @@ pub struct BalloonStatus {
     pub features: Vec<&'static str>,
     /// The guest's latest statistics.
     pub stats: GuestStats,
+    /// When they came; `None` if none have come.
+    pub stats_at: Option<SystemTime>,
     /// What happened so far.
     pub figures: BalloonFigures,
     /// Hints that came when nobody waited for them any more.
@@ -77,6 +81,7 @@ impl BalloonHandle {
             driver: control.features() != 0,
             features: names.into_iter().filter(|(bit, _)| control.has(*bit)).map(|(_, name)| name).collect(),
             stats: control.stats(),
+            stats_at: control.stats_at(),
             figures: control.figures(),
             late_hints: self.0.hints.late(),
         }
@@ -87,6 +92,17 @@ impl BalloonHandle {
     pub fn set_target(&self, bytes: u64) {
         let pages = self.0.ram.layout().pages().saturating_sub(bytes.div_ceil(1 << PAGE_SHIFT));
         self.0.control.set_target(u32::try_from(pages).unwrap_or(u32::MAX));
+    }
+
+    /// How often the guest is asked for statistics, in seconds; 0 for never.
+    #[must_use]
+    pub fn stats_interval(&self) -> u32 {
+        self.0.every.load(Ordering::Relaxed)
+    }
+
+    /// Has the guest asked for statistics every so many seconds from now on; 0 for never.
+    pub fn set_stats_interval(&self, seconds: u32) {
+        self.0.every.store(seconds, Ordering::Relaxed);
     }
 
     /// The guest's memory.

@@ -26,6 +26,7 @@ use crate::virtio::{self, VirtioMmio};
 use hints::HintBoard;
 use host::RamHost;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use vmferry_fault::LazySlot;
 use vmferry_virtio::balloon::{Balloon, BalloonControl, BalloonOptions, BalloonSaved};
 use vmferry_virtio::mmio::TransportSaved;
@@ -44,6 +45,9 @@ pub(crate) struct VmBalloon {
     hints: Arc<HintBoard>,
     ram: Arc<GuestRam>,
     lazy: Arc<LazySlot>,
+    /// The keeper asks for statistics at each of so many ticks, of a second each where nobody says otherwise; at none if 0.
+    every: AtomicU32,
+    ticks: AtomicU32,
 }
 
 impl VmBalloon {
@@ -61,7 +65,8 @@ impl VmBalloon {
         let balloon = Balloon::new(options, Arc::new(host), wiring.signals);
         let control = balloon.control();
         let device = socket.plug(balloon, ram, 0);
-        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy) }
+        let (every, ticks) = (AtomicU32::new(1), AtomicU32::new(0));
+        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy), every, ticks }
     }
 
     /// What is on the bus.
@@ -80,6 +85,12 @@ impl VmBalloon {
     /// still to come: while any is, nothing is asked. (Pages can only become missing before a guest runs, so this look holds for all of
     /// the call. The lock that it takes is not kept: a vCPU takes that one while it has the device's.)
     fn refresh(&self) {
+        let tick = self.ticks.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        let every = self.every.load(Ordering::Relaxed);
+        if every == 0 || tick < every {
+            return;
+        }
+        self.ticks.store(0, Ordering::Relaxed);
         if self.lazy.settled(|| ()).is_some()
             && let Some(queue) = self.control.want_stats()
         {

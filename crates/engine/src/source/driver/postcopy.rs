@@ -23,6 +23,9 @@ impl<'e> Driver<'_, 'e> {
         if monitor.take_switch() {
             return Some(Event::SwitchNow);
         }
+        if monitor.take_pause() {
+            return Some(Event::Pause);
+        }
         if monitor.take_abandon() {
             return Some(Event::Abandon);
         }

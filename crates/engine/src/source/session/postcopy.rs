@@ -117,6 +117,11 @@ impl Session {
                 State::Postcopy | State::Hearing | State::Reopening { .. },
                 Event::Message(ToSource::Complete(figures)),
             ) => self.completed(figures),
+            (State::Postcopy, Event::Pause) => {
+                let actions = self.suspend(now, "somebody asked for a pause".into());
+                self.recovery.waiting = true;
+                actions
+            }
             (State::Suspended, Event::Tick) if !self.recovery.waiting => self.try_again(now),
             (State::Suspended, Event::Recover) => {
                 self.recovery.waiting = false;

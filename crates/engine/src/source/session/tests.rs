@@ -141,3 +141,18 @@ fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked(
     // Of 10 parts 5 may be dirtied: one is the modest vCPU's, four are left for the other's nine.
     near(throttled(AutoConverge::Writers, &[9, 1]), &[1.0 - 4.0 / 9.0, 0.0]);
 }
+
+#[test]
+fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() {
+    let mut session = passing(Settings { mode: crate::MigrationMode::Postcopy, ..Settings::default() });
+    assert_eq!(session.handle(MS, Event::Pause), [], "not before the guest runs there");
+    session.lazy = true;
+    session.running_lazily(MS);
+    assert_eq!(session.handle(2 * MS, Event::Pause), [Action::Disconnect]);
+    assert_eq!(session.interrupted().map(|(waiting, _)| waiting), Some(true));
+    for seconds in 1..100 {
+        assert_eq!(session.handle(Duration::from_secs(seconds), Event::Tick), []);
+    }
+    let again = session.handle(Duration::from_secs(100), Event::Recover);
+    assert_eq!(again, [Action::Reconnect { after: Duration::ZERO }]);
+}

@@ -1,0 +1,81 @@
+//! How the guest and its migration are doing, as JSON: what our own commands answer.
+
+use super::Shared;
+use crate::speed::Sample;
+use anyhow::{Result, anyhow};
+use serde_json::{Value, json};
+use vmferry_guest_abi::CpuSnapshot;
+
+impl Shared {
+    pub(crate) fn status(&self) -> Value {
+        let mut status = match self.latest() {
+            (Some(report), _) => report,
+            (None, Some(monitor)) => {
+                let progress = monitor.progress();
+                json!({ "state": progress.state, "outcome": null, "progress": progress })
+            }
+            (None, None) => match self.rest() {
+                Some(rest) => serde_json::to_value(rest).unwrap_or_default(),
+                None => json!({ "state": null, "outcome": null }),
+            },
+        };
+        status["vm"] = self.vm();
+        status
+    }
+
+    /// Each vCPU's clock and writes, and nothing else: light enough to be asked for many times a second.
+    pub(super) fn writes(&self) -> Result<Value> {
+        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
+        Ok(json!({ "vcpus": stats.cpus().iter().map(|cpu| [cpu.t_us, cpu.writes]).collect::<Vec<_>>() }))
+    }
+
+    /// What each vCPU's guest says of its stalls, besides that.
+    pub(super) fn stalls(&self) -> Result<Value> {
+        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
+        let vcpu = |cpu: &CpuSnapshot| {
+            json!({
+                "t_us": cpu.t_us,
+                "writes": cpu.writes,
+                "reports": cpu.reports,
+                "windows": cpu.windows().collect::<Vec<_>>(),
+                "hist": cpu.hist,
+                "hist_sum_us": cpu.hist_sum_us,
+            })
+        };
+        Ok(json!({ "corrupt": stats.corrupt(), "vcpus": stats.cpus().iter().map(vcpu).collect::<Vec<_>>() }))
+    }
+
+    fn vm(&self) -> Value {
+        let stats = match self.probe.stats() {
+            Ok(stats) => {
+                let sample = Sample::of(&stats);
+                json!({
+                    "state": format!("{:?}", stats.state).to_lowercase(),
+                    "t_us": sample.t_us,
+                    "writes": sample.writes,
+                    "writes_per_s": self.speed.recent(),
+                    "corrupt": stats.corrupt(),
+                    "first_corrupt": stats.first_corrupt().map(|c| format!("{c:?}")),
+                    "stall_max_us": stats.cpus().iter().map(|cpu| cpu.stall_max_us).max(),
+                    "verify_done": stats.cpus().iter().map(|cpu| cpu.verify_done).min(),
+                    "checks": stats.cpus().iter().map(|cpu| cpu.checks).sum::<u64>(),
+                })
+            }
+            Err(error) => json!({ "state": null, "why": error.to_string() }),
+        };
+        json!({
+            "pid": std::process::id(),
+            "kind": self.kind,
+            "place": self.place(),
+            "incoming": self.incoming(),
+            "received": self.received(),
+            "restore": self.restore(),
+            "guest": stats,
+            "disks": self.probe.kvm().map(crate::disk::describe),
+            "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
+            "net": self.probe.kvm().map(crate::net::describe),
+            "rings": self.probe.kvm().and_then(crate::rings::describe),
+            "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
+        })
+    }
+}

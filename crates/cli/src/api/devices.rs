@@ -1,0 +1,198 @@
+//! The guest and its devices by the protocol's commands.
+
+use super::machine::Api;
+use super::migration::refused;
+use super::{Order, Place};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::time::UNIX_EPOCH;
+use vmferry_control::{Answer, Arguments, ErrorClass, QmpError};
+use vmferry_engine::MigrationState;
+use vmferry_vmm::BalloonHandle;
+
+/// Where the balloon is in QEMU's tree of objects, for a machine that was told to call it so; and its short name.
+const BALLOON: [&str; 2] = ["/machine/peripheral/balloon0", "balloon0"];
+
+/// What a guest may tell of its memory: our names, which are the specification's, and the protocol's.
+const STATS: [(&str, &str); 16] = [
+    ("swap_in", "stat-swap-in"),
+    ("swap_out", "stat-swap-out"),
+    ("major_faults", "stat-major-faults"),
+    ("minor_faults", "stat-minor-faults"),
+    ("free", "stat-free-memory"),
+    ("total", "stat-total-memory"),
+    ("available", "stat-available-memory"),
+    ("caches", "stat-disk-caches"),
+    ("hugetlb_allocations", "stat-htlb-pgalloc"),
+    ("hugetlb_failures", "stat-htlb-pgfail"),
+    ("oom_kills", "stat-oom-kills"),
+    ("allocation_stalls", "stat-alloc-stalls"),
+    ("async_scans", "stat-async-scans"),
+    ("direct_scans", "stat-direct-scans"),
+    ("async_reclaims", "stat-async-reclaims"),
+    ("direct_reclaims", "stat-direct-reclaims"),
+];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Balloon {
+    value: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Property {
+    path: String,
+    property: String,
+    value: Option<Value>,
+}
+
+impl Api {
+    /// `query-status`.
+    pub(super) fn query_status(&self) -> Value {
+        let moving = self.0.under_way().map(|monitor| monitor.progress().state);
+        let status = match (self.0.place(), moving) {
+            (Place::Awaited, _) => "inmigrate",
+            (Place::Moving, Some(MigrationState::Switchover)) | (Place::Unknown, _) => "finish-migrate",
+            (Place::Moving, Some(MigrationState::Postcopy | MigrationState::PostcopyPaused))
+            | (Place::Moved, _) => "postmigrate",
+            (Place::Running | Place::Moving, _) => "running",
+            (Place::Paused, _) => "paused",
+            (Place::Ended, _) => "shutdown",
+        };
+        json!({ "running": status == "running", "status": status })
+    }
+
+    /// `stop`: also of a guest that is stopped.
+    pub(super) fn stop(&self) -> Result<Answer, QmpError> {
+        if self.0.place() != Place::Paused {
+            self.0.order(Order::Pause).map_err(refused)?;
+        }
+        Ok(Answer::done())
+    }
+
+    /// `cont`: also of a guest that runs.
+    pub(super) fn cont(&self) -> Result<Answer, QmpError> {
+        if self.0.place() != Place::Running {
+            self.0.order(Order::Resume).map_err(refused)?;
+        }
+        Ok(Answer::done())
+    }
+
+    fn the_balloon(&self) -> Result<BalloonHandle, QmpError> {
+        self.0.probe.balloon().ok_or_else(|| QmpError {
+            class: ErrorClass::DeviceNotActive,
+            desc: "No balloon device has been activated; KVM guests have one with --balloon on".to_owned(),
+        })
+    }
+
+    /// `balloon`: how much memory the guest is to have.
+    pub(super) fn balloon(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let Balloon { value } = arguments.read()?;
+        let balloon = self.the_balloon()?;
+        let target = value.min(balloon.status().memory);
+        crate::balloon::answer(&self.0, &json!({ "target": target })).map_err(refused)?;
+        Ok(Answer::done())
+    }
+
+    /// `query-balloon`.
+    pub(super) fn query_balloon(&self) -> Result<Answer, QmpError> {
+        Ok(json!({ "actual": self.the_balloon()?.status().actual }).into())
+    }
+
+    /// `qom-get`, of what there is: the balloon's statistics.
+    pub(super) fn qom_get(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let wanted: Property = arguments.read()?;
+        if wanted.value.is_some() {
+            return Err(QmpError::generic("Parameter 'value' is unexpected"));
+        }
+        let balloon = self.object(&wanted)?;
+        match &*wanted.property {
+            "guest-stats" => Ok(guest_stats(&balloon).into()),
+            "guest-stats-polling-interval" => Ok(json!(balloon.stats_interval()).into()),
+            other => Err(no_property(other)),
+        }
+    }
+
+    /// `qom-set`, of what can be set: how often the guest is asked for statistics.
+    pub(super) fn qom_set(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let wanted: Property = arguments.read()?;
+        let balloon = self.object(&wanted)?;
+        match &*wanted.property {
+            "guest-stats-polling-interval" => {
+                let seconds =
+                    wanted.value.as_ref().and_then(Value::as_u64).and_then(|value| u32::try_from(value).ok());
+                balloon.set_stats_interval(seconds.ok_or_else(|| {
+                    QmpError::generic("guest-stats-polling-interval is a number of seconds, 0 for never")
+                })?);
+                Ok(Answer::done())
+            }
+            "guest-stats" => {
+                Err(QmpError::generic("Property 'virtio-balloon-device.guest-stats' is not writable"))
+            }
+            other => Err(no_property(other)),
+        }
+    }
+
+    fn object(&self, wanted: &Property) -> Result<BalloonHandle, QmpError> {
+        if BALLOON.contains(&&*wanted.path)
+            && let Some(balloon) = self.0.probe.balloon()
+        {
+            return Ok(balloon);
+        }
+        let path: String = wanted.path.chars().take(120).collect();
+        Err(QmpError { class: ErrorClass::DeviceNotFound, desc: format!("Device '{path}' not found") })
+    }
+
+    /// `query-cpus-fast`.
+    pub(super) fn query_cpus(&self) -> Value {
+        let each = vcpu_threads().into_iter().map(|(index, thread)| {
+            json!({
+                "cpu-index": index,
+                "qom-path": format!("/machine/unattached/device[{index}]"),
+                "thread-id": thread,
+                "target": "x86_64",
+                "props": { "socket-id": 0, "core-id": index, "thread-id": 0 },
+            })
+        });
+        each.collect()
+    }
+
+    /// `query-kvm`.
+    pub(super) fn query_kvm(&self) -> Value {
+        let enabled = self.0.probe.kvm().is_some();
+        json!({ "enabled": enabled, "present": enabled || std::path::Path::new("/dev/kvm").exists() })
+    }
+}
+
+fn no_property(name: &str) -> QmpError {
+    let name: String = name.chars().take(80).collect();
+    QmpError::generic(format!("Property 'virtio-balloon-device.{name}' not found"))
+}
+
+/// What the guest told last and when; what it did not tell is all ones, as the protocol has it.
+fn guest_stats(balloon: &BalloonHandle) -> Value {
+    let status = balloon.status();
+    let stat =
+        |(own, name): &(&str, &str)| ((*name).to_owned(), json!(status.stats.get(own).unwrap_or(u64::MAX)));
+    let at = status.stats_at.and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    json!({
+        "stats": STATS.iter().map(stat).collect::<Map<_, _>>(),
+        "last-update": at.map_or(0, |at| at.as_secs()),
+    })
+}
+
+/// The vCPUs' threads of this process, by number.
+fn vcpu_threads() -> Vec<(u32, u32)> {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    let mut threads: Vec<_> = tasks
+        .filter_map(|task| {
+            let task = task.ok()?;
+            let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+            let index = name.trim_end().strip_prefix("vcpu")?.get(1..)?.parse().ok()?;
+            Some((index, task.file_name().to_str()?.parse().ok()?))
+        })
+        .collect();
+    threads.sort_unstable();
+    threads
+}

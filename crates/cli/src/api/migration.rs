@@ -1,0 +1,355 @@
+//! Migrations by the protocol's commands.
+
+use super::machine::Api;
+use super::{Order, Place};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use vmferry_control::{Answer, Arguments, QmpError};
+use vmferry_engine::{MigrationState, Progress};
+
+/// Bytes of a page.
+const PAGE: u64 = 4096;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Migrate {
+    uri: Option<String>,
+    channels: Option<Vec<Channel>>,
+    /// It always is.
+    #[serde(rename = "detach")]
+    _detach: Option<bool>,
+    #[serde(default)]
+    resume: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Incoming {
+    uri: Option<String>,
+    channels: Option<Vec<Channel>>,
+    #[serde(rename = "exit-on-error")]
+    exit_on_error: Option<bool>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Recover {
+    uri: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Channel {
+    channel_type: String,
+    addr: Address,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "transport", rename_all = "kebab-case")]
+enum Address {
+    Socket(Socket),
+    File { filename: String },
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "kebab-case")]
+enum Socket {
+    Inet { host: String, port: String },
+    Unix { path: String },
+    Fd { str: String },
+}
+
+/// Where to, as `uri` or `channels` say.
+fn address(uri: Option<String>, channels: Option<Vec<Channel>>) -> Result<String, QmpError> {
+    match (uri, channels.as_deref()) {
+        (Some(uri), None) => Ok(uri),
+        (None, Some([Channel { channel_type, addr }])) if channel_type == "main" => Ok(match addr {
+            Address::Socket(Socket::Inet { host, port }) if host.contains(':') => {
+                format!("tcp:[{host}]:{port}")
+            }
+            Address::Socket(Socket::Inet { host, port }) => format!("tcp:{host}:{port}"),
+            Address::Socket(Socket::Unix { path }) => format!("unix:{path}"),
+            Address::Socket(Socket::Fd { str }) => format!("fd:{str}"),
+            Address::File { filename } => format!("file:{filename}"),
+        }),
+        (None, Some(_)) => Err(QmpError::generic("channels: one channel is wanted, of channel-type main")),
+        (Some(_), Some(_)) => {
+            Err(QmpError::generic("uri and channels are two ways to say the same; give one"))
+        }
+        (None, None) => Err(QmpError::generic("need either 'uri' or 'channels' argument")),
+    }
+}
+
+impl Api {
+    /// `migrate`: begins, and says so at once.
+    pub(super) fn migrate(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let Migrate { uri, channels, resume, .. } = arguments.read()?;
+        let uri = address(uri, channels)?;
+        let shared = &self.0;
+        if resume {
+            if shared.place() != Place::Moving {
+                return Err(QmpError::generic("Cannot resume if there is no paused migration"));
+            }
+            // To where it went: its pages are there.
+            return shared.answer("recover", &json!({})).map(Answer::new).map_err(refused);
+        }
+        let options = shared.options();
+        let request = options.request(&uri, shared.insecure);
+        shared.order(Order::Migrate(Box::new(request))).map_err(refused)?;
+        // Whoever speaks the protocol ends this process when it has seen enough.
+        shared.stay.store(true, Ordering::Release);
+        Ok(Answer::done())
+    }
+
+    /// `migrate-incoming`.
+    pub(super) fn migrate_incoming(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let Incoming { uri, channels, exit_on_error } = arguments.read()?;
+        let uri = address(uri, channels)?;
+        if exit_on_error == Some(false) {
+            return Err(QmpError::generic("exit-on-error: a process whose guest did not arrive always ends"));
+        }
+        let uri = uri.parse().map_err(|error| QmpError::generic(format!("{error}")))?;
+        self.0.wait_at(uri).map_err(refused)?;
+        Ok(Answer::done())
+    }
+
+    /// `migrate_cancel`: also when there is nothing to cancel, as the protocol has it.
+    pub(super) fn migrate_cancel(&self) -> Result<Answer, QmpError> {
+        if self.0.place() == Place::Moving {
+            self.0.answer("cancel", &json!({})).map_err(refused)?;
+        }
+        Ok(Answer::done())
+    }
+
+    /// `migrate-start-postcopy`.
+    pub(super) fn start_postcopy(&self) -> Result<Answer, QmpError> {
+        if !self.0.options().has("postcopy-ram") {
+            return Err(QmpError::generic(
+                "Enable postcopy with migrate-set-capabilities (postcopy-ram) before the start of migration",
+            ));
+        }
+        self.0.answer("switch", &json!({})).map_err(refused)?;
+        Ok(Answer::done())
+    }
+
+    /// `migrate-pause`: cuts the link of a postcopy.
+    pub(super) fn migrate_pause(&self) -> Result<Answer, QmpError> {
+        match self.0.under_way() {
+            Some(monitor) if monitor.progress().state == MigrationState::Postcopy => {
+                monitor.pause();
+                Ok(Answer::done())
+            }
+            _ => Err(QmpError::generic("migrate-pause is for a migration in postcopy, and at its source")),
+        }
+    }
+
+    /// `migrate-recover`: at the target, which waits for its source where it did before.
+    pub(super) fn migrate_recover(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let Recover { uri } = arguments.read()?;
+        let paused = self.0.rest().is_some_and(|rest| rest.state == MigrationState::PostcopyPaused);
+        if !paused {
+            return Err(QmpError::generic(
+                "Migrate recover can only be run at the target of a postcopy that is paused; at its source say migrate with resume",
+            ));
+        }
+        match self.0.incoming() {
+            Some(at) if at == uri => Ok(Answer::done()),
+            at => Err(QmpError::generic(format!(
+                "this side goes on waiting at {}, where its source takes the link up again; it cannot wait elsewhere",
+                at.unwrap_or_default()
+            ))),
+        }
+    }
+
+    /// Fails while a migration is under way, which has its settings.
+    pub(super) fn set_options(
+        &self,
+        set: impl FnOnce(&mut super::options::Options) -> Result<(), QmpError>,
+    ) -> Result<Answer, QmpError> {
+        if self.0.place() == Place::Moving {
+            return Err(QmpError::generic(
+                "There's a migration process in progress, which keeps the settings it has",
+            ));
+        }
+        self.0.change_options(set)?;
+        Ok(Answer::done())
+    }
+
+    /// `query-migrate`.
+    pub(super) fn query_migrate(&self) -> Answer {
+        let shared = &self.0;
+        let (value, ended) = match shared.latest() {
+            (Some(report), _) => {
+                (of_report(&report, shared.memory(), shared.options().has("postcopy-blocktime")), true)
+            }
+            (None, Some(monitor)) => {
+                (of_progress(&monitor.progress(), shared.memory(), monitor.cancelled()), false)
+            }
+            (None, None) => (self.of_arrival(), false),
+        };
+        let answer = Answer::new(value);
+        if !ended {
+            return answer;
+        }
+        let shared = Arc::clone(shared);
+        answer.on_sent(move || shared.seen.store(true, Ordering::Release))
+    }
+
+    /// The target's view.
+    fn of_arrival(&self) -> Value {
+        let shared = &self.0;
+        let at = shared.incoming();
+        if let Some(rest) = shared.rest() {
+            let left = rest.left * PAGE;
+            let ram = json!({ "remaining": left, "total": shared.memory(), "page-size": PAGE,
+                "postcopy-requests": rest.postcopy.requests });
+            return json!({ "status": status(rest.state), "ram": ram });
+        }
+        match (at, shared.place()) {
+            (_, Place::Running | Place::Paused) if shared.received().is_some() => {
+                json!({ "status": "completed" })
+            }
+            (Some(at), Place::Awaited) => json!({ "status": "setup", "socket-address": socket_address(&at) }),
+            _ => json!({}),
+        }
+    }
+}
+
+/// Where a target listens, as the protocol says it; a file and what was inherited have no address.
+fn socket_address(uri: &str) -> Vec<Value> {
+    let address = match uri.split_once(':') {
+        Some(("tcp", rest)) => rest.rsplit_once(':').map(|(host, port)| {
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            json!({ "type": "inet", "host": host, "port": port })
+        }),
+        Some(("unix", path)) => Some(json!({ "type": "unix", "path": path })),
+        _ => None,
+    };
+    address.into_iter().collect()
+}
+
+pub(super) fn refused(error: anyhow::Error) -> QmpError {
+    QmpError::generic(format!("{error:#}"))
+}
+
+/// A state of ours, as the protocol calls it. That nobody knows where the guest is has no name there: somebody must act before anything
+/// goes on, as after a lost link.
+pub(super) fn status(state: MigrationState) -> &'static str {
+    match state {
+        MigrationState::Setup => "setup",
+        MigrationState::Precopy => "active",
+        MigrationState::Switchover => "device",
+        MigrationState::Postcopy => "postcopy-active",
+        MigrationState::PostcopyPaused | MigrationState::Unknown => "postcopy-paused",
+        MigrationState::Completed => "completed",
+        MigrationState::Cancelled => "cancelled",
+        _ => "failed",
+    }
+}
+
+/// The same, of a migration that has ended.
+pub(super) fn status_of(report: &Value) -> &'static str {
+    match report["outcome"].as_str() {
+        Some("completed") => "completed",
+        Some("cancelled") => "cancelled",
+        Some("unknown") => "postcopy-paused",
+        _ => "failed",
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to what fits")]
+fn whole(number: f64) -> u64 {
+    number.clamp(0.0, 1e18) as u64
+}
+
+/// While it is under way. An end that has no report yet is none yet.
+fn of_progress(progress: &Progress, total: u64, cancelled: bool) -> Value {
+    let state = match progress.state {
+        _ if cancelled && !progress.runs_there => "cancelling",
+        MigrationState::Completed if progress.runs_there => "postcopy-active",
+        MigrationState::Completed | MigrationState::Cancelled | MigrationState::Failed => "device",
+        MigrationState::Unknown | MigrationState::Lost => "postcopy-paused",
+        state => status(state),
+    };
+    let left = progress.left_pages.unwrap_or(progress.remaining_pages);
+    let mut ram = json!({
+        "transferred": progress.wire_bytes,
+        "remaining": left * PAGE,
+        "total": total,
+        "duplicate": progress.zero_pages,
+        "skipped": 0,
+        "normal": progress.raw_pages,
+        "normal-bytes": progress.raw_pages * PAGE,
+        "dirty-pages-rate": whole(progress.dirty_pages_per_s),
+        "dirty-sync-count": u64::from(progress.pass) + 1,
+        "page-size": PAGE,
+        "postcopy-requests": 0,
+        "multifd-bytes": progress.wire_bytes,
+        "mbps": 0.0,
+        "pages-per-second": 0,
+    });
+    if let Some(bandwidth) = progress.bandwidth {
+        ram["mbps"] = json!(bandwidth * 8e-6);
+        ram["pages-per-second"] = json!(whole(bandwidth) / PAGE);
+    }
+    let mut info = json!({ "status": state, "total-time": millis(progress.elapsed), "ram": ram });
+    if let Some(downtime) = progress.predicted_downtime {
+        info["expected-downtime"] = json!(millis(downtime));
+    }
+    if let Some(why) = &progress.interrupted {
+        info["error-desc"] = json!(why);
+    }
+    info
+}
+
+/// After its end.
+fn of_report(report: &Value, total: u64, blocktime: bool) -> Value {
+    let number = |value: &Value| value.as_u64().unwrap_or_else(|| whole(value.as_f64().unwrap_or(0.0)));
+    let state = status_of(report);
+    let bytes = &report["bytes"];
+    let (wire, raw, zero) =
+        (number(&bytes["wire"]), number(&bytes["raw_pages"]), number(&bytes["zero_pages"]));
+    let passes = report["passes"].as_array().map_or(0, Vec::len);
+    let mbps = report["throughput_mbps"].as_f64().unwrap_or(0.0);
+    let mut info = json!({
+        "status": state,
+        "total-time": number(&report["total_ms"]),
+        "setup-time": number(&report["setup_ms"]),
+        "ram": {
+            "transferred": wire,
+            "remaining": 0,
+            "total": total,
+            "duplicate": zero,
+            "skipped": 0,
+            "normal": raw,
+            "normal-bytes": raw * PAGE,
+            "dirty-pages-rate": 0,
+            "mbps": mbps,
+            "dirty-sync-count": passes,
+            "postcopy-requests": number(&report["postcopy"]["requests"]),
+            "page-size": PAGE,
+            "multifd-bytes": wire,
+            "pages-per-second": whole(mbps * 1e6 / 8.0) / PAGE,
+        },
+    });
+    if state == "completed" {
+        info["downtime"] = json!(number(&report["downtime_ms"]));
+    } else if let Some(why) = report["error"].as_str() {
+        info["error-desc"] = json!(why);
+    }
+    if let Some(vcpus) = report["postcopy"]["vcpus"].as_array().filter(|_| blocktime) {
+        let each: Vec<_> = vcpus.iter().map(|vcpu| number(&vcpu["blocked_us"]) / 1000).collect();
+        // The last is everybody who is no vCPU.
+        let each = &each[..each.len().saturating_sub(1)];
+        info["postcopy-vcpu-blocktime"] = json!(each);
+        info["postcopy-blocktime"] = json!(each.iter().max().copied().unwrap_or(0));
+    }
+    info
+}

@@ -1,0 +1,257 @@
+//! Capabilities and parameters of migrations, by the protocol's names, and what they are here.
+//!
+//! They hold for the next `migrate`. What there is no counterpart for is refused, not ignored.
+
+use super::MigrateRequest;
+use crate::choices::{AutoConvergeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use serde_json::{Map, Value, json};
+use vmferry_control::{Arguments, QmpError};
+use vmferry_engine::{Pace, Settings};
+
+/// Longest downtime that may be allowed, in ms: 2000 s, as the protocol has it.
+const MOST_DOWNTIME_MS: u64 = 2_000_000;
+
+/// What can be switched on, and whether it is at first.
+const CAPABILITIES: [(&str, bool); 8] = [
+    ("auto-converge", false),
+    ("dirty-limit", false),
+    ("events", false),
+    ("multifd", false),
+    ("postcopy-blocktime", false),
+    ("postcopy-preempt", true),
+    ("postcopy-ram", false),
+    ("return-path", true),
+];
+
+/// What holds for the next migration.
+#[derive(Debug, Clone)]
+pub(super) struct Options {
+    on: [bool; CAPABILITIES.len()],
+    downtime_limit_ms: u64,
+    multifd_channels: u16,
+    /// Bytes a second; 0 for no limit.
+    max_bandwidth: u64,
+    /// While the guest is stopped, bytes a second; 0 for the same as before.
+    switchover_bandwidth: u64,
+    /// In postcopy, bytes a second; 0 for what leaves queues short.
+    postcopy_bandwidth: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let settings = Settings::default();
+        Self {
+            on: CAPABILITIES.map(|(_, on)| on),
+            downtime_limit_ms: u64::try_from(settings.downtime_limit.as_millis()).unwrap_or(MOST_DOWNTIME_MS),
+            multifd_channels: settings.channels,
+            max_bandwidth: 0,
+            switchover_bandwidth: 0,
+            postcopy_bandwidth: 0,
+        }
+    }
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SetCapabilities {
+    capabilities: Vec<Capability>,
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Capability {
+    capability: String,
+    state: bool,
+}
+
+impl Options {
+    /// Whether capability `name` is on.
+    pub(super) fn has(&self, name: &str) -> bool {
+        CAPABILITIES.iter().zip(&self.on).any(|((own, _), on)| *own == name && *on)
+    }
+
+    /// `query-migrate-capabilities`.
+    pub(super) fn capabilities(&self) -> Value {
+        let each = CAPABILITIES.iter().zip(&self.on);
+        each.map(|((name, _), on)| json!({ "capability": name, "state": on })).collect()
+    }
+
+    /// `migrate-set-capabilities`: all or none.
+    pub(super) fn set_capabilities(&mut self, arguments: Arguments) -> Result<(), QmpError> {
+        let wanted: SetCapabilities = arguments.read()?;
+        let mut on = self.on;
+        for Capability { capability, state } in wanted.capabilities {
+            let known = CAPABILITIES.iter().position(|(name, _)| *name == capability);
+            on[known.ok_or_else(|| {
+                unknown("capability", &capability, CAPABILITIES.iter().map(|(name, _)| *name))
+            })?] = state;
+        }
+        let changed = Self { on, ..self.clone() };
+        if changed.has("auto-converge") && changed.has("dirty-limit") {
+            return Err(QmpError::generic(
+                "auto-converge slows all vCPUs and dirty-limit those that write most; switch on one of them",
+            ));
+        }
+        if !changed.has("return-path") {
+            return Err(QmpError::generic("return-path is always on: the target answers in every migration"));
+        }
+        *self = changed;
+        Ok(())
+    }
+
+    /// `query-migrate-parameters`.
+    pub(super) fn parameters(&self) -> Value {
+        json!({
+            "avail-switchover-bandwidth": self.switchover_bandwidth,
+            "downtime-limit": self.downtime_limit_ms,
+            "max-bandwidth": self.max_bandwidth,
+            "max-postcopy-bandwidth": self.postcopy_bandwidth,
+            "mode": "normal",
+            "multifd-channels": self.multifd_channels,
+            "multifd-compression": "none",
+        })
+    }
+
+    /// `migrate-set-parameters`: all or none.
+    pub(super) fn set_parameters(&mut self, arguments: Arguments) -> Result<(), QmpError> {
+        let mut changed = self.clone();
+        for (name, value) in &arguments.0 {
+            changed.set_parameter(name, value)?;
+        }
+        *self = changed;
+        Ok(())
+    }
+
+    fn set_parameter(&mut self, name: &str, value: &Value) -> Result<(), QmpError> {
+        match name {
+            "downtime-limit" => self.downtime_limit_ms = number(name, value, 0, MOST_DOWNTIME_MS)?,
+            "max-bandwidth" => self.max_bandwidth = number(name, value, 0, u64::MAX)?,
+            "max-postcopy-bandwidth" => self.postcopy_bandwidth = number(name, value, 0, u64::MAX)?,
+            "avail-switchover-bandwidth" => self.switchover_bandwidth = number(name, value, 0, u64::MAX)?,
+            "multifd-channels" => {
+                let channels = number(name, value, 1, Settings::MAX_CHANNELS.into())?;
+                self.multifd_channels = u16::try_from(channels).unwrap_or(Settings::MAX_CHANNELS);
+            }
+            // The only values that there are.
+            "mode" if value == "normal" => {}
+            "multifd-compression" if value == "none" => {}
+            "mode" | "multifd-compression" => {
+                return Err(QmpError::generic(format!("Parameter '{name}' does not accept value {value}")));
+            }
+            _ => {
+                let names: Vec<_> =
+                    self.parameters().as_object().into_iter().flat_map(Map::keys).cloned().collect();
+                return Err(unknown("parameter", name, names.iter().map(String::as_str)));
+            }
+        }
+        Ok(())
+    }
+
+    /// A migration to `uri` by what was set. Connections to other hosts are not encrypted, and allowed if `insecure`.
+    pub(super) fn request(&self, uri: &str, insecure: bool) -> MigrateRequest {
+        let limit = |rate: u64| (rate > 0).then_some(rate);
+        MigrateRequest {
+            // Without a timeout, so only when somebody says `migrate-start-postcopy`.
+            on_timeout: if self.has("postcopy-ram") { OnTimeoutArg::Postcopy } else { OnTimeoutArg::Cancel },
+            urgent: if self.has("postcopy-preempt") { UrgentArg::Dedicated } else { UrgentArg::Shared },
+            pace: PaceArg(limit(self.postcopy_bandwidth).map_or(Pace::Auto, Pace::Rate)),
+            channels: if self.has("multifd") { self.multifd_channels } else { 1 },
+            downtime_limit_ms: self.downtime_limit_ms,
+            max_bandwidth: limit(self.max_bandwidth),
+            switchover_bandwidth: limit(self.switchover_bandwidth).map(SwitchoverArg::AtMost),
+            auto_converge: match () {
+                () if self.has("dirty-limit") => AutoConvergeArg::Writers,
+                () if self.has("auto-converge") => AutoConvergeArg::All,
+                () => AutoConvergeArg::Off,
+            },
+            insecure,
+            ..MigrateRequest::to(uri)
+        }
+    }
+}
+
+fn number(name: &str, value: &Value, least: u64, most: u64) -> Result<u64, QmpError> {
+    let number = value.as_u64().ok_or_else(|| {
+        QmpError::generic(format!("Invalid parameter type for '{name}', expected: integer"))
+    })?;
+    if (least..=most).contains(&number) {
+        return Ok(number);
+    }
+    Err(QmpError::generic(format!("Parameter '{name}' expects a value between {least} and {most}")))
+}
+
+fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> QmpError {
+    let name: String = name.chars().take(80).collect();
+    let known = known.collect::<Vec<_>>().join(", ");
+    QmpError::generic(format!("vmferry has no migration {what} '{name}'; it has {known}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmferry_engine::{AutoConverge, MigrationMode, OnTimeout, UrgentPath};
+
+    fn arguments(value: Value) -> Arguments {
+        match value {
+            Value::Object(map) => Arguments(map),
+            _ => Arguments::default(),
+        }
+    }
+
+    fn with(options: &mut Options, names: &[(&str, bool)]) -> Result<(), QmpError> {
+        let list: Value = names.iter().map(|(name, on)| json!({"capability": name, "state": on})).collect();
+        options.set_capabilities(arguments(json!({ "capabilities": list })))
+    }
+
+    #[test]
+    fn what_is_set_is_what_the_engine_gets() {
+        let mut options = Options::default();
+        let settings = options.request("tcp:a:1", false).settings();
+        assert_eq!((settings.channels, settings.on_timeout, settings.timeout), (1, OnTimeout::Cancel, None));
+        assert_eq!((settings.max_bandwidth, settings.insecure), (None, false));
+        with(
+            &mut options,
+            &[("multifd", true), ("postcopy-ram", true), ("dirty-limit", true), ("events", true)],
+        )
+        .unwrap();
+        let rates =
+            json!({"max-bandwidth": 1000, "max-postcopy-bandwidth": 500, "avail-switchover-bandwidth": 2000});
+        options.set_parameters(arguments(rates)).unwrap();
+        options.set_parameters(arguments(json!({"multifd-channels": 5, "downtime-limit": 20}))).unwrap();
+        let settings = options.request("tcp:a:1", true).settings();
+        assert_eq!((settings.channels, settings.downtime_limit.as_millis()), (5, 20));
+        assert_eq!((settings.mode, settings.on_timeout), (MigrationMode::Precopy, OnTimeout::Postcopy));
+        assert_eq!((settings.auto_converge, settings.urgent), (AutoConverge::Writers, UrgentPath::Dedicated));
+        assert_eq!((settings.max_bandwidth, settings.pace), (Some(1000), Pace::Rate(500)));
+        assert!(settings.insecure && settings.switchover_bandwidth.is_some());
+        with(&mut options, &[("postcopy-preempt", false), ("dirty-limit", false), ("auto-converge", true)])
+            .unwrap();
+        let settings = options.request("tcp:a:1", true).settings();
+        assert_eq!((settings.auto_converge, settings.urgent), (AutoConverge::All, UrgentPath::Shared));
+    }
+
+    #[test]
+    fn what_there_is_not_is_refused_and_changes_nothing() {
+        let mut options = Options::default();
+        let before = (options.capabilities(), options.parameters());
+        for names in [
+            &[("multifd", true), ("xbzrle", true)][..],
+            &[("events", true), ("auto-converge", true), ("dirty-limit", true)],
+            &[("return-path", false)],
+        ] {
+            let error = with(&mut options, names).unwrap_err();
+            assert!(error.desc.contains("it has auto-converge") || error.desc.contains("on"), "{error}");
+        }
+        for wrong in [
+            json!({"max-bandwidth": 5, "cpu-throttle-initial": 3}),
+            json!({"downtime-limit": 2_000_001}),
+            json!({"multifd-channels": 0}),
+            json!({"max-bandwidth": "1G"}),
+            json!({"max-bandwidth": -1}),
+            json!({"mode": "cpr-reboot"}),
+        ] {
+            assert!(options.set_parameters(arguments(wrong.clone())).is_err(), "{wrong}");
+        }
+        assert_eq!((options.capabilities(), options.parameters()), before);
+    }
+}

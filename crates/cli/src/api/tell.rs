@@ -1,0 +1,225 @@
+//! What clients of the control socket are told as it happens.
+
+use super::migration;
+use serde_json::{Value, json};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use vmferry_control::Events;
+use vmferry_engine::{Change, MigrationState};
+
+/// A balloon that grows is told of no more often than this.
+const BALLOON_EVERY: Duration = Duration::from_secs(1);
+
+/// Tells all clients what happens. Clones tell the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Tell(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    events: Events,
+    /// Whether they want to hear of migrations: the capability `events`.
+    migrations: AtomicBool,
+    /// Whether the guest runs here, as they were told.
+    runs: AtomicBool,
+    /// Where the latest migration stands, as they were told or would have been.
+    status: Mutex<&'static str>,
+    seen: Mutex<Seen>,
+}
+
+/// What was seen at the last look.
+#[derive(Debug, Default)]
+struct Seen {
+    balloon: Option<(u64, Instant)>,
+    rest: Option<MigrationState>,
+}
+
+impl Tell {
+    pub(crate) fn new(events: Events) -> Self {
+        let (migrations, runs) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (status, seen) = (Mutex::new("none"), Mutex::default());
+        Self(Arc::new(Inner { events, migrations, runs, status, seen }))
+    }
+
+    pub(super) fn of_migrations(&self, wanted: bool) {
+        self.0.migrations.store(wanted, Ordering::Release);
+    }
+
+    /// The guest runs here; told if it did not before.
+    pub(crate) fn runs(&self) {
+        if !self.0.runs.swap(true, Ordering::AcqRel) {
+            self.0.events.emit("RESUME", Value::Null);
+        }
+    }
+
+    /// The guest does not run here; told if it did before.
+    pub(crate) fn stands(&self) {
+        if self.0.runs.swap(false, Ordering::AcqRel) {
+            self.0.events.emit("STOP", Value::Null);
+        }
+    }
+
+    /// This process ends, because its guest wants that or somebody else.
+    pub(crate) fn ends(&self, guest: bool, reason: &str) {
+        self.0.events.emit("SHUTDOWN", json!({ "guest": guest, "reason": reason }));
+    }
+
+    /// The guest was asked to shut down.
+    pub(crate) fn power_button(&self) {
+        self.0.events.emit("POWERDOWN", Value::Null);
+    }
+
+    /// The guest asked for a reset.
+    pub(crate) fn reset(&self) {
+        self.0.events.emit("RESET", json!({ "guest": true, "reason": "guest-reset" }));
+    }
+
+    /// A migration is in another state, by the protocol's name. One that is being cancelled goes no further, whatever its engine still
+    /// says of a moment before.
+    pub(crate) fn migration(&self, status: &'static str) {
+        let mut last = self.0.status.lock().unwrap_or_else(PoisonError::into_inner);
+        let late = *last == "cancelling" && matches!(status, "active" | "device");
+        if late || *last == status {
+            return;
+        }
+        *last = status;
+        // With the lock: in this order.
+        if self.0.migrations.load(Ordering::Acquire) {
+            self.0.events.emit("MIGRATION", json!({ "status": status }));
+        }
+    }
+
+    /// A pass begins, which is how a migration becomes active: its engine says that a moment later.
+    fn pass(&self, pass: u32) {
+        if *self.0.status.lock().unwrap_or_else(PoisonError::into_inner) == "setup" {
+            self.migration("active");
+        }
+        if self.0.migrations.load(Ordering::Acquire) {
+            self.0.events.emit("MIGRATION_PASS", json!({ "pass": u64::from(pass) + 1 }));
+        }
+    }
+
+    /// What the source's engine says while it works. Of the end of it they are told when its report can be had.
+    pub(super) fn change(&self, change: Change) {
+        use MigrationState::{Postcopy, PostcopyPaused, Precopy, Switchover};
+        match change {
+            Change::State(state) => {
+                if matches!(state, Switchover | Postcopy | PostcopyPaused) {
+                    self.stands();
+                }
+                if matches!(state, Precopy | Switchover | Postcopy | PostcopyPaused) {
+                    self.migration(migration::status(state));
+                }
+            }
+            Change::Pass(pass) => self.pass(pass),
+            _ => {}
+        }
+    }
+
+    /// Looks at what nobody reports: how much memory the guest has, and how a guest that came before its memory is doing.
+    pub(super) fn look(&self, balloon: Option<u64>, rest: Option<MigrationState>) {
+        let mut seen = self.0.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if let Some(actual) = balloon {
+            let (before, at) = *seen.balloon.get_or_insert((actual, now));
+            if before != actual && now - at >= BALLOON_EVERY {
+                seen.balloon = Some((actual, now));
+                self.0.events.emit("BALLOON_CHANGE", json!({ "actual": actual }));
+            }
+        }
+        if rest != seen.rest
+            && let Some(state) = rest
+        {
+            seen.rest = rest;
+            self.migration(migration::status(state));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmferry_control::{Answer, Arguments, Client, Command, Limits, Machine, QmpError, Server, Version};
+
+    struct Nothing;
+
+    impl Machine for Nothing {
+        fn version(&self) -> Version {
+            Version { numbers: [0; 3], package: "test".to_owned() }
+        }
+
+        fn commands(&self) -> &[Command] {
+            &[]
+        }
+
+        fn execute(&self, name: &str, _: Arguments) -> Result<Answer, QmpError> {
+            Err(QmpError::not_found(name))
+        }
+    }
+
+    /// What a client is told of what `happens`.
+    fn told(happens: impl FnOnce(&Tell)) -> Vec<String> {
+        let path = std::env::temp_dir().join(format!("vmferry-tell-{:?}", std::thread::current().id()));
+        let events = Events::new().unwrap();
+        let server = Server::start(&path, Arc::new(Nothing), &events, Limits::default()).unwrap();
+        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        happens(&Tell::new(events));
+        drop(server);
+        let mut names = Vec::new();
+        while let Ok(Some(event)) = client.next_event(Duration::from_secs(20)) {
+            let more = ["status", "pass", "actual"].iter().find_map(|name| event.data.get(name));
+            names.push(more.map_or(event.name.clone(), |more| format!("{} {more}", event.name)));
+        }
+        names
+    }
+
+    #[test]
+    fn a_migration_is_told_in_order_and_each_state_once() {
+        let names = told(|tell| {
+            tell.runs();
+            tell.runs();
+            tell.migration("setup");
+            tell.of_migrations(true);
+            tell.migration("setup");
+            tell.change(Change::State(MigrationState::Setup));
+            tell.change(Change::Pass(0));
+            tell.change(Change::State(MigrationState::Precopy));
+            tell.change(Change::State(MigrationState::Switchover));
+            tell.change(Change::State(MigrationState::Completed));
+            tell.migration("completed");
+        });
+        let migration = ["MIGRATION \"device\"", "MIGRATION \"completed\""];
+        let before = ["RESUME", "MIGRATION \"active\"", "MIGRATION_PASS 1", "STOP"];
+        assert_eq!(names, [&before[..], &migration].concat());
+    }
+
+    #[test]
+    fn one_that_is_cancelled_goes_no_further() {
+        let names = told(|tell| {
+            tell.of_migrations(true);
+            tell.migration("cancelling");
+            tell.change(Change::State(MigrationState::Precopy));
+            tell.migration("cancelled");
+            tell.migration("setup");
+        });
+        assert_eq!(
+            names,
+            ["\"cancelling\"", "\"cancelled\"", "\"setup\""].map(|name| format!("MIGRATION {name}"))
+        );
+    }
+
+    #[test]
+    fn what_nobody_reports_is_told_when_it_changes() {
+        let names = told(|tell| {
+            tell.of_migrations(true);
+            for rest in [MigrationState::Postcopy, MigrationState::Postcopy, MigrationState::Completed] {
+                tell.look(Some(5), Some(rest));
+            }
+            tell.look(Some(6), None);
+            std::thread::sleep(BALLOON_EVERY);
+            tell.look(Some(7), None);
+        });
+        let states = ["MIGRATION \"postcopy-active\"", "MIGRATION \"completed\"", "BALLOON_CHANGE 7"];
+        assert_eq!(names, states, "a change within a second is told with the next");
+    }
+}

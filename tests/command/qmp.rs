@@ -1,0 +1,181 @@
+//! The control socket, from outside: by the protocol's own clients, and by clients that mean no good.
+
+use crate::support::{
+    Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
+};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A client that says what it likes.
+struct Raw(BufReader<UnixStream>);
+
+impl Raw {
+    fn connect(run: &Run) -> Self {
+        let stream = UnixStream::connect(&run.api).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        let mut raw = Self(BufReader::new(stream));
+        assert!(raw.line()["QMP"].is_object());
+        raw
+    }
+
+    fn ready(run: &Run) -> Self {
+        let mut raw = Self::connect(run);
+        assert_eq!(raw.ask("qmp_capabilities", &json!({})), json!({"return": {}}));
+        raw
+    }
+
+    fn say(&mut self, text: &str) {
+        self.0.get_mut().write_all(text.as_bytes()).unwrap();
+    }
+
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+    }
+
+    /// The answer; events are passed over.
+    fn ask(&mut self, command: &str, arguments: &Value) -> Value {
+        self.say(&format!("{}\n", json!({"execute": command, "arguments": arguments})));
+        std::iter::repeat_with(|| self.line()).find(|message| message.get("event").is_none()).unwrap()
+    }
+}
+
+#[test]
+fn the_protocols_own_clients_find_what_they_expect() {
+    if !can_track() {
+        return;
+    }
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/qmp/run");
+    let output = Command::new(script).arg(VMFERRY).args(kinds()).stdin(Stdio::null()).output().unwrap();
+    say(&String::from_utf8_lossy(&output.stdout));
+    // 77: they cannot be had here, and it has said so.
+    assert!(matches!(code(&output), 0 | 77), "{}", errors(&output));
+}
+
+#[test]
+fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        let mut bad = Vec::new();
+        for run in [&source, &target] {
+            let mut half = Raw::ready(run);
+            half.say("{\"execute\": \"query-stat");
+            let mut flood = Raw::ready(run);
+            flood.0.get_mut().set_nonblocking(true).unwrap();
+            // Until the socket takes no more: none of the answers is ever read.
+            while flood.0.get_mut().write(b"{\"execute\": \"x-vmferry-status\"}\n").is_ok() {}
+            bad.extend([half, flood, Raw::connect(run)]);
+            let mut huge = Raw::ready(run);
+            let _ = huge.0.get_mut().write_all(&vec![b'{'; 2 << 20]);
+            assert!(huge.line()["error"]["desc"].as_str().unwrap().contains("deeper"));
+            let mut long = Raw::ready(run);
+            let _ =
+                long.0.get_mut().write_all(format!("{{\"execute\": \"{}", "x".repeat(2 << 20)).as_bytes());
+            assert!(long.line()["error"]["desc"].as_str().unwrap().contains("longer"));
+            let mut noise = Raw::ready(run);
+            noise.say("]]]]\n\u{0}\u{1}\n{\"execute\": \"query-status\"}\n");
+            assert!(noise.line().get("error").is_some() && noise.line().get("error").is_some());
+            assert!(noise.line()["return"]["status"].is_string());
+        }
+        let output = source.migrate(&uri, &["--verify", "--max-bandwidth", "40M/s", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        assert_eq!(document(&output)["mismatched_pages"], 0);
+        target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+        target.goes_on();
+        let began = Instant::now();
+        let mut good = Raw::ready(&target);
+        for _ in 0..100 {
+            assert_eq!(good.ask("query-status", &json!({}))["return"]["running"], true);
+        }
+        say(&format!("{kind}: 100 answers beside hostile clients in {:?}", began.elapsed()));
+        drop(bad);
+    }
+}
+
+#[test]
+fn the_guest_runs_at_its_speed_while_somebody_floods_the_socket() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::source("process", &folder);
+    let writes = |run: &Run| {
+        let status = run.status().unwrap();
+        (status["vm"]["guest"]["t_us"].as_u64().unwrap(), status["vm"]["guest"]["writes"].as_u64().unwrap())
+    };
+    let speed = |run: &Run| {
+        let (t0, w0) = writes(run);
+        std::thread::sleep(Duration::from_millis(1500));
+        let (t1, w1) = writes(run);
+        (w1 - w0) * 1_000_000 / (t1 - t0).max(1)
+    };
+    let before = speed(&source);
+    let mut clients: Vec<_> = (0..4).map(|_| Raw::ready(&source)).collect();
+    for client in &mut clients {
+        client.0.get_mut().set_nonblocking(true).unwrap();
+        while client.0.get_mut().write(b"{\"execute\": \"query-commands\"}\n").is_ok() {}
+    }
+    let during = speed(&source);
+    say(&format!("process guest: {before} writes/s alone, {during} beside four that never read"));
+    // Of 20 k a second that it is set to; a busy host takes its share, a stalled guest would have none.
+    assert!(during > before / 4, "{during} of {before} writes/s");
+}
+
+#[test]
+fn the_socket_is_its_users_and_roots_alone() {
+    let folder = Folder::new();
+    let run = Run::start("process", &folder, "api", &["--workload", "idle,ws=4M"]);
+    let mode = std::fs::metadata(&run.api).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+    if !rustix::process::geteuid().is_root() {
+        return say("another user: not run: only root can become one");
+    }
+    // Another user who can open the socket, because somebody changed its mode, is refused all the same.
+    std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(&run.api, std::fs::Permissions::from_mode(0o666)).unwrap();
+    let script = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(999).decode())";
+    let other = Command::new("python3").args(["-c", script, &run.api]).uid(65_534).gid(65_534).output();
+    let Ok(output) = other else { return say("another user: not run: there is no python3") };
+    if !output.status.success() {
+        return say(&format!("another user: not run: {}", errors(&output).trim()));
+    }
+    let answer = document(&output);
+    assert!(answer["error"]["desc"].as_str().unwrap().contains("may not control this guest"), "{answer}");
+    assert_eq!(code(&vmferry(&["pause", "--api", &run.api])), 0, "who may still can");
+}
+
+#[test]
+fn a_target_that_was_deferred_waits_to_be_told_where_and_can_be_ended() {
+    let folder = Folder::new();
+    let mut run = Run::start("process", &folder, "api", &["--incoming", "defer"]);
+    let status = run.status().unwrap();
+    assert!(status["vm"]["place"] == "awaited" && status["vm"]["incoming"].is_null(), "{status}");
+    let mut client = Raw::ready(&run);
+    let wrong = client.ask("migrate-incoming", &json!({"uri": "nowhere"}));
+    assert!(wrong["error"]["desc"].as_str().unwrap().contains("no migration address"), "{wrong}");
+    assert_eq!(client.ask("quit", &json!({})), json!({"return": {}}));
+    let deadline = Instant::now() + PATIENCE;
+    while run.child.try_wait().unwrap().is_none() {
+        assert!(Instant::now() < deadline, "it did not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // Its last word was that it ends.
+    let mut rest = String::new();
+    client.0.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("SHUTDOWN") && rest.contains("host-qmp-quit"), "{rest}");
+    // Without a socket nobody could ever tell it.
+    let output = finish(spawn(&["run", "--guest", "process", "--memory", "16M", "--incoming", "defer"]));
+    assert!(code(&output) != 0 && errors(&output).contains("--api"), "{output:?}");
+}

@@ -1,0 +1,489 @@
+"""Drives `vmferry run --api` with qemu.qmp and qmp-shell, as operators' tools do.
+
+    clients.py VMFERRY KIND...
+
+Ends with status 0 if all that it looks at is as it should be, and says on standard output what it looked at.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+from qemu.qmp import EventListener, ExecuteError, QMPClient
+
+# Longer than anything here takes on a busy host.
+PATIENCE = 60
+WORKLOAD = "uniform,ws=16M,data=48M,rate=20k,fill=random"
+MEMORY = 96 << 20
+PAGE = 4096
+
+
+class Guest:
+    """A `vmferry run`, ended and waited for."""
+
+    def __init__(self, vmferry, folder, name, kind, *more):
+        self.api = os.path.join(folder, name)
+        args = [vmferry, "run", "--guest", kind, "--memory", "96M", "--api", self.api, *more]
+        self.log = open(self.api + ".log", "wb")
+        self.process = subprocess.Popen(args, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+
+    async def connect(self, name="test"):
+        until = time.monotonic() + PATIENCE
+        while True:
+            client = QMPClient(name)
+            try:
+                await client.connect(self.api)
+                return client
+            except Exception as error:  # Whatever the library wraps it in.
+                if time.monotonic() > until or self.process.poll() is not None:
+                    raise AssertionError(f"{self.api}: {error}; {self.said()}") from error
+                await asyncio.sleep(0.05)
+
+    def said(self):
+        with open(self.log.name, encoding="utf-8", errors="replace") as log:
+            return log.read()
+
+    async def ended(self):
+        until = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            assert time.monotonic() < until, f"{self.api} did not end"
+            await asyncio.sleep(0.02)
+        return self.process.returncode
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+class Watcher:
+    """All events that a client is told, with what they say."""
+
+    def __init__(self, client, names=None):
+        self.listener = EventListener(names)
+        client.register_listener(self.listener)
+        self.seen = []
+
+    async def wait(self, name, **data):
+        """Waits for an event and gives it; what came before is kept in `seen`."""
+
+        def fits(event):
+            return event["event"] == name and all(event.get("data", {}).get(k) == v for k, v in data.items())
+
+        async def look():
+            while True:
+                event = await self.listener.get()
+                self.seen.append(event)
+                if fits(event):
+                    return event
+
+        for event in self.seen:
+            if fits(event):
+                return event
+        try:
+            return await asyncio.wait_for(look(), PATIENCE)
+        except asyncio.TimeoutError as error:
+            raise AssertionError(f"no {name} {data} among {self.seen}") from error
+
+    def statuses(self):
+        return [event["data"]["status"] for event in self.seen if event["event"] == "MIGRATION"]
+
+
+async def until(what, look, within=PATIENCE):
+    """Waits until `look` gives something."""
+    end = time.monotonic() + within
+    while True:
+        found = await look()
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        await asyncio.sleep(0.02)
+
+
+async def refused(client, command, words, arguments=None, error_class="GenericError"):
+    """The command fails with this class, and says these words."""
+    try:
+        answer = await client.execute(command, arguments)
+    except ExecuteError as error:
+        assert error.error_class == error_class, f"{command}: {error.error_class}: {error}"
+        assert words in str(error), f"{command}: {error}"
+    else:
+        raise AssertionError(f"{command} {arguments} was not refused: {answer}")
+
+
+async def leave(client):
+    """However its other side ended."""
+    with contextlib.suppress(Exception):
+        await client.disconnect()
+
+
+async def source_of(vmferry, folder, kind, stack, *more):
+    guest = Guest(vmferry, folder, "source", kind, "--workload", WORKLOAD, *more)
+    stack.callback(guest.close)
+    client = await guest.connect("source")
+    stack.push_async_callback(leave, client)
+
+    async def runs():
+        guest_state = (await client.execute("x-vmferry-status"))["vm"]["guest"]
+        return (guest_state.get("writes") or 0) > 100
+
+    await until("the guest running", runs)
+    return guest, client
+
+
+async def target_of(vmferry, folder, name, kind, stack, *more):
+    guest = Guest(vmferry, folder, name, kind, "--incoming", "defer", "--peer-timeout", "5s", *more)
+    stack.callback(guest.close)
+    client = await guest.connect(name)
+    stack.push_async_callback(leave, client)
+    assert (await client.execute("query-status")) == {"running": False, "status": "inmigrate"}
+    assert (await client.execute("query-migrate")) == {}
+    await client.execute("migrate-incoming", {"uri": "tcp:127.0.0.1:0"})
+
+    async def listens():
+        info = await client.execute("query-migrate")
+        return info.get("socket-address")
+
+    [address] = await until("the target listening", listens)
+    assert address["type"] == "inet", address
+    await refused(client, "migrate-incoming", "already", {"uri": "tcp:127.0.0.1:0"})
+    return guest, client, f"tcp:{address['host']}:{address['port']}"
+
+
+async def set_capabilities(client, **states):
+    wanted = [{"capability": name.replace("_", "-"), "state": state} for name, state in states.items()]
+    await client.execute("migrate-set-capabilities", {"capabilities": wanted})
+
+
+async def queries(client, kind):
+    """What can be asked of a guest that runs."""
+    version = await client.execute("query-version")
+    assert version["package"].startswith("vmferry-") and set(version["qemu"]) == {"major", "minor", "micro"}
+    names = {command["name"] for command in await client.execute("query-commands")}
+    for name in ["migrate", "query-migrate", "stop", "cont", "quit", "x-vmferry-status", "qmp_capabilities"]:
+        assert name in names, f"{name} of {sorted(names)}"
+    await refused(client, "device_add", "has not been found", {"driver": "e1000"}, "CommandNotFound")
+    await refused(client, "query-status", "unexpected", {"x": 1})
+    await refused(client, "migrate", "'uri' or 'channels'")
+    await refused(client, "migrate", "uri", {"uri": 7})
+    await refused(client, "migrate", "scheme", {"uri": "http://x"})
+    await refused(client, "migrate", "Parameter 'colour' is unexpected", {"uri": "x", "colour": 1})
+    await refused(client, "balloon", "Parameter 'value' is missing")
+    await refused(client, "system_powerdown", "power button")
+    assert await client.execute("query-status") == {"running": True, "status": "running"}
+    assert await client.execute("query-kvm") == {"enabled": kind == "kvm", "present": os.path.exists("/dev/kvm")}
+    assert await client.execute("query-name") == {}
+    assert await client.execute("query-uuid") == {"UUID": "00000000-0000-0000-0000-000000000000"}
+    [cpu] = await client.execute("query-cpus-fast")
+    assert cpu["cpu-index"] == 0 and cpu["target"] == "x86_64", cpu
+    assert os.path.exists(f"/proc/{cpu['thread-id']}"), cpu
+    assert await client.execute("query-migrate") == {}
+    await refused(client, "migrate-start-postcopy", "postcopy-ram")
+    await refused(client, "migrate-pause", "postcopy")
+    await refused(client, "migrate-recover", "paused", {"uri": "tcp:127.0.0.1:1"})
+    await refused(client, "migrate", "no paused migration", {"uri": "tcp:127.0.0.1:1", "resume": True})
+    await refused(client, "migrate-incoming", "--incoming defer", {"uri": "tcp:127.0.0.1:0"})
+    assert await client.execute("migrate_cancel") == {}
+
+
+async def settings(client):
+    """Capabilities and parameters."""
+    before = {c["capability"]: c["state"] for c in await client.execute("query-migrate-capabilities")}
+    assert before["multifd"] is False and before["return-path"] is True, before
+    await set_capabilities(client, multifd=True)
+    after = {c["capability"]: c["state"] for c in await client.execute("query-migrate-capabilities")}
+    assert after == {**before, "multifd": True}
+    try:
+        await set_capabilities(client, events=True, rdma_pin_all=True)
+    except ExecuteError as error:
+        assert "rdma-pin-all" in str(error), error
+    else:
+        raise AssertionError("rdma-pin-all was not refused")
+    assert {c["capability"]: c["state"] for c in await client.execute("query-migrate-capabilities")} == after
+    await client.execute("migrate-set-parameters", {"multifd-channels": 4, "downtime-limit": 500})
+    parameters = await client.execute("query-migrate-parameters")
+    assert (parameters["multifd-channels"], parameters["downtime-limit"]) == (4, 500), parameters
+    await refused(client, "migrate-set-parameters", "between 1 and 64", {"multifd-channels": 65})
+    await refused(client, "migrate-set-parameters", "'cpu-throttle-initial'", {"cpu-throttle-initial": 5})
+
+
+async def stop_and_cont(client):
+    """Everybody is told, once."""
+    other = Watcher(client, ["STOP", "RESUME"])
+    await client.execute("stop")
+    event = await other.wait("STOP")
+    assert abs(event["timestamp"]["seconds"] - time.time()) < PATIENCE, event
+    assert 0 <= event["timestamp"]["microseconds"] < 1_000_000, event
+    assert await client.execute("query-status") == {"running": False, "status": "paused"}
+    await client.execute("stop")
+    await refused(client, "calc-dirty-rate", "does not run", {"calc-time": 1})
+    await client.execute("cont")
+    await client.execute("cont")
+    await other.wait("RESUME")
+    assert [event["event"] for event in other.seen] == ["STOP", "RESUME"], other.seen
+    client.remove_listener(other.listener)
+
+
+async def dirty_rate(client):
+    assert (await client.execute("query-dirty-rate"))["status"] == "unstarted"
+    await refused(client, "calc-dirty-rate", "calc-time", {"calc-time": 3600})
+    await client.execute("calc-dirty-rate", {"calc-time": 500, "calc-time-unit": "millisecond"})
+    await refused(client, "calc-dirty-rate", "still measuring", {"calc-time": 1})
+
+    async def measured():
+        info = await client.execute("query-dirty-rate", {"calc-time-unit": "millisecond"})
+        return info if info["status"] == "measured" else None
+
+    info = await until("the dirty rate", measured)
+    # 20 k writes a second into 16 MiB: half of it at least is written within half a second.
+    assert info["dirty-rate"] >= 8 and info["calc-time"] == 500 and info["mode"] == "dirty-bitmap", info
+
+
+async def balloon(client, kind):
+    stats = {"path": "/machine/peripheral/balloon0", "property": "guest-stats"}
+    interval = {**stats, "property": "guest-stats-polling-interval"}
+    if kind == "process":
+        await refused(client, "query-balloon", "No balloon", None, "DeviceNotActive")
+        await refused(client, "balloon", "No balloon", {"value": 64 << 20}, "DeviceNotActive")
+        await refused(client, "qom-get", "not found", stats, "DeviceNotFound")
+        return
+    watcher = Watcher(client, ["BALLOON_CHANGE"])
+    assert await client.execute("query-balloon") == {"actual": MEMORY}
+    await refused(client, "balloon", "the guest can have", {"value": 1})
+    await client.execute("balloon", {"value": 80 << 20})
+    answer = await client.execute("qom-get", stats)
+    assert len(answer["stats"]) == 16 and isinstance(answer["last-update"], int), answer
+    assert await client.execute("qom-get", interval) == 1
+    await client.execute("qom-set", {**interval, "value": 5})
+    assert await client.execute("qom-get", interval) == 5
+    await refused(client, "qom-set", "seconds", {**interval, "value": -1})
+    await refused(client, "qom-get", "not found", {**stats, "property": "colour"})
+    await refused(client, "qom-get", "not found", {**stats, "path": "/machine/nothing"}, "DeviceNotFound")
+    # The measuring guest has no driver unless it is told to; where it has, everybody is told.
+    if (await client.execute("x-vmferry-status"))["vm"]["balloon"]["driver"]:
+        await watcher.wait("BALLOON_CHANGE")
+    client.remove_listener(watcher.listener)
+
+
+async def a_migration(vmferry, folder, kind):
+    """Set up, moved with events, and what both sides say of it."""
+    async with contextlib.AsyncExitStack() as stack:
+        source, client = await source_of(vmferry, folder, kind, stack)
+        await queries(client, kind)
+        await settings(client)
+        await stop_and_cont(client)
+        await dirty_rate(client)
+        await balloon(client, kind)
+        target, there, uri = await target_of(vmferry, folder, "target", kind, stack)
+        second = await source.connect("second")
+        stack.push_async_callback(leave, second)
+        watchers = [Watcher(client), Watcher(second)]
+        arriving = Watcher(there)
+        for each in (client, there):
+            await set_capabilities(each, events=True)
+        await client.execute("migrate-set-parameters", {"max-bandwidth": 40_000_000})
+        await client.execute("migrate", {"uri": uri})
+
+        async def under_way():
+            info = await client.execute("query-migrate")
+            return info if info["status"] == "active" and info["ram"]["transferred"] > 0 else None
+
+        info = await until("the migration under way", under_way)
+        assert info["ram"]["total"] == MEMORY and info["ram"]["page-size"] == PAGE, info
+        assert info["ram"]["remaining"] <= MEMORY and "total-time" in info, info
+        assert await client.execute("query-status") == {"running": True, "status": "running"}
+        await refused(second, "stop", "being moved")
+        await refused(second, "migrate", "being moved", {"uri": uri})
+        await refused(second, "migrate-set-parameters", "in progress", {"downtime-limit": 1})
+        for watcher in watchers:
+            await watcher.wait("MIGRATION", status="completed")
+            assert watcher.statuses() == ["setup", "active", "device", "completed"], watcher.seen
+            names = [event["event"] for event in watcher.seen]
+            assert names.index("STOP") < len(names) - 1 and "RESUME" not in names, names
+            passes = [event["data"]["pass"] for event in watcher.seen if event["event"] == "MIGRATION_PASS"]
+            assert passes and passes == list(range(1, len(passes) + 1)), passes
+        await arriving.wait("MIGRATION", status="completed")
+        await arriving.wait("RESUME")
+        info = await client.execute("query-migrate")
+        assert info["status"] == "completed" and info["downtime"] >= 0, info
+        assert info["ram"]["transferred"] > 48 << 20 and info["ram"]["total"] == MEMORY, info
+        assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
+        assert (await there.execute("query-migrate"))["status"] == "completed"
+        assert await there.execute("query-status") == {"running": True, "status": "running"}
+        await refused(client, "cont", "moved away")
+        # It stays until it is told to go.
+        await asyncio.sleep(1.5)
+        goodbye = Watcher(second, ["SHUTDOWN"])
+        await client.execute("quit")
+        event = await goodbye.wait("SHUTDOWN")
+        assert event["data"] == {"guest": False, "reason": "host-qmp-quit"}, event
+        assert await source.ended() == 0, source.said()
+        await there.execute("quit")
+        assert await target.ended() == 0, target.said()
+
+
+async def called_off(vmferry, folder, kind):
+    async with contextlib.AsyncExitStack() as stack:
+        _, client = await source_of(vmferry, folder, kind, stack)
+        target, _, uri = await target_of(vmferry, folder, "target", kind, stack)
+        await set_capabilities(client, events=True)
+        watcher = Watcher(client)
+        await client.execute("migrate-set-parameters", {"max-bandwidth": 4_000_000})
+        await client.execute("migrate", {"uri": uri})
+        await watcher.wait("MIGRATION_PASS", **{"pass": 1})
+        await client.execute("migrate_cancel")
+        await watcher.wait("MIGRATION", status="cancelled")
+        assert watcher.statuses() == ["setup", "active", "cancelling", "cancelled"], watcher.seen
+        assert (await client.execute("query-migrate"))["status"] == "cancelled"
+        assert await client.execute("query-status") == {"running": True, "status": "running"}
+        await target.ended()
+        # Nobody there.
+        await client.execute("migrate", {"uri": "unix:/nonexistent/x"})
+        await watcher.wait("MIGRATION", status="failed")
+        info = await client.execute("query-migrate")
+        assert info["status"] == "failed" and "connect" in info["error-desc"], info
+        assert await client.execute("query-status") == {"running": True, "status": "running"}
+
+
+async def by_postcopy(vmferry, folder, kind):
+    async with contextlib.AsyncExitStack() as stack:
+        _, client = await source_of(vmferry, folder, kind, stack)
+        _, there, uri = await target_of(vmferry, folder, "target", kind, stack)
+        for each in (client, there):
+            await set_capabilities(each, events=True, postcopy_ram=True, postcopy_blocktime=True)
+        watcher, arriving = Watcher(client), Watcher(there)
+        # So slow that it would not end before it is switched.
+        rates = {"max-bandwidth": 4_000_000, "max-postcopy-bandwidth": 4_000_000}
+        await client.execute("migrate-set-parameters", rates)
+        await client.execute("migrate", {"uri": uri})
+        await watcher.wait("MIGRATION_PASS", **{"pass": 1})
+        await client.execute("migrate-start-postcopy")
+        await watcher.wait("MIGRATION", status="postcopy-active")
+        await arriving.wait("RESUME")
+        assert (await client.execute("query-migrate"))["status"] == "postcopy-active"
+        assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
+        assert (await there.execute("query-status"))["running"] is True
+        await refused(client, "migrate_cancel", "too late")
+        # The link is cut, and taken up again, both by the operator; out of band, as tools do.
+        await client.execute_msg(client.make_execute_msg("migrate-pause", oob=True))
+        await watcher.wait("MIGRATION", status="postcopy-paused")
+        assert (await client.execute("query-migrate"))["status"] == "postcopy-paused"
+
+        async def paused():
+            return (await there.execute("query-migrate"))["status"] == "postcopy-paused"
+
+        await until("the target noticing", paused)
+        await there.execute_msg(there.make_execute_msg("migrate-recover", {"uri": uri}, oob=True))
+        await client.execute("migrate", {"uri": uri, "resume": True})
+        await watcher.wait("MIGRATION", status="completed")
+        await arriving.wait("MIGRATION", status="completed")
+        assert watcher.statuses()[-4:] == ["postcopy-active", "postcopy-paused", "postcopy-active", "completed"]
+        info = await client.execute("query-migrate")
+        assert info["status"] == "completed" and len(info["postcopy-vcpu-blocktime"]) == 1, info
+
+
+async def vcpu_limits(vmferry, folder, kind):
+    """A vCPU that may dirty only so much; the other may do what it likes."""
+    if kind == "process" or not has_rings(vmferry):
+        print(f"qemu.qmp: vcpu_limits, {kind} guest: there are no dirty rings: only that it is refused")
+        async with contextlib.AsyncExitStack() as stack:
+            _, client = await source_of(vmferry, folder, kind, stack)
+            await refused(client, "set-vcpu-dirty-limit", "dirty rings", {"dirty-rate": 5})
+            assert await client.execute("query-vcpu-dirty-limit") == []
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        _, client = await source_of(vmferry, folder, kind, stack, "--dirty-ring", "4096", "--cpus", "2")
+        assert len(await client.execute("query-cpus-fast")) == 2
+        await refused(client, "set-vcpu-dirty-limit", "no vCPU 2", {"cpu-index": 2, "dirty-rate": 5})
+        await refused(client, "set-vcpu-dirty-limit", "at least 1", {"dirty-rate": 0})
+        # More than it can reach shows what it does unlimited.
+        await client.execute("set-vcpu-dirty-limit", {"dirty-rate": 4000})
+
+        async def rates(at_least):
+            limits = await client.execute("query-vcpu-dirty-limit")
+            found = [limit["current-rate"] for limit in limits]
+            return found if all(rate >= at_least for rate in found) else None
+
+        first, second = await until("both rates", lambda: rates(2))
+        limit = max(1, min(first, second) // 4)
+        await client.execute("set-vcpu-dirty-limit", {"cpu-index": 0, "dirty-rate": limit})
+        await client.execute("cancel-vcpu-dirty-limit", {"cpu-index": 1})
+        [only] = await client.execute("query-vcpu-dirty-limit")
+        assert (only["cpu-index"], only["limit-rate"]) == (0, limit), only
+
+        async def held():
+            [only] = await client.execute("query-vcpu-dirty-limit")
+            return only["current-rate"] <= max(2 * limit, limit + 1)
+
+        await until("vCPU 0 at its limit", held)
+        await client.execute("cancel-vcpu-dirty-limit")
+        assert await client.execute("query-vcpu-dirty-limit") == []
+        print(f"qemu.qmp: vCPU 0 held to {limit} MB/s of the {first} that it dirtied")
+
+
+def has_rings(vmferry):
+    checked = subprocess.run([vmferry, "check"], stdout=subprocess.PIPE, check=False).stdout.decode()
+    return any(line.startswith("yes") and "dirty rings" in line for line in checked.splitlines())
+
+
+async def many_clients(vmferry, folder, kind):
+    async with contextlib.AsyncExitStack() as stack:
+        guest, _ = await source_of(vmferry, folder, kind, stack)
+        clients = await asyncio.gather(*(guest.connect(f"client {n}") for n in range(12)))
+
+        async def ask(client):
+            for _ in range(50):
+                assert (await client.execute("query-status"))["running"]
+
+        await asyncio.gather(*(ask(client) for client in clients))
+        await asyncio.gather(*(client.disconnect() for client in clients))
+
+
+async def by_shell(vmferry, folder, kind):
+    """qmp-shell, as a person types."""
+    async with contextlib.AsyncExitStack() as stack:
+        guest, client = await source_of(vmferry, folder, kind, stack)
+        lines = "query-status\nmigrate uri=http://x\nstop\nmigrate-set-parameters downtime-limit=77\nnothing\n"
+        shell = await asyncio.create_subprocess_exec(
+            os.path.join(os.path.dirname(sys.executable), "qmp-shell"),
+            guest.api,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "HOME": folder},
+        )
+        out, _ = await asyncio.wait_for(shell.communicate(lines.encode()), PATIENCE)
+        text = out.decode()
+        for words in ["Connected to QEMU", "'status': 'running'", "'return': {}", "scheme", "CommandNotFound"]:
+            assert words in text or words.replace("'", '"') in text, f"{words} in {text}"
+        assert (await client.execute("query-status"))["status"] == "paused", text
+        assert (await client.execute("query-migrate-parameters"))["downtime-limit"] == 77
+
+
+TESTS = [a_migration, called_off, by_postcopy, vcpu_limits, many_clients, by_shell]
+
+
+def main():
+    vmferry, *kinds = sys.argv[1:]
+    for kind in kinds:
+        for test in TESTS:
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.monotonic()
+                try:
+                    asyncio.run(test(vmferry, folder, kind))
+                except BaseException:
+                    for name in os.listdir(folder):
+                        if name.endswith(".log"):
+                            with open(os.path.join(folder, name), errors="replace") as log:
+                                print(f"{name}: {log.read()}", file=sys.stderr)
+                    print(f"{test.__name__} failed for a {kind} guest", file=sys.stderr)
+                    raise
+                print(f"qemu.qmp: {test.__name__}, {kind} guest: passed, {time.monotonic() - began:.1f} s")
+
+
+main()
