@@ -24,7 +24,7 @@ const MOST_RESULTS: usize = 100;
 #[non_exhaustive]
 pub enum InputError {
     /// It cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Unreadable {
         /// Which file.
         path: PathBuf,
@@ -61,7 +61,7 @@ pub enum InputError {
         line: usize,
     },
     /// It is not JSON.
-    #[error("{} is not JSON: {source}", path.display())]
+    #[error("{} is not JSON", path.display())]
     NoJson {
         /// Which file.
         path: PathBuf,
@@ -195,7 +195,9 @@ mod tests {
     use super::*;
 
     fn error(text: &str) -> String {
-        parse(Path::new("some.json"), text.as_bytes()).unwrap_err().to_string()
+        let error = parse(Path::new("some.json"), text.as_bytes()).unwrap_err();
+        let cause = std::error::Error::source(&error).map_or(String::new(), |cause| format!(": {cause}"));
+        format!("{error}{cause}")
     }
 
     #[test]
