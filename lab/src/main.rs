@@ -52,6 +52,8 @@ enum Errand {
     Fetch,
     /// Say which scenarios there are
     List,
+    /// Count exits, system calls and wakeups of a Linux guest under vmferry and under QEMU's microvm
+    Exits,
     /// Start the emulated machine and talk to its shell, or have it run a script
     Shell {
         /// The script; the machine's folder /share is target/lab/shell here
@@ -64,6 +66,7 @@ fn main() -> ExitCode {
         Chore::Lab(LabArgs { errand: Some(Errand::Check), .. }) => host::check(),
         Chore::Lab(LabArgs { errand: Some(Errand::Fetch), .. }) => host::fetch::fetch(),
         Chore::Lab(LabArgs { errand: Some(Errand::List), .. }) => host::list(),
+        Chore::Lab(LabArgs { errand: Some(Errand::Exits), .. }) => host::exits::exits(),
         Chore::Lab(LabArgs { errand: Some(Errand::Shell { script }), .. }) => host::shell(script.as_deref()),
         Chore::Lab(args) => host::lab(&args),
         Chore::Leash { parent, command } => host::machine::leash(parent, &command),

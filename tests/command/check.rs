@@ -5,9 +5,10 @@ use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-const IDS: [&str; 12] = [
+const IDS: [&str; 13] = [
     "kvm",
     "dirty_rings",
+    "ioeventfd",
     "wp",
     "faults_kernel",
     "faults_user",

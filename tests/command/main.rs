@@ -2,10 +2,13 @@
 
 mod balloon;
 mod check;
+mod ends;
 mod failures;
 mod generate;
 mod moves;
 mod plan;
 mod postcopy;
 mod support;
+mod terminal;
 mod usage;
+mod watching;

@@ -24,6 +24,7 @@ use spec::MOST_GUESTS;
 pub use crate::rounds::{OurError, Outcome};
 pub use budget::{Budget, NoBudget};
 pub use figures::Told;
+pub(crate) use report::section;
 pub use report::{page, table};
 pub use spec::{Fleet, GuestSpec, One, Options, Pattern, ReportMode, Scale};
 

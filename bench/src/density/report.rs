@@ -8,6 +8,7 @@ use super::goals::{Summary, goals};
 use super::spec::{One, ReportMode};
 use crate::json::Document;
 use crate::reaper::to_f64;
+use crate::report::html::Page;
 use crate::report::plain::{self, Group};
 use crate::report::tables;
 use crate::rounds::SideRuns;
@@ -103,4 +104,9 @@ pub fn table(document: &Document) -> String {
 pub fn page(document: &Document) -> String {
     let title = "vmferry bench density: memory that guests give back while they run";
     plain::page(title, document, &conditions(document), &plain::of_groups(document, GROUPS))
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    plain::section(page, document, &conditions(document), &plain::of_groups(document, GROUPS));
 }

@@ -20,6 +20,7 @@ use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use figures::{Given, Inflation, Learned, Moved};
+pub(crate) use report::section;
 pub use report::{page, table};
 pub use spec::{Asking, Drop, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
 

@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::Options;
 use super::goals::{Summary, goals};
 use crate::json::Document;
+use crate::report::html::Page;
 use crate::report::plain::{self, Group};
 use crate::report::tables;
 
@@ -85,4 +86,9 @@ pub fn page(document: &Document) -> String {
     let title =
         "vmferry bench free-page: what it takes to know a guest's free pages, and what that is good for";
     plain::page(title, document, &conditions(document), &plain::of_groups(document, GROUPS))
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    plain::section(page, document, &conditions(document), &plain::of_groups(document, GROUPS));
 }

@@ -15,6 +15,7 @@ use crate::result::MigrationResult;
 use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
+pub(crate) use report::section;
 pub use report::table;
 pub use spec::{CaseSpec, Options, Side};
 

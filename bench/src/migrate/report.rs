@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 
 use super::SideRuns;
 use super::spec::{CaseSpec, Side};
 use crate::json::{Case, Document};
+use crate::report::html::Page;
+use crate::report::plain;
+use crate::report::tables::{Column, cells, grid, head, host};
 use crate::result::MigrationResult;
 use crate::stats::Spread;
 
@@ -149,6 +152,21 @@ pub(super) fn finish(document: &mut Document, repeats: usize, failures: &[String
     document.summary.insert("failures".into(), failures.into());
 }
 
+/// The columns of the table of sides.
+const COLUMNS: &[Column] = &[
+    ("total ms", "total_ms", 0, true),
+    ("downtime ms", "downtime_ms", 0, true),
+    ("GB/s", "gbytes_per_s", 2, true),
+    ("of floor", "of_floor", 2, true),
+    ("guest kept", "guest_speed_kept", 2, true),
+    ("CPU ms/GB", "cpu_ms_per_gb", 0, true),
+    ("stall ms", "guest_stall_max_ms", 0, true),
+];
+
+/// What they are.
+const NOTE: &str = "GB/s: guest data by total time. Of floor: against a\nbare copy over as many streams. Stall: the longest \
+                    a vCPU saw. CPU: both processes without their vCPUs.";
+
 /// The document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
@@ -163,10 +181,7 @@ pub fn table(document: &Document) -> String {
     );
     text.extend(host.busy_text());
     text.push_str(&sides_table(document).to_string());
-    text.push_str(
-        "\nMedians, and how far the farthest round lies from them. GB/s: guest data by total time. Of floor: against a\n\
-         bare copy over as many streams. Stall: the longest a vCPU saw. CPU: both processes without their vCPUs.\n",
-    );
+    text.push_str(&format!("\nMedians, and how far the farthest round lies from them. {NOTE}\n"));
     text.push_str(&document.skipped_text());
     if let Some(targets) = targets_table(document) {
         text.push_str(&targets.to_string());
@@ -177,30 +192,22 @@ pub fn table(document: &Document) -> String {
 }
 
 fn sides_table(document: &Document) -> Table {
-    let columns = [
-        ("total ms", "total_ms", 0),
-        ("downtime ms", "downtime_ms", 0),
-        ("GB/s", "gbytes_per_s", 2),
-        ("of floor", "of_floor", 2),
-        ("guest kept", "guest_speed_kept", 2),
-        ("CPU ms/GB", "cpu_ms_per_gb", 0),
-        ("stall ms", "guest_stall_max_ms", 0),
-    ];
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(["case"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
-    for case in &document.cases {
-        if case.skipped.is_some() {
-            table.add_row([case.name.as_str(), "skipped"]);
-            continue;
-        }
-        let mut row = vec![Cell::new(&case.name)];
-        for (_, name, digits) in columns {
-            row.push(Cell::new(case.spread_text(name, digits)).set_alignment(CellAlignment::Right));
-        }
-        table.add_row(row);
+    grid(&head(COLUMNS), &rows(document))
+}
+
+fn rows(document: &Document) -> Vec<Vec<String>> {
+    document.cases.iter().map(|case| cells(case, COLUMNS)).collect()
+}
+
+/// The document as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    for line in host(document) {
+        page.note(&line);
     }
-    table
+    page.note(NOTE);
+    page.table(&head(COLUMNS), &rows(document));
+    plain::targets(page, document);
+    plain::remarks(page, document);
 }
 
 /// None when no target could be looked at.

@@ -13,6 +13,12 @@ use crate::report::svg::{Tone, short};
 /// A page with a histogram for each case, and the tables.
 pub fn page(document: &Document) -> String {
     let mut page = Page::new("vmferry bench postcopy: how long the guest waits for a page");
+    section(&mut page, document);
+    page.finish()
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in conditions(document) {
         page.note(&line);
     }
@@ -36,7 +42,6 @@ pub fn page(document: &Document) -> String {
         page.heading("Skipped");
         skipped.lines().for_each(|line| page.note(line.trim_start_matches("skipped ")));
     }
-    page.finish()
 }
 
 /// A chart for each case that has waits, and what it shows.
@@ -48,7 +53,8 @@ fn charts(document: &Document) -> Vec<(Bars, String)> {
         }
     }
     let of = |name: &str| -> Vec<&Case> {
-        let own = |case: &&Case| case.params["case"] == name && !case.hist_us.is_empty();
+        let own =
+            |case: &&Case| case.params.get("case").is_some_and(|own| own == name) && !case.hist_us.is_empty();
         document.cases.iter().filter(own).collect()
     };
     let cases = names.into_iter().map(|name| (name, of(name))).filter(|(_, cases)| !cases.is_empty());

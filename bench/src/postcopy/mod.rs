@@ -24,6 +24,7 @@ use crate::rtt::{self, Floor, SourceCommand};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use html::page;
+pub(crate) use html::section;
 pub use report::table;
 pub use spec::{CaseSpec, Options, Purpose, Side, Way};
 pub use watch::{Heard, Own, Run, Vcpu};

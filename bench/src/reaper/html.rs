@@ -16,6 +16,12 @@ const DEEP: f64 = 0.1;
 /// A page with the tables and a chart for each case and size of rings.
 pub fn page(document: &Document) -> String {
     let mut page = Page::new("vmferry bench reaper: what finding dirty pages costs the guest");
+    section(&mut page, document);
+    page.finish()
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in conditions(document) {
         page.note(&line);
     }
@@ -62,7 +68,6 @@ pub fn page(document: &Document) -> String {
             page.note(&format!("{}: {}", case.name, case.skipped.as_deref().unwrap_or_default()));
         }
     }
-    page.finish()
 }
 
 /// The cases of a chart: of each case name and size of rings, those with that size and those without rings.
@@ -80,12 +85,12 @@ fn groups(document: &Document) -> Vec<(&str, u32, Vec<&Case>)> {
         for entries in ENTRIES {
             let own = |case: &&Case| {
                 let size = case.params.get("ring_entries").and_then(Value::as_u64);
-                case.params["case"] == name
+                case.params.get("case").is_some_and(|own| own == name)
                     && case.series.is_some()
                     && size.is_none_or(|size| size == u64::from(entries))
             };
             let cases: Vec<&Case> = of_purpose(document, Purpose::Compare).filter(own).collect();
-            if cases.iter().any(|case| !case.params["ring_entries"].is_null()) {
+            if cases.iter().any(|case| case.params.get("ring_entries").is_some_and(|size| !size.is_null())) {
                 groups.push((name, entries, cases));
             }
         }
@@ -106,6 +111,7 @@ fn chart(name: &str, entries: u32, cases: &[&Case]) -> Chart {
         ranges: [None; 2],
         start: Some((0.0, "migration starts".into())),
         end_name: "migration ends".into(),
+        bands: Vec::new(),
         lines,
     }
 }

@@ -20,6 +20,7 @@ use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use html::page;
+pub(crate) use html::section;
 pub use report::table;
 pub(crate) use series::to_f64;
 pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};

@@ -101,7 +101,7 @@ impl Bars {
         }
         for (index, bound) in self.bounds.iter().enumerate() {
             let x = LEFT + self.width() * count(index);
-            x_tick(svg, x, &bound.round().to_string());
+            x_tick(svg, x, &power(*bound));
         }
         axis_labels(svg, &self.x_label, &self.y_label);
         if let Some((x, what)) = self.mark.as_ref().and_then(|(at, what)| Some((self.x(*at)?, what))) {
@@ -124,6 +124,15 @@ impl Bars {
             );
             x += 38.0 + count(group.name.chars().count()) * LETTER;
         }
+    }
+}
+
+/// A bound in few letters: 16384 would stand in its neighbour.
+fn power(bound: f64) -> String {
+    match bound {
+        large if large >= 1e6 => format!("{:.0}M", large / 1e6),
+        large if large >= 1e4 => format!("{:.0}k", large / 1e3),
+        bound => bound.round().to_string(),
     }
 }
 

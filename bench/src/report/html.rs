@@ -1,72 +1,126 @@
-//! A page: headings, paragraphs, tables, figures.
+//! A page: headings, paragraphs, tables, figures. One file, without scripts and without anything from elsewhere.
 
 use super::escape;
-use super::svg::Chart;
+use super::svg::{Chart, Tone};
+use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 
-const STYLE: &str = "\
-:root{color-scheme:light dark;--text:#1f2328;--soft:#59636e;--line:#d1d9e0;--ground:#fff;--band:#f6f8fa}
-@media(prefers-color-scheme:dark){:root{--text:#e6edf3;--soft:#9198a1;--line:#3d444d;--ground:#0d1117;--band:#151b23}}
-body{margin:2rem auto;max-width:68rem;padding:0 1rem;background:var(--ground);color:var(--text);
-font:16px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}
-h1{font-size:1.7rem}h2{font-size:1.25rem;margin-top:2.5rem}
-p{max-width:52rem}p.soft,figcaption{color:var(--soft);font-size:.9rem}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .6rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
-th{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal}
-th:first-child,td:first-child{text-align:left}
-tr.first td{border-top:2px solid var(--line)}
-tbody tr:hover{background:var(--band)}
-figure{margin:1.5rem 0}figure svg{width:100%;height:auto}";
+const STYLE: &str = include_str!("page.css");
+
+/// Most characters of a text that a page shows; what a file says may be longer.
+const LONGEST: usize = 400;
+
+/// Text as it may stand in HTML: maud replaces what has a meaning there, but leaves control characters as they are.
+struct Text<'a>(&'a str);
+
+impl Render for Text<'_> {
+    fn render_to(&self, to: &mut String) {
+        match self.0.char_indices().nth(LONGEST) {
+            Some((end, _)) => {
+                to.push_str(&escape(&self.0[..end]));
+                to.push('…');
+            }
+            None => to.push_str(&escape(self.0)),
+        }
+    }
+}
+
+/// One row of [`Page::shares`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Share {
+    /// What it is.
+    pub name: String,
+    /// How much, with its unit.
+    pub text: String,
+    /// Where its bar begins and how long it is, of the whole: 0 to 1.
+    pub from: f64,
+    /// See `from`.
+    pub size: f64,
+    /// The bar's colour.
+    pub tone: Tone,
+}
 
 /// A page that grows from its head to its end.
 #[derive(Debug)]
 pub struct Page {
     title: String,
     body: String,
+    /// The headings, for the contents.
+    headings: Vec<String>,
 }
 
 impl Page {
     /// An empty page.
     pub fn new(title: &str) -> Self {
-        Page { title: title.into(), body: format!("<h1>{}</h1>\n", escape(title)) }
+        Page { title: title.into(), body: String::new(), headings: Vec::new() }
+    }
+
+    fn add(&mut self, markup: &Markup) {
+        self.body.push_str(&markup.0);
+        self.body.push('\n');
+    }
+
+    /// A part of the page with a name in its contents.
+    pub fn part(&mut self, text: &str) {
+        let id = format!("part-{}", self.headings.len() + 1);
+        self.add(&html! { h2.part id=(id) { (Text(text)) } });
+        self.headings.push(text.into());
     }
 
     /// A heading.
     pub fn heading(&mut self, text: &str) {
-        self.body.push_str(&format!("<h2>{}</h2>\n", escape(text)));
+        self.add(&html! { h3 { (Text(text)) } });
     }
 
     /// A paragraph.
     pub fn paragraph(&mut self, text: &str) {
-        self.body.push_str(&format!("<p>{}</p>\n", escape(text)));
+        self.add(&html! { p { (Text(text)) } });
     }
 
     /// A paragraph beside the point: conditions, footnotes.
     pub fn note(&mut self, text: &str) {
-        self.body.push_str(&format!("<p class=\"soft\">{}</p>\n", escape(text)));
+        // Written by us, and longer than what a file may say.
+        self.add(&html! { p.soft { (PreEscaped(escape(text))) } });
+    }
+
+    /// Figures with their names, the most important first.
+    pub fn facts(&mut self, facts: &[(&str, String)]) {
+        self.add(&html! {
+            dl.facts { @for (name, value) in facts { div { dt { (Text(name)) } dd { (Text(value)) } } } }
+        });
+    }
+
+    /// Parts of a whole as bars.
+    pub fn shares(&mut self, shares: &[Share]) {
+        let bar = |share: &Share| {
+            let (x, width) = (share.from.clamp(0.0, 1.0) * 100.0, share.size.clamp(0.0, 1.0) * 100.0);
+            html! {
+                svg.vf.bar viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true" {
+                    path class=(share.tone.class()) d=(format!("M{x:.2} 0h{:.2}v10h-{:.2}z", width.max(0.3), width.max(0.3))) {}
+                }
+            }
+        };
+        self.add(&html! {
+            div.wide { table.shares { tbody {
+                @for share in shares { tr { td { (Text(&share.name)) } td { (Text(&share.text)) } td { (bar(share)) } } }
+            } } }
+        });
     }
 
     /// A table whose first column is text and whose others are figures. A line is drawn where the first column's part
     /// before a `/` changes.
-    pub fn table(&mut self, head: &[&str], rows: &[Vec<String>]) {
-        self.body.push_str("<div class=\"wide\"><table><thead><tr>");
-        for cell in head {
-            self.body.push_str(&format!("<th>{}</th>", escape(cell)));
-        }
-        self.body.push_str("</tr></thead><tbody>\n");
-        let mut group = None;
-        for row in rows {
-            let own = row.first().and_then(|name| name.split('/').next());
-            let class = if group.is_some() && group != own { " class=\"first\"" } else { "" };
-            group = own;
-            self.body.push_str(&format!("<tr{class}>"));
-            for cell in row {
-                self.body.push_str(&format!("<td>{}</td>", escape(cell)));
-            }
-            self.body.push_str("</tr>\n");
-        }
-        self.body.push_str("</tbody></table></div>\n");
+    pub fn table<S: AsRef<str>>(&mut self, head: &[S], rows: &[Vec<String>]) {
+        let group = |row: &Vec<String>| Some(row.first()?.split_once('/')?.0.to_owned());
+        let first = |index: usize| index > 0 && group(&rows[index - 1]) != group(&rows[index]);
+        self.add(&html! {
+            div.wide { table {
+                thead { tr { @for cell in head { th { (Text(cell.as_ref())) } } } }
+                tbody {
+                    @for (index, row) in rows.iter().enumerate() {
+                        tr.first[first(index)] { @for cell in row { td { (Text(cell)) } } }
+                    }
+                }
+            } }
+        });
     }
 
     /// A chart, with what it shows below it.
@@ -76,19 +130,47 @@ impl Page {
 
     /// An SVG element that is ready, with what it shows below it.
     pub(crate) fn drawing(&mut self, svg: &str, caption: &str) {
-        let caption = escape(caption);
-        self.body.push_str(&format!("<figure>{svg}<figcaption>{caption}</figcaption></figure>\n"));
+        // Alone a drawing brings its own style; here the page has it once for all.
+        let svg = svg.replacen(&format!("<style>{}</style>", super::svg::STYLE), "", 1);
+        self.add(&html! {
+            figure { div.wide { (PreEscaped(svg)) } figcaption { (PreEscaped(escape(caption))) } }
+        });
+    }
+
+    /// What most readers skip: closed until it is clicked, and not printed.
+    pub fn more(&mut self, summary: &str, fill: impl FnOnce(&mut Page)) {
+        let mut inner = Page::new("");
+        fill(&mut inner);
+        self.add(&html! { details { summary { (Text(summary)) } (PreEscaped(inner.body)) } });
     }
 
     /// The whole file.
     pub fn finish(self) -> String {
-        let Page { title, body } = self;
-        format!(
-            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n\
-             <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
-             <title>{}</title>\n<style>{STYLE}</style></head>\n<body>\n{body}</body></html>\n",
-            escape(&title)
-        )
+        let Page { title, body, headings } = self;
+        let contents = html! {
+            @if headings.len() > 1 {
+                nav { ol { @for (index, heading) in headings.iter().enumerate() {
+                    li { a href=(format!("#part-{}", index + 1)) { (Text(heading)) } }
+                } } }
+            }
+        };
+        html! {
+            (DOCTYPE)
+            html lang="en" {
+                head {
+                    meta charset="utf-8";
+                    meta name="viewport" content="width=device-width,initial-scale=1";
+                    title { (Text(&title)) }
+                    style { (PreEscaped(STYLE)) (PreEscaped(super::svg::STYLE)) }
+                }
+                body {
+                    h1 { (Text(&title)) }
+                    (contents)
+                    (PreEscaped(body))
+                }
+            }
+        }
+        .into_string()
     }
 }
 
@@ -104,7 +186,20 @@ mod tests {
         for part in ["<title>a &amp; b</title>", "&lt;1&gt;", "<tr class=\"first\"><td>b/1</td>", "</html>"] {
             assert!(text.contains(part), "{part} is not in {text}");
         }
-        assert!(!text.contains("<script"));
+        assert!(!text.contains("<script") && !text.contains("<nav"));
         assert_eq!(text.matches("class=\"first\"").count(), 1);
+    }
+
+    #[test]
+    fn what_a_file_says_is_cut_and_kept_apart() {
+        let mut page = Page::new("x");
+        page.part("one <b>");
+        page.part("two");
+        page.facts(&[("name", "é".repeat(LONGEST + 1))]);
+        page.more("rest\u{1}", |page| page.paragraph("</details>"));
+        let text = page.finish();
+        assert!(text.contains("<a href=\"#part-1\">one &lt;b&gt;</a>"), "{text}");
+        assert!(text.contains(&format!("{}…</dd>", "é".repeat(LONGEST))));
+        assert!(text.contains("<summary>rest\u{fffd}</summary><p>&lt;/details&gt;</p>"), "{text}");
     }
 }

@@ -2,9 +2,16 @@
 
 pub mod bars;
 pub mod html;
+pub mod input;
+pub mod lanes;
+pub mod migration;
 pub(crate) mod plain;
+pub mod ranges;
 pub mod svg;
 pub(crate) mod tables;
+mod whole;
+
+pub use whole::page;
 
 /// `text` with what has a meaning in HTML and SVG replaced.
 pub fn escape(text: &str) -> String {

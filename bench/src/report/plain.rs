@@ -83,6 +83,12 @@ pub(crate) fn text(document: &Document, conditions: &[String], tables: &[TextTab
 /// As a page.
 pub(crate) fn page(title: &str, document: &Document, conditions: &[String], tables: &[TextTable]) -> String {
     let mut page = Page::new(title);
+    section(&mut page, document, conditions, tables);
+    page.finish()
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document, conditions: &[String], tables: &[TextTable]) {
     conditions.iter().for_each(|line| page.note(line));
     document.failures_text().lines().for_each(|line| page.paragraph(line));
     for table in tables {
@@ -90,7 +96,21 @@ pub(crate) fn page(title: &str, document: &Document, conditions: &[String], tabl
         page.table(&table.head, &table.rows);
     }
     document.skipped_text().lines().for_each(|line| page.note(line));
-    page.finish()
+}
+
+/// What was aimed at and what came out, of benches that keep both in their summary's `targets`.
+pub(crate) fn targets(page: &mut Page, document: &Document) {
+    let rows: Vec<Vec<String>> = tables::list(document, "targets").map(tables::goal_row).collect();
+    if !rows.is_empty() {
+        page.heading("Goals");
+        page.table(&GOALS, &rows);
+    }
+}
+
+/// What failed and what did not run.
+pub(crate) fn remarks(page: &mut Page, document: &Document) {
+    document.failures_text().lines().for_each(|line| page.paragraph(line));
+    document.skipped_text().lines().for_each(|line| page.note(line));
 }
 
 /// A goal for the summary.

@@ -23,7 +23,7 @@ pub enum Tone {
 }
 
 impl Tone {
-    pub(super) fn class(self) -> &'static str {
+    pub(crate) fn class(self) -> &'static str {
         match self {
             Tone::Grey => "grey",
             Tone::Vermilion => "vermilion",
@@ -66,6 +66,8 @@ pub struct Chart {
     pub start: Option<(f64, String)>,
     /// What a line's end is.
     pub end_name: String,
+    /// Stretches of the x axis that are shaded: from, to.
+    pub bands: Vec<(f64, f64)>,
     /// The lines, the later above the earlier.
     pub lines: Vec<Line>,
 }
@@ -85,10 +87,10 @@ pub(super) const LETTER: f64 = 7.6;
 pub(super) const STYLE: &str = "\
 .vf{--text:#1f2328;--soft:#59636e;--rule:#d1d9e0;--ground:#fff;--grey:#6b7280;--vermilion:#d1495b;--amber:#c77f00;\
 --green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c}\
-@media(prefers-color-scheme:dark){.vf{--text:#e6edf3;--soft:#9198a1;--rule:#30363d;--ground:#0d1117;--grey:#a0a7b0;\
+@media screen and (prefers-color-scheme:dark){.vf{--text:#e6edf3;--soft:#9198a1;--rule:#30363d;--ground:#0d1117;--grey:#a0a7b0;\
 --vermilion:#ff7b86;--amber:#f2b544;--green:#3fd19a;--blue:#62a8ff;--purple:#d49be6;--brown:#cfa081}}\
 .vf text{font:13px system-ui,-apple-system,'Segoe UI',sans-serif;fill:var(--soft)}\
-.vf .title{font-size:15px;font-weight:600;fill:var(--text)}\
+.vf .on{fill:var(--ground);font-weight:600}.vf .figure{fill:var(--text)}.vf .title{font-size:15px;font-weight:600;fill:var(--text)}\
 .vf .rule{stroke:var(--rule);stroke-width:1}.vf .ground{fill:var(--ground)}\
 .vf .start{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}\
 .vf polyline,.vf .key{fill:none;stroke-width:1.5;stroke-linejoin:round}\
@@ -97,7 +99,7 @@ pub(super) const STYLE: &str = "\
 .vf .purple{stroke:var(--purple);stroke-dasharray:2 2}.vf .brown{stroke:var(--brown);stroke-dasharray:7 2 2 2}\
 .vf path{stroke:none!important}.vf path.grey{fill:var(--grey)}.vf path.vermilion{fill:var(--vermilion)}\
 .vf path.amber{fill:var(--amber)}.vf path.green{fill:var(--green)}.vf path.blue{fill:var(--blue)}\
-.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}";
+.vf path.band{fill:var(--soft);fill-opacity:.22}.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}";
 
 /// From values to places.
 struct Scale {
@@ -157,6 +159,9 @@ impl Scale {
     }
 }
 
+/// An axis that would have more is none that anybody reads.
+const MOST_TICKS: usize = 50;
+
 /// About `count` round values from `low` to `high`.
 pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let rough = (high - low) / count;
@@ -165,7 +170,8 @@ pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let Some(step) = step.filter(|step| *step > 0.0) else { return Vec::new() };
     let mut ticks = Vec::new();
     let mut tick = (low / step - 1e-9).ceil() * step;
-    while tick <= high + step * 1e-9 {
+    // Where the range is tiny beside its ends, a step adds nothing.
+    while tick <= high + step * 1e-9 && ticks.len() < MOST_TICKS {
         // Not 0.30000000000000004, and not -0.
         ticks.push((tick / step).round() * step + 0.0);
         tick += step;
@@ -195,6 +201,16 @@ impl Chart {
              <text class=\"title\" x=\"{LEFT}\" y=\"22\">{0}</text>",
             escape(&self.title)
         );
+        for (from, to) in &self.bands {
+            let (from, to) = (scale.x(*from), scale.x(*to));
+            let _ = write!(
+                svg,
+                "<path class=\"band\" d=\"M{from:.1} {TOP}h{:.1}v{:.1}h-{:.1}z\"/>",
+                (to - from).max(1.5),
+                HEIGHT - TOP - BOTTOM,
+                (to - from).max(1.5)
+            );
+        }
         self.axes(&mut svg, &scale);
         for line in &self.lines {
             svg.push_str(&format!("<polyline class=\"{}\" points=\"", line.tone.class()));
@@ -329,6 +345,7 @@ mod tests {
             ranges: [None; 2],
             start: Some((0.0, "start".into())),
             end_name: "end".into(),
+            bands: vec![(0.5, 1.0)],
             lines: vec![
                 line("one & two", Tone::Grey, &[(-1.0, 1000.0), (0.0, 0.0), (3.0, 500.0)]),
                 line("nan", Tone::Blue, &[(-1.0, f64::NAN), (3.0, 1e6)]),

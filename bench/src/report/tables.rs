@@ -86,11 +86,13 @@ pub(crate) const GOALS: [&str; 4] = ["goal", "want", "got", ""];
 
 /// A row for each goal in the summary.
 pub(crate) fn goals(document: &Document) -> Vec<Vec<String>> {
-    let row = |goal: &Value| {
-        let verdict = if goal["met"] == true { "met" } else { "missed" };
-        vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"], 3), verdict.into()]
-    };
-    list(document, "goals").map(row).collect()
+    list(document, "goals").map(goal_row).collect()
+}
+
+/// The cells of one goal.
+pub(crate) fn goal_row(goal: &Value) -> Vec<String> {
+    let verdict = if goal["met"] == true { "met" } else { "missed" };
+    vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"], 3), verdict.into()]
 }
 
 /// A table for a terminal.

@@ -28,6 +28,7 @@ use fault::Handler;
 use samples::Figures;
 
 pub use exchange::source_main;
+pub(crate) use report::section;
 pub use report::table;
 
 /// The hidden subcommand that an executable must route to [`source_main`].

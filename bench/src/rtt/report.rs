@@ -1,6 +1,6 @@
 //! From runs to figures, from figures to floors and a table.
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde_json::{Map, Value, json};
 
 use super::contest::Contest;
@@ -9,6 +9,9 @@ use super::fault::Handler;
 use super::samples::count;
 use super::{Beside, LINKS, Measured, Options, SideRuns, What, capacity};
 use crate::json::{Case, Document};
+use crate::report::html::Page;
+use crate::report::plain;
+use crate::report::tables::{Column, cells, grid, host};
 use crate::stats::Spread;
 
 /// A figure of one round. None: it has no meaning for the side.
@@ -174,6 +177,24 @@ fn describe(case: Case, link: &str, congestion: Option<&str>, beside: Beside) ->
     case
 }
 
+/// The columns of the table of cases, behind the mean.
+const COLUMNS: &[Column] = &[
+    ("p50", "p50_us", 1, true),
+    ("p99", "p99_us", 1, true),
+    ("max", "max_us", 0, true),
+    ("/ idle", "ratio_to_idle", 2, true),
+    ("p99 / idle", "p99_ratio_to_idle", 2, true),
+    ("bulk Gb/s", "bulk_gbps", 2, true),
+    ("share", "bulk_share", 2, true),
+    ("other Gb/s", "other_gbps", 2, true),
+    ("Jain", "jain", 3, true),
+];
+
+/// What they are.
+const NOTE: &str = "1 ms between requests, but back to back. / idle: the\nmeans compared. Share: of the shaped link, or of what \
+                    loopback carries unpaced. Other: the second stream; of\nfound-changing, the same stream while its link had \
+                    half of its rate.";
+
 /// The document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
@@ -183,50 +204,54 @@ pub fn table(document: &Document) -> String {
     );
     text.extend(host.busy_text());
     text.push_str(&cases_table(document).to_string());
-    text.push_str(
-        "\nMedians of rounds, and how far the farthest round lies from them. 1 ms between requests, but back to back. / idle: the\n\
-         means compared. Share: of the shaped link, or of what loopback carries unpaced. Other: the second stream; of\n\
-         found-changing, the same stream while its link had half of its rate.\n",
-    );
+    text.push_str(&format!("\nMedians of rounds, and how far the farthest round lies from them. {NOTE}\n"));
     text.push_str(&document.skipped_text());
-    let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
-    for (link, floor) in links {
-        let of = |name: &str| {
-            floor.get(name).and_then(Value::as_f64).map_or("-".to_owned(), |us| format!("{us:.1}"))
-        };
-        text.push_str(&format!(
-            "floor {link}: {} us = {} us round trip + {} us local fault (spinning handler: {} us)\n",
-            of("floor_us"),
-            of("rtt_us"),
-            of("local_fault_us"),
-            of("floor_spinning_us")
-        ));
-    }
+    floors(document).for_each(|floor| text.push_str(&format!("{floor}\n")));
     text.push_str(&document.failures_text());
     text
 }
 
+/// A line for the floor of each link.
+fn floors(document: &Document) -> impl Iterator<Item = String> {
+    let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
+    links.map(|(link, floor)| {
+        let of = |name: &str| {
+            floor.get(name).and_then(Value::as_f64).map_or("-".to_owned(), |us| format!("{us:.1}"))
+        };
+        format!(
+            "floor {link}: {} us = {} us round trip + {} us local fault (spinning handler: {} us)",
+            of("floor_us"),
+            of("rtt_us"),
+            of("local_fault_us"),
+            of("floor_spinning_us")
+        )
+    })
+}
+
 fn cases_table(document: &Document) -> Table {
-    let columns = [
-        ("p50", "p50_us", 1),
-        ("p99", "p99_us", 1),
-        ("max", "max_us", 0),
-        ("/ idle", "ratio_to_idle", 2),
-        ("p99 / idle", "p99_ratio_to_idle", 2),
-        ("bulk Gb/s", "bulk_gbps", 2),
-        ("share", "bulk_share", 2),
-        ("other Gb/s", "other_gbps", 2),
-        ("Jain", "jain", 3),
-    ];
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(["case", "mean us"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
-    let right = |text: String| Cell::new(text).set_alignment(CellAlignment::Right);
-    for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
+    let (head, rows) = head_and_rows(document);
+    grid(&head, &rows)
+}
+
+fn head_and_rows(document: &Document) -> (Vec<&'static str>, Vec<Vec<String>>) {
+    let head = ["case", "mean us"].into_iter().chain(COLUMNS.iter().map(|(title, ..)| *title)).collect();
+    let row = |case: &Case| {
         let mean = if case.metrics.contains_key("rtt_us") { "rtt_us" } else { "local_fault_us" };
-        let mut row = vec![Cell::new(&case.name), right(case.spread_text(mean, 1))];
-        row.extend(columns.iter().map(|(_, name, digits)| right(case.spread_text(name, *digits))));
-        table.add_row(row);
+        let mut row = cells(case, COLUMNS);
+        row.insert(1, case.spread_text(mean, 1));
+        row
+    };
+    (head, document.cases.iter().filter(|case| case.skipped.is_none()).map(row).collect())
+}
+
+/// The document as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    for line in host(document) {
+        page.note(&line);
     }
-    table
+    page.note(NOTE);
+    let (head, rows) = head_and_rows(document);
+    page.table(&head, &rows);
+    floors(document).for_each(|floor| page.paragraph(&floor));
+    plain::remarks(page, document);
 }

@@ -25,6 +25,7 @@ use pattern::{Pattern, build, build_seeded};
 use read::Reader;
 use sides::{Forms, Seen, Side};
 
+pub(crate) use report::section;
 pub use report::table;
 
 /// Guests' memory by name, in GiB. 4 KiB pages.

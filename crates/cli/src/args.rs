@@ -1,8 +1,13 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
+use crate::plan::PlanArgs;
+use crate::report::ReportArgs;
+#[cfg(feature = "top")]
+use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -24,13 +29,15 @@ pub(crate) enum Command {
     /// Show it: two processes on this host, and a loaded guest moves between them
     Demo(DemoArgs),
     /// Run a guest, or wait for one from elsewhere
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Move the guest of a running vmferry away
     Migrate(MigrateArgs),
     /// Stop the guest's vCPUs
     Pause(ApiArgs),
     /// Let the guest's vCPUs run again
     Resume(ApiArgs),
+    /// Press the guest's power button: it shuts down by itself, if it listens
+    Powerdown(ApiArgs),
     /// End the guest and its process
     Quit(ApiArgs),
     /// How much of its memory the guest is to have, and what it says of it
@@ -41,6 +48,9 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// How the guest and its migration are doing, as JSON
     Status(ApiArgs),
+    /// Watch guests and their migrations on one screen
+    #[cfg(feature = "top")]
+    Top(TopArgs),
     /// Call a migration off; the guest stays
     Cancel(ApiArgs),
     /// Let a hybrid migration's guest go on at the target now, and the rest of its memory follow
@@ -51,6 +61,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Measure: ours, QEMU and the floor in one run
     Bench(BenchArgs),
+    /// Make one page, to be looked at in a browser, of any results: of migrations (--json, --events) and benches (--json)
+    Report(ReportArgs),
     /// Print what makes a shell complete vmferry's words
     Completions {
         /// The shell
@@ -167,6 +179,14 @@ pub(crate) enum CpuArg {
     Baseline,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnReset {
+    /// Start the guest again
+    Restart,
+    /// End with status 5
+    Exit,
+}
+
 /// Entries of each vCPU's dirty ring; none for the dirty log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DirtyRing(pub(crate) Option<u32>);
@@ -239,9 +259,22 @@ pub(crate) struct RunArgs {
     /// Give it a source of random numbers; the same on both sides of a move
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) rng: OnOff,
+    /// When the guest resets its machine: start it again, with its kernel read anew, or end with status 5. (A guest that came from
+    /// elsewhere has no kernel here: that ends.)
+    #[arg(long, value_enum, default_value = "restart")]
+    pub(crate) on_reset: OnReset,
+    /// Let KVM wake devices' threads by itself when the guest notifies a device, where it can
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) ioeventfd: OnOff,
     /// Control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
+    /// Tell Prometheus, at this address and the path /metrics, how the guest and its migration are doing
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) metrics: Option<std::net::SocketAddr>,
+    /// Let other hosts read --metrics too, unencrypted and whoever asks
+    #[arg(long, requires = "metrics")]
+    pub(crate) metrics_public: bool,
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
@@ -360,71 +393,6 @@ pub(crate) struct BalloonArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct DirtyRateArgs {
-    /// Control socket of the vmferry whose guest is measured
-    #[arg(long, value_name = "PATH")]
-    pub(crate) api: PathBuf,
-    /// Count the pages written within each of these; all begin together
-    #[arg(
-        long,
-        value_name = "T,T,..",
-        value_delimiter = ',',
-        default_value = "50ms,100ms,200ms,500ms,1s,2s",
-        value_parser = time
-    )]
-    pub(crate) windows: Vec<Duration>,
-    /// How the guest's writes are found
-    #[arg(long, value_enum, default_value = "auto")]
-    pub(crate) tracker: TrackerArg,
-    /// Who says when dirty rings are harvested
-    #[arg(long, default_value_t, value_name = "POLICY")]
-    pub(crate) reaper: Policy,
-    /// Write the result as JSON to this file, - for standard output
-    #[arg(long, value_name = "FILE")]
-    pub(crate) json: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct PlanArgs {
-    /// Control socket of the vmferry whose guest is to be moved
-    #[arg(long, value_name = "PATH")]
-    pub(crate) api: PathBuf,
-    /// Where to: tcp:HOST:PORT or unix:PATH, of a target that waits for a guest; the link to it is measured for a second
-    #[arg(required_unless_present = "bandwidth")]
-    pub(crate) uri: Option<Uri>,
-    /// What the link carries, for example 2gbit or 250M/s, instead of measuring it
-    #[arg(long, value_name = "RATE", value_parser = rate)]
-    pub(crate) bandwidth: Option<u64>,
-    /// Watch the guest's writes for so long; as long as a first pass takes, up to 3s, if left out
-    #[arg(long, value_name = "T", value_parser = time)]
-    pub(crate) watch: Option<Duration>,
-    /// How long the guest may be stopped
-    #[arg(long, default_value = "300ms", value_parser = time)]
-    pub(crate) downtime_limit: Duration,
-    /// How long the migration may take
-    #[arg(long, value_name = "T", value_parser = time)]
-    pub(crate) timeout: Option<Duration>,
-    /// Use no more than this
-    #[arg(long, value_name = "RATE", value_parser = rate)]
-    pub(crate) max_bandwidth: Option<u64>,
-    /// Parallel channels
-    #[arg(long, default_value_t = 2)]
-    pub(crate) channels: u16,
-    /// How the guest's writes are found
-    #[arg(long, value_enum, default_value = "auto")]
-    pub(crate) tracker: TrackerArg,
-    /// Leave out what the guest says is free, where it can be asked
-    #[arg(long, value_enum, default_value = "on")]
-    pub(crate) free_pages: OnOff,
-    /// Allow an unencrypted connection to another host
-    #[arg(long)]
-    pub(crate) insecure: bool,
-    /// Write the plan as JSON to this file, - for standard output
-    #[arg(long, value_name = "FILE")]
-    pub(crate) json: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     /// Write what was found as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -505,7 +473,7 @@ fn workload(text: &str) -> Result<Workload, String> {
     text.parse().map_err(|error: vmferry_guest_abi::WorkloadError| error.to_string())
 }
 
-fn time(text: &str) -> Result<Duration, String> {
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
 }
 

@@ -82,6 +82,19 @@ fn guests() -> Vec<Finding> {
             "`--tracker log` and `wp` need none; rings need Linux 5.11",
         ),
         Finding::new(
+            "ioeventfd",
+            "kicks of virtqueues",
+            vmferry_vmm::passes_kicks()
+                .map_err(|error| error.to_string())
+                .and_then(|passes| {
+                    passes
+                        .then_some("KVM wakes devices' threads by itself (ioeventfd)")
+                        .ok_or_else(|| "KVM does not wake devices' threads by itself".into())
+                })
+                .map(str::to_owned),
+            "the vCPU that notifies a device wakes its threads; ioeventfd (KVM_CAP_IOEVENTFD) needs no exit to vmferry for that",
+        ),
+        Finding::new(
             "wp",
             "tracking by wp",
             vmferry_dirty::WpTracker::available()

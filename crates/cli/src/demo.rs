@@ -3,7 +3,8 @@
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::choices::OnTimeoutArg;
-use crate::{Status, guest, migrate, output};
+use crate::speed::{EVERY, Sample};
+use crate::{Status, guest, migrate, output, speed};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::net::Ipv4Addr;
@@ -287,17 +288,31 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     let mut pair = Pair::start(&setup, &stop)?;
     std::thread::sleep(WATCH);
     let before = pair.source.status()?["vm"]["guest"].clone();
-    say(format!("source       process {}: {}", pair.source.pid(), speed(&before)));
+    say(format!("source       process {}: {}", pair.source.pid(), describe(&before)));
     say(format!("target       process {} waits at {}", pair.target.pid(), pair.uri));
+    let began = Instant::now();
     pair.migrate(&request(args, &pair.uri))?;
-    let mut report = migrate::watch(&mut pair.source.client, &stop, &mut |_| {})?;
+    let (source, target) = (&mut pair.source.client, &mut pair.target.client);
+    let mut looks = Vec::new();
+    // In postcopy the guest runs over there while pages still come.
+    let mut on_status = |status: &Value| {
+        let there = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
+        if there && looks.last().is_none_or(|(at, _): &(Instant, Sample)| at.elapsed() >= EVERY) {
+            looks.extend(look(target).ok());
+        }
+    };
+    let mut report = migrate::watch(source, &stop, &mut on_status)?;
     let status = if report["outcome"] == "completed" {
-        let after = follow(&mut pair.target, &before, &stop)?;
+        let (after, later) = follow(&mut pair.target, &before, &stop)?;
+        looks.extend(later);
+        if let Some(points) = report["guest"]["speed"]["points"].as_array_mut() {
+            points.extend(speed::points(began, &looks).into_iter().map(|point| json!(point)));
+        }
         report["guest"]["after_writes_per_s"] = after["writes_per_s"].clone();
         report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
         report["guest"]["checked_itself"] = json!(true);
         output::report(&report, Out(quiet))?;
-        say(format!("target       process {}: {}", pair.target.pid(), speed(&after)));
+        say(format!("target       process {}: {}", pair.target.pid(), describe(&after)));
         say("The guest checked every page of its own on the other side: none is lost, old or damaged.".into());
         Status::Done
     } else {
@@ -312,14 +327,16 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
 }
 
 /// Watches the guest after its move: it goes on counting, and finds all its pages as it left them.
-fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<Value> {
+///
+/// Returns what it says of itself in the end, and how its count went on.
+fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<(Value, Vec<(Instant, Sample)>)> {
     const REQUEST: u64 = 1;
     target.client.call("verify-guest", json!({ "request": REQUEST }))?;
     let had = before["t_us"].as_u64().unwrap_or(0);
     target.wait("the guest going on at the target", START, stop, |status| {
         (status["vm"]["guest"]["t_us"].as_u64()? > had).then_some(())
     })?;
-    std::thread::sleep(WATCH);
+    let looks = watch_speed(&mut target.client)?;
     let after = target.wait("the guest checking all its pages", CHECK, stop, |status| {
         let guest = &status["vm"]["guest"];
         (guest["verify_done"].as_u64()? == REQUEST || guest["corrupt"].as_u64()? > 0).then(|| guest.clone())
@@ -331,7 +348,27 @@ fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<Valu
             after["first_corrupt"]
         );
     }
-    Ok(after)
+    Ok((after, looks))
+}
+
+/// Looks at the guest's count for [`WATCH`].
+fn watch_speed(client: &mut Client) -> Result<Vec<(Instant, Sample)>> {
+    let until = Instant::now() + WATCH;
+    let mut looks = Vec::new();
+    while Instant::now() < until {
+        looks.push(look(client)?);
+        std::thread::sleep(EVERY);
+    }
+    Ok(looks)
+}
+
+/// The guest's clock and count now.
+fn look(client: &mut Client) -> Result<(Instant, Sample)> {
+    let vcpus = client.call("writes", json!({}))?;
+    let of = |cpu: &Value, index: usize| cpu[index].as_u64().unwrap_or(0);
+    let cpus = || vcpus["vcpus"].as_array().into_iter().flatten();
+    let t_us = cpus().map(|cpu| of(cpu, 0)).max().unwrap_or(0);
+    Ok((Instant::now(), Sample { t_us, writes: cpus().map(|cpu| of(cpu, 1)).sum() }))
 }
 
 /// The default workload, made to fit where the guest is small.
@@ -358,7 +395,7 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
     }
 }
 
-fn speed(guest: &Value) -> String {
+fn describe(guest: &Value) -> String {
     format!(
         "{:.0} writes/s, {} writes and {} checks so far, {} wrong",
         guest["writes_per_s"].as_f64().unwrap_or(0.0),

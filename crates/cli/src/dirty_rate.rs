@@ -1,18 +1,45 @@
 //! `vmferry dirty-rate`: how fast a guest dirties its memory, over several windows.
 
 use crate::api::{Client, DirtyRateRequest, Place, Shared};
-use crate::args::DirtyRateArgs;
+use crate::args::{TrackerArg, time};
 use crate::guest::Machine;
 use crate::{Status, migrate, output, run};
 use anyhow::{Result, bail};
+use clap::Args;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_dirty::{RatePoint, check_windows};
+use vmferry_dirty::{Policy, RatePoint, check_windows};
 
 /// The machine's owner does nothing else meanwhile.
 pub(crate) const LONGEST: Duration = Duration::from_secs(15);
+
+#[derive(Debug, Args)]
+pub(crate) struct DirtyRateArgs {
+    /// Control socket of the vmferry whose guest is measured
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Count the pages written within each of these; all begin together
+    #[arg(
+        long,
+        value_name = "T,T,..",
+        value_delimiter = ',',
+        default_value = "50ms,100ms,200ms,500ms,1s,2s",
+        value_parser = time
+    )]
+    pub(crate) windows: Vec<Duration>,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Who says when dirty rings are harvested
+    #[arg(long, default_value_t, value_name = "POLICY")]
+    pub(crate) reaper: Policy,
+    /// Write the result as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
 
 pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
     check_windows(&args.windows, LONGEST)?;

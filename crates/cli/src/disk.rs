@@ -1,7 +1,8 @@
 //! `--disk`.
 
+use serde_json::{Value, json};
 use std::path::PathBuf;
-use vmferry_vmm::DiskOptions;
+use vmferry_vmm::{DiskOptions, VmHandle};
 
 /// A disk as it is asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +29,20 @@ pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
         return Err("a disk is FILE or FILE,readonly".into());
     }
     Ok(DiskArg { path: path.into(), read_only })
+}
+
+/// A VM's disks, for `status`.
+pub(crate) fn describe(vm: &VmHandle) -> Value {
+    let one = |disk: vmferry_vmm::DiskStatus| {
+        json!({
+            "file": disk.path,
+            "bytes": disk.size,
+            "read_only": disk.read_only,
+            "last_error": disk.last_error,
+            "figures": disk.figures,
+        })
+    };
+    vm.disk_status().into_iter().map(one).collect()
 }
 
 #[cfg(test)]

@@ -52,6 +52,7 @@ impl Machine {
         options.dirty_ring = args.dirty_ring.0;
         options.balloon = args.balloon == OnOff::On;
         options.rng = args.rng == OnOff::On;
+        options.kicks = args.ioeventfd == OnOff::On;
         options.disks = args.disks.iter().map(DiskArg::options).collect();
         options.nets.clone_from(&args.nets);
         options.serial = serial(args.serial.as_deref())?;
@@ -59,20 +60,18 @@ impl Machine {
         for note in vm.notes() {
             tracing::warn!("{note}");
         }
-        if let Some(path) = &args.kernel {
-            let image = read(path, "kernel", args.memory)?;
-            let initrd = args.initrd.as_ref().map(|path| read(path, "initrd", args.memory)).transpose()?;
-            let kernel = Kernel { image: &image, initrd: initrd.as_deref(), cmdline: &args.cmdline };
-            vm.load(&kernel).with_context(|| path.display().to_string())?;
-        } else if args.incoming.is_none() {
-            let line = format!("workload={} {}", wanted(args), args.guest_args);
-            let mut guest: GuestArgs = line.parse().map_err(|error| anyhow!("--guest-args: {error}"))?;
-            guest.stats = StatsSink::Page;
-            guest.cpus = Some(args.cpus);
-            guest.tsc_khz = Some(vm.tsc_khz());
-            vm.load_kernel(vmferry_guest_image::ELF, &guest.to_string())?;
+        if args.incoming.is_none() {
+            load(&mut vm, args)?;
         }
         Ok(Self::Kvm(Box::new(vm)))
+    }
+
+    /// Starts the guest, which has reset its machine, again.
+    pub(crate) fn restart(&mut self, args: &RunArgs) -> Result<()> {
+        let Self::Kvm(vm) = self else { bail!("a process guest has no machine to reset") };
+        vm.reset()?;
+        load(vm, args)?;
+        Ok(vm.start()?)
     }
 
     fn build_process(args: &RunArgs) -> Result<Self> {
@@ -203,6 +202,22 @@ impl Probe {
             Self::Process(_) => None,
         }
     }
+}
+
+/// Loads what `args` say is to boot.
+fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
+    if let Some(path) = &args.kernel {
+        let image = read(path, "kernel", args.memory)?;
+        let initrd = args.initrd.as_ref().map(|path| read(path, "initrd", args.memory)).transpose()?;
+        let kernel = Kernel { image: &image, initrd: initrd.as_deref(), cmdline: &args.cmdline };
+        return vm.load(&kernel).with_context(|| path.display().to_string());
+    }
+    let line = format!("workload={} {}", wanted(args), args.guest_args);
+    let mut guest: GuestArgs = line.parse().map_err(|error| anyhow!("--guest-args: {error}"))?;
+    guest.stats = StatsSink::Page;
+    guest.cpus = Some(args.cpus);
+    guest.tsc_khz = Some(vm.tsc_khz());
+    Ok(vm.load_kernel(vmferry_guest_image::ELF, &guest.to_string())?)
 }
 
 fn wanted(args: &RunArgs) -> Workload {

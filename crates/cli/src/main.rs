@@ -12,12 +12,21 @@ mod dirty_rate;
 mod disk;
 mod generate;
 mod guest;
+mod metrics;
 mod migrate;
 mod net;
 mod output;
+mod overhead;
 mod plan;
+mod progress;
+mod report;
+mod rings;
 mod run;
+mod signals;
 mod speed;
+#[cfg(feature = "top")]
+mod top;
+mod traces;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -33,25 +42,19 @@ enum Status {
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
-    /// The guest asked for a reset: whoever started it may start it again.
+    /// The guest asked for a reset and is not started again: whoever started it may.
     Reset = 5,
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("VMFERRY_LOG").unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_target(false)
-        .without_time()
-        .init();
+    let _traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),
         Command::Migrate(args) => migrate::migrate(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
+        Command::Powerdown(args) => api::simple(&args.api, "powerdown"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
         Command::Balloon(args) => balloon::balloon(&args),
@@ -62,6 +65,9 @@ fn main() -> ExitCode {
         Command::Recover(args) => api::recover(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
+        #[cfg(feature = "top")]
+        Command::Top(args) => top::top(&args),
+        Command::Report(args) => report::report(&args),
         Command::Completions { shell } => generate::completions(shell),
         Command::Man { folder } => generate::man(&folder),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),

@@ -2,6 +2,7 @@
 
 use crate::api::{Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
+use crate::progress::Progress;
 use crate::{Status, output};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -88,7 +89,7 @@ pub(crate) fn watch(
     interrupted: &AtomicBool,
     on_event: &mut dyn FnMut(&Value),
 ) -> Result<Value> {
-    let mut bar = output::Bar::new();
+    let mut bar = Progress::new();
     let mut handed_over = false;
     loop {
         let mut status = match client.call("status", json!({})) {

@@ -1,18 +1,13 @@
-//! What people see of a migration: a bar while it runs, a report after it.
+//! What people see of a migration after its end, and where results go.
 
 use crate::Status;
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 use std::fs::File;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::Path;
-use std::time::{Duration, Instant};
 use vmferry_engine::{MigrationState, Report};
-
-/// Without a terminal, a line this often.
-const LINE_EVERY: Duration = Duration::from_secs(1);
 
 /// `report` as that of a migration that failed for `why`.
 pub(crate) fn failed(mut report: Report, why: &str) -> Report {
@@ -41,102 +36,9 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Write>> {
     Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
 }
 
-/// A progress bar on a terminal, a line now and then elsewhere.
-pub(crate) struct Bar {
-    bar: Option<ProgressBar>,
-    last: Instant,
-    pass: Option<u64>,
-}
-
-impl Bar {
-    pub(crate) fn new() -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr_with_hz(10));
-            let style = ProgressStyle::with_template("{prefix:.bold} [{bar:28}] {wide_msg}")
-                .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("=> "));
-            bar.set_style(style);
-            bar
-        });
-        Self { bar, last: Instant::now(), pass: None }
-    }
-
-    /// Shows a `status` document.
-    pub(crate) fn show(&mut self, status: &Value) {
-        let progress = &status["progress"];
-        let number = |name: &str| progress[name].as_u64().unwrap_or(0);
-        let pass = number("pass");
-        let (done, all) = (number("pass_done"), number("pass_pages"));
-        if all == 0 {
-            return;
-        }
-        let text = describe(progress);
-        if let Some(bar) = &self.bar {
-            bar.set_prefix(format!("{} {pass}", phase(status)));
-            bar.set_length(all.max(1));
-            bar.set_position(done);
-            bar.set_message(text);
-        } else if self.pass != Some(pass) || self.last.elapsed() >= LINE_EVERY {
-            eprintln!("{} {pass}: {done} of {all} pages; {text}", phase(status));
-            self.pass = Some(pass);
-            self.last = Instant::now();
-        }
-    }
-
-    pub(crate) fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-fn phase(status: &Value) -> &'static str {
-    match status["state"].as_str() {
-        Some("precopy") => "pass",
-        Some("switchover") => "switchover",
-        Some("postcopy") => "postcopy",
-        Some("postcopy-paused") => "no link",
-        _ => "setup",
-    }
-}
-
-/// What remains, what the guest dirties, what the link carries, and how long it will take.
-fn describe(progress: &Value) -> String {
-    let remaining = progress["remaining_pages"].as_u64().unwrap_or(0) << 12;
-    if progress["state"] == "switchover" {
-        // It dirties nothing any more, and what it did since the last pass says nothing about the link.
-        return format!("{} left, the guest stands still", bytes(remaining));
-    }
-    if let Some(left) = progress["left_pages"].as_u64() {
-        return format!("{} left, the guest runs on the target", bytes(left << 12));
-    }
-    if let Some(why) = progress["interrupted"].as_str() {
-        return format!("the link is lost: {why}");
-    }
-    let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * 4096.0;
-    let elapsed = seconds(&progress["elapsed"]);
-    let wire = progress["wire_bytes"].as_f64().unwrap_or(0.0);
-    let bandwidth =
-        progress["bandwidth"].as_f64().unwrap_or(if elapsed > 0.0 { wire / elapsed } else { 0.0 });
-    #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
-    let eta = match remaining as f64 / (bandwidth - dirty) {
-        eta if eta >= 0.0 && bandwidth > dirty => format!("ETA {eta:.1} s"),
-        _ if bandwidth == 0.0 => "ETA ?".into(),
-        _ => "does not converge: the guest dirties faster than the link".into(),
-    };
-    format!("{} left, dirty {}/s, link {}/s, {eta}", bytes(remaining), rate(dirty), rate(bandwidth))
-}
-
-fn seconds(duration: &Value) -> f64 {
-    duration["secs"].as_f64().unwrap_or(0.0) + duration["nanos"].as_f64().unwrap_or(0.0) * 1e-9
-}
-
-fn bytes(count: u64) -> String {
+/// A size for people.
+pub(crate) fn bytes(count: u64) -> String {
     ByteSize::b(count).display().iec().to_string()
-}
-
-fn rate(value: f64) -> String {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to what fits")]
-    bytes(value.clamp(0.0, 1e18) as u64)
 }
 
 /// Prints the report for people.

@@ -1,12 +1,12 @@
 //! `vmferry run`: a guest, or a place for one.
 
 use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
-use crate::args::RunArgs;
+use crate::args::{OnReset, RunArgs};
 use crate::choices::ModeArg;
 use crate::console::Console;
 use crate::guest::Machine;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, balloon, dirty_rate, output, plan};
+use crate::{Status, balloon, dirty_rate, metrics, output, plan, signals};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -21,13 +21,17 @@ use vmferry_engine::{
     TrackerKind, Uri, migrate, receive, restore, restore_lazy, save, save_copy,
 };
 
-/// How often the machine's owner looks whether the guest has ended.
+/// How often the machine's owner looks whether somebody has seen that the guest has moved.
 const TICK: Duration = Duration::from_millis(20);
+/// How often it looks around without being told to: nothing should depend on it.
+const SELDOM: Duration = Duration::from_secs(1);
 /// How long the report of a completed migration waits to be read before the process ends.
 const GRACE: Duration = Duration::from_secs(10);
 /// How long if somebody has said that the process is to end: whoever watches the migration looks more often.
 const LAST_GRACE: Duration = Duration::from_secs(1);
 
+/// A guest that was here for less of a migration has no speed of it.
+const SHORTEST: Duration = Duration::from_millis(50);
 /// How long it is kept for others after somebody has read it.
 const LINGER: Duration = Duration::from_millis(200);
 
@@ -48,8 +52,13 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
-    let on_signal = Arc::clone(&shared);
-    ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;
+    if let Some(address) = args.metrics {
+        let told = Arc::clone(&shared);
+        let source = move || Ok(metrics::text(told.status())?);
+        let exporter = metrics::Exporter::start(address, args.metrics_public, Arc::new(source))?;
+        eprintln!("vmferry: metrics at http://{}/metrics", exporter.address);
+    }
+    signals::watch(&shared)?;
     if let Some(least) = args.balloon_auto {
         let balloon = shared.probe.balloon().context("--balloon-auto needs --balloon on")?;
         balloon::auto::start(balloon, least, &shared)?;
@@ -65,6 +74,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
             std::thread::sleep(EVERY);
         }
     })?;
+    watch_for_the_end(&shared)?;
     let result = match &args.incoming {
         Some(uri) => await_guest(uri, args.insecure, &mut machine, &shared),
         None => machine.start().map(|()| Arrived::Here(None)),
@@ -72,7 +82,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let (result, restore) = match result {
         Ok(Arrived::Here(restore)) => {
             shared.set_place(Place::Running);
-            (serve(&mut machine, &shared, &errands), restore)
+            (serve(&mut machine, args, &shared, &errands), restore)
         }
         Ok(Arrived::Nobody) => (Ok(Status::Done), None),
         Err(error) => (Err(error), None),
@@ -94,6 +104,24 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     drop(server);
     drop(console);
     result
+}
+
+/// Tells the machine's owner when the guest has ended, so that nobody has to look all the time.
+fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
+    let watched = Arc::clone(shared);
+    let watch = move || {
+        let Some(guest) = watched.probe.kvm() else { return };
+        loop {
+            let _ = guest.wait_for_exit();
+            watched.look();
+            // Until it is started again, or this process ends.
+            while guest.exit().is_some() {
+                std::thread::sleep(TICK);
+            }
+        }
+    };
+    std::thread::Builder::new().name("end".into()).spawn(watch)?;
+    Ok(())
 }
 
 /// Who came.
@@ -150,7 +178,12 @@ fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Optio
 }
 
 /// Owns the machine while it has a guest.
-fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> Result<Status> {
+fn serve(
+    machine: &mut Machine,
+    args: &RunArgs,
+    shared: &Shared,
+    errands: &Receiver<Errand>,
+) -> Result<Status> {
     let mut moved: Option<Instant> = None;
     loop {
         let quit = shared.quit.load(Ordering::Acquire);
@@ -167,24 +200,20 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
         if let Some((how, status)) = shared.probe.exit()
             && moved.is_none()
         {
+            if status == Status::Reset && args.on_reset == OnReset::Restart && args.incoming.is_none() {
+                restart(machine, args, shared, &how)?;
+                continue;
+            }
             shared.set_place(Place::Ended);
-            return match status {
-                Status::Failed => Err(anyhow!("the guest ended: {how}")),
-                Status::Reset => {
-                    eprintln!(
-                        "vmferry: {how}; it is not started again (exit status {})",
-                        Status::Reset as u8
-                    );
-                    Ok(status)
-                }
-                status => Ok(status),
-            };
+            return ended(&how, status, args);
         }
-        let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(TICK) else { continue };
+        let patience = if moved.is_some() { TICK } else { SELDOM };
+        let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
         if abandoned.load(Ordering::Acquire) {
             continue;
         }
         let result = match order {
+            Order::Look => continue,
             Order::DirtyRate(request) => {
                 let measured =
                     shared.all_here().and_then(|()| dirty_rate::measure(machine, shared, &request));
@@ -222,6 +251,33 @@ fn serve(machine: &mut Machine, shared: &Shared, errands: &Receiver<Errand>) -> 
         });
         let _ = reply.send(result.map_err(|error| format!("{error:#}")));
     }
+}
+
+/// Starts a guest again that has reset its machine. Everything around it stays: disks, networks, the control socket.
+fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) -> Result<()> {
+    eprintln!("vmferry: {how}; it is started again");
+    machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
+    if shared.place() == Place::Paused {
+        // Somebody wanted it to stand still before it went that far.
+        machine.source().pause()?;
+    }
+    Ok(())
+}
+
+/// What the command ends with, for a guest that has ended.
+fn ended(how: &str, status: Status, args: &RunArgs) -> Result<Status> {
+    match status {
+        Status::Failed => bail!("the guest ended: {how}"),
+        Status::Reset => {
+            let why = match args.on_reset {
+                OnReset::Restart => "it came from elsewhere, and so did its kernel: ",
+                OnReset::Exit => "",
+            };
+            eprintln!("vmferry: {how}; {why}it is not started again (exit status {})", Status::Reset as u8);
+        }
+        _ => {}
+    }
+    Ok(status)
 }
 
 fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> {
@@ -275,6 +331,7 @@ fn move_away(
 ) -> Place {
     let monitor = shared.monitor();
     let speed_before = shared.speed.recent();
+    shared.speed.record();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
     let settings = Settings { stay_awake: shared.stay_awake, ..request.settings() };
     let mut scores = None;
@@ -306,23 +363,40 @@ fn move_away(
         }
         Err(error) => (not_begun(&error.to_string()), Place::Running),
     };
+    // From then on its count goes on elsewhere.
+    let left = left_ms(&report);
+    let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));
     let during = before.zip(after.as_ref()).map(|(before, after)| {
         #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
         let writes = after.writes().saturating_sub(before.writes) as f64;
         // Comparing pages stops the guest on request only: that time is nobody's downtime, and not counted here either.
         let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
-        writes / (elapsed.as_secs_f64() - verify).max(1e-3)
+        writes / (here.as_secs_f64() - verify).max(1e-3)
     });
+    // A guest that left at once was not here long enough to have a speed.
+    let during = during.filter(|_| here >= SHORTEST);
+    let mut points = shared.speed.recorded(began);
+    points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
     report["guest"] = json!({
         "before_writes_per_s": speed_before,
         "during_writes_per_s": during,
         "stall_max_us": after.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
+        // Milliseconds since the beginning, writes a second.
+        "speed": { "points": points },
     });
     if let Some(scores) = scores {
         report["plan"] = scores;
     }
     shared.end_migration(report, place);
     place
+}
+
+/// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
+fn left_ms(report: &Value) -> Option<f64> {
+    let mut phases = report["phases"].as_array().into_iter().flatten();
+    let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
+    matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
+        .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }
 
 /// The document of a migration that did not begin.

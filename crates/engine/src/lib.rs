@@ -28,8 +28,8 @@ pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PostcopyFigures, Report,
-    RingFigures, ThrottleFigures, VcpuRing,
+    Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
+    PostcopyFigures, Report, RingFigures, ThrottleFigures, VcpuRing,
 };
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,

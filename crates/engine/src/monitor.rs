@@ -2,14 +2,17 @@
 
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures};
+use crate::source::Settings;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Counters that channel threads add to once a frame.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Counters {
     pub(crate) wire_bytes: AtomicU64,
+    /// Of them, each bulk channel's.
+    channels: [AtomicU64; Settings::MAX_CHANNELS as usize],
     pub(crate) raw_pages: AtomicU64,
     pub(crate) zero_pages: AtomicU64,
     pub(crate) untouched: AtomicU64,
@@ -18,7 +21,30 @@ pub(crate) struct Counters {
     pub(crate) cpu_us: AtomicU64,
 }
 
+impl Default for Counters {
+    fn default() -> Self {
+        let [wire_bytes, raw_pages, zero_pages, untouched, free, cpu_us] = [const { AtomicU64::new(0) }; 6];
+        let channels = [const { AtomicU64::new(0) }; Settings::MAX_CHANNELS as usize];
+        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us }
+    }
+}
+
 impl Counters {
+    /// Counts what a bulk channel has sent.
+    pub(crate) fn count_channel(&self, channel: u16, bytes: usize) {
+        if let Some(counter) = self.channels.get(usize::from(channel)) {
+            counter.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Bytes of each bulk channel, up to the last that has sent any.
+    fn channels(&self) -> Vec<u64> {
+        let mut bytes: Vec<u64> =
+            self.channels.iter().map(|counter| counter.load(Ordering::Relaxed)).collect();
+        bytes.truncate(bytes.iter().rposition(|bytes| *bytes > 0).map_or(0, |last| last + 1));
+        bytes
+    }
+
     pub(crate) fn count_frame(&self, bytes: usize, raw_pages: u64, zero_pages: u64) {
         self.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         self.raw_pages.fetch_add(raw_pages, Ordering::Relaxed);
@@ -89,6 +115,8 @@ pub struct Progress {
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
+    /// Of them, what each bulk channel has sent while the guest ran here.
+    pub channel_bytes: Vec<u64>,
     /// Pages that were left out because the guest says that they are free, and not sent since.
     pub free_pages_skipped: u64,
     /// How free pages were learnt of so far; `None` if nobody can be asked, or is to be.
@@ -185,6 +213,7 @@ impl Monitor {
         progress.pass_done = done.min(progress.pass_pages);
         progress.remaining_pages = progress.pass_pages - progress.pass_done;
         progress.wire_bytes = self.counters.wire_bytes.load(Ordering::Relaxed);
+        progress.channel_bytes = self.counters.channels();
         progress
     }
 

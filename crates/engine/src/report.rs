@@ -39,6 +39,8 @@ pub struct Report {
     pub bytes: Bytes,
     /// One entry a pass.
     pub passes: Vec<PassReport>,
+    /// What was done when: ascending, and each with its beginning and length.
+    pub phases: Vec<PhaseReport>,
     /// Bytes on the wire over the time from the first page to the end, in Mbit/s.
     pub throughput_mbps: f64,
     /// How the dirty rings did; `None` for a tracker without.
@@ -108,6 +110,8 @@ pub struct Bytes {
 pub struct PassReport {
     /// Its number, from 0.
     pub pass: u32,
+    /// When it began, in ms since the first connection.
+    pub start_ms: f64,
     /// Pages it had to look at.
     pub pages: u64,
     /// Bytes it sent.
@@ -118,6 +122,19 @@ pub struct PassReport {
     pub harvest_ms: f64,
     /// Pages that the guest had dirtied by then.
     pub dirtied: u64,
+}
+
+/// A stretch of a migration.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct PhaseReport {
+    /// `setup`, `precopy`, `switchover` (the guest stands still), `verify` (within that, and not counted as downtime) or
+    /// `postcopy`.
+    pub phase: &'static str,
+    /// When it began, in ms since the first connection.
+    pub start_ms: f64,
+    /// How long it took, in ms.
+    pub ms: f64,
 }
 
 /// What tracking by dirty rings cost, since it was started.

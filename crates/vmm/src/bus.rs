@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vmferry_engine::Section;
 use vmferry_virtio::device::Resume;
-use vmferry_virtio::mmio::WINDOW;
+use vmferry_virtio::mmio::{STATUS, WINDOW};
 use vmferry_virtio::signals::Interrupt;
 
 /// Where the first device is.
@@ -76,6 +76,12 @@ pub(crate) struct Place {
     pub(crate) gsi: u32,
 }
 
+/// All places, in the order in which devices get them.
+fn places() -> impl Iterator<Item = Place> {
+    let addresses = (0..).map(|n| BASE + n * STRIDE);
+    addresses.zip(LINES).map(|(address, gsi)| Place { address, gsi })
+}
+
 /// The devices, by their place.
 #[derive(Debug, Default)]
 pub(crate) struct Bus {
@@ -83,27 +89,25 @@ pub(crate) struct Bus {
 }
 
 impl Bus {
-    /// Plugs in the device that `make` makes for its interrupt.
+    /// Plugs in the device that `make` makes for its place.
     ///
     /// # Errors
     /// Those of `make`, and if the VM has too many devices.
     pub(crate) fn plug<D: MmioDevice + 'static>(
         &mut self,
-        make: impl FnOnce(u32) -> Result<Arc<D>>,
+        make: impl FnOnce(Place) -> Result<Arc<D>>,
     ) -> Result<Arc<D>> {
-        let line = LINES.get(self.devices.len()).ok_or_else(|| {
+        let place = places().nth(self.devices.len()).ok_or_else(|| {
             Error::Options(format!("too many devices: a VM can have {}, balloon and all", LINES.len()))
         })?;
-        let device = make(*line)?;
+        let device = make(place)?;
         self.devices.push(Arc::clone(&device) as _);
         Ok(device)
     }
 
     /// Where the devices are.
     pub(crate) fn places(&self) -> Vec<Place> {
-        let addresses = (0..).map(|n| BASE + n * STRIDE);
-        let places = addresses.zip(LINES).take(self.devices.len());
-        places.map(|(address, gsi)| Place { address, gsi }).collect()
+        places().take(self.devices.len()).collect()
     }
 
     /// The devices by name, in order.
@@ -181,6 +185,11 @@ impl Bus {
         Ok(())
     }
 
+    /// Resets the devices, at rest, as their drivers would.
+    pub(crate) fn reset(&self) {
+        self.devices.iter().for_each(|device| device.write(STATUS, &[0; 4]));
+    }
+
     /// The devices' state, at rest.
     pub(crate) fn save(&self) -> std::result::Result<Vec<Section>, StateError> {
         self.devices.iter().map(|device| device.save()).collect()
@@ -194,7 +203,8 @@ impl Bus {
 
 /// Pulses an interrupt line of the kernel's interrupt controllers.
 ///
-/// By ioctl, not by an eventfd: when `trigger` returns the interrupt is in the controller, so a save that follows has it.
+/// By ioctl, not by an eventfd: when `trigger` returns the interrupt is in the controller, so a save that follows has it, and no thread
+/// of the kernel's has to be woken for that ([`kicks`](crate::kicks) has the figures).
 #[derive(Debug)]
 pub(crate) struct IrqLine {
     pub(crate) machine: Arc<Machine>,
@@ -274,8 +284,8 @@ mod tests {
 
     fn plug(bus: &mut Bus, device: Scratch) -> (Arc<Scratch>, u32) {
         let mut line = 0;
-        let plugged = bus.plug(|gsi| {
-            line = gsi;
+        let plugged = bus.plug(|place| {
+            line = place.gsi;
             Ok(Arc::new(device))
         });
         (plugged.unwrap(), line)
@@ -315,7 +325,7 @@ mod tests {
         lines.dedup();
         assert_eq!(lines.len(), LINES.len());
         assert!(
-            lines.iter().all(|line| *line < 24 && *line != 4),
+            lines.iter().all(|line| *line < 24 && ![4, crate::power::LINE].contains(line)),
             "the I/O APIC has 24, and 4 is the serial port's"
         );
         let error = bus.plug(|_| Ok(Arc::new(Scratch::default()))).unwrap_err().to_string();

@@ -14,9 +14,10 @@
 
 use crate::acpi;
 use crate::balloon::VmBalloon;
-use crate::bus::{Bus, IrqLine};
+use crate::bus::{Bus, IrqLine, Place};
 use crate::disk::{self, VmDisk};
 use crate::error::Result;
+use crate::kicks::Kicks;
 use crate::kvm::Machine;
 use crate::net::VmNet;
 use crate::options::{SerialSink, VmOptions};
@@ -83,26 +84,32 @@ impl Devices {
     ///
     /// # Errors
     /// What a device needs and the host does not have.
-    pub(crate) fn new(machine: &Arc<Machine>, lazy: &Arc<LazySlot>, options: &VmOptions) -> Result<Self> {
+    pub(crate) fn new(
+        machine: &Arc<Machine>,
+        lazy: &Arc<LazySlot>,
+        options: &VmOptions,
+        passes_kicks: bool,
+    ) -> Result<Self> {
         let mut bus = Bus::default();
-        let line = |gsi| Box::new(IrqLine { machine: Arc::clone(machine), gsi });
+        let line = |place: Place| Box::new(IrqLine { machine: Arc::clone(machine), gsi: place.gsi });
+        let kicks = |place: Place| passes_kicks.then(|| Kicks::new(machine, place.address));
         let mut balloon = None;
         if options.balloon {
-            bus.plug(|gsi| {
-                let made = Arc::new(VmBalloon::new(machine.ram(), lazy, options.drop_way, line(gsi)));
+            bus.plug(|place| {
+                let made = Arc::new(VmBalloon::new(machine.ram(), lazy, options.drop_way, line(place)));
                 let device = Arc::clone(made.device());
                 balloon = Some(made);
                 Ok(device)
             })?;
         }
         if options.rng {
-            bus.plug(|gsi| rng::make(machine, line(gsi)))?;
+            bus.plug(|place| rng::make(machine, line(place)))?;
         }
 
         let mut disks = Vec::new();
         for (instance, disk) in (0..).zip(&options.disks) {
-            bus.plug(|gsi| {
-                let made = VmDisk::new(machine, lazy, disk, (instance, line(gsi)))?;
+            bus.plug(|place| {
+                let made = VmDisk::new((machine, lazy), disk, instance, (line(place), kicks(place)))?;
                 let device = Arc::clone(made.device());
                 disks.push(made);
                 Ok(device)
@@ -115,8 +122,9 @@ impl Devices {
 
         let mut nets = Vec::new();
         for (instance, net) in (0..).zip(&options.nets) {
-            bus.plug(|gsi| {
-                let made = VmNet::new((machine.ram(), lazy), net, instance, line(gsi))?;
+            bus.plug(|place| {
+                let wires = (line(place) as _, kicks(place));
+                let made = VmNet::new((machine.ram(), lazy), net, instance, wires)?;
                 let device = Arc::clone(made.device());
                 nets.push(made);
                 Ok(device)

@@ -2,6 +2,7 @@
 
 use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
+use crate::disk::DiskStatus;
 use crate::kvm::Machine;
 use crate::memory::GuestRam;
 use crate::net::{NetStatus, VmNet};
@@ -9,6 +10,7 @@ use crate::stats;
 use crate::vcpu::{Board, Exit};
 use std::sync::Arc;
 use std::time::Duration;
+use vmferry_dirty::DirtyRings;
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
 use vmferry_virtio::blk::BlkFigures;
@@ -20,6 +22,7 @@ pub(crate) struct Shared {
     pub(crate) devices: Arc<Devices>,
     pub(crate) machine: Arc<Machine>,
     pub(crate) lazy: Arc<LazySlot>,
+    pub(crate) rings: Option<DirtyRings>,
 }
 
 impl Shared {
@@ -48,6 +51,18 @@ impl VmHandle {
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
+    }
+
+    /// How its disks are doing, in their order.
+    #[must_use]
+    pub fn disk_status(&self) -> Vec<DiskStatus> {
+        self.0.devices.disks().iter().map(crate::disk::VmDisk::status).collect()
+    }
+
+    /// The dirty rings of its vCPUs, if it was made with them.
+    #[must_use]
+    pub fn rings(&self) -> Option<&DirtyRings> {
+        self.0.rings.as_ref()
     }
 
     /// What its disks did, in their order.
@@ -99,6 +114,14 @@ impl VmHandle {
     /// Does nothing to a guest that keeps no statistics page, or whose page has not come yet, and says so by `false`.
     pub fn request_verify(&self, request: u64) -> bool {
         stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
+    }
+
+    /// Presses the power button: a guest that listens to it shuts down. Says whether it does listen.
+    ///
+    /// # Errors
+    /// If KVM refuses.
+    pub fn press_power_button(&self) -> crate::Result<bool> {
+        crate::power::press(&self.0.machine)
     }
 
     /// Queues input for the guest's serial port; says how many bytes were taken.

@@ -68,6 +68,14 @@ pub fn largest_dirty_ring() -> Result<Option<u32>> {
     Ok(largest.map_err(failed)?.map(RingEntries::get))
 }
 
+/// Whether KVM on this host passes the notifications of drivers on to devices' threads by itself (ioeventfd).
+///
+/// # Errors
+/// If KVM cannot be used.
+pub fn passes_kicks() -> Result<bool> {
+    Ok(crate::kicks::offered(&open_kvm()?))
+}
+
 /// A KVM VM and the memory that it runs in.
 ///
 /// Whoever holds the VM's descriptor holds this, so the memory is mapped for as long as KVM may use it: the descriptor is

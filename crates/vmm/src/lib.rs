@@ -7,8 +7,8 @@
 //! | `boot` | kernel images and how a guest is entered |
 //! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
-//! | `devices` | serial port, reset, exit port |
-//! | `bus`, `virtio` | devices at memory addresses, and what is the same for all of them |
+//! | `devices`, `power` | serial port, reset, exit port; power button |
+//! | `bus`, `virtio`, `kicks` | devices at memory addresses, and what is the same for all of them |
 //! | `balloon`, `disk`, `rng` | those devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state`, `shared_state` | saved state as versioned sections |
@@ -25,11 +25,15 @@ mod devices;
 mod disk;
 mod error;
 mod handle;
+mod kicks;
+#[cfg(test)]
+mod kicks_tests;
 mod kvm;
 mod memory;
 mod migrate;
 mod net;
 mod options;
+mod power;
 mod rng;
 mod shared_state;
 mod state;
@@ -42,10 +46,10 @@ mod vm_tests;
 
 pub use balloon::{BalloonHandle, BalloonStatus, Hints};
 pub use boot::{BootError, Kernel, MAX_CMDLINE};
-pub use disk::DiskError;
+pub use disk::{DiskError, DiskStatus};
 pub use error::{Error, Result};
 pub use handle::VmHandle;
-pub use kvm::{largest_dirty_ring, open_kvm};
+pub use kvm::{largest_dirty_ring, open_kvm, passes_kicks};
 pub use memory::{
     Advice, GuestRam, HIGH_RAM_START, HUGE_PAGE_BYTES, HugePagePool, LOW_RAM_END, MemoryError, RamRegion,
     WriteMarks, layout_for,

@@ -1,7 +1,7 @@
 //! The engine's traits.
 
 use crate::balloon::BalloonFree;
-use crate::disk;
+use crate::disk::WithWriteAhead;
 use crate::memory::GuestRam;
 use crate::vm::Vm;
 use std::os::fd::AsRawFd;
@@ -73,20 +73,23 @@ impl SourceVm for Vm {
     }
 
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
-        // A move begins: what the host has not written of the disks yet would be waited for when the guest stands still.
-        disk::write_out(self.devices().disks());
         let usual = if self.rings().is_some() { TrackerKind::Ring } else { TrackerKind::Log };
-        match kind.unwrap_or(usual) {
-            TrackerKind::Log => self.log_tracker(),
-            TrackerKind::Ring => self.ring_tracker(),
+        let tracker = match kind.unwrap_or(usual) {
+            TrackerKind::Log => self.log_tracker()?,
+            TrackerKind::Ring => self.ring_tracker()?,
             TrackerKind::Wp => {
                 let regions = self.ram().regions().iter().map(crate::memory::RamRegion::mapped).collect();
-                Ok(Box::new(WpTracker::new(regions)?))
+                Box::new(WpTracker::new(regions)?)
             }
-            other => Err(VmError::new(format!(
-                "a KVM guest's pages cannot be tracked by `{other}`; use `log`, `ring` or `wp`"
-            ))),
-        }
+            other => {
+                return Err(VmError::new(format!(
+                    "a KVM guest's pages cannot be tracked by `{other}`; use `log`, `ring` or `wp`"
+                )));
+            }
+        };
+        // A move begins: what the host has not written of the disks yet would be waited for when the guest stands still.
+        let tracker = WithWriteAhead::new(tracker, self.devices().disks()).map_err(VmError::new)?;
+        Ok(Box::new(tracker))
     }
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {

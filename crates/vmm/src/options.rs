@@ -190,6 +190,9 @@ pub struct VmOptions {
     pub stats_every: Option<Duration>,
     /// Whether it has a source of random numbers.
     pub rng: bool,
+    /// Whether KVM may pass the notifications of drivers on to devices' threads by itself, where it can (ioeventfd); otherwise the vCPU
+    /// that notifies does. Nothing that the guest sees, or that both sides of a move have to agree upon.
+    pub kicks: bool,
     /// Its disks. Both sides of a move have as many, in the same order; likewise below.
     pub disks: Vec<DiskOptions>,
     /// Its network interfaces.
@@ -214,6 +217,7 @@ impl VmOptions {
             drop_way: DropWay::default(),
             stats_every: Some(STATS_EVERY),
             rng: false,
+            kicks: true,
             disks: Vec::new(),
             nets: Vec::new(),
             serial: SerialSink::discard(),

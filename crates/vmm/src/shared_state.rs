@@ -67,7 +67,8 @@ fn load_pic(machine: &Machine, instance: u32, saved: &PicSaved) -> Result<()> {
     machine.fd().set_irqchip(&chip).map_err(kvm::<PicSaved>(instance, "KVM_SET_IRQCHIP"))
 }
 
-fn save_ioapic(machine: &Machine) -> Result<IoapicSaved> {
+/// The I/O APIC.
+pub(crate) fn save_ioapic(machine: &Machine) -> Result<IoapicSaved> {
     let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
     machine.fd().get_irqchip(&mut chip).map_err(kvm::<IoapicSaved>(0, "KVM_GET_IRQCHIP"))?;
     // SAFETY: for this chip id KVM fills this member of the union; it is plain numbers.

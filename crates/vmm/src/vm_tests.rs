@@ -334,3 +334,110 @@ fn pausing_never_misses_a_vcpu() {
     }
     assert_eq!(vm.handle().exit(), None);
 }
+
+#[test]
+fn a_guest_that_resets_its_machine_starts_again_in_the_same_one() {
+    if !kvm() {
+        return;
+    }
+    let (sink, output) = SerialSink::capture();
+    let mut options = VmOptions::new(64 << 20, 2);
+    (options.serial, options.rng) = (sink, true);
+    let mut vm = Vm::new(options).unwrap();
+    let handle = vm.handle();
+    let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let ended = || handle.wait_for_exit_timeout(PATIENCE).expect("the guest ends");
+    let mut before = 0;
+    // Whatever the guest left of its processor and its memory must not be there the next time: it says so by '!'.
+    // cmp dword [0x300000], 0; je over: mov dx, 0x3f8; mov al, '!'; out dx, al; over: mov dword [0x300000], 1
+    let look = [
+        &[0x83, 0x3d, 0, 0, 0x30, 0, 0, 0x74, 7][..],
+        &out(0x3f8, b'!'),
+        &[0xc7, 0x05, 0, 0, 0x30, 0, 1, 0, 0, 0],
+    ]
+    .concat();
+    for round in 0..6u8 {
+        let code = [look.clone(), out(0x3f8, b'a' + round), out(0xcf9, 6), HALT.to_vec()].concat();
+        vm.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
+        vm.start().unwrap();
+        assert_eq!(ended(), Exit::Reset);
+        assert!(vm.save_state().is_err(), "only a reset helps");
+        vm.reset().unwrap();
+        assert_eq!(handle.exit(), None);
+        assert!(vm.start().is_err(), "there is no kernel yet");
+        if round == 0 {
+            before = files();
+        }
+    }
+    assert_eq!(output.text(), "abcdef");
+    assert!(
+        files() <= before + 2,
+        "{before} files were open, now {}: others in this process have a few",
+        files()
+    );
+
+    // A guest that uses all of the machine, with all processors.
+    let args = format!("workload=uniform,ws=4M stats=page cpus=2 tsc_khz={}", vm.tsc_khz());
+    vm.load_kernel(vmferry_guest_image::ELF, &args).unwrap();
+    vm.start().unwrap();
+    let start = std::time::Instant::now();
+    while !handle.stats().is_ok_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 1000)) {
+        assert!(start.elapsed() < PATIENCE, "the guest runs: {:?}", handle.exit());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let running = vm.reset().unwrap_err().to_string();
+    assert!(running.contains("has not asked for it"), "{running}");
+    vm.pause().unwrap();
+    vm.save_state().unwrap();
+}
+
+#[test]
+fn a_guest_that_crashes_its_processor_can_be_started_again() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    vm.load_kernel(&TestElf::with_entry(&[0x0f, 0x0b]).build(), "").unwrap();
+    vm.start().unwrap();
+    let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest ends");
+    if !exit.is_reset() {
+        println!("not run: this KVM says {exit} where others have a triple fault");
+        return;
+    }
+    vm.reset().unwrap();
+    let code = [out(0xf4, 42), HALT.to_vec()].concat();
+    vm.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
+    vm.start().unwrap();
+    assert_eq!(vm.handle().wait_for_exit_timeout(PATIENCE), Some(Exit::PoweredOff(42)));
+}
+
+#[test]
+fn a_guest_hears_its_power_button_if_it_listens() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
+    // The I/O APIC's entry 6: mov dword [0xfec00000], 0x1c; mov dword [0xfec00010], 0x40 (fixed, edges, vector 0x40, not masked); then
+    // the local APIC is looked at until it has the interrupt: test byte [0xfee00220], 1; jz back to it.
+    let code = [
+        &[0xc7, 0x05, 0, 0, 0xc0, 0xfe, 0x1c, 0, 0, 0][..],
+        &[0xc7, 0x05, 0x10, 0, 0xc0, 0xfe, 0x40, 0, 0, 0],
+        &out(0x3f8, b'l'),
+        &[0xf6, 0x05, 0x20, 0x02, 0xe0, 0xfe, 1, 0x74, 0xf7],
+        &out(0xf4, 6),
+        &HALT,
+    ]
+    .concat();
+    // Software-enabled first, or it takes nothing: mov dword [0xfee000f0], 0x1ff
+    let code = [&[0xc7, 0x05, 0xf0, 0, 0xe0, 0xfe, 0xff, 1, 0, 0][..], &code].concat();
+    vm.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
+    let handle = vm.handle();
+    assert!(!handle.press_power_button().unwrap(), "nobody listens before there is a guest");
+    vm.start().unwrap();
+    let start = std::time::Instant::now();
+    while !handle.press_power_button().unwrap() {
+        assert!(start.elapsed() < PATIENCE && handle.exit().is_none(), "{:?}", handle.exit());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(handle.wait_for_exit_timeout(PATIENCE), Some(Exit::PoweredOff(6)));
+}

@@ -4,6 +4,7 @@ mod build;
 mod cpio;
 mod direct;
 mod emulated;
+pub(crate) mod exits;
 pub(crate) mod fetch;
 mod initramfs;
 pub(crate) mod machine;

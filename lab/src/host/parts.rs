@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 /// Modules without which a kernel cannot be the outer machine's.
-pub(crate) const OUTER_MODULES: [&str; 7] =
-    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "tun", "bridge"];
+pub(crate) const OUTER_MODULES: [&str; 8] =
+    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "tun", "bridge", "loop"];
 /// Modules that a Linux guest under vmferry needs.
-pub(crate) const GUEST_MODULES: [&str; 5] =
-    ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4"];
+pub(crate) const GUEST_MODULES: [&str; 7] =
+    ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4", "button", "evdev"];
 
 /// What makes a guest's file system.
 pub(crate) const MKFS: &str = "mkfs.ext4";

@@ -136,6 +136,10 @@ impl Vm {
                 .map(ToString::to_string),
         );
         command.extend(guest.devices.iter().cloned());
+        if !guest.devices.iter().any(|word| word == "--on-reset") {
+            // A guest that resets unasked has met trouble, which must show.
+            command.extend(["--on-reset", "exit"].map(str::to_owned));
+        }
         println!("{name}: {}", command.join(" "));
         let request = Request::Start { command, output: console.clone(), errors: errors.clone() };
         let Answer::Started { id } = place.ask(request)? else { bail!("{name} did not start") };

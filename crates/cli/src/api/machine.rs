@@ -18,6 +18,7 @@ const COMMANDS: &[Command] = &[
     in_band("x-vmferry-migrate"),
     in_band("x-vmferry-pause"),
     in_band("x-vmferry-plan"),
+    in_band("x-vmferry-powerdown"),
     in_band("x-vmferry-quit"),
     in_band("x-vmferry-recover"),
     in_band("x-vmferry-resume"),

@@ -24,9 +24,13 @@ pub(crate) enum Order {
     Pause,
     Resume,
     Migrate(Box<MigrateRequest>),
-    Recover { take: bool },
+    Recover {
+        take: bool,
+    },
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
+    /// Look whether the guest has ended, or the process is to end.
+    Look,
 }
 
 /// An order, and where its answer goes: an empty object, unless something was asked for.
@@ -199,9 +203,16 @@ impl Shared {
         }
         self.quit.store(true, Ordering::Release);
         self.arrival.stop();
+        self.look();
     }
 
-    fn status(&self) -> Value {
+    /// Has the machine's owner look around. One that has other orders does so anyway.
+    pub(crate) fn look(&self) {
+        let (reply, _) = sync_channel(1);
+        let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
+    }
+
+    pub(crate) fn status(&self) -> Value {
         let migration = lock(&self.migration);
         let mut status = match (&migration.report, &migration.monitor) {
             (Some(report), _) => report.clone(),
@@ -266,7 +277,10 @@ impl Shared {
             "received": *lock(&self.received),
             "restore": self.restore(),
             "guest": stats,
+            "disks": self.probe.kvm().map(crate::disk::describe),
+            "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
             "net": self.probe.kvm().map(crate::net::describe),
+            "rings": self.probe.kvm().and_then(crate::rings::describe),
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }
@@ -313,6 +327,7 @@ impl Shared {
                 );
             }
             "quit" => self.ask_to_quit(),
+            "powerdown" => crate::signals::press_power_button(self)?,
             "pause" => return self.order(Order::Pause),
             "resume" => return self.order(Order::Resume),
             "recover" => {

@@ -6,12 +6,15 @@ mod table;
 pub(crate) use follow::moved;
 
 use crate::api::{Client, MigrateRequest, Place, Shared};
-use crate::args::PlanArgs;
+use crate::args::{TrackerArg, rate, time};
+use crate::choices::OnOff;
 use crate::guest::Machine;
 use crate::{Status, migrate, output, run};
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_engine::plan::{GuestCost, Link, Plan, measure, probe};
@@ -19,6 +22,46 @@ use vmferry_engine::{Settings, TrackerKind, Uri};
 
 /// How long making one takes at most: the link, the guest's writes, and its answer to what is free.
 pub(crate) const LONGEST: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// Control socket of the vmferry whose guest is to be moved
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api: PathBuf,
+    /// Where to: tcp:HOST:PORT or unix:PATH, of a target that waits for a guest; the link to it is measured for a second
+    #[arg(required_unless_present = "bandwidth")]
+    pub(crate) uri: Option<Uri>,
+    /// What the link carries, for example 2gbit or 250M/s, instead of measuring it
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) bandwidth: Option<u64>,
+    /// Watch the guest's writes for so long; as long as a first pass takes, up to 3s, if left out
+    #[arg(long, value_name = "T", value_parser = time)]
+    pub(crate) watch: Option<Duration>,
+    /// How long the guest may be stopped
+    #[arg(long, default_value = "300ms", value_parser = time)]
+    pub(crate) downtime_limit: Duration,
+    /// How long the migration may take
+    #[arg(long, value_name = "T", value_parser = time)]
+    pub(crate) timeout: Option<Duration>,
+    /// Use no more than this
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    pub(crate) max_bandwidth: Option<u64>,
+    /// Parallel channels
+    #[arg(long, default_value_t = 2)]
+    pub(crate) channels: u16,
+    /// How the guest's writes are found
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) tracker: TrackerArg,
+    /// Leave out what the guest says is free, where it can be asked
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) free_pages: OnOff,
+    /// Allow an unencrypted connection to another host
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    /// Write the plan as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
 
 /// What `plan` is asked for.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -116,6 +116,12 @@ impl DirtyRings {
         self.0.core.kernel().entries
     }
 
+    /// Entries that wait to be harvested, for each vCPU. Takes no lock, and nothing from the rings.
+    #[must_use]
+    pub fn used(&self) -> Vec<u32> {
+        (0..self.0.core.len()).map(|ring| self.0.core.view(ring, 0).used).collect()
+    }
+
     /// How rings and reaper are doing, since tracking was started last.
     #[must_use]
     pub fn report(&self) -> RingReport {

@@ -172,7 +172,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             held: None,
             cancel_seen: false,
             ticked: Instant::now(),
-            timings: Timings::new(held_before),
+            timings: Timings::new(ground, held_before),
             dirtied_since: Instant::now(),
             throttled: false,
             written: Vec::new(),
@@ -184,6 +184,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             },
             |()| driver.drive(first),
         );
+        driver.timings.ended(&outcome);
         driver.close(&outcome);
         let held = driver.vm.throttled();
         let mut report =

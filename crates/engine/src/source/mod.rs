@@ -12,6 +12,7 @@ pub(crate) mod sender;
 pub(crate) mod session;
 mod settings;
 pub(crate) mod skip;
+mod spans;
 pub(crate) mod throttle;
 mod timings;
 

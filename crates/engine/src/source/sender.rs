@@ -282,6 +282,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.sequence += 1;
         if kind == FrameKind::Pages {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);
+            self.shared.counters.count_channel(self.index, bytes);
         }
         self.writer.clear();
         Ok(())

@@ -3,8 +3,11 @@
 use super::driver::Ground;
 use super::events::Outcome;
 use super::session::Session;
+use super::spans::Spans;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Bytes, Cpu, Downtime, PassReport, PostcopyFigures, Report, ThrottleFigures, word};
+use crate::report::{
+    Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
+};
 use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,9 +15,12 @@ use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]
 pub(super) struct Timings {
+    spans: Spans,
     first_page: Option<Instant>,
     pass: Option<(Instant, u64)>,
     passes: Vec<PassReport>,
+    /// When each of them began.
+    starts: Vec<Instant>,
     pause: Option<Instant>,
     paused: Option<Instant>,
     saved: Option<Instant>,
@@ -25,6 +31,8 @@ pub(super) struct Timings {
     verified: Option<Instant>,
     ready: Option<Instant>,
     running: Option<Instant>,
+    /// The guest runs there before all of its memory does.
+    lazy: bool,
     complete: Option<Instant>,
     resumed: Option<Instant>,
     predicted: Option<Duration>,
@@ -36,15 +44,21 @@ pub(super) struct Timings {
 }
 
 impl Timings {
-    /// Of a guest whose vCPUs have been held for so long before.
-    pub(super) fn new(held_before: Vec<Duration>) -> Self {
-        Self { held_before, ..Self::default() }
+    /// Of this migration, whose guest's vCPUs have been held for so long before.
+    pub(super) fn new(ground: &Ground<'_>, held_before: Vec<Duration>) -> Self {
+        let spans = Spans::begin(&ground.migration.to_string(), &ground.settings.mode.to_string());
+        Self { spans, held_before, ..Self::default() }
     }
 
     pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, monitor: &Monitor) {
         let now = Instant::now();
+        if self.first_page.is_none() && self.pause.is_none() {
+            self.spans.precopy();
+        }
+        self.spans.pass(pass, pages);
         self.first_page.get_or_insert(now);
         self.pass = Some((now, monitor.counters.wire_bytes.load(Ordering::Relaxed)));
+        self.starts.push(now);
         self.passes.push(PassReport { pass, pages, ..PassReport::default() });
         if self.pause.is_some() {
             self.last_pages.get_or_insert(now);
@@ -72,6 +86,7 @@ impl Timings {
     }
 
     pub(super) fn pausing(&mut self, predicted: Option<Duration>) {
+        self.spans.switchover();
         self.pause = Some(Instant::now());
         self.predicted = predicted;
     }
@@ -99,17 +114,30 @@ impl Timings {
         })
     }
 
+    pub(super) fn ended(&mut self, outcome: &Outcome) {
+        self.spans.end(match outcome {
+            Outcome::Completed => "completed",
+            Outcome::Cancelled(_) => "cancelled",
+            Outcome::Failed(_) => "failed",
+            Outcome::Unknown(_) => "unknown",
+            Outcome::Lost(_) => "lost",
+        });
+    }
+
     /// The guest goes on here: what a failed attempt cost it ends now, whatever cleaning up takes.
     pub(super) fn resumed(&mut self) {
         self.resumed = Some(Instant::now());
     }
 
     pub(super) fn verifying(&mut self) {
+        self.spans.verify();
         self.verify = Some(Instant::now());
     }
 
     pub(super) fn sending(&mut self, message: &ToTarget) {
+        self.lazy |= matches!(message, ToTarget::LoadLazily { .. });
         if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) && self.verify.is_some() {
+            self.spans.verified();
             self.verified = Some(Instant::now());
         }
     }
@@ -124,7 +152,12 @@ impl Timings {
                 }
             }
             ToSource::Ready { .. } => self.ready = Some(now),
-            ToSource::Running { .. } => self.running = Some(now),
+            ToSource::Running { .. } => {
+                if self.lazy {
+                    self.spans.postcopy();
+                }
+                self.running = Some(now);
+            }
             // The word that the guest runs was lost: an upper bound.
             ToSource::Resume { .. } => {
                 self.running.get_or_insert(now);
@@ -149,6 +182,35 @@ impl Timings {
             commit_ms: ms(commit),
             resume_ms: ms(session.start_time),
         }
+    }
+
+    fn passes(&self, began: Instant) -> Vec<PassReport> {
+        let at = |start: &Instant| ms(start.saturating_duration_since(began));
+        let passes = self.passes.iter().zip(&self.starts);
+        passes.map(|(pass, start)| PassReport { start_ms: at(start), ..pass.clone() }).collect()
+    }
+
+    /// What came to pass, in its order; a phase that was not reached is left out, and one that was not left ends at `end`.
+    fn phases(&self, began: Instant, end: Instant) -> Vec<PhaseReport> {
+        let started = self.running.or(self.resumed);
+        // Without precopy the guest is stopped before the first page goes.
+        let precopy = self.first_page.filter(|first| self.pause.is_none_or(|pause| *first < pause));
+        let spans = [
+            ("setup", Some(began), precopy.or(self.pause)),
+            ("precopy", precopy, self.pause),
+            ("switchover", self.pause, started),
+            ("verify", self.verify, self.verified),
+            ("postcopy", self.running.filter(|running| *running < end), Some(end)),
+        ];
+        let of = |(phase, from, to): (&'static str, Option<Instant>, Option<Instant>)| {
+            let from = from?;
+            Some(PhaseReport {
+                phase,
+                start_ms: ms(from.saturating_duration_since(began)),
+                ms: ms(to.unwrap_or(end).saturating_duration_since(from)),
+            })
+        };
+        spans.into_iter().filter_map(of).collect()
     }
 
     pub(super) fn report(
@@ -200,7 +262,8 @@ impl Timings {
                 zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
                 ..Bytes::default()
             },
-            passes: self.passes.clone(),
+            passes: self.passes(ground.began),
+            phases: self.phases(ground.began, end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
             ring: tracker.ring(),
             throttle: self.throttle(held),

@@ -125,7 +125,7 @@ impl Blk {
                 return Ok(Progress::Done);
             }
             if !queue.pop(memory, &mut self.buffer)? {
-                return queue.empty(memory);
+                return if self.work.looks_again() { Ok(Progress::Done) } else { queue.empty(memory) };
             }
             let mut request = self.work.spare();
             match request.parse(&self.buffer, memory, &limits) {

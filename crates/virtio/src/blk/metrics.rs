@@ -31,6 +31,8 @@ figures! {
     malformed,
     /// Rings that could not be followed.
     broken,
+    /// Requests that took no waiting, done by the thread that was notified of them.
+    at_once,
     /// Nanoseconds that requests took, from being taken to their end.
     busy_ns,
 }

@@ -10,7 +10,9 @@
 //! | `persist` | saved state |
 //!
 //! # Who does the work
-//! The vCPU that notifies takes requests out of the ring, and threads of the disk's own do them ([`BlkWork::run`]): a guest goes on while
+//! Where the host's kernel passes notifications on by itself, a thread waits for them ([`BlkWork::attend`]): it takes requests out of the
+//! ring, does at once what needs no waiting (what the host's page cache has), and leaves the rest to other threads ([`BlkWork::run`]).
+//! Elsewhere the vCPU that notifies takes requests out of the ring, and those threads do all of them. Either way a guest goes on while
 //! its disk works, and a request may take as long as it takes. Threads, not io_uring: each request is one system call straight from or
 //! into guest memory either way, a buffered write in io_uring ends up on a thread of the kernel's in any case, hosts that harden
 //! themselves switch io_uring off, and with threads it is plain who sleeps when a page is missing (postcopy): nobody that
@@ -64,6 +66,19 @@ pub trait Disk: Send + Sync + Debug {
     /// # Errors
     /// If the host does not take it; some may be written.
     fn write<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()>;
+
+    /// As [`read`](Self::read), but only if that takes no waiting for the storage or for guest memory. Says whether all was done; if not,
+    /// anything may be in `into`.
+    fn read_at_once<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> bool {
+        let _ = (offset, into);
+        false
+    }
+
+    /// As [`write`](Self::write), likewise; if it says `false`, some may be written.
+    fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
+        let _ = (offset, from);
+        false
+    }
 
     /// Brings everything that was written to stable storage.
     ///

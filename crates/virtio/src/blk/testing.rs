@@ -7,6 +7,7 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -45,6 +46,8 @@ pub(crate) struct FileDisk {
     file: File,
     pub(crate) asked: Mutex<Vec<Asked>>,
     pub(crate) fail: AtomicBool,
+    /// Nothing has to be waited for.
+    pub(crate) cached: AtomicBool,
     open: Mutex<bool>,
     opened: Condvar,
     /// Requests that wait at the gate.
@@ -107,6 +110,14 @@ impl Disk for FileDisk {
         Ok(())
     }
 
+    fn read_at_once<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> bool {
+        self.cached.load(Ordering::Relaxed) && self.read(offset, into).is_ok()
+    }
+
+    fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
+        self.cached.load(Ordering::Relaxed) && self.write(offset, from).is_ok()
+    }
+
     fn flush(&self) -> io::Result<()> {
         self.note(Asked::Flush)
     }
@@ -129,6 +140,8 @@ pub(crate) struct DiskGuest {
     pub(crate) disk: Arc<FileDisk>,
     pub(crate) work: Arc<BlkWork>,
     threads: Vec<JoinHandle<()>>,
+    /// Of the attendant, if there is one.
+    bell: Option<Sender<()>>,
     driver: Driver<Blk>,
 }
 
@@ -150,6 +163,7 @@ impl Drop for DiskGuest {
     fn drop(&mut self) {
         self.disk.gate(true);
         self.work.end();
+        self.bell = None;
         for thread in self.threads.drain(..) {
             let ended = thread.join();
             assert!(ended.is_ok() || std::thread::panicking(), "a thread of the disk panicked");
@@ -175,6 +189,7 @@ impl DiskGuest {
             file: file(&content()),
             asked: Mutex::default(),
             fail: false.into(),
+            cached: false.into(),
             open: Mutex::new(true),
             opened: Condvar::new(),
             waiting: 0.into(),
@@ -196,7 +211,7 @@ impl DiskGuest {
             let (work, memory, disk): (_, Memory, _) = (Arc::clone(&work), memory.clone(), Arc::clone(&disk));
             std::thread::spawn(move || work.run(&memory, &*disk))
         };
-        Self { threads: (0..threads).map(spawn).collect(), disk, work, driver }
+        Self { threads: (0..threads).map(spawn).collect(), bell: None, disk, work, driver }
     }
 
     /// A driver with `bits`.
@@ -204,6 +219,30 @@ impl DiskGuest {
         let mut guest = Self::new(options(false), 2);
         guest.start(bits, &[0]);
         guest
+    }
+
+    /// The same, with a thread that is told of notifications by [`kick`](Self::kick).
+    pub(crate) fn attended(bits: &[u32], cached: bool) -> Self {
+        let mut guest = Self::new(options(false), 2);
+        guest.disk.cached.store(cached, Ordering::Relaxed);
+        let (bell, kicks) = channel();
+        let (work, memory, disk) = (Arc::clone(&guest.work), guest.memory.clone(), Arc::clone(&guest.disk));
+        let attend = move || {
+            work.attend(&memory, &*disk, || {
+                // As an eventfd: what came meanwhile counts as one.
+                let _ = kicks.recv();
+                while kicks.try_recv().is_ok() {}
+            });
+        };
+        guest.threads.push(std::thread::spawn(attend));
+        guest.bell = Some(bell);
+        guest.start(bits, &[0]);
+        guest
+    }
+
+    /// What KVM does when the driver notifies.
+    pub(crate) fn kick(&self) {
+        self.bell.as_ref().expect("an attendant").send(()).expect("it waits");
     }
 
     /// The same state over the same file.

@@ -1,6 +1,7 @@
 //! Tests of the disk, with a driver in front of it and a real file behind it.
 
 mod answers;
+mod attended;
 mod rest;
 
 use super::request::{Limits, Op, Request};

@@ -5,6 +5,12 @@
 //! done (`done`) and rings, whereupon the device, on that thread, gives its buffer back. A request is in exactly one of these places, and
 //! the thread that rang is counted (`ringing`) until it is back.
 //!
+//! # The attendant
+//! If there is a thread that waits for notifications, it rings for each, and what the device takes out of the ring then is its own: it
+//! tries each request at once, gives all that were done back together, and looks into the ring again before it asks to be notified. So
+//! the driver of a busy disk need not notify, and one interrupt stands for all that was done meanwhile. What would have to be waited for
+//! it hands to the other threads (`handed`).
+//!
 //! # Coming to rest
 //! From `running == 0` on no thread touches the guest's memory or the file for a request; whoever takes the buffers away under them (a
 //! reset, a queue that is switched off) waits for that. From `ringing == 0` on every buffer was given back, unless there is no ring any
@@ -43,6 +49,14 @@ struct Queued {
 #[derive(Debug, Default)]
 struct State {
     queued: VecDeque<Queued>,
+    /// Tried at once, in vain.
+    handed: VecDeque<Queued>,
+    /// What is queued is the attendant's, which looks for it.
+    attending: bool,
+    /// Threads that wait to be told of something to do.
+    idle: usize,
+    /// Threads that wait until nothing is running.
+    forgetting: usize,
     running: usize,
     done: Vec<Done>,
     ringing: usize,
@@ -55,7 +69,7 @@ struct State {
 
 impl State {
     fn rests(&self) -> bool {
-        self.queued.is_empty() && self.running == 0 && self.ringing == 0
+        self.queued.is_empty() && self.handed.is_empty() && self.running == 0 && self.ringing == 0
     }
 }
 
@@ -96,16 +110,60 @@ impl BlkWork {
     /// of them may sleep as long as a page of the guest's is missing.
     pub fn run<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) {
         while let Some(Queued { request, limits, since }) = self.next() {
-            let write_through = self.write_through.load(Ordering::Acquire);
-            let job = Job { disk, limits, id: self.id, write_through, metrics: &self.metrics };
-            let done = Done { head: request.head, written: job.run(&request, memory) };
-            add(&self.metrics.busy_ns, u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX));
-            self.finish(request, done);
+            let written = self.job(disk, limits).run(&request, memory);
+            self.finish(request, written, since, true);
             self.doorbell.ring(QUEUE);
-            if self.rang() {
+            self.rang();
+        }
+    }
+
+    /// Takes requests out of the ring whenever `wait` returns, which is to say that the driver has notified, and does those over `memory`
+    /// and `disk` that take no waiting; the threads that [run](Self::run) do the others. Until the device is dropped; `wait` has to return
+    /// then, too. For one thread.
+    pub fn attend<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D, mut wait: impl FnMut()) {
+        wait();
+        while !self.begin_attending() {
+            let mut done = false;
+            loop {
                 self.doorbell.ring(QUEUE);
+                if done {
+                    self.rang();
+                }
+                let some;
+                (some, done) = self.attempt(memory, disk);
+                if !some || self.begin_attending() {
+                    break;
+                }
+            }
+            wait();
+        }
+    }
+
+    /// Whether the attendant looks for more requests before the driver has to notify again.
+    pub(super) fn looks_again(&self) -> bool {
+        let state = self.lock();
+        state.attending && !state.queued.is_empty()
+    }
+
+    /// Tries all that is queued; says whether there was anything, and whether any was done, which then counts as ringing.
+    fn attempt<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) -> (bool, bool) {
+        let (mut some, mut done) = (false, false);
+        while let Some(Queued { request, limits, since }) = self.next_to_attempt() {
+            some = true;
+            match self.job(disk, limits).run_at_once(&request, memory) {
+                Some(written) => {
+                    self.finish(request, written, since, !done);
+                    done = true;
+                }
+                None => self.hand(Queued { request, limits, since }),
             }
         }
+        (some, done)
+    }
+
+    fn job<'a, D>(&'a self, disk: &'a D, limits: Limits) -> Job<'a, D> {
+        let write_through = self.write_through.load(Ordering::Acquire);
+        Job { disk, limits, id: self.id, write_through, metrics: &self.metrics }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -115,30 +173,75 @@ impl BlkWork {
     fn next(&self) -> Option<Queued> {
         let mut state = self.lock();
         while !state.ended {
-            if let Some(queued) = state.queued.pop_front() {
+            let mut next = state.handed.pop_front();
+            if next.is_none() && !state.attending {
+                next = state.queued.pop_front();
+            }
+            if let Some(queued) = next {
                 state.running += 1;
                 return Some(queued);
             }
+            state.idle += 1;
             state = self.wanted.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.idle -= 1;
         }
         None
     }
 
-    fn finish(&self, request: Request, done: Done) {
+    /// What is queued from now on is the attendant's. Says whether it is over.
+    fn begin_attending(&self) -> bool {
         let mut state = self.lock();
-        state.spare.push(request);
-        state.done.push(done);
-        state.running -= 1;
-        state.ringing += 1;
-        drop(state);
-        self.calm.notify_all();
+        state.attending = !state.ended;
+        state.ended
     }
 
-    /// Whether the one who waits for rest has to be told.
-    fn rang(&self) -> bool {
+    fn next_to_attempt(&self) -> Option<Queued> {
+        let mut state = self.lock();
+        let next = state.queued.pop_front();
+        // What comes from here on is anybody's.
+        state.attending = next.is_some();
+        state.running += usize::from(next.is_some());
+        next
+    }
+
+    fn hand(&self, queued: Queued) {
+        let mut state = self.lock();
+        state.running -= 1;
+        state.handed.push_back(queued);
+        self.tell_one(state);
+    }
+
+    /// Wakes a thread, if one waits. Without the lock, or it would wake to wait for that.
+    fn tell_one(&self, state: MutexGuard<'_, State>) {
+        let idle = state.idle > 0;
+        drop(state);
+        if idle {
+            self.wanted.notify_one();
+        }
+    }
+
+    /// A request is done; whoever did it rings if it `rings`.
+    fn finish(&self, request: Request, written: u32, since: Instant, rings: bool) {
+        add(&self.metrics.busy_ns, u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        let mut state = self.lock();
+        state.done.push(Done { head: request.head, written });
+        state.spare.push(request);
+        state.running -= 1;
+        state.ringing += usize::from(rings);
+        if state.forgetting > 0 {
+            self.calm.notify_all();
+        }
+    }
+
+    /// Somebody has rung. Rings once more if that was all that the one who waits for rest had to wait for.
+    fn rang(&self) {
         let mut state = self.lock();
         state.ringing -= 1;
-        state.resting && state.rests()
+        let told = state.resting && state.rests();
+        drop(state);
+        if told {
+            self.doorbell.ring(QUEUE);
+        }
     }
 
     /// A request to be filled in.
@@ -153,12 +256,15 @@ impl BlkWork {
     /// How many requests are in here that have buffers of the driver's.
     pub(super) fn held(&self) -> usize {
         let state = self.lock();
-        state.queued.len() + state.running + state.done.len()
+        state.queued.len() + state.handed.len() + state.running + state.done.len()
     }
 
     pub(super) fn push(&self, request: Request, limits: Limits) {
-        self.lock().queued.push_back(Queued { request, limits, since: Instant::now() });
-        self.wanted.notify_one();
+        let mut state = self.lock();
+        state.queued.push_back(Queued { request, limits, since: Instant::now() });
+        if !state.attending {
+            self.tell_one(state);
+        }
     }
 
     /// The buffers to be given back, into `done`, which is empty. Says whether new requests may be begun.
@@ -188,12 +294,14 @@ impl BlkWork {
     /// this returns.
     pub(super) fn forget(&self) {
         let mut state = self.lock();
-        while let Some(queued) = state.queued.pop_front() {
+        while let Some(queued) = state.queued.pop_front().or_else(|| state.handed.pop_front()) {
             state.spare.push(queued.request);
         }
+        state.forgetting += 1;
         while state.running > 0 {
             state = self.calm.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.forgetting -= 1;
         state.done.clear();
     }
 

@@ -26,6 +26,11 @@ use vm_memory::{GuestAddress, GuestMemory};
 /// Bytes of a device's window: the registers and a configuration of 256 bytes.
 pub const WINDOW: u64 = 0x200;
 
+/// Where in it a driver writes how far it is; 0 resets the device (4.2.2).
+pub const STATUS: u64 = register::VIRTIO_MMIO_STATUS as u64;
+/// Where in it a driver writes the index of a queue to notify the device (4.2.2).
+pub const NOTIFY: u64 = register::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
+
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 const VERSION: u32 = 2;
 /// Nobody's: vendor ids are not assigned to devices that the specification describes.
@@ -99,6 +104,8 @@ pub struct MmioTransport<D> {
     core: Mutex<Core<D>>,
     /// A queue was served: for whoever waits until the device has come to rest.
     served: Condvar,
+    /// Somebody does; set with `core`'s lock held, so that a thread which then has it, and sees this not set, kept nobody waiting.
+    awaited: AtomicBool,
     /// Some queue is due.
     more: AtomicBool,
     /// The guest runs again, and whoever held `core` at that moment has to tell the device.
@@ -120,7 +127,8 @@ impl<D: Device> MmioTransport<D> {
             slots: D::QUEUES.iter().map(slot).collect(),
         };
         let (more, resumes) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { signals, core: Mutex::new(core), served: Condvar::new(), more, resumes }
+        let awaited = AtomicBool::new(false);
+        Self { signals, core: Mutex::new(core), served: Condvar::new(), awaited, more, resumes }
     }
 
     /// The driver reads `data.len()` bytes at `offset` of the window.
@@ -168,7 +176,14 @@ impl<D: Device> MmioTransport<D> {
             slot.due = true;
         }
         self.serve(memory, core);
-        self.served.notify_all();
+        self.tell_served();
+    }
+
+    /// Wakes whoever waits for rest; a system call is spent only if somebody does.
+    fn tell_served(&self) {
+        if self.awaited.load(Ordering::Acquire) {
+            self.served.notify_all();
+        }
     }
 
     /// Lets a thread of the device's own work on queue `index`: take buffers out, or give some back. `None` if there is no driver or it
@@ -202,7 +217,7 @@ impl<D: Device> MmioTransport<D> {
     pub fn rested(&self) {
         // Not between the look and the wait.
         drop(self.core());
-        self.served.notify_all();
+        self.tell_served();
     }
 
     /// Serves a portion of each queue that is due.
@@ -236,11 +251,14 @@ impl<D: Device> MmioTransport<D> {
                 (None, Some(_)) => std::thread::sleep(BETWEEN),
             }
         };
-        while !core.device.quiesce() {
-            let Some(left) = left() else { return false };
+        self.awaited.store(true, Ordering::Release);
+        let mut rests = core.device.quiesce();
+        while let (false, Some(left)) = (rests, left()) {
             core = self.served.wait_timeout(core, left).unwrap_or_else(PoisonError::into_inner).0;
+            rests = core.device.quiesce();
         }
-        true
+        self.awaited.store(false, Ordering::Release);
+        rests
     }
 
     /// The guest is about to run, here for the first time, again, or after it was loaded: what it was told is told again, and all

@@ -3,9 +3,11 @@
 use super::SLEEP_TYPE_OFF;
 use crate::bus::Place;
 use crate::devices::{SERIAL, SERIAL_IRQ, SERIAL_PORTS};
+use crate::power;
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Device, EISAName, IO, Interrupt, Memory32Fixed, Name, Package, Path, ResourceTemplate, Scope,
+    Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name, Notify, Package, Path, ResourceTemplate,
+    Scope,
 };
 use vmferry_virtio::mmio::WINDOW;
 
@@ -13,10 +15,16 @@ use vmferry_virtio::mmio::WINDOW;
 const VIRTIO_MMIO: &str = "LNRO0005";
 /// A 16550 serial port.
 const SERIAL_PORT: &str = "PNP0501";
+/// A control method power button (4.8.2.2.1.2), what it is called here, and what it is notified of when it is pressed.
+const POWER_BUTTON: &str = "PNP0C0C";
+const BUTTON: &str = "PWRB";
+const PRESSED: u8 = 0x80;
+/// A generic event device (5.6.9).
+const EVENT_DEVICE: &str = "ACPI0013";
 
 /// All definitions.
 pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
-    let mut children = vec![serial_port()];
+    let mut children = vec![serial_port(), power_button(), events()];
     children.extend((0..).zip(devices).map(|(number, place)| virtio_mmio(number, *place)));
     let children = children.iter().map(|child| child as &dyn Aml).collect();
     let mut bytes = Vec::new();
@@ -55,6 +63,32 @@ fn serial_port() -> Raw {
             &Name::new(Path::new("_HID"), &EISAName::new(SERIAL_PORT)),
             &Name::new(Path::new("_UID"), &0u8),
             &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&ports, &line])),
+        ],
+    )
+}
+
+fn power_button() -> Raw {
+    device(
+        BUTTON,
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new(POWER_BUTTON)),
+            &Name::new(Path::new("_UID"), &0u8),
+        ],
+    )
+}
+
+/// What tells of the power button: its only event.
+fn events() -> Raw {
+    let line = interrupt(power::LINE);
+    let (button, pressed) = (Path::new(BUTTON), PRESSED);
+    let notify = Notify::new(&button, &pressed);
+    device(
+        "EVTS",
+        vec![
+            &Name::new(Path::new("_HID"), &EVENT_DEVICE),
+            &Name::new(Path::new("_UID"), &0u8),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&line])),
+            &Method::new(Path::new("_EVT"), 1, true, vec![&notify]),
         ],
     )
 }

@@ -130,6 +130,11 @@ fn the_dsdt_names_every_device_with_its_place() {
         // The serial port: PNP0501, eight ports at 0x3f8, interrupt 4.
         assert_eq!(count(&dsdt, &[0x0c, 0x41, 0xd0, 0x05, 0x01]), 1);
         assert_eq!(count(&dsdt, &[0x47, 1, 0xf8, 3, 0xf8, 3, 1, 8, 0x89, 6, 0, 3, 1, 4, 0, 0, 0]), 1);
+        // The power button, its interrupt, and the method that notifies it: Notify (PWRB, 0x80).
+        assert_eq!(count(&dsdt, &[0x0c, 0x41, 0xd0, 0x0c, 0x0c]), 1);
+        assert_eq!(count(&dsdt, b"ACPI0013\0"), 1);
+        assert_eq!(count(&dsdt, &[0x89, 6, 0, 3, 1, 6, 0, 0, 0]), 1);
+        assert_eq!(count(&dsdt, b"_EVT\x09\x86PWRB\x0a\x80"), 1);
         // Name (_S5, Package (4) {5, 0, 0, 0})
         assert_eq!(count(&dsdt, b"\x08_S5_\x12\x07\x04\x0a\x05\0\0\0"), 1);
     }

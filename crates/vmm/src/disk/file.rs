@@ -8,9 +8,9 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, VolatileSlice};
 use vmferry_fault::LazySlot;
@@ -41,6 +41,10 @@ pub(super) struct RawFile {
     /// The lock is had, and I/O may be done.
     held: AtomicBool,
     abandoned: AtomicBool,
+    /// The file system does not say whether something would have to be waited for; of reading, and of writing.
+    never_at_once: [AtomicBool; 2],
+    /// What the host refused last.
+    refused: Mutex<Option<Refused>>,
     lazy: Arc<LazySlot>,
 }
 
@@ -72,12 +76,51 @@ impl RawFile {
             block_device: kind.is_block_device(),
             held: false.into(),
             abandoned: false.into(),
+            never_at_once: Default::default(),
+            refused: Mutex::default(),
             lazy: Arc::clone(lazy),
         })
     }
 
+    /// The same with another file behind it, and held.
+    #[cfg(test)]
+    pub(super) fn on(self, file: File) -> Self {
+        Self { file, held: true.into(), ..self }
+    }
+
     pub(super) fn size(&self) -> u64 {
         self.size
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the host refused last, in words.
+    pub(super) fn last_error(&self) -> Option<String> {
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        refused.as_ref().map(|refused| refused.words.clone())
+    }
+
+    /// Keeps what the host refuses, and says it whenever it is something else than before: a full or broken disk fails as often as it is
+    /// asked.
+    fn note<T>(&self, what: &str, result: io::Result<T>) -> io::Result<T> {
+        if let Err(error) = &result
+            && self.check().is_ok()
+        {
+            let words = match error.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => format!(
+                    "{what}: there is no room left for it ({error}); the guest gets I/O errors until there is"
+                ),
+                _ => format!("{what}: {error}; the guest gets an I/O error"),
+            };
+            let mut last = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+            if last.as_ref().is_none_or(|last| last.kind != error.kind()) {
+                tracing::warn!(disk = %self.path.display(), "{words}");
+            }
+            *last = Some(Refused { kind: error.kind(), words });
+        }
+        result
     }
 
     /// Makes the disk this VM's. Says whether it was not before.
@@ -162,6 +205,28 @@ impl RawFile {
         }
     }
 
+    /// Does all of a request by one `call` that does not wait, or says that it was not possible.
+    fn at_once<B: BitmapSlice>(
+        &self,
+        slices: &[VolatileSlice<'_, B>],
+        offset: u64,
+        never: &AtomicBool,
+        call: impl Fn(&[libc::iovec], libc::off_t) -> isize,
+    ) -> bool {
+        // While pages are to come, the call could sleep on one.
+        let may =
+            !never.load(Ordering::Relaxed) && self.lazy.settled(|| ()).is_some() && self.check().is_ok();
+        let (pieces, Ok(at)) = (Pieces::new(slices).all, libc::off_t::try_from(offset)) else { return false };
+        if !may || pieces.len() > IOV_MAX {
+            return false;
+        }
+        let moved = call(&pieces, at);
+        if moved < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP) {
+            never.store(true, Ordering::Relaxed);
+        }
+        usize::try_from(moved) == Ok(slices.iter().map(VolatileSlice::len).sum())
+    }
+
     fn fallocate(&self, flags: FallocateFlags, offset: u64, len: u64) -> io::Result<bool> {
         loop {
             return match rustix::fs::fallocate(&self.file, flags | FallocateFlags::KEEP_SIZE, offset, len) {
@@ -173,6 +238,13 @@ impl RawFile {
             };
         }
     }
+}
+
+/// A refusal of the host.
+#[derive(Debug)]
+struct Refused {
+    kind: io::ErrorKind,
+    words: String,
 }
 
 /// The number of bytes of a file, or of a block device, which does not tell otherwise.
@@ -239,27 +311,45 @@ impl Pieces {
 impl Disk for RawFile {
     fn read<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> io::Result<()> {
         self.check()?;
-        Pieces::new(into).each(offset, io::ErrorKind::UnexpectedEof, |pieces, at| {
+        let read = Pieces::new(into).each(offset, io::ErrorKind::UnexpectedEof, |pieces, at| {
             let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
             // SAFETY: the pieces are parts of `into`, guest memory that is mapped writable for as long as the slices live, of which
             // nobody holds a reference; that the guest may use it meanwhile is what a volatile slice says.
             unsafe { libc::preadv(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
-        })
+        });
+        self.note("reading", read)
     }
 
     fn write<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()> {
         self.touch(from);
         self.check()?;
-        Pieces::new(from).each(offset, io::ErrorKind::WriteZero, |pieces, at| {
+        let written = Pieces::new(from).each(offset, io::ErrorKind::WriteZero, |pieces, at| {
             let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
             // SAFETY: as for reading; the kernel only reads them.
             unsafe { libc::pwritev(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
+        });
+        self.note("writing", written)
+    }
+
+    fn read_at_once<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> bool {
+        self.at_once(into, offset, &self.never_at_once[0], |pieces, at| {
+            let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
+            // SAFETY: as for reading.
+            unsafe { libc::preadv2(self.file.as_raw_fd(), pieces.as_ptr(), count, at, libc::RWF_NOWAIT) }
+        })
+    }
+
+    fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
+        self.at_once(from, offset, &self.never_at_once[1], |pieces, at| {
+            let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
+            // SAFETY: as for writing.
+            unsafe { libc::pwritev2(self.file.as_raw_fd(), pieces.as_ptr(), count, at, libc::RWF_NOWAIT) }
         })
     }
 
     fn flush(&self) -> io::Result<()> {
         self.check()?;
-        if self.read_only { Ok(()) } else { self.file.sync_data() }
+        if self.read_only { Ok(()) } else { self.note("flushing", self.file.sync_data()) }
     }
 
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
@@ -290,7 +380,7 @@ impl Disk for RawFile {
         let (zeros, mut at) = (vec![0; ZEROS], offset);
         while at < offset + len {
             let now = usize::try_from(offset + len - at).unwrap_or(ZEROS).min(ZEROS);
-            self.file.write_all_at(&zeros[..now], at)?;
+            self.note("writing zeros", self.file.write_all_at(&zeros[..now], at))?;
             at += now as u64;
         }
         Ok(())

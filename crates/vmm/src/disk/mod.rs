@@ -4,21 +4,27 @@
 //! |---|---|
 //! | `file` | reading and writing it, straight out of and into guest memory |
 //! | `lease` | whose it is: two sides of a move never write one disk |
+//! | `ahead` | writing out ahead of the pause of a move |
 //!
 //! A move does not copy disks: they are on storage that both sides reach.
 
+mod ahead;
 mod file;
 mod lease;
 #[cfg(test)]
 mod tests;
 
 use crate::error::{Error, Result};
+use crate::kicks::Kicks;
 use crate::kvm::Machine;
 use crate::options::DiskOptions;
 use crate::state::Saved;
 use crate::virtio::{VirtioMmio, wire};
+pub(crate) use ahead::WithWriteAhead;
 use file::RawFile;
+use rustix::event::EventfdFlags;
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -99,6 +105,22 @@ pub enum DiskError {
     },
 }
 
+/// How a disk is doing.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct DiskStatus {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Whether the guest cannot write it.
+    pub read_only: bool,
+    /// What the host refused last, in words; the guest was told of an I/O error then.
+    pub last_error: Option<String>,
+    /// What happened so far.
+    pub figures: BlkFigures,
+}
+
 /// A saved disk, registers and queue included; not what is on it.
 pub(crate) type DiskSection = TransportSaved<BlkSaved>;
 
@@ -115,15 +137,17 @@ pub(crate) struct VmDisk {
     file: Arc<RawFile>,
     read_only: bool,
     threads: Vec<JoinHandle<()>>,
+    /// Wakes the thread that waits for notifications, if KVM passes them on.
+    bell: Option<Arc<OwnedFd>>,
 }
 
 impl VmDisk {
     /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`].
     pub(crate) fn new(
-        machine: &Machine,
-        lazy: &Arc<LazySlot>,
+        (machine, lazy): (&Machine, &Arc<LazySlot>),
         options: &DiskOptions,
-        (instance, line): (u32, Box<dyn Interrupt>),
+        instance: u32,
+        (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
     ) -> Result<Self> {
         let file = Arc::new(RawFile::open(options, lazy)?);
         let mut id = [0; ID_BYTES];
@@ -134,16 +158,35 @@ impl VmDisk {
         let device = Blk::new(blk, wiring);
         let work = device.work();
         let device = socket.plug(device, machine.ram(), instance);
-        let mut disk = Self { device, work, file, read_only: options.read_only, threads: Vec::new() };
+        let (read_only, threads, bell) = (options.read_only, Vec::new(), None);
+        let mut disk = Self { device, work, file, read_only, threads, bell };
         for _ in 0..THREADS {
             let (work, file, ram) =
                 (Arc::clone(&disk.work), Arc::clone(&disk.file), Arc::clone(machine.ram()));
-            let live = move || work.run(ram.map(), &*file);
-            let thread = Builder::new().name(format!("disk-{instance}")).spawn(live);
-            let thread = thread.map_err(|source| Error::DeviceThread { name: DiskSection::NAME, source })?;
-            disk.threads.push(thread);
+            disk.spawn(format!("disk-{instance}"), move || work.run(ram.map(), &*file))?;
+        }
+        if let Some(kicks) = kicks {
+            disk.attend(machine, instance, &kicks)?;
         }
         Ok(disk)
+    }
+
+    /// Has a thread of its own take requests out of the ring when the driver notifies.
+    fn attend(&mut self, machine: &Machine, instance: u32, kicks: &Kicks) -> Result<()> {
+        let bell =
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| no_thread(error.into()))?;
+        let bell = Arc::new(bell);
+        if !kicks.ring(0, bell.as_fd()) {
+            return Ok(());
+        }
+        let (work, file, ram) = (Arc::clone(&self.work), Arc::clone(&self.file), Arc::clone(machine.ram()));
+        self.bell = Some(Arc::clone(&bell));
+        self.spawn(format!("disk-{instance} bell"), move || work.attend(ram.map(), &*file, || wait(&bell)))
+    }
+
+    fn spawn(&mut self, name: String, live: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.threads.push(Builder::new().name(name).spawn(live).map_err(no_thread)?);
+        Ok(())
     }
 
     pub(crate) fn device(&self) -> &Arc<VirtioMmio<Blk>> {
@@ -156,6 +199,16 @@ impl VmDisk {
         format!("{} bytes, {mode}", self.file.size())
     }
 
+    pub(crate) fn status(&self) -> DiskStatus {
+        DiskStatus {
+            path: self.file.path().to_owned(),
+            size: self.file.size(),
+            read_only: self.read_only,
+            last_error: self.file.last_error(),
+            figures: self.figures(),
+        }
+    }
+
     /// What it did so far.
     pub(crate) fn figures(&self) -> BlkFigures {
         self.work.figures()
@@ -166,11 +219,26 @@ impl Drop for VmDisk {
     fn drop(&mut self) {
         self.file.abandon();
         self.work.end();
+        if let Some(bell) = &self.bell {
+            // It fails only if nobody has waited for ages, and then it need not.
+            let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+        }
         for thread in self.threads.drain(..) {
             // Its panic was printed when it happened.
             let _ = thread.join();
         }
     }
+}
+
+fn no_thread(source: io::Error) -> Error {
+    Error::DeviceThread { name: DiskSection::NAME, source }
+}
+
+/// Waits until `bell` was rung since it was last waited for.
+fn wait(bell: &OwnedFd) {
+    let mut count = [0; 8];
+    // Nothing but a signal ends this otherwise, and looking for work that is not there is harmless.
+    let _ = rustix::io::read(bell, &mut count);
 }
 
 /// Makes all of `disks` this VM's, or none.
@@ -214,11 +282,6 @@ pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
 /// If that is not certain: the guest must not go anywhere then.
 pub(crate) fn sync(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     disks.iter().try_for_each(|disk| disk.file.sync())
-}
-
-/// Has the host begin to write out what a later [`sync`] would have to wait for, while the guest still runs.
-pub(crate) fn write_out(disks: &[VmDisk]) {
-    disks.iter().for_each(|disk| disk.file.write_out());
 }
 
 /// The guest is over: whatever a thread still does, it writes nothing.

@@ -281,3 +281,98 @@ fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
     });
     assert_eq!(disk.bytes(), pattern(1 << 16));
 }
+
+/// A loop device over a file of `len` bytes, released at the end; `None` where one cannot be had.
+struct Loop(String, Temp);
+
+impl Loop {
+    fn new(len: usize) -> Option<Self> {
+        let file = Temp::new(&pattern(len));
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file.0).output();
+        let device = output.ok().filter(|output| output.status.success());
+        let Some(device) = device else {
+            let _ = writeln!(
+                std::io::stdout(),
+                "not run: no loop device (needs root, losetup and the loop driver)"
+            );
+            return None;
+        };
+        Some(Self(String::from_utf8(device.stdout).unwrap().trim().to_owned(), file))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn a_block_device_is_a_disk_with_its_own_size_and_ranges() {
+    let Some(device) = Loop::new(1 << 20) else { return };
+    let (ram, path) = (ram(), Path::new(&device.0));
+    let file = open(path, false).unwrap();
+    assert_eq!(file.size(), 1 << 20);
+    file.take().unwrap();
+    // Somebody else does not get it.
+    assert!(matches!(open(path, false).unwrap().take(), Err(DiskError::InUse { .. })));
+    file.read(4096, &slices!(ram, [(0, 8192)])).unwrap();
+    let mut read = vec![0; 8192];
+    ram.map().read_slice(&mut read, GuestAddress(0)).unwrap();
+    assert_eq!(read, pattern(1 << 20)[4096..][..8192]);
+    // What was read is in the cache of the host now: no waiting.
+    assert!(file.read_at_once(4096, &slices!(ram, [(0x10_0000, 8192)])));
+    let mut again = vec![0; 8192];
+    ram.map().read_slice(&mut again, GuestAddress(0x10_0000)).unwrap();
+    assert_eq!(again, read);
+
+    ram.map().write_slice(&[0xcd; 4096], GuestAddress(0)).unwrap();
+    file.write(8192, &slices!(ram, [(0, 4096)])).unwrap();
+    file.write_zeroes(65536, 4096, true).unwrap();
+    file.write_zeroes(65536 + 8192, 512, false).unwrap();
+    file.discard(512 << 10, 64 << 10).unwrap();
+    file.flush().unwrap();
+    file.give_up().unwrap();
+    let mut want = pattern(1 << 20);
+    want[8192..12288].fill(0xcd);
+    want[65536..69632].fill(0);
+    want[73728..74240].fill(0);
+    let is = device.1.bytes();
+    assert!(is[..512 << 10] == want[..512 << 10] && is[576 << 10..] == want[576 << 10..]);
+    assert_eq!(file.last_error(), None);
+}
+
+#[test]
+fn what_the_host_refuses_is_told_in_words() {
+    let full = Path::new("/dev/full");
+    let ram = ram();
+    // A device that is always full, as a disk: not one that a VM could be given, but what a full file system answers.
+    let disk = Temp::new(&[0; 4096]);
+    let file = disk.open(false).on(File::options().read(true).write(true).open(full).unwrap());
+    assert!(file.write(0, &slices!(ram, [(0, 512)])).is_err());
+    let words = file.last_error().unwrap();
+    assert!(
+        words.starts_with("writing: there is no room left for it") && words.contains("os error 28"),
+        "{words}"
+    );
+}
+
+#[test]
+fn what_is_not_cached_or_still_to_come_is_not_done_at_once() {
+    let (disk, ram) = (Temp::new(&pattern(1 << 16)), ram());
+    let file = disk.open(false);
+    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "the disk is not this side's");
+    file.take().unwrap();
+    // Beyond its end there is less than was asked for.
+    assert!(!file.read_at_once((1 << 16) - 512, &slices!(ram, [(0, 1024)])));
+    file.read(0, &slices!(ram, [(0, 4096)])).unwrap();
+    let at_once = file.read_at_once(0, &slices!(ram, [(0x1000, 4000), (0x3000, 96)]));
+    println!("this file system says what is cached: {at_once}");
+    if at_once {
+        let mut read = [0; 4000];
+        ram.map().read_slice(&mut read, GuestAddress(0x1000)).unwrap();
+        assert_eq!(read, pattern(1 << 16)[..4000]);
+    }
+    file.abandon();
+    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "the guest is over");
+}

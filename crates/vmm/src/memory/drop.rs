@@ -3,6 +3,7 @@
 use super::{GuestRam, MemoryError, RamRegion};
 use crate::options::{Backing, DropWay};
 use std::os::fd::AsFd;
+use vm_memory::{Bytes, GuestAddress};
 use vmferry_memory::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
 
@@ -50,6 +51,26 @@ impl GuestRam {
     }
 }
 
+impl GuestRam {
+    /// Makes all of it zeros, for a guest that starts anew: given back to the host, unless that has set it aside for good.
+    pub(crate) fn clear(&self) -> Result<(), DropError> {
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        for ram in self.regions() {
+            let (id, region) = (ram.region().id, ram.region());
+            if !self.reserved() {
+                self.drop_pages(id, PageRun::from(0..region.pages()), DropWay::DontNeed)?;
+                continue;
+            }
+            for at in (0..region.len).step_by(ZEROS.len()) {
+                let len = usize::try_from(region.len - at).unwrap_or(ZEROS.len()).min(ZEROS.len());
+                let written = self.map().write_slice(&ZEROS[..len], GuestAddress(region.gpa.0 + at));
+                written.map_err(|error| MemoryError::NotRam { what: error.to_string() })?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl RamRegion {
     fn give_back(&self, run: PageRun, way: DropWay) -> Result<(), SysError> {
         let start = self.host_address() + run.first.offset();
@@ -74,7 +95,6 @@ impl RamRegion {
 mod tests {
     use super::*;
     use crate::options::VmOptions;
-    use vm_memory::{Bytes, GuestAddress};
     use vmferry_bitmap::Bitmap;
 
     #[test]

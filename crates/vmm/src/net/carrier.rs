@@ -130,9 +130,11 @@ impl Worker {
             self.carry(&mut due);
             if !due.receive && !due.transmit {
                 let (bell, frames) = self.wait(due.at);
-                // Somebody may be waited for, and it costs next to nothing to look.
+                // Somebody may be waited for.
                 let late = due.at.is_some_and(|at| at <= Instant::now());
-                due = Due { receive: bell || frames || late, transmit: bell || late, at: None };
+                // While it listens for frames no notification of the driver's has anything to do with receiving.
+                let receive = frames || late || bell && !self.listening;
+                due = Due { receive, transmit: bell || late, at: None };
             }
         }
     }

@@ -13,6 +13,7 @@ mod testing;
 mod tests;
 
 use crate::error::{Error, Result};
+use crate::kicks::Kicks;
 use crate::memory::GuestRam;
 use crate::options::NetOptions;
 use crate::state::Saved;
@@ -63,7 +64,7 @@ impl VmNet {
         (ram, lazy): (&Arc<GuestRam>, &Arc<LazySlot>),
         options: &NetOptions,
         instance: u32,
-        line: Box<dyn Interrupt>,
+        (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
     ) -> Result<Self> {
         let port = TapPort::open(&options.tap)?;
         let mtu = port.mtu()?;
@@ -71,6 +72,12 @@ impl VmNet {
         let (wiring, socket) = virtio::wire(line);
         let net = Net::new(vmferry_virtio::net::NetOptions { mac, mtu }, port, wiring.signals);
         let control = net.control();
+        if let Some(kicks) = kicks {
+            // One that is not passed on comes by way of the device to the same bell.
+            for queue in [vmferry_virtio::net::RX, vmferry_virtio::net::TX] {
+                kicks.ring(queue, control.port().bell());
+            }
+        }
         let device = socket.plug(net, ram, instance);
         let carrier = Carrier::start(Arc::clone(&device), control.clone(), Arc::clone(lazy))?;
         Ok(Self { device, control, carrier })

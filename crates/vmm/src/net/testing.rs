@@ -110,6 +110,17 @@ fn make_tap(name: &str) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Whether frames that are sent to the tap get there: the kernel sees some time after it was opened that somebody listens, and throws them
+/// away until then.
+fn runs(name: &str) -> bool {
+    let Ok(socket) = socket(libc::SOCK_DGRAM, 0) else { return false };
+    let mut request = interface(name);
+    // SAFETY: the request has this structure, and answers with flags in it.
+    let got = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut request) } == 0;
+    // SAFETY: as above.
+    got && i32::from(unsafe { request.ifr_ifru.ifru_flags }) & libc::IFF_RUNNING != 0
+}
+
 /// The host's end of a tap: what it sends goes to the guest, and it sees what the guest sends.
 pub(super) struct Host {
     socket: OwnedFd,
@@ -196,7 +207,8 @@ impl Driver {
         let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
         let mut options = NetOptions::new(tap);
         options.mac = mac.map(|mac| mac.parse().unwrap());
-        let net = VmNet::new((&ram, &lazy), &options, 0, Box::new(NoLine::default())).unwrap();
+        let net = VmNet::new((&ram, &lazy), &options, 0, (Box::new(NoLine::default()), None)).unwrap();
+        wait_for("the tap to run", || runs(tap));
         Self { net, ram, lazy, put: [0; 2], seen: [0; 2] }
     }
 

@@ -224,6 +224,15 @@ impl Board {
         self.lock().exit.clone()
     }
 
+    /// Forgets how the guest ended: it is to start anew. All vCPUs stand still.
+    pub(crate) fn renew(&self) {
+        let mut entries = self.lock();
+        entries.exit = None;
+        for entry in entries.vcpus.iter_mut().filter(|entry| entry.phase == Phase::Ended) {
+            entry.phase = Phase::Paused;
+        }
+    }
+
     /// Says that the guest is over because its owner wants so.
     pub(crate) fn stop(&self) {
         self.lock().exit.get_or_insert(Exit::Stopped);
@@ -313,5 +322,9 @@ mod tests {
         assert_eq!(board.exit(), Some(Exit::Reset));
         board.run_all();
         assert!(board.pause_all(Duration::ZERO).is_ok(), "vCPUs that ended are not made to run");
+        board.renew();
+        assert_eq!(board.exit(), None);
+        board.run_all();
+        assert!(board.may_run(0) && board.may_run(1), "a guest that starts anew has all its vCPUs");
     }
 }

@@ -27,8 +27,8 @@ pub(crate) enum Command {
     Boot(BootState, Sender<Result<()>>),
     /// Read all state.
     Save(Sender<std::result::Result<VcpuSaved, StateError>>),
-    /// Set what CPUID says, then all state.
-    Load(Box<(VcpuSaved, CpuId)>, Sender<std::result::Result<(), StateError>>),
+    /// Set what CPUID says, if that is to change, then all state.
+    Load(Box<(VcpuSaved, Option<CpuId>)>, Sender<std::result::Result<(), StateError>>),
     /// End the thread.
     Quit,
 }
@@ -165,7 +165,10 @@ impl Worker {
                     // a guest that has none, or did not run yet, it cannot be told.
                     let _ = self.vcpu.kvmclock_ctrl();
                     match self.run() {
-                        Some(exit) => board.ended(index, exit),
+                        Some(exit) => {
+                            self.complete(&exit);
+                            board.ended(index, exit);
+                        }
                         None => board.paused(index),
                     }
                 }
@@ -177,7 +180,7 @@ impl Worker {
                 }
                 Command::Load(load, answer) => {
                     let (saved, table) = *load;
-                    let _ = answer.send(self.load(&saved, &table));
+                    let _ = answer.send(self.load(&saved, table.as_ref()));
                 }
                 Command::Quit => break,
             }
@@ -188,9 +191,11 @@ impl Worker {
         transfer::save(self.cpu, &self.vcpu, &self.plan, self.context.xsave)
     }
 
-    fn load(&mut self, saved: &VcpuSaved, table: &CpuId) -> std::result::Result<(), StateError> {
-        let set = self.vcpu.set_cpuid2(table);
-        set.map_err(|e| StateError::kvm::<VcpuSaved>(self.cpu, "KVM_SET_CPUID2", e))?;
+    fn load(&mut self, saved: &VcpuSaved, table: Option<&CpuId>) -> std::result::Result<(), StateError> {
+        if let Some(table) = table {
+            let set = self.vcpu.set_cpuid2(table);
+            set.map_err(|e| StateError::kvm::<VcpuSaved>(self.cpu, "KVM_SET_CPUID2", e))?;
+        }
         transfer::load(self.cpu, &self.vcpu, saved, self.context.xsave)?;
         // A guest that was shown less than is offered here has fewer registers.
         self.plan = Arc::new(MsrPlan::of(&saved.msrs));
@@ -217,6 +222,16 @@ impl Worker {
                 Step::Kicked => return None,
                 Step::End(exit) => return Some(exit),
             }
+        }
+    }
+
+    /// Has KVM complete the access by which the guest has ended, without running it on: whoever starts it anew loads state, which
+    /// nothing must change afterwards.
+    fn complete(&mut self, exit: &Exit) {
+        if matches!(exit, Exit::Reset | Exit::SwitchedOff | Exit::PoweredOff(_)) {
+            // It returns at once, with the error that says so; the board takes the request back.
+            self.page.request();
+            let _ = self.vcpu.run();
         }
     }
 

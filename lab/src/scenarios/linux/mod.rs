@@ -1,5 +1,6 @@
 //! Linux guests: an unmodified distribution's kernel, which boots, works and moves.
 
+mod ends;
 mod judge;
 mod moves;
 mod network;
@@ -82,6 +83,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         true,
         40,
         refused::killed,
+    ),
+    scenario(
+        "linux-ends",
+        "reboots in its process, moves, and shuts down by its power button",
+        false,
+        90,
+        ends::ends,
     ),
     scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
     Scenario {

@@ -29,7 +29,12 @@ impl<'e> Driver<'_, 'e> {
         let seconds = self.dirtied_since.elapsed().as_secs_f64();
         self.dirtied_since = Instant::now();
         self.timings.harvested(began.elapsed(), pages);
-        self.ground.monitor.update(|progress| progress.dirty_pages_per_s = pages as f64 / seconds.max(1e-6));
+        // What a stopped guest had written in the moment since the last harvest is no rate.
+        if !self.paused {
+            self.ground
+                .monitor
+                .update(|progress| progress.dirty_pages_per_s = pages as f64 / seconds.max(1e-6));
+        }
         let writers = self.writers();
         Event::Harvested { pages, writers }
     }

@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 
 const SHORT: Duration = Duration::from_millis(50);
 
-fn soon() -> Instant {
+pub(super) fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
 impl DiskGuest {
     /// Offers request `number`, a write of `byte` to sector `number`.
-    fn write_of(&mut self, number: u64, byte: u8) {
+    pub(super) fn write_of(&mut self, number: u64, byte: u8) {
         let at = DATA + 0x1000 * number;
         self.memory.write_slice(&[byte; 512], GuestAddress(at)).unwrap();
         let parts = [self.header(number, 1, number), (at, 512, 0), self.answer(number)];
         self.put(0, &parts);
     }
 
-    fn sector(&self, number: u64) -> u8 {
+    pub(super) fn sector(&self, number: u64) -> u8 {
         let number = usize::try_from(number).unwrap();
         let bytes = self.disk.bytes();
         let sector = &bytes[number * 512..][..512];
@@ -28,7 +28,7 @@ impl DiskGuest {
         sector[0]
     }
 
-    fn waiting(&self, count: usize) {
+    pub(super) fn waiting(&self, count: usize) {
         until("requests at the gate", || self.disk.waiting.load(Ordering::Relaxed) == count);
     }
 }

@@ -1,5 +1,8 @@
 //! A virtual machine.
 
+mod make;
+mod state;
+
 use crate::acpi::{self, Platform};
 use crate::balloon::Keeper;
 use crate::boot::{Kernel, KernelFormat};
@@ -8,24 +11,18 @@ use crate::devices::Devices;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::handle::{Shared, VmHandle};
+use crate::kicks;
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
 use crate::net::VmNet;
 use crate::options::VmOptions;
-use crate::shared_state::SharedSaved;
-use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
-use crate::vcpu::{
-    Board, Command, KickPage, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu, VcpuContext, XsaveSize,
-    set_as_firmware,
-};
-use kvm_ioctls::{Cap, Kvm, VcpuFd};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use crate::vcpu::{Command, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu};
+use make::{create_vcpus, map_rings, spawn_vcpus};
+use state::Pristine;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{DirtyRings, Policy};
-use vmferry_engine::Section;
 use vmferry_fault::LazySlot;
-use vmferry_sys::ring::RingEntries;
 use vmferry_virtio::device::Resume;
 
 /// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
@@ -81,7 +78,6 @@ pub struct Vm {
     shared: Arc<Shared>,
     stage: Stage,
     incoming: bool,
-    rings: Option<DirtyRings>,
     reaper: Policy,
     throttle: Arc<Throttle>,
     /// There while a vCPU is slowed.
@@ -93,6 +89,8 @@ pub struct Vm {
     offer: CpuModel,
     /// Those that the guest was shown, which may be less if it has come from elsewhere.
     model: CpuModel,
+    /// What a reset brings back; there once a kernel was loaded.
+    pristine: Option<Pristine>,
     notes: Vec<String>,
 }
 
@@ -117,7 +115,8 @@ impl Vm {
         let entries = options.ring_entries()?;
         let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
         let lazy = Arc::new(LazySlot::new(options.cpus));
-        let devices = Arc::new(Devices::new(&machine, &lazy, &options)?);
+        let devices =
+            Arc::new(Devices::new(&machine, &lazy, &options, options.kicks && kicks::offered(&kvm))?);
         let model = CpuModel::new(&kvm, options.cpu, options.cpus)?;
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
@@ -130,10 +129,9 @@ impl Vm {
         let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
             vcpus,
-            shared: Arc::new(Shared { board, devices, machine, lazy }),
+            shared: Arc::new(Shared { board, devices, machine, lazy, rings }),
             stage: Stage::Empty,
             incoming: options.incoming,
-            rings,
             reaper: Policy::default(),
             throttle,
             nudger: None,
@@ -141,6 +139,7 @@ impl Vm {
             tsc_khz,
             offer: model.clone(),
             model,
+            pristine: None,
             notes,
         })
     }
@@ -176,6 +175,9 @@ impl Vm {
         let cmdline = format!("{announced}{}", kernel.cmdline);
         let kernel = Kernel { cmdline: cmdline.trim_end(), ..*kernel };
         let platform = Platform { cpus: self.cpus(), devices: bus.places() };
+        if self.pristine.is_none() {
+            self.pristine = Some(self.pristine()?);
+        }
         let rsdp = acpi::install(self.ram(), &platform)?;
         let boot = format.load(self.ram(), &kernel, rsdp)?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
@@ -272,91 +274,6 @@ impl Vm {
         }
     }
 
-    /// Brings devices to rest and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
-    /// [`resume`](Self::resume) lets the devices go on.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if a device does not come to rest; [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
-    pub fn save_state(&mut self) -> Result<Vec<Section>> {
-        let what = "save the guest's state";
-        self.expect(what, &[Stage::Paused, Stage::Ready])?;
-        if let Some(exit) = self.shared.board.exit() {
-            return Err(Error::WrongState { what, why: exit.to_string() });
-        }
-        // First: what is finished now sends interrupts and writes memory (traps.md 13).
-        self.shared.devices.bus().quiesce()?;
-        disk::sync(self.shared.devices.disks())?;
-        // All vCPUs at once, each in its thread.
-        let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
-        let mut sections = Vec::with_capacity(answers.len() + 12);
-        for (cpu, answer) in (0..).zip(answers) {
-            sections.push(answer.wait()??.section(cpu)?);
-        }
-        let shared = SharedSaved::save(&self.shared.machine)?;
-        for (instance, pic) in (0..).zip(&shared.pics) {
-            sections.push(pic.section(instance)?);
-        }
-        sections.push(shared.ioapic.section(0)?);
-        sections.push(shared.pit.section(0)?);
-        sections.push(shared.clock.section(0)?);
-        sections.push(self.model.save().section(0)?);
-        sections.push(self.shared.devices.save_serial().section(0)?);
-        sections.extend(self.shared.devices.bus().save()?);
-        Ok(sections)
-    }
-
-    /// Leaves the disks to whoever gets the guest; its state was [saved](Self::save_state), and it has not run since. It can still
-    /// be [resumed](Self::resume) if nobody has taken them.
-    ///
-    /// # Errors
-    /// If a disk may still be locked; [`Error::WrongState`] if the guest runs.
-    pub fn release(&mut self) -> Result<()> {
-        self.expect("give the guest's disks away", &[Stage::Paused, Stage::Ready])?;
-        Ok(disk::give_up(self.shared.devices.disks())?)
-    }
-
-    /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then
-    /// runs it. All memory must be there.
-    ///
-    /// # Errors
-    /// [`Error::State`] if a section is missing, unknown, of another version or damaged, or KVM does not take it. The VM
-    /// is then still empty, and loading can be tried again.
-    pub fn load_state(&mut self, sections: &[Section]) -> Result<()> {
-        let what = "load a guest's state";
-        if !self.incoming {
-            return Err(Error::WrongState { what, why: "the VM was not made to take a guest".to_owned() });
-        }
-        self.expect(what, &[Stage::Empty, Stage::Ready])?;
-        self.stage = Stage::Empty;
-        let mut parts = Sections::new(sections)?;
-        let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
-        let vcpus: Vec<VcpuSaved> =
-            (0..count).map(|cpu| parts.take(cpu)).collect::<std::result::Result<_, _>>()?;
-        let pics = [parts.take(0)?, parts.take(1)?];
-        let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
-        let serial: SerialSaved = parts.take(0)?;
-        let model = self.offer.of_guest(&parts.take(0)?)?;
-        let devices = self.shared.devices.bus().prepare(&mut parts)?;
-        parts.finish()?;
-
-        // Everything was understood; only now is anything changed.
-        devices.into_iter().try_for_each(|load| load())?;
-        let load_serial = self.shared.devices.load_serial(&serial);
-        load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
-        let tables: Vec<_> = (0..count).map(|cpu| model.of_vcpu(cpu)).collect::<Result<_>>()?;
-        let loads = self.vcpus.iter().zip(vcpus.into_iter().zip(tables));
-        let answers: Vec<_> = loads
-            .map(|(vcpu, load)| vcpu.ask(what, |answer| Command::Load(Box::new(load), answer)))
-            .collect();
-        for answer in answers {
-            answer.wait()??;
-        }
-        shared.load(&self.shared.machine)?;
-        self.model = model;
-        self.stage = Stage::Ready;
-        Ok(())
-    }
-
     /// A view for other threads.
     #[must_use]
     pub fn handle(&self) -> VmHandle {
@@ -391,7 +308,7 @@ impl Vm {
     /// The dirty rings of its vCPUs, if it was made with them.
     #[must_use]
     pub fn rings(&self) -> Option<&DirtyRings> {
-        self.rings.as_ref()
+        self.shared.rings.as_ref()
     }
 
     /// Who says when the rings are harvested, for trackers that are made from now on.
@@ -464,58 +381,4 @@ impl Drop for Vm {
     fn drop(&mut self) {
         self.stop();
     }
-}
-
-fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<VcpuFd>> {
-    let create = |cpu| {
-        let vcpu = machine.fd().create_vcpu(u64::from(cpu));
-        let vcpu = vcpu.map_err(|e| Error::kvm(format!("KVM_CREATE_VCPU of vCPU {cpu}"), e))?;
-        let set = vcpu.set_cpuid2(&model.of_vcpu(cpu)?);
-        set.map_err(|e| Error::kvm(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
-        set_as_firmware(&vcpu);
-        Ok(vcpu)
-    };
-    (0..cpus).map(create).collect()
-}
-
-fn map_rings(machine: &Arc<Machine>, entries: RingEntries, fds: &[VcpuFd]) -> Result<DirtyRings> {
-    // SAFETY: the descriptors are open for as long as `fds` is borrowed.
-    let borrow = |fd: &VcpuFd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
-    let vcpus: Vec<_> = fds.iter().map(borrow).collect();
-    let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(machine) as _;
-    // SAFETY: the machine keeps its descriptor and its memory for as long as it lives, and these are the slots that it
-    // was made with, which are never changed.
-    let rings = unsafe { DirtyRings::new(vm, entries, &vcpus, machine.log_slots()) };
-    rings.map_err(|error| Error::DirtyRing { entries: entries.get(), why: error.to_string() })
-}
-
-fn spawn_vcpus(
-    kvm: &Kvm,
-    machine: &Machine,
-    devices: &Arc<Devices>,
-    plan: Arc<MsrPlan>,
-    fds: Vec<VcpuFd>,
-    (rings, lazy): (Option<&DirtyRings>, &LazySlot),
-) -> Result<(Arc<Board>, Arc<Throttle>, Vec<Vcpu>)> {
-    debug_assert!(kvm.check_extension(Cap::Xsave));
-    let pages: Vec<_> = fds.iter().map(|fd| KickPage::new(fd).map(Arc::new)).collect::<Result<_>>()?;
-    let board = Arc::new(Board::new(pages.clone()));
-    let xsave = XsaveSize::new(machine.fd().check_extension_int(Cap::Xsave2));
-    let throttle = Arc::new(Throttle::new(fds.len()));
-    let context = Arc::new(VcpuContext {
-        board: Arc::clone(&board),
-        devices: Arc::clone(devices),
-        plan,
-        xsave,
-        throttle: Arc::clone(&throttle),
-        threads: Arc::clone(lazy.threads()),
-    });
-    let vcpus = (0..)
-        .zip(fds.into_iter().zip(pages))
-        .map(|(cpu, (fd, page))| {
-            let ring = rings.map(|rings| rings.vcpu(cpu as usize));
-            Vcpu::spawn(cpu, (fd, ring), page, Arc::clone(&context))
-        })
-        .collect::<Result<_>>()?;
-    Ok((board, throttle, vcpus))
 }

@@ -1,0 +1,243 @@
+//! Result files: what is in them, and what is wrong with those that are none.
+
+use super::migration::{Migration, Recorder};
+use crate::json::Document;
+use serde_json::Value;
+use serde_json::error::Category;
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+/// Most files on one page: more than anybody compares by eye, and less than a browser gives up on.
+pub const MOST_FILES: usize = 500;
+/// Longest file in bytes: the events of some hours.
+const MOST_BYTES: u64 = 1 << 30;
+/// Longest JSON value in bytes. The largest results, of whole benches, have a third of a megabyte.
+const MOST_VALUE_BYTES: u64 = 16 << 20;
+/// Most results in one file.
+const MOST_RESULTS: usize = 100;
+
+/// Why a file cannot be shown.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InputError {
+    /// It cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Unreadable {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It is not what a result is in.
+    #[error("{} is {what}; give files that `--json` or `--events` has written", path.display())]
+    NoFile {
+        /// Which file.
+        path: PathBuf,
+        /// What it is instead.
+        what: &'static str,
+    },
+    /// It is longer than any result.
+    #[error("{}: {what} of more than {limit} bytes; that is no result of vmferry", path.display())]
+    TooLarge {
+        /// Which file.
+        path: PathBuf,
+        /// What of it.
+        what: &'static str,
+        /// How long it may be.
+        limit: u64,
+    },
+    /// It stops within a value.
+    #[error(
+        "{} ends in the middle of its JSON, at line {line}: what wrote it was ended, or its disk was full; delete the incomplete line, \
+         or write the file again", path.display()
+    )]
+    Truncated {
+        /// Which file.
+        path: PathBuf,
+        /// Where.
+        line: usize,
+    },
+    /// It is not JSON.
+    #[error("{} is not JSON: {source}", path.display())]
+    NoJson {
+        /// Which file.
+        path: PathBuf,
+        /// Where, and what is wrong there.
+        source: serde_json::Error,
+    },
+    /// It is JSON of something else.
+    #[error("{}, value {number}: {why}; give files of `migrate`, `demo`, `status` or `bench`", path.display())]
+    Other {
+        /// Which file.
+        path: PathBuf,
+        /// Which value in it, from 1.
+        number: usize,
+        /// Why it is no result.
+        why: String,
+    },
+    /// More files than a page holds.
+    #[error("{count} files are more than the {MOST_FILES} that a page holds; {} is the first too many", first.display())]
+    TooMany {
+        /// How many there are.
+        count: usize,
+        /// The first that has no place.
+        first: PathBuf,
+    },
+}
+
+/// A result.
+#[derive(Debug, Clone)]
+pub enum Found {
+    /// Of one migration.
+    Migration(Box<Migration>),
+    /// Of a bench.
+    Bench(Box<Document>),
+}
+
+/// Fails if there are more files than a page holds.
+pub fn check_count(paths: &[PathBuf]) -> Result<(), InputError> {
+    match paths.get(MOST_FILES) {
+        Some(first) => Err(InputError::TooMany { count: paths.len(), first: first.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// The results in a file: documents of benches and migrations, one after another, or the lines of `--events`.
+pub fn read(path: &Path) -> Result<Vec<Found>, InputError> {
+    let unreadable = |source| InputError::Unreadable { path: path.into(), source };
+    // Looked at before it is opened: a pipe would wait for its writer.
+    let metadata = std::fs::metadata(path).map_err(unreadable)?;
+    if !metadata.is_file() {
+        let what = if metadata.is_dir() { "a directory" } else { "no regular file" };
+        return Err(InputError::NoFile { path: path.into(), what });
+    }
+    if metadata.len() > MOST_BYTES {
+        return Err(InputError::TooLarge { path: path.into(), what: "a file", limit: MOST_BYTES });
+    }
+    parse(path, File::open(path).map_err(unreadable)?)
+}
+
+fn parse(path: &Path, from: impl Read) -> Result<Vec<Found>, InputError> {
+    let used = Rc::new(Cell::new(0));
+    let limited = Limited { inner: BufReader::new(from.take(MOST_BYTES)), used: Rc::clone(&used) };
+    let mut found = Vec::new();
+    let mut recorder = Recorder::default();
+    let values = serde_json::Deserializer::from_reader(limited).into_iter::<Value>();
+    for (number, value) in (1..).zip(values) {
+        let value = value.map_err(|error| failure(path, error, used.get()))?;
+        used.set(0);
+        let other = |why| InputError::Other { path: path.into(), number, why };
+        if value.get("bench").is_some() && value.get("cases").is_some() {
+            let document: Document = serde_json::from_value(value)
+                .map_err(|error| other(format!("it looks like a bench's result, but {error}")))?;
+            found.push(Found::Bench(Box::new(tamed(document))));
+        } else if let Some(migration) = recorder.take(&value).map_err(other)? {
+            found.push(Found::Migration(Box::new(migration)));
+        }
+        if found.len() > MOST_RESULTS {
+            return Err(other(format!("more than {MOST_RESULTS} results in one file")));
+        }
+    }
+    found.extend(recorder.finish().map(|migration| Found::Migration(Box::new(migration))));
+    if found.is_empty() {
+        return Err(InputError::NoFile { path: path.into(), what: "empty" });
+    }
+    Ok(found)
+}
+
+fn failure(path: &Path, error: serde_json::Error, used: u64) -> InputError {
+    let path = path.to_owned();
+    match error.classify() {
+        Category::Io if used > MOST_VALUE_BYTES => {
+            InputError::TooLarge { path, what: "a value", limit: MOST_VALUE_BYTES }
+        }
+        Category::Io => InputError::Unreadable { path, source: error.into() },
+        Category::Eof => InputError::Truncated { path, line: error.line() },
+        Category::Syntax | Category::Data => InputError::NoJson { path, source: error },
+    }
+}
+
+/// Numbers that no measurement has would spoil every axis.
+fn tamed(mut document: Document) -> Document {
+    for case in &mut document.cases {
+        case.metrics.retain(|_, value| value.is_finite() && value.abs() < 1e18);
+        case.series.take_if(|series| {
+            let times = [series.from_s, series.step_s, series.end_s];
+            times.iter().any(|time| !time.is_finite() || time.abs() > 1e9)
+        });
+    }
+    document
+}
+
+/// Fails when a value gets longer than any that is a result.
+struct Limited<R> {
+    inner: R,
+    /// Bytes since the last value.
+    used: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Limited<R> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        if self.used.get() > MOST_VALUE_BYTES {
+            return Err(io::Error::other("the value is too long"));
+        }
+        let read = self.inner.read(to)?;
+        self.used.set(self.used.get() + read as u64);
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        parse(Path::new("some.json"), text.as_bytes()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_is_no_result_is_refused_by_name() {
+        let bench = r#"{"bench": "scan", "cases": 7}"#;
+        for (text, want) in [
+            ("", "is empty"),
+            ("hello", "is not JSON"),
+            ("\u{0}\u{1}", "is not JSON"),
+            ("{\"state\": \"precopy\", ", "ends in the middle of its JSON, at line 1"),
+            ("[1, 2]", "value 1: "),
+            ("{\"state\": null, \"outcome\": null}", "no migration"),
+            ("{\"error\": {\"desc\": \"x\"}}", "value 1: "),
+            (bench, "looks like a bench's result, but"),
+            (&"[".repeat(10_000), "is not JSON: recursion limit"),
+            (&format!("\"{}", "x".repeat(17 << 20)), "a value of more than 16777216 bytes"),
+        ] {
+            let error = error(text);
+            assert!(error.contains("some.json") && error.contains(want), "{error}: {want}");
+        }
+        // In the third line, after two good ones.
+        let line = r#"{"state": "completed", "outcome": "completed", "total_ms": 5}"#;
+        assert!(error(&format!("{line}\n{line}\n{{\"state\"")).contains("line 3"));
+    }
+
+    #[test]
+    fn files_of_other_kinds_and_too_many_are_refused() {
+        for (path, want) in
+            [("/nowhere/x.json", "cannot read"), ("/dev", "is a directory"), ("/dev/zero", "no regular file")]
+        {
+            let error = read(Path::new(path)).unwrap_err().to_string();
+            assert!(error.contains(path) && error.contains(want), "{error}");
+        }
+        let paths: Vec<PathBuf> = (0..=MOST_FILES).map(|n| format!("{n}.json").into()).collect();
+        assert!(check_count(&paths[1..]).is_ok());
+        assert!(check_count(&paths).unwrap_err().to_string().contains("500.json is the first too many"));
+    }
+
+    #[test]
+    fn a_file_may_hold_several_results() {
+        let text = r#"{"state": "completed", "outcome": "completed", "total_ms": 5}
+            {"state": "failed", "outcome": "failed", "error": "no route"}"#;
+        assert_eq!(parse(Path::new("x"), text.as_bytes()).unwrap().len(), 2);
+    }
+}

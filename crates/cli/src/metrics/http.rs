@@ -1,0 +1,226 @@
+//! As much of HTTP as a scrape needs: `GET /metrics`, one answer, closed. Whoever connects gets a few seconds and some
+//! kilobytes of attention, a few at a time; the guest and its control socket notice none of it.
+
+use anyhow::{Context, Result, bail};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Most scrapes at once; further ones are turned away.
+const MOST_CLIENTS: usize = 8;
+/// Longest request in bytes.
+const MOST_BYTES: usize = 8 << 10;
+/// How long all of a scrape may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// What the text is.
+const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What a scrape is answered with, made anew for each.
+pub(crate) type Source = dyn Fn() -> Result<String> + Send + Sync;
+
+/// Listens until the process ends.
+pub(crate) struct Exporter {
+    /// Where.
+    pub(crate) address: SocketAddr,
+}
+
+impl Exporter {
+    /// Answers scrapes at `address`, which other hosts can reach only if that is wanted (`public`).
+    pub(crate) fn start(address: SocketAddr, public: bool, source: Arc<Source>) -> Result<Self> {
+        Self::with_patience(address, public, PATIENCE, source)
+    }
+
+    fn with_patience(
+        address: SocketAddr,
+        public: bool,
+        patience: Duration,
+        source: Arc<Source>,
+    ) -> Result<Self> {
+        if !public && !address.ip().is_loopback() {
+            bail!(
+                "--metrics {address} could be read by other hosts, unencrypted and by anybody; use 127.0.0.1:{}, or say --metrics-public",
+                address.port()
+            );
+        }
+        let listener =
+            TcpListener::bind(address).with_context(|| format!("cannot listen at {address} (--metrics)"))?;
+        let own = Self { address: listener.local_addr()? };
+        let clients = Arc::new(AtomicUsize::new(0));
+        std::thread::Builder::new().name("metrics".into()).spawn(move || {
+            for stream in listener.incoming() {
+                match stream {
+                    Ok(stream) => accept(stream, patience, &clients, &source),
+                    // Out of descriptors: what is closed meanwhile frees some.
+                    Err(_) => std::thread::sleep(Duration::from_millis(100)),
+                }
+            }
+        })?;
+        Ok(own)
+    }
+}
+
+fn accept(mut stream: TcpStream, patience: Duration, clients: &Arc<AtomicUsize>, source: &Arc<Source>) {
+    if clients.fetch_add(1, Ordering::AcqRel) >= MOST_CLIENTS {
+        clients.fetch_sub(1, Ordering::AcqRel);
+        let _ = stream.set_nonblocking(true);
+        let _ = stream.write_all(answer("503 Service Unavailable", "too many scrapes at once\n").as_bytes());
+        return;
+    }
+    let (own, source) = (Arc::clone(clients), Arc::clone(source));
+    let work = move || {
+        // A client that leaves, stalls or talks nonsense is its own affair.
+        let _ = converse(&mut stream, patience, &*source);
+        own.fetch_sub(1, Ordering::AcqRel);
+    };
+    if std::thread::Builder::new().name("metrics-client".into()).spawn(work).is_err() {
+        clients.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn converse(stream: &mut TcpStream, patience: Duration, source: &Source) -> Result<()> {
+    let deadline = Instant::now() + patience;
+    let mut request = Vec::new();
+    let mut piece = [0; 1024];
+    while !ends(&request) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || request.len() > MOST_BYTES {
+            let status =
+                if left.is_zero() { "408 Request Timeout" } else { "431 Request Header Fields Too Large" };
+            return send(stream, deadline + patience, &answer(status, ""));
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut piece) {
+            Ok(0) => return Ok(()),
+            Ok(read) => request.extend_from_slice(&piece[..read]),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                ) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let answer = respond(&request, source);
+    send(stream, deadline, &answer)
+}
+
+/// All of it, but not for ever: whoever reads a byte a second is left.
+fn send(stream: &mut TcpStream, deadline: Instant, text: &str) -> Result<()> {
+    let mut rest = text.as_bytes();
+    while !rest.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            bail!("the client reads too slowly");
+        }
+        stream.set_write_timeout(Some(left))?;
+        let sent = stream.write(rest)?;
+        rest = &rest[sent..];
+    }
+    Ok(())
+}
+
+fn ends(request: &[u8]) -> bool {
+    request.windows(4).any(|bytes| bytes == b"\r\n\r\n") || request.windows(2).any(|bytes| bytes == b"\n\n")
+}
+
+fn respond(request: &[u8], source: &Source) -> String {
+    let first = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let first = String::from_utf8_lossy(first);
+    let mut words = first.split_whitespace();
+    let (method, target, version) = (words.next(), words.next().unwrap_or_default(), words.next());
+    if !version.is_some_and(|version| version.starts_with("HTTP/1.")) || words.next().is_some() {
+        return answer("400 Bad Request", "no HTTP/1 request\n");
+    }
+    let path = target.split('?').next().unwrap_or_default();
+    match (method, path) {
+        (Some("GET"), "/metrics") => match source() {
+            Ok(text) => answer("200 OK", &text),
+            Err(error) => answer("500 Internal Server Error", &format!("{error:#}\n")),
+        },
+        (Some("GET"), _) => answer("404 Not Found", "the metrics are at /metrics\n"),
+        _ => answer("405 Method Not Allowed", "only GET\n"),
+    }
+}
+
+fn answer(status: &str, body: &str) -> String {
+    let content = if status.starts_with("200") { CONTENT } else { "text/plain; charset=utf-8" };
+    let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {content}\r\nContent-Length: {}\r\nConnection: close\r\n{allow}\r\n{body}",
+        body.len()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shorter than anybody should wait in a test, longer than a busy host's pauses.
+    const SHORT: Duration = Duration::from_millis(700);
+
+    fn exporter() -> Exporter {
+        let source = || Ok("x 1\n".repeat(1000));
+        Exporter::with_patience("127.0.0.1:0".parse().unwrap(), false, SHORT, Arc::new(source)).unwrap()
+    }
+
+    fn ask(exporter: &Exporter, request: &[u8]) -> String {
+        let mut stream = TcpStream::connect(exporter.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let _ = stream.write_all(request);
+        let mut text = Vec::new();
+        let _ = stream.read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
+    #[test]
+    fn a_scrape_is_answered_and_nonsense_too() {
+        let exporter = exporter();
+        let good = ask(&exporter, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert!(
+            good.starts_with("HTTP/1.1 200 OK\r\n") && good.contains("\r\nContent-Length: 4000\r\n"),
+            "{good}"
+        );
+        for (request, status) in [
+            (&b"GET / HTTP/1.1\r\n\r\n"[..], "404"),
+            (b"GET /metrics?a=b HTTP/1.0\n\n", "200"),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", "405"),
+            (b"\xff\xfe\x00\r\n\r\n", "400"),
+            (b"GET /metrics HTTP/2\r\n\r\n", "400"),
+            (b"\r\n\r\n", "400"),
+        ] {
+            let answer = ask(&exporter, request);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
+        }
+        // More than is ever read: the answer may be lost with the connection, but nobody hangs.
+        let _ = ask(&exporter, &vec![b'x'; 4 << 20]);
+        assert!(ask(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 "));
+    }
+
+    #[test]
+    fn those_who_dawdle_are_left_and_do_not_keep_others_out_for_long() {
+        let exporter = exporter();
+        let slow: Vec<TcpStream> = (0..MOST_CLIENTS * 2)
+            .map(|_| {
+                let mut stream = TcpStream::connect(exporter.address).unwrap();
+                let _ = stream.write_all(b"GET /met");
+                stream
+            })
+            .collect();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !ask(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 ") {
+            assert!(Instant::now() < deadline, "slow clients keep others out");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        drop(slow);
+    }
+
+    #[test]
+    fn other_hosts_are_let_in_only_on_request() {
+        let start =
+            |public| Exporter::start("0.0.0.0:0".parse().unwrap(), public, Arc::new(|| Ok(String::new())));
+        assert!(start(false).err().unwrap().to_string().contains("--metrics-public"));
+        assert!(start(true).is_ok());
+    }
+}

@@ -1,0 +1,60 @@
+//! `vmferry report`: result files as one page.
+
+use crate::{Status, output};
+use anyhow::{Context, Result};
+use clap::Args;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use vmferry_bench::report::{input, page};
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Result files; the --json and the --events of one migration become one part of the page
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) files: Vec<PathBuf>,
+    /// Where the page goes, - for standard output
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+}
+
+pub(crate) fn report(args: &ReportArgs) -> Result<Status> {
+    input::check_count(&args.files)?;
+    let mut results = Vec::new();
+    for path in &args.files {
+        for found in input::read(path)? {
+            results.push((name(path, &args.files), found));
+        }
+    }
+    // Written only now: a bad file must not cost a page that is already there.
+    let mut out = output::open(&args.output)?;
+    out.write_all(page(results).as_bytes())
+        .and_then(|()| out.flush())
+        .with_context(|| format!("cannot write {}", args.output.display()))?;
+    Ok(Status::Done)
+}
+
+/// What the page calls a file: its name without `.json`, or its whole path where others are called the same.
+fn name(path: &Path, all: &[PathBuf]) -> String {
+    let of = |path: &Path| {
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        name.strip_suffix(".json").map_or(name.clone(), str::to_owned)
+    };
+    let distinct: BTreeSet<&PathBuf> = all.iter().collect();
+    let own = of(path);
+    if distinct.into_iter().filter(|other| of(other) == own).count() > 1 {
+        return path.display().to_string();
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_told_apart() {
+        let all = ["a/x.json", "b/x.json", "y.json", "y.json"].map(PathBuf::from);
+        assert_eq!(name(&all[0], &all), "a/x.json");
+        assert_eq!(name(&all[2], &all), "y");
+    }
+}

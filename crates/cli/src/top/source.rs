@@ -1,0 +1,90 @@
+//! Who asks a vmferry, so that the screen need not wait for its answers.
+
+use crate::api::Client;
+use anyhow::Result;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+/// How often the status is asked for.
+const EVERY: Duration = Duration::from_millis(250);
+/// How long after a failure.
+const AGAIN: Duration = Duration::from_secs(1);
+/// The windows of a measured dirty rate.
+const WINDOWS_MS: [u64; 5] = [50, 100, 200, 500, 1000];
+
+/// What is new of a guest.
+pub(crate) struct News {
+    /// Which, by its number.
+    pub(crate) guest: usize,
+    pub(crate) what: What,
+}
+
+/// See [`News`].
+#[derive(Debug)]
+pub(crate) enum What {
+    /// Its status.
+    Status(Box<Value>),
+    /// Pages that it wrote within each of some windows.
+    Rate(Result<Value, String>),
+    /// It cannot be asked.
+    Gone(String),
+}
+
+/// The threads that ask one guest. They end with the process: one of them may be waiting for an answer that never comes.
+pub(crate) struct Source {
+    guest: usize,
+    path: PathBuf,
+    tell: Sender<News>,
+    measuring: Arc<AtomicBool>,
+}
+
+impl Source {
+    pub(crate) fn start(guest: usize, path: &Path, tell: Sender<News>) -> std::io::Result<Self> {
+        let source = Self { guest, path: path.into(), tell, measuring: Arc::default() };
+        let (path, tell) = (source.path.clone(), source.tell.clone());
+        std::thread::Builder::new().name("top-status".into()).spawn(move || {
+            while let Err(error) = ask(guest, &path, &tell) {
+                if tell.send(News { guest, what: What::Gone(format!("{error:#}")) }).is_err() {
+                    break;
+                }
+                std::thread::sleep(AGAIN);
+            }
+        })?;
+        Ok(source)
+    }
+
+    /// Has the dirty rate measured, unless that is being done.
+    pub(crate) fn measure(&self) {
+        if self.measuring.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (guest, path, tell, measuring) =
+            (self.guest, self.path.clone(), self.tell.clone(), Arc::clone(&self.measuring));
+        let work = move || {
+            let request = json!({ "windows-ms": WINDOWS_MS });
+            let measured = Client::connect(&path).and_then(|mut client| client.call("dirty-rate", request));
+            let _ =
+                tell.send(News { guest, what: What::Rate(measured.map_err(|error| format!("{error:#}"))) });
+            measuring.store(false, Ordering::Release);
+        };
+        if std::thread::Builder::new().name("top-measure".into()).spawn(work).is_err() {
+            self.measuring.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// Asks until something fails; ends well when nobody listens any more.
+fn ask(guest: usize, path: &Path, tell: &Sender<News>) -> Result<()> {
+    let mut client = Client::connect(path)?;
+    loop {
+        let status = client.call("status", json!({}))?;
+        if tell.send(News { guest, what: What::Status(Box::new(status)) }).is_err() {
+            return Ok(());
+        }
+        std::thread::sleep(EVERY);
+    }
+}

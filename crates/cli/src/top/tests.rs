@@ -1,0 +1,161 @@
+//! The screen, from real answers of running guests (`answers/`).
+
+use super::guest::Line;
+use super::source::What;
+use super::*;
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn answer(name: &str) -> Value {
+    let text = match name {
+        "precopy" => include_str!("answers/precopy.json"),
+        "target" => include_str!("answers/target.json"),
+        _ => include_str!("answers/rings.json"),
+    };
+    serde_json::from_str(text).unwrap()
+}
+
+fn screen(names: &[&str]) -> Screen {
+    let mut screen = Screen::default();
+    let start = Instant::now();
+    for name in names {
+        let mut guest = Guest::new(Path::new(&format!("dir/{name}.sock")));
+        for step in 0..20u32 {
+            let mut status = answer(name);
+            if let Some(wire) = status["progress"]["wire_bytes"].as_u64() {
+                status["progress"]["wire_bytes"] = json!(wire + u64::from(step) * 1_000_000);
+            }
+            guest.take(start + step * Duration::from_millis(250), What::Status(Box::new(status)));
+        }
+        screen.guests.push(guest);
+    }
+    screen
+}
+
+fn later(ms: u64) -> Instant {
+    Instant::now() + Duration::from_millis(ms)
+}
+
+fn drawn(screen: &Screen, (width, height): (u16, u16), now: Instant) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| view::draw(frame, screen, now)).unwrap();
+    let buffer = terminal.backend().buffer().clone();
+    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    (0..height).map(row).collect::<Vec<_>>().join("\n")
+}
+
+fn press(screen: &mut Screen, code: KeyCode) {
+    screen.key(KeyEvent::new(code, KeyModifiers::NONE));
+}
+
+#[test]
+fn a_precopy_shows_its_pass_its_rates_and_the_guests_memory() {
+    let text = drawn(&screen(&["precopy"]), (120, 40), later(5000));
+    for part in [
+        "vmferry top",
+        "precopy",
+        "moving",
+        "pass ",
+        " left, dirties ",
+        "sends 3.8 MiB/s",
+        "writes a second",
+        "has 96.0 MiB of 96.0 MiB",
+        "d measures it",
+    ] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+#[test]
+fn a_target_shows_how_long_its_guest_waits() {
+    let text = drawn(&screen(&["target"]), (120, 40), later(5000));
+    for part in ["completed", "waits for a page: mean 135 us, 99 % 1688 us", "running"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+#[test]
+fn rings_are_shown_for_each_vcpu() {
+    let screen = screen(&["rings"]);
+    let text = drawn(&screen, (120, 40), later(5000));
+    assert!(text.contains("vCPU 0: ") && text.contains("vCPU 1: ") && text.contains("/1024, "), "{text}");
+}
+
+#[test]
+fn every_size_can_be_drawn() {
+    let mut screen = screen(&["precopy", "target", "rings"]);
+    for help in [false, true] {
+        screen.help = help;
+        for width in [1, 2, 10, 40, 60, 300] {
+            for height in [1, 2, 5, 13, 24, 100] {
+                drawn(&screen, (width, height), later(5000));
+            }
+        }
+    }
+    screen.help = false;
+    let narrow = drawn(&screen, (60, 20), later(5000));
+    assert!(narrow.contains("precopy") && narrow.contains("q quit"), "{narrow}");
+}
+
+#[test]
+fn one_that_goes_away_or_hangs_is_told_and_comes_back() {
+    let mut screen = screen(&["precopy", "rings"]);
+    assert!(drawn(&screen, (120, 30), later(60_000)).contains("no answer for "));
+    screen.guests[0].take(later(5000), What::Gone("the process ended".into()));
+    let text = drawn(&screen, (120, 30), later(5100));
+    assert!(text.contains("gone for 0 s: the process ended"), "{text}");
+    let back = later(6000);
+    screen.guests[0].take(back, What::Status(Box::new(answer("precopy"))));
+    assert!(screen.guests[0].trouble(back).is_none());
+    let never = Guest::new(Path::new("x"));
+    assert_eq!(never.trouble(back).as_deref(), Some("asking"));
+}
+
+#[test]
+fn keys_choose_help_and_leave() {
+    let mut screen = screen(&["precopy", "target"]);
+    for (code, chosen) in [(KeyCode::Down, 1), (KeyCode::Tab, 0), (KeyCode::Up, 1), (KeyCode::BackTab, 0)] {
+        press(&mut screen, code);
+        assert_eq!(screen.chosen, chosen, "{code:?}");
+    }
+    press(&mut screen, KeyCode::Char('?'));
+    assert!(drawn(&screen, (80, 24), later(0)).contains("Ctrl-C   leave"));
+    press(&mut screen, KeyCode::Esc);
+    assert!(!screen.help && !screen.quit, "the help is left first");
+    screen.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL));
+    assert!(screen.quit);
+    press(&mut Screen::default(), KeyCode::Tab);
+}
+
+#[test]
+fn a_measured_rate_is_a_curve_and_a_refusal_is_told() {
+    let mut screen = screen(&["precopy"]);
+    let windows =
+        json!({"windows": [{"window_ms": 50.0, "pages": 100}, {"window_ms": 1000.0, "pages": 900}]});
+    screen.guests[0].take(later(0), What::Rate(Ok(windows)));
+    assert_eq!(screen.guests[0].rate, Some(Ok(vec![(0.05, 100.0), (1.0, 900.0)])));
+    assert!(drawn(&screen, (120, 40), later(5000)).contains("1.0 s"));
+    screen.guests[0].take(later(0), What::Rate(Err("it is being moved".into())));
+    assert!(drawn(&screen, (120, 40), later(5000)).contains("it is being moved"));
+}
+
+#[test]
+fn nothing_that_a_socket_says_is_trusted() {
+    let mut guest = Guest::new(Path::new("x"));
+    for status in [
+        json!(null),
+        json!([1]),
+        json!({"state": 7, "progress": [], "vm": "x", "postcopy": {"hist_us": {"x": 1, "8": -1, "18446744073709551615": 18446744073709551615u64}}}),
+        json!({"state": "precopy\u{1b}[2J", "progress": {"pass_done": 1e300, "pass_pages": -1, "dirty_pages_per_s": 1e300, "wire_bytes": 1e300},
+            "vm": {"guest": {"writes_per_s": 1e308}, "rings": {"entries": 0, "used": [18446744073709551615u64]}}}),
+    ] {
+        guest.take(later(0), What::Status(Box::new(status)));
+        let screen = Screen { guests: vec![std::mem::take(&mut guest)], ..Screen::default() };
+        let text = drawn(&screen, (100, 40), later(100));
+        assert!(!text.contains('\u{1b}'), "{text}");
+        guest = screen.guests.into_iter().next().unwrap();
+    }
+    assert!(guest.line(later(100), Line::Writes).len() == 4);
+}

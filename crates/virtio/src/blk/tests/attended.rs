@@ -1,0 +1,134 @@
+//! A disk whose notifications come to a thread of its own.
+
+use super::rest::soon;
+use super::*;
+use crate::device::Resume;
+use crate::testing::{AVAIL, USED};
+use std::time::Duration;
+
+/// Which place of the ring the driver is to notify of (2.7.10).
+fn wants_notification_at(guest: &DiskGuest) -> u16 {
+    guest.memory.read_obj(GuestAddress(rings(0) + USED + 4 + 8 * u64::from(SIZE))).unwrap()
+}
+
+const EVENT_IDX: u32 = 29;
+
+#[test]
+fn what_needs_no_waiting_is_done_at_once_and_given_back_together() {
+    let mut guest = DiskGuest::attended(&[&ALL[..], &[EVENT_IDX]].concat(), true);
+    let before = guest.interrupts();
+    for number in 0..5 {
+        guest.write_of(number, 0x33);
+    }
+    // The driver wants to hear of the fifth.
+    guest.memory.write_obj(4u16, GuestAddress(rings(0) + AVAIL + 4 + 2 * u64::from(SIZE))).unwrap();
+    guest.kick();
+    guest.wait(5);
+    until("the interrupt", || guest.interrupts() == before + 1);
+    until("the wish to be notified", || wants_notification_at(&guest) == 5);
+    assert_eq!((0..5).map(|n| guest.sector(n)).collect::<Vec<_>>(), [0x33; 5]);
+    assert_eq!((guest.figures().at_once, guest.figures().writes), (5, 5));
+    assert_eq!(guest.interrupts(), before + 1);
+}
+
+#[test]
+fn what_would_be_waited_for_goes_to_other_threads_and_nobody_waits_behind_it() {
+    let mut guest = DiskGuest::attended(&ALL, false);
+    guest.disk.gate(false);
+    guest.write_of(0, 1);
+    guest.write_of(1, 1);
+    guest.kick();
+    guest.waiting(2);
+    // Both threads are at the gate; the attendant is not.
+    guest.write_of(2, 1);
+    guest.kick();
+    until("the third in here", || guest.work.held() == 3);
+    guest.disk.gate(true);
+    guest.wait(3);
+    assert_eq!([0, 1, 2].map(|n| guest.sector(n)), [1; 3]);
+    assert_eq!(guest.figures().at_once, 0);
+    // A flush is waited for whatever the cache has, and so is a write for a driver without flushes.
+    guest.disk.cached.store(true, std::sync::atomic::Ordering::Relaxed);
+    let flush = [guest.header(3, spec::VIRTIO_BLK_T_FLUSH, 0), guest.answer(3)];
+    guest.put(0, &flush);
+    guest.kick();
+    guest.wait(4);
+    assert_eq!((guest.answered(3), guest.figures().at_once, guest.figures().flushes), (OK, 0, 1));
+    guest.start(&[], &[0]);
+    guest.write_of(4, 9);
+    guest.kick();
+    guest.wait(1);
+    assert_eq!((guest.sector(4), guest.figures().at_once), (9, 0));
+    assert!(guest.disk.asked().contains(&Asked::Flush));
+}
+
+#[test]
+fn an_answer_reaches_the_driver_of_a_request_that_was_done_at_once() {
+    let mut guest = DiskGuest::attended(&ALL, true);
+    let read = [guest.header(0, spec::VIRTIO_BLK_T_IN, 7), (DATA, 1024, WRITE), guest.answer(0)];
+    guest.put(0, &read);
+    guest.kick();
+    guest.wait(1);
+    assert_eq!((guest.answered(0), guest.used_len(0, 0)), (OK, 1025));
+    assert_eq!(guest.data(DATA, 1024), content()[7 * 512..9 * 512]);
+    // What the file refuses is tried again by a thread, which tells of it.
+    guest.disk.fail.store(true, std::sync::atomic::Ordering::Relaxed);
+    guest.write_of(1, 1);
+    guest.kick();
+    guest.wait(2);
+    assert_eq!((guest.answered(1), guest.figures().io_errors), (IO_ERROR, 1));
+}
+
+/// Kicks that nobody has heard when the guest is stopped are not lost: neither here nor elsewhere does anybody need them.
+#[test]
+fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
+    for cached in [false, true] {
+        let mut guest = DiskGuest::attended(&ALL, cached);
+        for round in 0..100u8 {
+            for number in 0..3 {
+                guest.write_of(number, round);
+            }
+            guest.kick();
+            assert!(guest.device.quiesce(soon()));
+            let at_rest = guest.used(0);
+            if round % 10 == 0 {
+                std::thread::sleep(Duration::from_micros(300));
+            }
+            assert_eq!(guest.used(0), at_rest, "something was begun at rest");
+            // Now and then the bell is not even rung until the guest runs again.
+            guest.device.resumed(Resume::Again).unwrap();
+            guest.work();
+            guest.wait((u16::from(round) + 1) * 3);
+            assert_eq!([0, 1, 2].map(|n| guest.sector(n)), [round; 3]);
+        }
+        guest.write_of(0, 0xff);
+        assert!(guest.device.quiesce(soon()));
+        guest.kick();
+        std::thread::sleep(Duration::from_millis(5));
+        assert_ne!(guest.sector(0), 0xff, "it was begun at rest");
+        let there = guest.moved();
+        there.device.resumed(Resume::Moved).unwrap();
+        there.work();
+        there.wait(301);
+        assert_eq!(there.sector(0), 0xff);
+    }
+}
+
+#[test]
+fn a_busy_driver_and_resets_do_not_disturb_the_attendant() {
+    let mut guest = DiskGuest::attended(&ALL, true);
+    for round in 0..50u16 {
+        for number in 0..4 {
+            guest.write_of(number, round.to_le_bytes()[0]);
+            guest.kick();
+        }
+        if round % 3 == 0 {
+            // Whatever was begun by now.
+            guest.start(&ALL, &[0]);
+        } else {
+            let given = if round % 3 == 1 { 4 } else { 8 };
+            guest.wait(given);
+        }
+    }
+    assert!(!guest.needs_reset());
+}

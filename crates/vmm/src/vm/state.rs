@@ -1,0 +1,159 @@
+//! A VM's state: saved, loaded, and brought back to what it was before its first kernel.
+
+use super::{Stage, Vm};
+use crate::disk;
+use crate::error::{Error, Result};
+use crate::shared_state::SharedSaved;
+use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
+use crate::vcpu::{Command, PATIENCE};
+use kvm_bindings::CpuId;
+use vmferry_engine::Section;
+
+/// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
+#[derive(Debug)]
+pub(super) struct Pristine {
+    vcpus: Vec<VcpuSaved>,
+    shared: SharedSaved,
+    serial: SerialSaved,
+}
+
+impl Vm {
+    pub(super) fn pristine(&self) -> Result<Pristine> {
+        let vcpus = self.save_vcpus("look at the new machine")?;
+        let shared = SharedSaved::save(&self.shared.machine)?;
+        Ok(Pristine { vcpus, shared, serial: self.shared.devices.save_serial() })
+    }
+
+    /// Brings the machine back to what it was before its first kernel, once its guest has asked for a reset: processors, interrupt
+    /// controllers and devices as new, memory all zeros. A kernel can be [loaded](Self::load) next. Disks and networks stay this VM's.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if the guest has not asked for a reset, or its kernel was loaded elsewhere, where it came from; otherwise what
+    /// the host refused: the VM is of no use then.
+    pub fn reset(&mut self) -> Result<()> {
+        let what = "reset the machine";
+        self.expect(what, &[Stage::Running, Stage::Paused])?;
+        let board = &self.shared.board;
+        if !board.exit().is_some_and(|exit| exit.is_reset()) {
+            return Err(Error::WrongState { what, why: "its guest has not asked for it".to_owned() });
+        }
+        let Some(pristine) = self.pristine.take() else {
+            let why = "its guest came from elsewhere, and its kernel with it".to_owned();
+            return Err(Error::WrongState { what, why });
+        };
+        self.keeper.iter().for_each(|keeper| keeper.set_running(false));
+        board.pause_all(PATIENCE)?;
+        self.stage = Stage::Paused;
+        self.shared.devices.bus().quiesce()?;
+        self.shared.devices.bus().reset();
+        board.renew();
+        self.ram().clear().map_err(|error| Error::WrongState { what, why: error.to_string() })?;
+        let Pristine { vcpus, shared, serial } = &pristine;
+        self.load_machine(what, vcpus.iter().map(|vcpu| (vcpu.clone(), None)).collect(), shared, serial)?;
+        self.pristine = Some(pristine);
+        self.stage = Stage::Empty;
+        Ok(())
+    }
+
+    /// Brings devices to rest and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
+    /// [`resume`](Self::resume) lets the devices go on.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a device does not come to rest; [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
+    pub fn save_state(&mut self) -> Result<Vec<Section>> {
+        let what = "save the guest's state";
+        self.expect(what, &[Stage::Paused, Stage::Ready])?;
+        if let Some(exit) = self.shared.board.exit() {
+            return Err(Error::WrongState { what, why: exit.to_string() });
+        }
+        // First: what is finished now sends interrupts and writes memory (traps.md 13).
+        self.shared.devices.bus().quiesce()?;
+        disk::sync(self.shared.devices.disks())?;
+        let vcpus = self.save_vcpus(what)?;
+        let mut sections = Vec::with_capacity(vcpus.len() + 12);
+        for (cpu, saved) in (0..).zip(&vcpus) {
+            sections.push(saved.section(cpu)?);
+        }
+        let shared = SharedSaved::save(&self.shared.machine)?;
+        for (instance, pic) in (0..).zip(&shared.pics) {
+            sections.push(pic.section(instance)?);
+        }
+        sections.push(shared.ioapic.section(0)?);
+        sections.push(shared.pit.section(0)?);
+        sections.push(shared.clock.section(0)?);
+        sections.push(self.model.save().section(0)?);
+        sections.push(self.shared.devices.save_serial().section(0)?);
+        sections.extend(self.shared.devices.bus().save()?);
+        Ok(sections)
+    }
+
+    /// Leaves the disks to whoever gets the guest; its state was [saved](Self::save_state), and it has not run since. It can still
+    /// be [resumed](Self::resume) if nobody has taken them.
+    ///
+    /// # Errors
+    /// If a disk may still be locked; [`Error::WrongState`] if the guest runs.
+    pub fn release(&mut self) -> Result<()> {
+        self.expect("give the guest's disks away", &[Stage::Paused, Stage::Ready])?;
+        Ok(disk::give_up(self.shared.devices.disks())?)
+    }
+
+    /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then
+    /// runs it. All memory must be there.
+    ///
+    /// # Errors
+    /// [`Error::State`] if a section is missing, unknown, of another version or damaged, or KVM does not take it. The VM
+    /// is then still empty, and loading can be tried again.
+    pub fn load_state(&mut self, sections: &[Section]) -> Result<()> {
+        let what = "load a guest's state";
+        if !self.incoming {
+            return Err(Error::WrongState { what, why: "the VM was not made to take a guest".to_owned() });
+        }
+        self.expect(what, &[Stage::Empty, Stage::Ready])?;
+        self.stage = Stage::Empty;
+        let mut parts = Sections::new(sections)?;
+        let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
+        let vcpus: Vec<VcpuSaved> =
+            (0..count).map(|cpu| parts.take(cpu)).collect::<std::result::Result<_, _>>()?;
+        let pics = [parts.take(0)?, parts.take(1)?];
+        let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
+        let serial: SerialSaved = parts.take(0)?;
+        let model = self.offer.of_guest(&parts.take(0)?)?;
+        let devices = self.shared.devices.bus().prepare(&mut parts)?;
+        parts.finish()?;
+
+        // Everything was understood; only now is anything changed.
+        devices.into_iter().try_for_each(|load| load())?;
+        let table = |(cpu, saved)| Ok((saved, Some(model.of_vcpu(cpu)?)));
+        let vcpus = (0..).zip(vcpus).map(table).collect::<Result<_>>()?;
+        self.load_machine(what, vcpus, &shared, &serial)?;
+        self.model = model;
+        self.stage = Stage::Ready;
+        Ok(())
+    }
+
+    /// All vCPUs at once, each in its thread.
+    fn save_vcpus(&self, what: &'static str) -> Result<Vec<VcpuSaved>> {
+        let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
+        answers.into_iter().map(|answer| Ok(answer.wait()??)).collect()
+    }
+
+    /// The machine apart from its bus; each vCPU with what CPUID is to say from now on, if that changes.
+    fn load_machine(
+        &self,
+        what: &'static str,
+        vcpus: Vec<(VcpuSaved, Option<CpuId>)>,
+        shared: &SharedSaved,
+        serial: &SerialSaved,
+    ) -> Result<()> {
+        let load_serial = self.shared.devices.load_serial(serial);
+        load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
+        let loads = self.vcpus.iter().zip(vcpus);
+        let answers: Vec<_> = loads
+            .map(|(vcpu, load)| vcpu.ask(what, |answer| Command::Load(Box::new(load), answer)))
+            .collect();
+        for answer in answers {
+            answer.wait()??;
+        }
+        Ok(shared.load(&self.shared.machine)?)
+    }
+}

@@ -1,0 +1,135 @@
+//! How a guest's machine ends and begins anew: by signals, by its power button, by its own reset.
+
+#[path = "../../crates/vmm/src/boot/testing.rs"]
+#[expect(dead_code, reason = "the loaders' tests use more of it")]
+mod image;
+
+use crate::support::{Folder, PATIENCE, Run, code, errors, finish, kinds, say, spawn, vmferry};
+use image::TestElf;
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+/// Waits for the end of its process; gives the status.
+fn ended(run: &mut Run) -> i32 {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = run.child.try_wait().unwrap() {
+            return status.code().unwrap_or(-1);
+        }
+        assert!(Instant::now() < deadline, "it did not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn sigterm_ends_a_guest_that_has_no_ear_for_its_power_button() {
+    for kind in kinds() {
+        let folder = Folder::new();
+        let mut run = Run::source(kind, &folder);
+        let output = vmferry(&["powerdown", "--api", &run.api]);
+        assert_eq!(code(&output), 1, "{output:?}");
+        let why = if kind == "kvm" { "does not listen for its power button" } else { "has no power button" };
+        assert!(errors(&output).contains(why), "{output:?}");
+        run.goes_on();
+        run.signal(Signal::TERM);
+        assert_eq!(ended(&mut run), 0, "{kind}");
+        assert!(!std::path::Path::new(&run.api).exists(), "the control socket was left behind");
+    }
+}
+
+#[test]
+fn hangup_and_interrupt_end_it_in_the_ordinary_way() {
+    for signal in [Signal::HUP, Signal::INT] {
+        let folder = Folder::new();
+        let mut run = Run::source("process", &folder);
+        run.signal(signal);
+        assert_eq!(ended(&mut run), 0);
+        assert!(!std::path::Path::new(&run.api).exists(), "the control socket was left behind");
+    }
+}
+
+/// A kernel that writes a byte to its serial port, waits a little, and resets its machine.
+fn resetting() -> Vec<u8> {
+    let code = [
+        // mov dx, 0x3f8; mov al, 'r'; out dx, al
+        &[0x66, 0xba, 0xf8, 0x03, 0xb0, b'r', 0xee][..],
+        // mov ecx, 20000; loop
+        &[0xb9, 0x20, 0x4e, 0, 0, 0xe2, 0xfe],
+        // mov dx, 0xcf9; mov al, 6; out dx, al; hlt
+        &[0x66, 0xba, 0xf9, 0x0c, 0xb0, 6, 0xee, 0xf4],
+    ]
+    .concat();
+    TestElf::with_entry(&code).build()
+}
+
+fn times(serial: &str) -> usize {
+    std::fs::read(serial).unwrap_or_default().iter().filter(|byte| **byte == b'r').count()
+}
+
+#[test]
+fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
+    if !kinds().contains(&"kvm") {
+        return say("resets: not run: no /dev/kvm");
+    }
+    let folder = Folder::new();
+    let (kernel, serial) = (folder.path("kernel"), folder.path("serial"));
+    let disk = folder.path("disk");
+    std::fs::write(&kernel, resetting()).unwrap();
+    std::fs::write(&disk, [0; 1 << 16]).unwrap();
+    let common = ["--kernel", &kernel, "--serial", &serial, "--disk", &disk];
+    let mut run = Run::sized("kvm", "16M", &folder, "api", &common);
+    let reach = |count| {
+        let deadline = Instant::now() + PATIENCE;
+        while times(&serial) < count {
+            assert!(Instant::now() < deadline, "it was started {} times only", times(&serial));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let held = || {
+        let here =
+            |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", run.child.id())).unwrap().count();
+        // A command that is being answered has a socket and a thread.
+        (here("fd"), here("task"))
+    };
+    reach(3);
+    let before = held();
+    reach(20);
+    let after = held();
+    assert!(after.0 <= before.0 + 1 && after.1 <= before.1 + 1, "files and threads: {before:?}, {after:?}");
+    let status = run.status().unwrap();
+    assert_eq!(status["vm"]["place"], "running", "{status}");
+    // The disk was never given away.
+    let other = vmferry(&["run", "--memory", "16M", "--kernel", &kernel, "--disk", &disk]);
+    assert!(code(&other) == 1 && errors(&other).contains("is in use by"), "{other:?}");
+    assert_eq!(code(&vmferry(&["quit", "--api", &run.api])), 0);
+    assert_eq!(ended(&mut run), 0);
+}
+
+#[test]
+fn a_guest_that_resets_ends_the_command_if_that_is_asked_for() {
+    if !kinds().contains(&"kvm") {
+        return say("resets: not run: no /dev/kvm");
+    }
+    let folder = Folder::new();
+    let kernel = folder.path("kernel");
+    std::fs::write(&kernel, resetting()).unwrap();
+    let output = finish(spawn(&["run", "--memory", "16M", "--kernel", &kernel, "--on-reset", "exit"]));
+    assert_eq!(code(&output), 5, "{output:?}");
+    assert!(errors(&output).contains("it is not started again (exit status 5)"), "{output:?}");
+}
+
+#[test]
+fn a_vm_takes_little_of_the_host_beside_its_guests_memory() {
+    if !kinds().contains(&"kvm") {
+        return say("overhead: not run: no /dev/kvm");
+    }
+    let folder = Folder::new();
+    let disk = folder.path("disk");
+    std::fs::write(&disk, [0; 1 << 16]).unwrap();
+    let more = ["--workload", "idle", "--disk", &disk, "--rng", "on", "--balloon", "on", "--cpus", "2"];
+    let run = Run::sized("kvm", "1G", &folder, "api", &more);
+    let status = run.wait("the guest running", |s| s["vm"]["guest"]["t_us"].as_u64() > Some(0));
+    let overhead = status["vm"]["overhead_kib"].as_u64().unwrap();
+    say(&format!("beside its guest's memory the VM takes {overhead} KiB"));
+    assert!((256..16 << 10).contains(&overhead), "{overhead} KiB");
+}

@@ -1,0 +1,90 @@
+//! A terminal for the commands that want one: a pseudo-terminal, and what was written to it.
+
+use crate::support::{PATIENCE, VMFERRY};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// A command on a terminal of its own; ended when dropped.
+pub(crate) struct Terminal {
+    child: Child,
+    master: File,
+    written: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Terminal {
+    pub(crate) fn start(columns: u16, args: &[&str], environment: &[(&str, &str)]) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        let open = || File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+        let slave = open();
+        tcsetwinsize(&slave, Winsize { ws_row: 40, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
+        let mut command = Command::new(VMFERRY);
+        command
+            .args(args)
+            .stdin(open())
+            .stdout(open())
+            .stderr(open())
+            .env("TERM", "xterm-256color")
+            .env_remove("NO_COLOR");
+        command.envs(environment.iter().copied()).process_group(0);
+        let child = command.spawn().unwrap();
+        drop((command, slave));
+        let master = File::from(master);
+        let (mut reader, written) = (master.try_clone().unwrap(), Arc::new(Mutex::new(Vec::new())));
+        let to = Arc::clone(&written);
+        std::thread::spawn(move || {
+            let mut piece = [0; 4096];
+            // Fails when the other end is closed.
+            while let Ok(read @ 1..) = reader.read(&mut piece) {
+                to.lock().unwrap().extend_from_slice(&piece[..read]);
+            }
+        });
+        Self { child, master, written }
+    }
+
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.written.lock().unwrap()).into_owned()
+    }
+
+    pub(crate) fn wait_for(&self, what: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.text().contains(what) {
+            assert!(Instant::now() < deadline, "waited in vain for {what:?} in {:?}", self.text());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub(crate) fn press(&mut self, keys: &str) {
+        self.master.write_all(keys.as_bytes()).unwrap();
+    }
+
+    pub(crate) fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap()
+    }
+
+    pub(crate) fn end(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it did not end: {:?}", self.text());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

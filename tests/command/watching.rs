@@ -1,0 +1,163 @@
+//! Watching guests and their migrations: on a terminal, from Prometheus, afterwards as a page.
+
+use crate::support::{Folder, Run, can_track, code, errors, vmferry};
+use crate::terminal::Terminal;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+#[test]
+fn results_become_a_page_and_other_files_are_refused() {
+    let folder = Folder::new();
+    let (json, events, page) = (folder.path("a.json"), folder.path("events.json"), folder.path("page.html"));
+    if can_track() {
+        let source = Run::source("process", &folder);
+        let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+        let moved = source.migrate(&uri, &["--json", &json, "--events", &events, "--max-bandwidth", "40M/s"]);
+        assert_eq!(code(&moved), 0, "{moved:?}");
+        target.wait("the guest being here", |status| status["vm"]["place"] == "running");
+        target.goes_on();
+        let lines = std::fs::read_to_string(&events).unwrap();
+        let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert!(lines.len() > 3 && lines.last().unwrap()["outcome"] == "completed", "{lines:?}");
+        assert!(
+            lines
+                .iter()
+                .any(|line| line["progress"]["channel_bytes"].as_array().is_some_and(|all| !all.is_empty()))
+        );
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+        let phases: Vec<&str> =
+            report["phases"].as_array().unwrap().iter().map(|p| p["phase"].as_str().unwrap()).collect();
+        assert_eq!(phases, ["setup", "precopy", "switchover"]);
+        assert!(report["guest"]["speed"]["points"].as_array().unwrap().len() > 3, "{report}");
+    } else {
+        std::fs::write(&json, r#"{"state": "completed", "outcome": "completed", "total_ms": 5.5}"#).unwrap();
+        std::fs::copy(&json, &events).unwrap();
+    }
+    let made = vmferry(&["report", &json, &events, "-o", &page]);
+    assert_eq!(code(&made), 0, "{made:?}");
+    let text = std::fs::read_to_string(&page).unwrap();
+    assert!(text.starts_with("<!DOCTYPE html>") && text.contains("completed"), "{text}");
+
+    let other = folder.path("other.json");
+    for (content, want) in [
+        ("", "is empty"),
+        ("no", "is not JSON"),
+        ("{\"state\": ", "ends in the middle"),
+        ("{}", "neither a migration's nor"),
+    ] {
+        std::fs::write(&other, content).unwrap();
+        let refused = vmferry(&["report", &json, &other, "-o", &page]);
+        assert_eq!(code(&refused), 1);
+        assert!(errors(&refused).contains(&other) && errors(&refused).contains(want), "{refused:?}");
+    }
+    assert_eq!(std::fs::read_to_string(&page).unwrap(), text, "a page that was there is kept");
+    let many: Vec<&str> =
+        ["report", "-o", "-"].into_iter().chain(std::iter::repeat_n(json.as_str(), 10_000)).collect();
+    let refused = vmferry(&many);
+    assert!(errors(&refused).contains("10000 files are more than"), "{refused:?}");
+}
+
+/// The metrics at an address.
+fn scrape(address: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn prometheus_is_told_of_the_guest_and_its_migration() {
+    let folder = Folder::new();
+    let more = ["--workload", crate::support::WORKLOAD, "--metrics", "127.0.0.1:0"];
+    let mut source = Run::start("process", &folder, "source", &more);
+    let mut said = BufReader::new(source.child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("http://") {
+        line.clear();
+        assert!(said.read_line(&mut line).unwrap() > 0, "it does not say where its metrics are");
+    }
+    let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_owned();
+    source.wait("the guest running", |status| status["vm"]["guest"]["writes"].as_u64() > Some(100));
+    let text = scrape(&address);
+    for part in [
+        "HTTP/1.1 200 OK",
+        "vmferry_guest_place{place=\"running\"} 1.0",
+        "\nvmferry_guest_writes_total ",
+        "# EOF",
+    ] {
+        assert!(text.contains(part), "{part} is not in {text}");
+    }
+    assert!(!text.contains("vmferry_migration_state"), "{text}");
+    // Nobody listens there.
+    assert_eq!(code(&source.migrate("tcp:127.0.0.1:1", &[])), 1);
+    let text = scrape(&address);
+    assert!(text.contains("vmferry_migration_state{state=\"failed\"} 1.0"), "{text}");
+    source.goes_on();
+
+    let public = vmferry(&["run", "--guest", "process", "--memory", "64M", "--metrics", "0.0.0.0:0"]);
+    assert!(code(&public) == 1 && errors(&public).contains("--metrics-public"), "{public:?}");
+}
+
+#[test]
+fn a_migration_is_shown_on_a_terminal() {
+    if !can_track() {
+        return;
+    }
+    for (columns, colour) in [(120, true), (60, false)] {
+        let folder = Folder::new();
+        let source = Run::source("process", &folder);
+        let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+        let args =
+            ["migrate", "--api", &source.api, &uri, "--max-bandwidth", "25M/s", "--downtime-limit", "2s"];
+        let environment: &[(&str, &str)] = if colour { &[] } else { &[("NO_COLOR", "1")] };
+        let mut terminal = Terminal::start(columns, &args, environment);
+        terminal.wait_for("pass 0");
+        terminal.wait_for(" left, dirty ");
+        assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
+        terminal.wait_for("outcome      completed");
+        let text = terminal.text();
+        assert!(text.contains("ETA"), "{text}");
+        assert_eq!(text.contains("\u{1b}[1m"), colour, "{text:?}");
+        target.wait("the guest being here", |status| status["vm"]["place"] == "running");
+        target.goes_on();
+    }
+}
+
+#[test]
+fn top_shows_guests_survives_their_end_and_leaves_the_terminal_as_it_was() {
+    let folder = Folder::new();
+    let mut source = Run::source("process", &folder);
+    let hangs = folder.path("hangs");
+    // It takes connections and never answers.
+    let _listener = UnixListener::bind(&hangs).unwrap();
+    let nowhere = folder.path("nowhere");
+    let api = source.api.clone();
+    let args = ["top", "--api", &api, &hangs, &nowhere];
+    let mut terminal = Terminal::start(120, &args, &[]);
+    terminal.wait_for("\u{1b}[?1049h");
+    // Single words: what has not changed on the screen is not written again, blanks least of all.
+    for part in ["vmferry", "running", "migration", "cannot"] {
+        terminal.wait_for(part);
+    }
+    source.kill();
+    terminal.wait_for("gone");
+    terminal.press("?");
+    terminal.wait_for("leave");
+    terminal.press("\t");
+    terminal.press("q");
+    assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
+    terminal.wait_for("\u{1b}[?1049l");
+
+    let mut other = Terminal::start(40, &args, &[]);
+    other.wait_for("vmferry");
+    rustix::process::kill_process(other.pid(), rustix::process::Signal::TERM).unwrap();
+    other.end();
+    other.wait_for("\u{1b}[?1049l");
+    let nowhere = vmferry(&["top", "--api", &nowhere]);
+    assert!(code(&nowhere) == 1 && errors(&nowhere).contains("needs a terminal"), "{nowhere:?}");
+}
