@@ -1,5 +1,6 @@
 //! How to migrate, as the caller says it.
 
+use crate::channel::Tls;
 use std::time::Duration;
 use vmferry_wire::Mode;
 
@@ -130,6 +131,8 @@ pub struct Settings {
     pub peer_timeout: Duration,
     /// Plain connections to other hosts, which anyone on the way can read and change.
     pub insecure: bool,
+    /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
+    pub tls: Option<Tls>,
 }
 
 impl Settings {
@@ -181,6 +184,7 @@ impl Default for Settings {
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,
+            tls: None,
         }
     }
 }
