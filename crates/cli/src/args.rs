@@ -8,6 +8,7 @@ use crate::disk::{DiskArg, disk};
 use crate::net::net;
 use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
+use crate::tls::TlsArgs;
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -287,6 +288,8 @@ pub(crate) struct RunArgs {
     /// Allow unencrypted connections from other hosts
     #[arg(long)]
     pub(crate) insecure: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// End together with the process that started this one
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,
@@ -364,6 +367,8 @@ pub(crate) struct MigrateArgs {
     /// Allow an unencrypted connection to another host
     #[arg(long)]
     pub(crate) insecure: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// How long the target may be silent before it is given up
     #[arg(long, default_value = "10s", value_parser = time)]
     pub(crate) peer_timeout: Duration,

@@ -25,6 +25,7 @@ mod rings;
 mod run;
 mod signals;
 mod speed;
+mod tls;
 #[cfg(feature = "top")]
 mod top;
 mod traces;

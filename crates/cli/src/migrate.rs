@@ -23,7 +23,7 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(output::open).transpose()?;
     let mut client = Client::connect(&args.api)?;
-    client.call("migrate", serde_json::to_value(request(args))?)?;
+    client.call("migrate", serde_json::to_value(request(args)?)?)?;
     let mut on_event = |status: &Value| {
         if let Some(events) = &mut events {
             // A reader that has gone does not stop a migration.
@@ -50,9 +50,9 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     Ok(status)
 }
 
-fn request(args: &MigrateArgs) -> MigrateRequest {
+fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
     let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    MigrateRequest {
+    Ok(MigrateRequest {
         uri: args.uri.to_string(),
         mode: args.mode,
         urgent: args.urgent,
@@ -73,8 +73,9 @@ fn request(args: &MigrateArgs) -> MigrateRequest {
         verify: args.verify,
         keep_running: args.keep_running,
         insecure: args.insecure,
+        tls: args.tls.texts()?,
         peer_timeout_ms: millis(args.peer_timeout),
-    }
+    })
 }
 
 pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {

@@ -48,7 +48,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
     let events = Events::new().context("cannot make the control socket's descriptor")?;
-    let shared = Arc::new(Shared::new(args, probe, orders, events.clone()));
+    let shared = Arc::new(Shared::new((args, args.tls.load()?), probe, orders, events.clone()));
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
@@ -131,7 +131,7 @@ fn arrive(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result
     let arrived = match &args.incoming {
         None => machine.start().map(|()| Arrived::Here(None)),
         Some(IncomingArg::At(Uri::File(path))) => take_out(path, machine, shared).map(Arrived::Here),
-        Some(IncomingArg::At(uri)) => Listener::bind(uri, args.insecure)
+        Some(IncomingArg::At(uri)) => listen(uri, args.insecure, shared)
             .map_err(Into::into)
             .and_then(|at| await_guest(at, machine, shared)),
         Some(IncomingArg::Defer) => deferred(args, machine, shared),
@@ -163,13 +163,21 @@ fn deferred(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Resu
             let _ = reply.send(Ok(()));
             return take_out(path, machine, shared).map(Arrived::Here);
         }
-        match Listener::bind(&uri, args.insecure) {
+        match listen(&uri, args.insecure, shared) {
             Ok(listener) => {
                 let _ = reply.send(Ok(()));
                 return await_guest(listener, machine, shared);
             }
             Err(error) => drop(reply.send(Err(error.to_string()))),
         }
+    }
+}
+
+/// Listens for a guest; encrypted, if this process was given a certificate.
+fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener, MigrateError> {
+    match &shared.tls {
+        Some(tls) => Listener::bind_encrypted(uri, tls.clone()),
+        None => Listener::bind(uri, insecure),
     }
 }
 
@@ -318,10 +326,10 @@ fn begin(
     reply: &SyncSender<Result<Value, String>>,
 ) -> Option<Place> {
     match prepare(request, shared) {
-        Ok((uri, tracker, reaper)) => {
+        Ok((uri, tracker, reaper, settings)) => {
             machine.set_reaper(reaper);
             let _ = reply.send(Ok(json!({})));
-            Some(move_away(machine, shared, request, &uri, tracker))
+            Some(move_away(machine, shared, request, (&uri, tracker), &settings))
         }
         Err(error) => {
             let _ = reply.send(Err(format!("{error:#}")));
@@ -374,7 +382,10 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
     Ok(Place::Running)
 }
 
-fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<TrackerKind>, Policy)> {
+fn prepare(
+    request: &MigrateRequest,
+    shared: &Shared,
+) -> Result<(Uri, Option<TrackerKind>, Policy, Settings)> {
     if shared.place() == Place::Paused {
         bail!("the guest is paused; resume it first, so that it runs on the other side");
     }
@@ -386,10 +397,11 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<(Uri, Option<Tra
             "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
         );
     }
+    let settings = Settings { stay_awake: shared.stay_awake, ..request.settings(shared.tls.as_ref())? };
     shared.all_here()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     shared.begin_migration();
-    Ok((uri, tracker, reaper))
+    Ok((uri, tracker, reaper, settings))
 }
 
 /// The tracker that a request asks for; `None` for what the guest's kind does best.
@@ -408,26 +420,25 @@ fn move_away(
     machine: &mut Machine,
     shared: &Shared,
     request: &MigrateRequest,
-    uri: &Uri,
-    tracker: Option<TrackerKind>,
+    (uri, tracker): (&Uri, Option<TrackerKind>),
+    settings: &Settings,
 ) -> Place {
     let monitor = shared.monitor();
     let speed_before = shared.speed.recent();
     shared.speed.record();
     let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
-    let settings = Settings { stay_awake: shared.stay_awake, ..request.settings() };
     let mut scores = None;
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
         Uri::File(path) => save(machine.source(), path, &monitor),
         _ if request.plan || request.mode == ModeArg::Auto => {
-            let planned = plan::moved(machine, shared, request, (uri, tracker), &settings);
+            let planned = plan::moved(machine, shared, request, (uri, tracker), settings);
             planned.map(|(moved, scored)| {
                 scores = Some(scored);
                 moved
             })
         }
-        _ => migrate(machine.source(), uri, tracker, &settings, &monitor),
+        _ => migrate(machine.source(), uri, tracker, settings, &monitor),
     };
     let elapsed = began.elapsed();
     let after = shared.probe.stats().ok();

@@ -46,6 +46,16 @@ pub enum MigrateError {
         /// The newest version it speaks.
         theirs: u16,
     },
+    /// No encrypted connection came about.
+    #[error(
+        "no encrypted connection to {uri}: {source}; does the target have a certificate of the same authority, and was it started with it?"
+    )]
+    Tls {
+        /// Where.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
     /// The address cannot be listened on.
     #[error("cannot listen at {uri}: {source}")]
     Listen {
@@ -56,7 +66,7 @@ pub enum MigrateError {
     },
     /// Unencrypted traffic would leave the host.
     #[error(
-        "{uri} is not on this host: plain connections can be read and changed on the way; say --insecure to allow it"
+        "{uri} is not on this host: plain connections can be read and changed on the way; give both sides certificates, or say --insecure to allow it"
     )]
     NotLoopback {
         /// Where.

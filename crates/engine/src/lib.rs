@@ -20,7 +20,7 @@ mod sync;
 mod target;
 mod vm;
 
-pub use channel::{Listener, Uri, UriError, tcp};
+pub use channel::{Listener, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use latency::prefer_latency_of;

@@ -66,6 +66,8 @@ pub enum RefusalCode {
     Cancelled,
     /// Nothing was heard for too long.
     Timeout,
+    /// The connection is plain, and must be encrypted.
+    Encryption,
 }
 
 impl RefusalCode {
@@ -84,6 +86,7 @@ impl RefusalCode {
             Self::Memory => 9,
             Self::Cancelled => 10,
             Self::Timeout => 11,
+            Self::Encryption => 12,
         }
     }
 
@@ -101,6 +104,7 @@ impl RefusalCode {
             9 => Self::Memory,
             10 => Self::Cancelled,
             11 => Self::Timeout,
+            12 => Self::Encryption,
             _ => Self::Other,
         }
     }
@@ -120,6 +124,7 @@ impl std::fmt::Display for RefusalCode {
             Self::Memory => "pages did not arrive as they were sent",
             Self::Cancelled => "cancelled",
             Self::Timeout => "timed out",
+            Self::Encryption => "it takes encrypted connections only: give this side a certificate",
         })
     }
 }

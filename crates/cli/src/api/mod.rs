@@ -18,12 +18,13 @@ pub(crate) use shared::{Errand, Order, Place, Shared};
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
-use anyhow::Result;
+use crate::tls::TlsTexts;
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
-use vmferry_engine::Settings;
+use vmferry_engine::{Settings, Tls};
 
 /// What `migrate` is asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -67,6 +68,9 @@ pub(crate) struct MigrateRequest {
     pub(crate) keep_running: bool,
     #[serde(default)]
     pub(crate) insecure: bool,
+    /// For encrypted connections; what the process was started with if it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tls: Option<TlsTexts>,
     pub(crate) peer_timeout_ms: u64,
 }
 
@@ -124,12 +128,16 @@ impl MigrateRequest {
             verify: false,
             keep_running: false,
             insecure: false,
+            tls: None,
             peer_timeout_ms: millis(peer_timeout),
         }
     }
 
-    pub(crate) fn settings(&self) -> Settings {
-        Settings {
+    /// `own`: what the process was started with for encrypted connections.
+    pub(crate) fn settings(&self, own: Option<&Tls>) -> Result<Settings> {
+        let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
+        Ok(Settings {
+            tls: given.or_else(|| own.cloned()),
             mode: self.mode.into(),
             urgent: self.urgent.into(),
             urgent_channels: self.urgent_channels,
@@ -147,7 +155,7 @@ impl MigrateRequest {
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,
             ..Settings::default()
-        }
+        })
     }
 }
 

@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn what_is_set_is_what_the_engine_gets() {
         let mut options = Options::default();
-        let settings = options.request("tcp:a:1", false).settings();
+        let settings = options.request("tcp:a:1", false).settings(None).unwrap();
         assert_eq!((settings.channels, settings.on_timeout, settings.timeout), (1, OnTimeout::Cancel, None));
         assert_eq!((settings.max_bandwidth, settings.insecure), (None, false));
         with(
@@ -218,7 +218,7 @@ mod tests {
             json!({"max-bandwidth": 1000, "max-postcopy-bandwidth": 500, "avail-switchover-bandwidth": 2000});
         options.set_parameters(arguments(rates)).unwrap();
         options.set_parameters(arguments(json!({"multifd-channels": 5, "downtime-limit": 20}))).unwrap();
-        let settings = options.request("tcp:a:1", true).settings();
+        let settings = options.request("tcp:a:1", true).settings(None).unwrap();
         assert_eq!((settings.channels, settings.downtime_limit.as_millis()), (5, 20));
         assert_eq!((settings.mode, settings.on_timeout), (MigrationMode::Precopy, OnTimeout::Postcopy));
         assert_eq!((settings.auto_converge, settings.urgent), (AutoConverge::Writers, UrgentPath::Dedicated));
@@ -226,7 +226,7 @@ mod tests {
         assert!(settings.insecure && settings.switchover_bandwidth.is_some());
         with(&mut options, &[("postcopy-preempt", false), ("dirty-limit", false), ("auto-converge", true)])
             .unwrap();
-        let settings = options.request("tcp:a:1", true).settings();
+        let settings = options.request("tcp:a:1", true).settings(None).unwrap();
         assert_eq!((settings.auto_converge, settings.urgent), (AutoConverge::All, UrgentPath::Shared));
     }
 

@@ -19,7 +19,9 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_control::{Events, QmpError};
-use vmferry_engine::{Arrival, FillState, LazyProgress, MigrationState, Monitor, RestState, RestWatch, Uri};
+use vmferry_engine::{
+    Arrival, FillState, LazyProgress, MigrationState, Monitor, RestState, RestWatch, Tls, Uri,
+};
 
 /// How long the machine's owner may take for a command.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -92,6 +94,8 @@ pub(crate) struct Shared {
     memory: u64,
     /// Whether connections to other hosts may be unencrypted.
     pub(super) insecure: bool,
+    /// For encrypted connections, unless a migration says otherwise.
+    pub(crate) tls: Option<Tls>,
     /// Whether this host's processors stay awake in postcopy, whichever side of it this is.
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
@@ -123,7 +127,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Shared {
     pub(crate) fn new(
-        args: &RunArgs,
+        (args, tls): (&RunArgs, Option<Tls>),
         probe: SharedProbe,
         orders: SyncSender<Errand>,
         events: Events,
@@ -136,6 +140,7 @@ impl Shared {
             tell: Tell::new(events),
             memory: args.memory,
             insecure: args.insecure,
+            tls,
             stay_awake,
             arrival: Arrival::new(args.peer_timeout).stay_awake(stay_awake),
             quit: AtomicBool::new(false),

@@ -9,6 +9,7 @@ use crate::api::{Client, MigrateRequest, Place, Shared};
 use crate::args::{TrackerArg, rate, time};
 use crate::choices::OnOff;
 use crate::guest::Machine;
+use crate::tls::TlsArgs;
 use crate::{Status, migrate, output, run};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -58,6 +59,8 @@ pub(crate) struct PlanArgs {
     /// Allow an unencrypted connection to another host
     #[arg(long)]
     pub(crate) insecure: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Write the plan as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -95,6 +98,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
             max_bandwidth: args.max_bandwidth,
             free_pages: args.free_pages,
             insecure: args.insecure,
+            tls: args.tls.texts()?,
             ..MigrateRequest::to(to.as_deref().unwrap_or_default())
         },
         to,
@@ -131,7 +135,7 @@ pub(crate) fn order(machine: &mut Machine, shared: &Shared, request: &PlanReques
     let uri = request.to.as_deref().map(str::parse::<Uri>).transpose()?;
     let link = Way { uri: uri.as_ref(), bandwidth: request.bandwidth };
     let tracker = run::tracker(request.migrate.tracker.as_deref())?;
-    let settings = request.migrate.settings();
+    let settings = request.migrate.settings(shared.tls.as_ref())?;
     let watch = request.watch_ms.map(Duration::from_millis);
     let stop = || shared.quit.load(Ordering::Acquire);
     make(machine, &link, tracker, &settings, watch, &stop)?.value()

@@ -2,6 +2,7 @@
 
 use super::{IoBuf, Stream, Uri};
 use crate::MigrateError;
+use crate::source::Settings;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
@@ -15,17 +16,22 @@ use vmferry_wire::{
 pub(crate) fn connect(
     uri: &Uri,
     (migration, role, index, token): (MigrationId, Role, u16, Token),
-    insecure: bool,
-    timeout: Duration,
+    settings: &Settings,
 ) -> Result<Stream, MigrateError> {
     let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
-    open(uri, insecure, timeout, &Hello { version_min, version_max, features, migration, role, index, token })
+    open(uri, settings, &Hello { version_min, version_max, features, migration, role, index, token })
 }
 
-fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<Stream, MigrateError> {
+fn open(uri: &Uri, settings: &Settings, hello: &Hello) -> Result<Stream, MigrateError> {
+    let timeout = settings.peer_timeout;
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let socket = reach(uri, insecure, timeout)?;
-    let stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
+    let socket = reach(uri, settings.insecure || settings.tls.is_some(), timeout)?;
+    let mut stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
+    if let Some(tls) = &settings.tls {
+        let host = if let Uri::Tcp { host, .. } = uri { Some(host.as_str()) } else { None };
+        let encrypted = stream.encrypt_to(tls, host, timeout);
+        encrypted.map_err(|source| MigrateError::Tls { uri: uri.to_string(), source })?;
+    }
     stream.set_timeouts(Some(timeout), Some(timeout)).map_err(unreachable)?;
     let shake = || -> io::Result<[u8; HELLO_BYTES]> {
         stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
@@ -59,14 +65,14 @@ fn open(uri: &Uri, insecure: bool, timeout: Duration, hello: &Hello) -> Result<S
     Ok(stream)
 }
 
-fn reach(uri: &Uri, insecure: bool, timeout: Duration) -> Result<Socket, MigrateError> {
+fn reach(uri: &Uri, anywhere: bool, timeout: Duration) -> Result<Socket, MigrateError> {
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
     match uri {
         Uri::Tcp { host, port } => {
             let addresses = (host.as_str(), *port).to_socket_addrs().map_err(unreachable)?;
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
             for address in addresses {
-                if !insecure && !address.ip().is_loopback() {
+                if !anywhere && !address.ip().is_loopback() {
                     return Err(MigrateError::NotLoopback { uri: uri.to_string() });
                 }
                 let tried = Socket::new(Domain::for_address(address), Type::STREAM, None)

@@ -1,6 +1,6 @@
 //! Taking channels from a source.
 
-use super::{IoBuf, Stream, Uri};
+use super::{IoBuf, Stream, Tls, Uri};
 use crate::MigrateError;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
@@ -25,6 +25,7 @@ pub struct Listener {
     socket: Socket,
     uri: Uri,
     insecure: bool,
+    tls: Option<Arc<Tls>>,
     /// A Unix socket's path, removed at the end because we made it.
     made: Option<PathBuf>,
 }
@@ -42,6 +43,19 @@ impl Listener {
     /// # Errors
     /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be listened on.
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
+        Self::new(uri, insecure, None)
+    }
+
+    /// Listens at `uri`, also where other hosts can connect, and takes encrypted connections only.
+    ///
+    /// # Errors
+    /// If the address is taken, not ours, or no kind that can be listened on.
+    pub fn bind_encrypted(uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
+        Self::new(uri, true, Some(Arc::new(tls)))
+    }
+
+    /// `insecure`: other hosts may connect.
+    fn new(uri: &Uri, insecure: bool, tls: Option<Arc<Tls>>) -> Result<Self, MigrateError> {
         let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
         let (socket, made) = match uri {
             Uri::Tcp { host, port } => {
@@ -69,7 +83,7 @@ impl Listener {
             }
             Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
         };
-        let listener = Self { socket, uri: uri.clone(), insecure, made };
+        let listener = Self { socket, uri: uri.clone(), insecure, tls, made };
         listener.socket.listen(128).map_err(failed)?;
         listener.socket.set_read_timeout(Some(POLL)).map_err(failed)?;
         Ok(listener)
@@ -114,10 +128,10 @@ impl Listener {
                 continue;
             }
             let peer = address.as_socket().map_or_else(|| self.uri.to_string(), |a| format!("tcp:{a}"));
-            let (take, own) = (take.clone(), Arc::clone(&greeting));
+            let (take, own, tls) = (take.clone(), Arc::clone(&greeting), self.tls.clone());
             greeting.fetch_add(1, Ordering::AcqRel);
             let greet = move || {
-                match read_hello(socket, peer) {
+                match read_hello(socket, peer, tls.as_deref()) {
                     Ok(incoming) => take(incoming),
                     Err(error) => tracing::warn!("a connection was closed: {error}"),
                 }
@@ -139,9 +153,12 @@ impl Drop for Listener {
     }
 }
 
-fn read_hello(socket: Socket, peer: String) -> io::Result<Incoming> {
+fn read_hello(socket: Socket, peer: String, tls: Option<&Tls>) -> io::Result<Incoming> {
     socket.set_nonblocking(false)?;
-    let stream = Stream::new(socket, peer)?;
+    let mut stream = Stream::new(socket, peer)?;
+    stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
+    encrypt(&mut stream, tls)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
     let mut bytes = [0; HELLO_BYTES];
     let read = stream
@@ -153,6 +170,29 @@ fn read_hello(socket: Socket, peer: String) -> io::Result<Incoming> {
         Err(code) => {
             answer(&stream, &hello, Err(code))?;
             Err(io::Error::other(format!("{}: {code}", stream.peer)))
+        }
+    }
+}
+
+/// Makes the connection what it has to be. A source that speaks the other way is told so, as far as it understands.
+fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<()> {
+    /// What TLS begins with: a handshake record of any version 3.x (RFC 8446, 5.1).
+    const TLS: [u8; 2] = [22, 3];
+    let mut first = [0; 2];
+    stream.peek(&mut first, HELLO_TIMEOUT)?;
+    match tls {
+        Some(tls) if first == TLS => stream.encrypt_from(tls, HELLO_TIMEOUT),
+        None if first != TLS => Ok(()),
+        None => {
+            Err(io::Error::other("it wants an encrypted connection, for which this side has no certificate"))
+        }
+        Some(_) => {
+            let mut bytes = [0; HELLO_BYTES];
+            stream.receive_bytes_within(&mut bytes, HELLO_TIMEOUT)?;
+            if let Ok(hello) = Hello::decode(&bytes) {
+                answer(stream, &hello, Err(RefusalCode::Encryption))?;
+            }
+            Err(io::Error::other("it is not encrypted, which this side asks for"))
         }
     }
 }

@@ -1,19 +1,24 @@
-//! Byte streams between the two sides: connecting, listening, and moving bytes without copying them.
+//! Byte streams between the two sides: connecting, listening, and moving bytes, without copying them where they are not encrypted.
 
 mod connect;
 mod control;
+mod iobuf;
 mod listen;
 mod pacer;
+mod raw;
 mod stream;
 pub mod tcp;
+mod tls;
 mod uri;
 
 pub(crate) use connect::connect;
 pub(crate) use control::{read_message, send_message};
+pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
 #[cfg(test)]
 pub(crate) use stream::test_pair;
-pub(crate) use stream::{IoBuf, SendError, Stream};
+pub(crate) use stream::{SendError, Stream};
+pub use tls::{Tls, TlsError};
 pub use uri::{Uri, UriError};

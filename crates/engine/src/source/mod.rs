@@ -52,7 +52,7 @@ pub fn migrate(
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
     let channel = (migration, Role::Control, 0, Token::NONE);
-    let control = connect(uri, channel, settings.insecure, settings.peer_timeout)?;
+    let control = connect(uri, channel, settings)?;
     let ground = driver::Ground {
         uri,
         settings,

@@ -1,5 +1,6 @@
 //! How to migrate, as the caller says it.
 
+use crate::channel::Tls;
 use crate::plan::Auto;
 use std::time::Duration;
 use vmferry_wire::Mode;
@@ -133,6 +134,8 @@ pub struct Settings {
     pub peer_timeout: Duration,
     /// Plain connections to other hosts, which anyone on the way can read and change.
     pub insecure: bool,
+    /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
+    pub tls: Option<Tls>,
 }
 
 impl Settings {
@@ -187,6 +190,7 @@ impl Default for Settings {
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,
+            tls: None,
         }
     }
 }

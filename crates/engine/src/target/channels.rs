@@ -104,6 +104,7 @@ impl Link {
 
     /// Answers a connection that is no control channel. Some: it is one of ours, and served.
     pub(super) fn connected(&mut self, incoming: Incoming) -> Option<io::Result<()>> {
+        let same_source = self.same_source(&incoming);
         let Incoming { stream, hello } = incoming;
         if hello.role == Role::Measure {
             // A link that carries a guest cannot be measured.
@@ -114,7 +115,7 @@ impl Link {
             Role::Bulk => self.tokens.bulk,
             _ => self.tokens.urgent,
         };
-        let known = hello.migration == self.migration && hello.token == wanted;
+        let known = hello.migration == self.migration && hello.token == wanted && same_source;
         let free = matches!(self.places(hello.role).get(usize::from(hello.index)), Some(None));
         let verdict = if known && free { Ok(()) } else { Err(RefusalCode::Token) };
         if let Err(error) = answer(&stream, &hello, verdict) {

@@ -229,7 +229,7 @@ impl<'a> Driver<'a> {
 
     /// Only the source of a guest that may have been committed is heard beside this attempt's own control channel.
     fn control_back(&mut self, incoming: Incoming) -> Option<Event> {
-        let ours = self.session.may_be_asked() && self.link.named_by(&incoming.hello);
+        let ours = self.session.may_be_asked() && self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
             tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);

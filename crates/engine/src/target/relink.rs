@@ -7,12 +7,18 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
-use vmferry_wire::Hello;
 
 impl Link {
-    /// Whether `hello` names this migration, with the token that only its source was given.
-    pub(super) fn named_by(&self, hello: &Hello) -> bool {
-        hello.migration == self.migration && hello.token == self.tokens.resume
+    /// Whether `incoming` names this migration, with the token that only its source was given.
+    pub(super) fn named_by(&self, incoming: &Incoming) -> bool {
+        let hello = &incoming.hello;
+        hello.migration == self.migration && hello.token == self.tokens.resume && self.same_source(incoming)
+    }
+
+    /// Whether it is the source of the control channel, as far as its certificate tells: a token that got out is of no use to
+    /// another host.
+    pub(super) fn same_source(&self, incoming: &Incoming) -> bool {
+        incoming.stream.peer_certificate() == self.control.peer_certificate()
     }
 
     /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being

@@ -263,7 +263,7 @@ impl Rest {
                 Err(error) => Some(Event::PeerLost(format!("no thread for a channel: {error}"))),
             };
         }
-        let ours = self.link.named_by(&incoming.hello);
+        let ours = self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
             tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);

@@ -1,5 +1,8 @@
 //! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
 
+#[path = "../../src/channel/tls/authority.rs"]
+mod authority;
+mod encrypted;
 mod faulting;
 mod free_pages;
 mod freeing;

@@ -93,11 +93,15 @@ pub(crate) fn check_owner(source: &Toy, target: &Toy, ended: &Ended) {
 
 /// A whole migration that must succeed, and everything that must hold after it.
 pub(crate) fn move_well(options: Options, uri: &Uri, settings: &Settings) -> (Report, Received) {
+    move_well_to(&Listener::bind(uri, false).unwrap(), options, settings)
+}
+
+/// The same to a target that listens already.
+pub(crate) fn move_well_to(listener: &Listener, options: Options, settings: &Settings) -> (Report, Received) {
     let mut source = Toy::new(options, true);
     let mut target = source.target();
-    let listener = Listener::bind(uri, false).unwrap();
     let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, settings, &Monitor::new());
+    let ended = attempt(&mut source, &mut target, listener, &uri, settings, &Monitor::new());
     check_owner(&source, &target, &ended);
     let report = ended.sent.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);

@@ -202,7 +202,12 @@ pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn()
 /// Moves a loaded guest over a link with these `rules`; `meanwhile` looks on, and does what it likes.
 pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&View<'_>)) -> Moved {
     let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
-    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let anywhere = "tcp:127.0.0.1:0".parse::<Uri>().unwrap();
+    // One host, and so one certificate.
+    let listener = match settings.tls.clone() {
+        Some(tls) => Listener::bind_encrypted(&anywhere, tls).unwrap(),
+        None => Listener::bind(&anywhere, false).unwrap(),
+    };
     let proxy = Proxy::new(&listener.uri().unwrap(), rules);
     let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
     let (watch, uri) = (Mutex::default(), proxy.uri());

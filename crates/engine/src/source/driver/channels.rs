@@ -33,7 +33,7 @@ impl Driver<'_, '_> {
         let open = |role, count: u16, token| {
             let open = |index| {
                 let channel = (self.ground.migration, role, index, token);
-                let stream = connect(self.ground.uri, channel, settings.insecure, settings.peer_timeout)?;
+                let stream = connect(self.ground.uri, channel, settings)?;
                 // A bulk channel is never read, an urgent one is silent while nobody waits; a send without progress for
                 // this long is a dead peer.
                 let _ = stream.set_timeouts(None, Some(settings.peer_timeout));

@@ -1,0 +1,96 @@
+//! Bytes by address: our own, or the guest's.
+
+use std::marker::PhantomData;
+use vmferry_memory::Window;
+
+/// An `iovec`: bytes of our own or of guest memory, by address.
+///
+/// Guest memory is never made a `&[u8]` (another runs in it), so the standard library's `IoSlice` cannot serve.
+#[derive(Debug, Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct IoBuf<'a> {
+    raw: libc::iovec,
+    bytes: PhantomData<&'a ()>,
+}
+
+// SAFETY: an address and a length; what they point at is borrowed for 'a, and is either shared bytes that nobody
+// writes, a unique borrow, or guest memory that everybody may access through raw addresses.
+unsafe impl Send for IoBuf<'_> {}
+
+impl<'a> IoBuf<'a> {
+    /// To send `bytes`. Only [`Stream::send`] may be given it.
+    pub(crate) fn from_bytes(bytes: &'a [u8]) -> Self {
+        Self::raw(bytes.as_ptr().cast_mut(), bytes.len())
+    }
+
+    /// To receive into `bytes`, or to send them.
+    pub(crate) fn from_bytes_mut(bytes: &'a mut [u8]) -> Self {
+        Self::raw(bytes.as_mut_ptr(), bytes.len())
+    }
+
+    /// To send or receive guest memory.
+    pub(crate) fn from_window(window: Window<'a>) -> Self {
+        Self::raw(window.as_ptr(), window.len())
+    }
+
+    /// Bytes that it has left.
+    pub(crate) fn len(&self) -> usize {
+        self.raw.iov_len
+    }
+
+    /// Whether it is used up.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.raw.iov_len == 0
+    }
+
+    /// Copies as much of `from` as fits, and goes on behind it; for a buffer that may be received into. Returns how much
+    /// that was.
+    pub(crate) fn put(&mut self, from: &[u8]) -> usize {
+        let len = from.len().min(self.raw.iov_len);
+        // SAFETY: the buffer's bytes are mapped and may be written (it was made to be received into, which callers keep, as
+        // for `recvmsg`), and cannot overlap `from`, which is a shared borrow of other bytes.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.raw.iov_base.cast(), len) };
+        self.advance(len);
+        len
+    }
+
+    /// Copies its first bytes to `to`, as many as both have, and goes on behind them. Returns how many that were.
+    ///
+    /// Of guest memory the copy may be torn, where the guest writes meanwhile, as what the kernel sends of it may be.
+    pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
+        let len = to.len().min(self.raw.iov_len);
+        // SAFETY: the buffer's bytes are mapped and may be read (every constructor's promise), and cannot overlap `to`, which is a
+        // unique borrow of other bytes.
+        unsafe { std::ptr::copy_nonoverlapping(self.raw.iov_base.cast(), to.as_mut_ptr(), len) };
+        self.advance(len);
+        len
+    }
+
+    fn raw(start: *mut u8, len: usize) -> Self {
+        Self { raw: libc::iovec { iov_base: start.cast(), iov_len: len }, bytes: PhantomData }
+    }
+
+    /// Drops the first `count` bytes.
+    fn advance(&mut self, count: usize) {
+        // Stays within or one past the end: callers advance by at most iov_len.
+        self.raw.iov_base = self.raw.iov_base.cast::<u8>().wrapping_add(count).cast();
+        self.raw.iov_len -= count;
+    }
+}
+
+/// The bufs from the first that has bytes; `None` when all are used up.
+pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
+    let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
+    Some(&mut bufs[first..])
+}
+
+pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
+    for buf in bufs {
+        let here = moved.min(buf.raw.iov_len);
+        buf.advance(here);
+        moved -= here;
+        if moved == 0 {
+            return;
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! A connected socket that sends and receives straight out of and into guest memory, as it is.
+
+use super::iobuf::{IoBuf, consume, skip_empty};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant, SystemTime};
+
+/// As many as the kernel takes at once (UIO_MAXIOV).
+const MOST_BUFS: usize = 1024;
+
+/// Whether anything left before sending failed.
+#[derive(Debug)]
+pub(crate) struct SendError {
+    /// Nothing of this send reached the kernel: the peer cannot have any of it.
+    pub(crate) nothing_left: bool,
+    pub(crate) error: io::Error,
+}
+
+impl SendError {
+    /// Why the message could not even be encoded, if that is what failed.
+    pub(crate) fn wire_error(&self) -> Option<&vmferry_wire::WireError> {
+        self.error.get_ref()?.downcast_ref()
+    }
+}
+
+/// One connected stream socket. Sending and receiving are independent and may be done from two threads.
+#[derive(Debug)]
+pub(super) struct RawStream {
+    fd: OwnedFd,
+}
+
+impl AsFd for RawStream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl RawStream {
+    pub(super) fn new(socket: socket2::Socket) -> io::Result<Self> {
+        if !socket.local_addr()?.is_unix() {
+            // Control messages are small and waited for; pages fill whole segments anyway.
+            socket.set_tcp_nodelay(true)?;
+        }
+        Ok(Self { fd: socket.into() })
+    }
+
+    /// How long a send or a receive may make no progress; `None` for ever.
+    pub(super) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
+        let socket = socket2::SockRef::from(&self.fd);
+        socket.set_read_timeout(receive)?;
+        socket.set_write_timeout(send)
+    }
+
+    /// Ends both directions: whoever is blocked in this stream, on either side, returns.
+    pub(super) fn shutdown(&self) {
+        // Fails only where the peer was faster.
+        let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Says that nothing more will be sent; what was sent still arrives, and receiving goes on.
+    pub(super) fn finish(&self) {
+        let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
+    }
+
+    /// Sends all of `bufs`; uses them up.
+    pub(super) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
+        let mut nothing_left = true;
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            match self.call(bufs, libc::MSG_NOSIGNAL, sendmsg) {
+                Ok(sent) => {
+                    nothing_left = nothing_left && sent == 0;
+                    consume(bufs, sent);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(SendError { nothing_left, error: timed_out(error) }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends `bytes`, and gives up when that took longer than `within`, however steadily the peer drips.
+    pub(super) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
+        let deadline = after(within);
+        let (mut bufs, mut nothing_left) = ([IoBuf::from_bytes(bytes)], true);
+        while let Some(rest) = skip_empty(&mut bufs) {
+            match self.call(rest, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT, sendmsg) {
+                Ok(sent) => {
+                    nothing_left = nothing_left && sent == 0;
+                    consume(rest, sent);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let room = self.wait_for_room(left);
+                    room.map_err(|error| SendError { nothing_left, error })?;
+                }
+                Err(error) => return Err(SendError { nothing_left, error }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the socket takes more, or fails; `TimedOut` after `left`.
+    fn wait_for_room(&self, left: Duration) -> io::Result<()> {
+        let millis = libc::c_int::try_from(left.as_millis()).unwrap_or(libc::c_int::MAX);
+        if millis == 0 {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one pollfd, on our stack.
+        if unsafe { libc::poll(&raw mut poll, 1, millis) } < 0 {
+            return interrupted(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
+    /// Fills all of `bufs`; uses them up. `UnexpectedEof` if the peer ended the stream before.
+    pub(super) fn receive(&self, mut bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        while let Some(rest) = skip_empty(bufs) {
+            bufs = rest;
+            match self.call(bufs, libc::MSG_WAITALL, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => consume(bufs, received),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(timed_out(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the kernel paces it and knows what has arrived.
+    pub(super) fn is_tcp(&self) -> bool {
+        socket2::SockRef::from(&self.fd).local_addr().is_ok_and(|address| !address.is_unix())
+    }
+
+    /// Whether there is something to be received right now, or the stream has ended.
+    pub(super) fn has_input(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, on our stack; no wait.
+        (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
+    }
+
+    /// Waits at most `time` for the peer to end the stream; says whether it has, whatever is still to be read before.
+    pub(super) fn hung_up_within(&self, time: Duration) -> bool {
+        let millis = libc::c_int::try_from(time.as_millis()).unwrap_or(libc::c_int::MAX);
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+        // SAFETY: one pollfd, on our stack. Of an error there is no need to know: the caller asks again.
+        (unsafe { libc::poll(&raw mut poll, 1, millis) }) > 0
+    }
+
+    /// Waits until there is something to be received, or the stream has ended; false if nothing came before `until`.
+    pub(super) fn wait_for_input(&self, until: Instant) -> io::Result<bool> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let time = libc::timespec {
+                tv_sec: libc::time_t::try_from(left.as_secs()).unwrap_or(libc::time_t::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one pollfd and one time, on our stack; no signal mask.
+            match unsafe { libc::ppoll(&raw mut poll, 1, &raw const time, std::ptr::null()) } {
+                0 => return Ok(false),
+                1.. => return Ok(true),
+                _ => interrupted(io::Error::last_os_error())?,
+            }
+        }
+    }
+
+    /// Receives what there is, at least a byte, at most what `bytes` hold.
+    pub(super) fn receive_some(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+        loop {
+            match self.call(&mut bufs, 0, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => return Ok(received),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(timed_out(error)),
+            }
+        }
+    }
+
+    /// Asks the kernel to note when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
+    /// [`receive_stamped`](Self::receive_stamped).
+    pub(super) fn stamp_arrivals(&self) -> io::Result<()> {
+        let on: libc::c_int = 1;
+        // SAFETY: the kernel reads the four bytes of `on`.
+        let done = unsafe {
+            libc::setsockopt(
+                self.fd.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_TIMESTAMPNS,
+                (&raw const on).cast(),
+                4,
+            )
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Receives into `bytes`, at least one, and says when the kernel got the last of them, if it knows. `flags` may be `MSG_WAITALL`,
+    /// to fill `bytes` unless something comes between.
+    pub(super) fn receive_stamped(
+        &self,
+        bytes: &mut [u8],
+        flags: libc::c_int,
+    ) -> io::Result<(usize, Option<SystemTime>)> {
+        loop {
+            // Aligned as a cmsghdr, with room for one timespec.
+            let mut control = [0u64; 8];
+            // SAFETY: msghdr is plain data; all zero is its empty value.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+            message.msg_iov = bufs.as_mut_ptr().cast();
+            message.msg_iovlen = bufs.len();
+            message.msg_control = control.as_mut_ptr().cast();
+            message.msg_controllen = size_of_val(&control) as _;
+            match usize::try_from(recvmsg(self.fd.as_raw_fd(), &mut message, flags)) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(received) => return Ok((received, arrival(&message))),
+                Err(_) => interrupted(io::Error::last_os_error()).map_err(timed_out)?,
+            }
+        }
+    }
+
+    /// Receives what there is, at least a byte; `TimedOut` at `deadline`. Leaves another receive timeout behind.
+    pub(super) fn receive_some_before(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        // The kernel counts in microseconds, and takes none for no limit.
+        socket2::SockRef::from(&self.fd).set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        self.receive_some(bytes)
+    }
+
+    /// Receives what there is without waiting; `WouldBlock` if that is nothing.
+    pub(super) fn receive_now(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.call(&mut [IoBuf::from_bytes_mut(bytes)], libc::MSG_DONTWAIT, recvmsg) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// Waits until there is something to be received, or the stream has ended: until `deadline`, after which it leaves another receive
+    /// timeout behind, or as long as the socket's timeout says.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> io::Result<()> {
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let socket = socket2::SockRef::from(&self.fd);
+            socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        }
+        loop {
+            // Looking at a byte waits as receiving it would, by the same timeout.
+            match self.call(&mut [IoBuf::from_bytes_mut(&mut [0])], libc::MSG_PEEK, recvmsg) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done.map(drop).map_err(timed_out),
+            }
+        }
+    }
+
+    /// The first bytes that there are, which stay to be received; fewer than asked for at `deadline` or if the stream ends.
+    pub(super) fn peek(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let socket = socket2::SockRef::from(&self.fd);
+            socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            let mut bufs = [IoBuf::from_bytes_mut(bytes)];
+            match self.call(&mut bufs, libc::MSG_PEEK | libc::MSG_WAITALL, recvmsg) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done.map_err(timed_out),
+            }
+        }
+    }
+
+    fn call(
+        &self,
+        bufs: &mut [IoBuf<'_>],
+        flags: libc::c_int,
+        call: impl Fn(libc::c_int, &mut libc::msghdr, libc::c_int) -> isize,
+    ) -> io::Result<usize> {
+        // SAFETY: msghdr is plain data; all zero is its empty value.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = bufs.as_mut_ptr().cast();
+        message.msg_iovlen = bufs.len().min(MOST_BUFS);
+        let moved = call(self.fd.as_raw_fd(), &mut message, flags);
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+fn sendmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: `message` points at IoBufs (repr(transparent) iovec), whose bytes are borrowed and mapped for as long as
+    // they live; the kernel only reads them.
+    unsafe { libc::sendmsg(fd, message, flags) }
+}
+
+fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
+    // SAFETY: as in `sendmsg`; the kernel writes, and every IoBuf that is received into was made of a unique borrow or
+    // of guest memory (`from_bytes` is documented as send-only, and this module's callers keep that).
+    unsafe { libc::recvmsg(fd, message, flags) }
+}
+
+/// Bytes of a timespec.
+const TIMESPEC: u32 = 16;
+const _: () = assert!(size_of::<libc::timespec>() == TIMESPEC as usize);
+
+/// When the kernel got what `message` received, if it says.
+fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
+    // SAFETY: `message` was filled by recvmsg; the macro looks only within its control bytes.
+    let header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    if header.is_null() {
+        return None;
+    }
+    // SAFETY: the first header lies whole within the control bytes, as the macro has checked.
+    let kind = unsafe { ((*header).cmsg_level, (*header).cmsg_type, (*header).cmsg_len) };
+    // SAFETY: a length computed from a length.
+    let len = unsafe { libc::CMSG_LEN(TIMESPEC) };
+    if kind != (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS, len as _) {
+        return None;
+    }
+    // SAFETY: its data are a timespec, by its kind and length; not necessarily aligned.
+    let time = unsafe { libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned() };
+    let (seconds, nanos) = (u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?);
+    SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, nanos))
+}
+
+/// The moment `within` from now; a year for what no clock can name.
+pub(super) fn after(within: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(within).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
+}
+
+/// A signal is no failure: the call is made again.
+fn interrupted(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
+}
+
+/// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
+fn timed_out(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
+}

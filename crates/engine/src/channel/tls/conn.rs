@@ -1,0 +1,196 @@
+//! One TLS connection without its socket: bytes in, bytes out.
+
+use super::Tls;
+use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::CertificateDer;
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
+use rustls::{CommonState, Error};
+use std::sync::Arc;
+
+/// More than the largest record is longer than what is in it, and room for a change of keys.
+const OVERHEAD: usize = 1024;
+/// Plain bytes of a record, at most (RFC 8446, 5.1).
+const RECORD: usize = 16 << 10;
+
+/// What became of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// There may be more in what has come: step again.
+    More,
+    /// What is to be sent must be, before anything else.
+    Flush,
+    /// Nothing can be done without more from the peer, and nothing may be sent.
+    Blocked,
+    /// All that has come is dealt with; both sides may send.
+    Open,
+    /// The peer will send no more.
+    Closed,
+}
+
+/// Bytes that are to be sent. Its buffer is kept, and never cleared: filling it with zeros would cost as much as filling it.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    buffer: Vec<u8>,
+    len: usize,
+}
+
+impl std::fmt::Debug for Outgoing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outgoing").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Outgoing {
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.buffer[..self.len]
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    /// Adds what `other` has, and takes it out of there.
+    pub(super) fn append(&mut self, other: &mut Self) {
+        if other.len > 0 {
+            self.buffer.truncate(self.len);
+            self.buffer.extend_from_slice(other.bytes());
+            self.len = self.buffer.len();
+            other.clear();
+        }
+    }
+
+    /// Lets `write` put bytes behind those that are there, with room for `least`, or for as many as it then asks for.
+    fn grow(
+        &mut self,
+        least: usize,
+        mut write: impl FnMut(&mut [u8]) -> Result<usize, Result<usize, Error>>,
+    ) -> Result<(), Error> {
+        let mut room = least;
+        for _ in 0..2 {
+            if self.buffer.len() < self.len + room {
+                self.buffer.resize(self.len + room, 0);
+            }
+            match write(&mut self.buffer[self.len..]) {
+                Ok(written) => {
+                    self.len += written;
+                    return Ok(());
+                }
+                Err(Ok(more)) => room = more,
+                Err(Err(error)) => return Err(error),
+            }
+        }
+        Err(Error::General("a message of TLS grew while it was written".into()))
+    }
+}
+
+/// Large, and one a connection.
+pub(super) enum Conn {
+    Client(Box<UnbufferedClientConnection>),
+    Server(Box<UnbufferedServerConnection>),
+}
+
+impl Conn {
+    pub(super) fn client(tls: &Tls, host: Option<&str>) -> Result<Self, Error> {
+        let connection = UnbufferedClientConnection::new(Arc::clone(&tls.client), tls.name_of(host)?)?;
+        Ok(Self::Client(Box::new(connection)))
+    }
+
+    pub(super) fn server(tls: &Tls) -> Result<Self, Error> {
+        Ok(Self::Server(Box::new(UnbufferedServerConnection::new(Arc::clone(&tls.server))?)))
+    }
+
+    /// The peer's certificate, once it has shown it.
+    pub(super) fn peer(&self) -> Option<CertificateDer<'static>> {
+        let state: &CommonState = match self {
+            Self::Client(connection) => connection,
+            Self::Server(connection) => connection,
+        };
+        Some(state.peer_certificates()?.first()?.clone().into_owned())
+    }
+
+    #[cfg(test)]
+    pub(super) fn change_keys(&mut self) {
+        fn change<Data>(status: UnbufferedStatus<'_, '_, Data>) {
+            let Ok(ConnectionState::WriteTraffic(traffic)) = status.state else { panic!("it is not open") };
+            traffic.refresh_traffic_keys().unwrap();
+        }
+        match self {
+            Self::Client(connection) => change(connection.process_tls_records(&mut [])),
+            Self::Server(connection) => change(connection.process_tls_records(&mut [])),
+        }
+    }
+
+    /// Takes a record, or what it can, from the front of `incoming`, which has to be all that has come and was not taken. What is to
+    /// be sent is added to `own`, what was received given to `take`. If the connection is open, and has nothing else to say, `seal`'s first
+    /// is added to its second. Returns how many bytes of `incoming` are done with.
+    pub(super) fn step(
+        &mut self,
+        incoming: &mut [u8],
+        own: &mut Outgoing,
+        take: &mut dyn FnMut(&[u8]),
+        seal: Option<(&[u8], &mut Outgoing)>,
+    ) -> (usize, Result<Step, Error>) {
+        match self {
+            Self::Client(connection) => settle(connection.process_tls_records(incoming), own, take, seal),
+            Self::Server(connection) => settle(connection.process_tls_records(incoming), own, take, seal),
+        }
+    }
+}
+
+/// Does what `status` asks for.
+fn settle<Data>(
+    status: UnbufferedStatus<'_, '_, Data>,
+    own: &mut Outgoing,
+    take: &mut dyn FnMut(&[u8]),
+    seal: Option<(&[u8], &mut Outgoing)>,
+) -> (usize, Result<Step, Error>) {
+    let UnbufferedStatus { mut discard, state } = status;
+    let step = match state {
+        Err(error) => Err(error),
+        Ok(ConnectionState::ReadTraffic(mut traffic)) => {
+            let mut done = Ok(Step::More);
+            while let Some(record) = traffic.next_record() {
+                match record {
+                    Ok(record) => {
+                        discard += record.discard;
+                        take(record.payload);
+                    }
+                    Err(error) => {
+                        done = Err(error);
+                        break;
+                    }
+                }
+            }
+            done
+        }
+        Ok(ConnectionState::EncodeTlsData(mut data)) => own
+            .grow(0, |room| match data.encode(room) {
+                Ok(written) => Ok(written),
+                Err(EncodeError::InsufficientSize(size)) => Err(Ok(size.required_size)),
+                Err(EncodeError::AlreadyEncoded) => Err(Err(Error::General("encoded twice".into()))),
+            })
+            .map(|()| Step::More),
+        Ok(ConnectionState::TransmitTlsData(data)) => {
+            data.done();
+            Ok(Step::Flush)
+        }
+        Ok(ConnectionState::WriteTraffic(mut traffic)) => match seal {
+            None => Ok(Step::Open),
+            Some((plain, out)) => {
+                let least = plain.len() + plain.len().div_ceil(RECORD) * 64 + OVERHEAD;
+                out.grow(least, |room| match traffic.encrypt(plain, room) {
+                    Ok(written) => Ok(written),
+                    Err(EncryptError::InsufficientSize(size)) => Err(Ok(size.required_size)),
+                    Err(EncryptError::EncryptExhausted) => Err(Err(Error::EncryptError)),
+                })
+                .map(|()| Step::Open)
+            }
+        },
+        Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Step::Closed),
+        Ok(ConnectionState::BlockedHandshake) => Ok(Step::Blocked),
+        // Data before the handshake is over is not offered by our servers; what else there may be one day we did not ask for.
+        Ok(_) => Err(Error::General("the peer asks for what this side does not offer".into())),
+    };
+    (discard, step)
+}

@@ -1,0 +1,272 @@
+use super::authority::Authority;
+use super::conn::{Conn, Outgoing, Step};
+use super::*;
+use crate::channel::{IoBuf, Listener, Stream, Uri, connect};
+use crate::source::Settings;
+use crate::{MigrateError, random};
+use rcgen::KeyPair;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
+
+const SOON: Duration = Duration::from_secs(10);
+
+fn host_that_trusts(own: &Authority, name: &str, trusted: &Authority) -> Tls {
+    let (certificate, key) = own.issue(name);
+    Tls::from_pem(certificate.as_bytes(), key.as_bytes(), trusted.pem.as_bytes()).unwrap()
+}
+
+fn host(authority: &Authority, name: &str) -> Tls {
+    host_that_trusts(authority, name, authority)
+}
+
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (here, listener.accept().unwrap().0)
+}
+
+fn stream(socket: TcpStream) -> Stream {
+    Stream::new(socket.into(), "peer".into()).unwrap()
+}
+
+/// Both ends of what came about over `source` and `target`, which may lie a way apart.
+fn shake(
+    (source, target): (TcpStream, TcpStream),
+    (client, server): (&Tls, &Tls),
+) -> (io::Result<Stream>, io::Result<Stream>) {
+    std::thread::scope(|scope| {
+        let there = scope.spawn(|| {
+            let mut there = stream(target);
+            there.encrypt_from(server, SOON).map(|()| there)
+        });
+        let mut here = stream(source);
+        let here = here.encrypt_to(client, Some("127.0.0.1"), SOON).map(|()| here);
+        (here, there.join().unwrap())
+    })
+}
+
+fn pair() -> (Stream, Stream) {
+    let authority = Authority::new();
+    let (here, there) = shake(sockets(), (&host(&authority, "127.0.0.1"), &host(&authority, "127.0.0.1")));
+    (here.unwrap(), there.unwrap())
+}
+
+#[test]
+fn both_directions_at_once_arrive_in_order_however_they_are_cut() {
+    let (a, b) = pair();
+    let pieces: Vec<Vec<u8>> = (0..3000_u32).map(|i| vec![i.to_le_bytes()[0]; (i % 700) as usize]).collect();
+    let want = pieces.concat();
+    let send = |stream: &Stream| {
+        let mut bufs: Vec<IoBuf<'_>> = pieces.iter().map(|piece| IoBuf::from_bytes(piece)).collect();
+        stream.send(&mut bufs).unwrap();
+    };
+    let receive = |stream: &Stream| {
+        let mut got = vec![0; want.len()];
+        let (left, right) = got.split_at_mut(12_345);
+        stream.receive(&mut [IoBuf::from_bytes_mut(left), IoBuf::from_bytes_mut(right)]).unwrap();
+        assert!(got == want);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| send(&a));
+        scope.spawn(|| send(&b));
+        scope.spawn(|| receive(&a));
+        receive(&b);
+    });
+    // What came together is known to be there, also where the socket has nothing more.
+    a.send(&mut [IoBuf::from_bytes(b"two")]).unwrap();
+    b.receive_bytes(&mut [0]).unwrap();
+    assert!(b.has_input() && b.wait_for_input(std::time::Instant::now()).unwrap());
+    let mut rest = [0; 8];
+    assert_eq!(b.receive_some(&mut rest).unwrap(), 2);
+    assert_eq!(&rest[..2], b"wo");
+    assert!(!b.has_input());
+    drop(a);
+    assert_eq!(b.receive_bytes(&mut [0]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+}
+
+#[test]
+fn a_long_transfer_outlasts_the_window_and_the_keys() {
+    let (a, b) = pair();
+    // A record of every length that matters, and many windows of them.
+    let lens = (0..400).map(|i| [1, 4096 + 80, 16 << 10, (16 << 10) + 1, 300_000][i % 5]);
+    let lens: Vec<usize> = lens.collect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for (i, len) in lens.iter().enumerate() {
+                if i % 100 == 50 {
+                    a.change_keys();
+                }
+                a.send(&mut [IoBuf::from_bytes(&vec![i.to_le_bytes()[0]; *len])]).unwrap();
+            }
+        });
+        for (i, len) in lens.iter().enumerate() {
+            let mut got = vec![0; *len];
+            b.receive_bytes(&mut got).unwrap();
+            assert!(got.iter().all(|byte| *byte == i.to_le_bytes()[0]), "{i}");
+        }
+    });
+    // The side that only received so far has new keys, too.
+    b.send(&mut [IoBuf::from_bytes(b"back")]).unwrap();
+    a.receive_bytes(&mut [0; 4]).unwrap();
+}
+
+/// Passes on what `from` sends, changed by `change`, which is told how many bytes went before.
+fn relay(mut from: TcpStream, mut to: TcpStream, change: impl Fn(u64, &mut [u8])) {
+    let (mut buffer, mut passed) = ([0; 4096], 0);
+    while let Ok(len @ 1..) = from.read(&mut buffer) {
+        change(passed, &mut buffer[..len]);
+        passed += len as u64;
+        if to.write_all(&buffer[..len]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+#[test]
+fn what_was_changed_on_the_way_is_not_taken() {
+    let authority = Authority::new();
+    let tls = host(&authority, "127.0.0.1");
+    let ((source, near), (far, target)) = (sockets(), sockets());
+    let spoil = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (a, b) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+        scope.spawn(|| {
+            relay(a, b, |_, bytes| {
+                if spoil.load(Ordering::Acquire) {
+                    *bytes.last_mut().unwrap() ^= 1;
+                }
+            });
+        });
+        scope.spawn(|| relay(far, near, |_, _| ()));
+        let (here, there) = shake((source, target), (&tls, &tls));
+        let (here, there) = (here.unwrap(), there.unwrap());
+        here.send(&mut [IoBuf::from_bytes(b"good")]).unwrap();
+        let mut got = [0; 4];
+        there.receive_bytes(&mut got).unwrap();
+        assert_eq!(&got, b"good");
+        spoil.store(true, Ordering::Release);
+        here.send(&mut [IoBuf::from_bytes(b"evil")]).unwrap();
+        let error = there.receive_bytes(&mut got).unwrap_err();
+        assert_eq!((error.kind(), &got), (io::ErrorKind::InvalidData, b"good"), "{error}");
+        here.shutdown();
+        there.shutdown();
+    });
+}
+
+/// What both ends said of a connection that must not come about. A source learns of it when it waits for the answer to its hello at the
+/// latest.
+fn refused(client: &Tls, server: &Tls) -> (String, String) {
+    let (here, there) = shake(sockets(), (client, server));
+    let there = there.expect_err("the target was content").to_string();
+    let here = here.and_then(|here| {
+        here.set_timeouts(Some(SOON), Some(SOON))?;
+        here.receive_bytes(&mut [0])
+    });
+    (here.expect_err("the source was content").to_string(), there)
+}
+
+#[test]
+fn only_hosts_of_the_authority_and_of_the_right_name_are_talked_to() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let (near, far) = (host(&ours, "127.0.0.1"), host(&ours, "127.0.0.1"));
+    // A stranger as the target, and as the source.
+    let (here, _) = refused(&near, &host(&theirs, "127.0.0.1"));
+    assert!(here.contains("certificate is not accepted"), "{here}");
+    let (here, there) = refused(&host_that_trusts(&theirs, "127.0.0.1", &ours), &far);
+    assert!(there.contains("certificate is not accepted"), "{there}");
+    assert!(here.contains("refused the encrypted connection"), "{here}");
+    // One of ours, at an address that is another's.
+    let (here, _) = refused(&near, &host(&ours, "elsewhere.example"));
+    assert!(here.contains("not valid for"), "{here}");
+    // A target that waits for one host.
+    let (_, there) = refused(&near, &far.clone().expecting("source.example").unwrap());
+    assert!(there.contains("not valid for"), "{there}");
+    let (here, there) = shake(
+        sockets(),
+        (
+            &host(&ours, "source.example").expecting("127.0.0.1").unwrap(),
+            &far.expecting("source.example").unwrap(),
+        ),
+    );
+    assert_eq!(here.unwrap().peer_certificate().is_some(), there.unwrap().peer_certificate().is_some());
+    assert!(near.expecting("not a name").is_err());
+}
+
+/// Connects with `source` to a target with `target`.
+fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
+    let uri = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let listener = match target {
+        Some(tls) => Listener::bind_encrypted(&uri, tls),
+        None => Listener::bind(&uri, false),
+    };
+    let listener = listener.unwrap();
+    let uri = listener.uri().unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            listener.serve(
+                || done.load(Ordering::Acquire),
+                |incoming| crate::channel::answer(&incoming.stream, &incoming.hello, Ok(())).unwrap(),
+            );
+        });
+        let settings = Settings { tls: source, peer_timeout: SOON, ..Settings::default() };
+        let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
+        let result = connect(&uri, id, &settings).map(drop);
+        done.store(true, Ordering::Release);
+        result
+    })
+}
+
+#[test]
+fn sides_that_do_not_agree_on_encryption_say_so() {
+    let authority = Authority::new();
+    let tls = host(&authority, "127.0.0.1");
+    greet(Some(tls.clone()), Some(tls.clone())).unwrap();
+    greet(None, None).unwrap();
+    let error = greet(None, Some(tls.clone())).unwrap_err();
+    assert!(matches!(error, MigrateError::RefusedHello { code: RefusalCode::Encryption, .. }), "{error}");
+    let error = greet(Some(tls), None).unwrap_err();
+    assert!(matches!(error, MigrateError::Tls { .. }), "{error}");
+    assert!(error.to_string().contains("was it started with it"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_used_is_said() {
+    let authority = Authority::new();
+    let other = KeyPair::generate().unwrap().serialize_pem();
+    let cases: [(&[u8], &[u8], &str); 4] = [
+        (b"nothing", other.as_bytes(), "no certificate in it"),
+        (authority.pem.as_bytes(), b"nothing", "the key cannot be used"),
+        (authority.pem.as_bytes(), other.as_bytes(), "the certificate and its key cannot be used"),
+        (
+            b"-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n",
+            other.as_bytes(),
+            "the certificate cannot",
+        ),
+    ];
+    for (certificate, key, want) in cases {
+        let error = Tls::from_pem(certificate, key, authority.pem.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains(want), "{error}");
+    }
+    let missing = Path::new("/nonexistent/cert.pem");
+    let error = Tls::load(missing, missing, missing).unwrap_err().to_string();
+    assert!(error.contains("/nonexistent/cert.pem"), "{error}");
+    // Keys are nobody's business.
+    assert!(!format!("{:?}", host(&authority, "x")).to_ascii_lowercase().contains("key"));
+}
+
+#[test]
+fn nothing_is_sealed_before_both_sides_are_known() {
+    let mut conn = Conn::client(&host(&Authority::new(), "x"), Some("x")).unwrap();
+    let (mut own, mut sealed) = (Outgoing::default(), Outgoing::default());
+    for _ in 0..8 {
+        let (_, step) = conn.step(&mut [], &mut own, &mut |_| (), Some((b"secret", &mut sealed)));
+        assert_ne!(step.unwrap(), Step::Open);
+    }
+    assert!(sealed.bytes().is_empty());
+    assert!(!own.bytes().windows(6).any(|bytes| bytes == b"secret"));
+}

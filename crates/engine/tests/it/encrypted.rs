@@ -1,0 +1,162 @@
+//! Migrations over encrypted connections, and who is kept out of them.
+
+use crate::authority::Authority;
+use crate::proxy::{Harm, Proxy, Rule, Way};
+use crate::rig::{attempt, check_owner, move_well_to, quick, socket_path};
+use crate::toy::{Options, Toy, Tracking};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_engine::{
+    Arrival, Listener, MigrationState, Monitor, ReceiveFailure, Settings, TargetVm, Tls, Uri, receive,
+};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, MigrationId, Mode, RefusalCode,
+    Role, ToSource, ToTarget, Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
+};
+
+fn host(authority: &Authority, name: &str) -> Tls {
+    let (certificate, key) = authority.issue(name);
+    Tls::from_pem(certificate.as_bytes(), key.as_bytes(), authority.pem.as_bytes()).unwrap()
+}
+
+fn loopback() -> Uri {
+    Uri::Tcp { host: "127.0.0.1".into(), port: 0 }
+}
+
+/// By precopy; what comes after the guest is tested with guests that take faults.
+#[test]
+fn guests_move_over_any_number_of_channels() {
+    let authority = Authority::new();
+    for channels in [1, 4] {
+        let listener = Listener::bind_encrypted(&loopback(), host(&authority, "127.0.0.1")).unwrap();
+        let tls = Some(host(&authority, "source"));
+        let settings = Settings { channels, tls, verify: true, ..quick() };
+        let (report, _) = move_well_to(&listener, Options::default(), &settings);
+        assert_eq!((report.verified_pages, report.mismatched_pages), (1900, 0));
+        assert!(report.bytes.raw_pages >= 1200, "{:?}", report.bytes);
+    }
+}
+
+/// Encryption notices every change; whatever it hits, the guest stays whole on one side.
+#[test]
+fn a_changed_byte_never_gets_in() {
+    let authority = Authority::new();
+    let mut ends = Vec::new();
+    for (connection, after) in
+        [(0, 3), (0, 900), (0, 2500), (0, 4000), (1, 700), (1, 5000), (1, 20_000), (1, 60_000)]
+    {
+        let options =
+            Options { pages: vec![520, 40], used: 24, tracking: Tracking::ByHand, ..Options::default() };
+        let mut source = Toy::new(options, true);
+        let mut target = source.target();
+        let path = socket_path();
+        let listener =
+            Listener::bind_encrypted(&Uri::Unix(path.clone()), host(&authority, "target")).unwrap();
+        let rule = Rule { way: Way { connection, to_target: true }, after, harm: Harm::Flip };
+        let proxy = Proxy::new(path, Some(rule));
+        let tls = Some(host(&authority, "source").expecting("target").unwrap());
+        let settings = Settings { tls, peer_timeout: Duration::from_secs(2), ..quick() };
+        let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
+        check_owner(&source, &target, &ended);
+        if proxy.harmed() {
+            assert_ne!(ended.state(), Some(MigrationState::Completed), "{rule:?}");
+            assert!(source.works() && source.lost().is_empty(), "{rule:?}: {}", ended.error());
+            ends.push(ended.error());
+        }
+    }
+    assert!(ends.len() > 4, "hardly any byte was changed: {ends:?}");
+    assert!(ends.iter().any(|error| error.contains("encrypt") || error.contains("BadRecordMac")), "{ends:?}");
+}
+
+type Channel = StreamOwned<ClientConnection, TcpStream>;
+
+/// A host of the authority that speaks the protocol by hand.
+struct ByHand {
+    config: Arc<ClientConfig>,
+    port: u16,
+}
+
+impl ByHand {
+    fn new(authority: &Authority, name: &str, port: u16) -> Self {
+        let (certificate, key) = authority.issue(name);
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(authority.pem.as_bytes()).unwrap()).unwrap();
+        let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_client_auth_cert(
+                vec![CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()],
+                PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap(),
+            )
+            .unwrap();
+        Self { config: Arc::new(config), port }
+    }
+
+    /// Says hello; the channel and the verdict.
+    fn greet(&self, role: Role, token: Token) -> (Channel, Option<RefusalCode>) {
+        let name = "127.0.0.1".try_into().unwrap();
+        let connection = ClientConnection::new(Arc::clone(&self.config), name).unwrap();
+        let socket = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut channel = StreamOwned::new(connection, socket);
+        let hello = Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+            features: 0,
+            migration: MigrationId([7; 16]),
+            role,
+            index: 0,
+            token,
+        };
+        channel.write_all(&hello.encode()).unwrap();
+        let mut reply = [0; HELLO_BYTES];
+        channel.read_exact(&mut reply).unwrap();
+        (channel, HelloReply::decode(&reply).unwrap().refused)
+    }
+}
+
+/// Somebody has got hold of a channel's token, and is even a host of ours: it is another one than the guest comes from.
+#[test]
+fn a_channel_of_another_host_is_not_of_this_migration() {
+    let authority = Authority::new();
+    let source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let machine = TargetVm::config(&target);
+    let listener = Listener::bind_encrypted(&loopback(), host(&authority, "127.0.0.1")).unwrap();
+    let Ok(Uri::Tcp { port, .. }) = listener.uri() else { panic!("no port") };
+    let arrival = Arrival::new(Duration::from_secs(10));
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
+        let one = ByHand::new(&authority, "source", port);
+        let (mut control, refused) = one.greet(Role::Control, Token::NONE);
+        assert_eq!(refused, None);
+        let setup = ToTarget::Setup {
+            machine,
+            mode: Mode::Precopy,
+            bulk_channels: 1,
+            urgent_channels: 0,
+            probe: false,
+        };
+        control.write_all(&encode_control(&setup).unwrap()).unwrap();
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        control.read_exact(&mut header).unwrap();
+        let header = ControlHeader::decode(&header).unwrap();
+        let mut body = vec![0; header.len];
+        control.read_exact(&mut body).unwrap();
+        let Ok(ToSource::Accept { bulk, .. }) = decode_control(header, &body) else { panic!("not accepted") };
+        // A second certificate for the same name is another host, too: nobody issues two to one.
+        for name in ["elsewhere", "source"] {
+            let other = ByHand::new(&authority, name, port);
+            assert_eq!(other.greet(Role::Bulk, bulk).1, Some(RefusalCode::Token), "{name}");
+        }
+        assert_eq!(one.greet(Role::Bulk, bulk).1, None);
+        drop(control);
+        assert!(matches!(receiving.join().unwrap(), Err(ReceiveFailure::Failed(_))));
+    });
+}

@@ -1,0 +1,80 @@
+//! Guests that move over encrypted connections, and connections that do not come about.
+
+use crate::authority::Authority;
+use crate::support::{Folder, Run, can_track, code, document, errors, kinds, vmferry};
+
+/// `--tls-*` for a host of `name`, with files in `folder`.
+fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
+    let (certificate, key) = authority.issue(name);
+    let mut options = Vec::new();
+    for (option, file, text) in [
+        ("--tls-cert", format!("{name}.crt"), &certificate),
+        ("--tls-key", format!("{name}.key"), &key),
+        ("--tls-ca", format!("{name}.ca"), &authority.pem),
+    ] {
+        let path = folder.path(&file);
+        std::fs::write(&path, text).unwrap();
+        options.extend([option.to_owned(), path]);
+    }
+    options
+}
+
+fn target(kind: &str, folder: &Folder, own: &[String]) -> (Run, String) {
+    let mut more = vec!["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "5s"];
+    more.extend(own.iter().map(String::as_str));
+    let run = Run::start(kind, folder, "target", &more);
+    let status = run.wait("the target listening", |status| status["vm"]["incoming"].is_string());
+    let uri = status["vm"]["incoming"].as_str().unwrap().to_owned();
+    (run, uri)
+}
+
+#[test]
+fn a_guest_moves_encrypted_and_by_no_other_way() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let (folder, ours, theirs) = (Folder::new(), Authority::new(), Authority::new());
+        let (there, uri) = target(kind, &folder, &options(&folder, &ours, "127.0.0.1"));
+        let here = Run::source(kind, &folder);
+        // In the clear; from a stranger's host; to another host than was meant.
+        let plain = here.migrate(&uri, &[]);
+        assert!(errors(&plain).contains("it takes encrypted connections only"), "{plain:?}");
+        let stranger = options(&folder, &theirs, "stranger");
+        let stranger: Vec<_> = stranger.iter().map(String::as_str).collect();
+        let refused = here.migrate(&uri, &stranger);
+        assert!(errors(&refused).contains("certificate is not accepted"), "{refused:?}");
+        let own = options(&folder, &ours, "source.example");
+        let own: Vec<_> = own.iter().map(String::as_str).collect();
+        let elsewhere = here.migrate(&uri, &[&own[..], &["--tls-peer", "elsewhere.example"]].concat());
+        assert!(errors(&elsewhere).contains("not valid for"), "{elsewhere:?}");
+        for output in [&plain, &refused, &elsewhere] {
+            assert_eq!(code(output), 1, "{output:?}");
+        }
+        here.goes_on();
+        // And as it is meant.
+        let moved = here.migrate(&uri, &[&own[..], &["--verify", "--json", "-"]].concat());
+        assert_eq!(code(&moved), 0, "{moved:?}");
+        assert_eq!(document(&moved)["mismatched_pages"], 0);
+        there.goes_on();
+        there.whole();
+    }
+}
+
+#[test]
+fn what_is_missing_or_does_not_fit_is_said_before_anything_begins() {
+    let (folder, authority) = (Folder::new(), Authority::new());
+    let mut own = options(&folder, &authority, "host");
+    let words: Vec<_> = own.iter().map(String::as_str).collect();
+    let usage = vmferry(&[&["run", "--guest", "process"], &words[..4]].concat());
+    assert!(code(&usage) == 2 && errors(&usage).contains("--tls-ca"), "{usage:?}");
+    // The key of another.
+    own[3] = options(&folder, &authority, "other")[3].clone();
+    let words: Vec<_> = own.iter().map(String::as_str).collect();
+    let refused = vmferry(&[&["run", "--guest", "process"], &words[..]].concat());
+    assert_eq!(code(&refused), 1);
+    assert!(errors(&refused).contains("the certificate and its key cannot be used"), "{refused:?}");
+    std::fs::remove_file(&own[1]).unwrap();
+    let missing = vmferry(&[&["run", "--guest", "process"], &words[..]].concat());
+    assert!(errors(&missing).contains(&format!("--tls-cert {}", own[1])), "{missing:?}");
+}
