@@ -42,17 +42,22 @@ fn what_the_host_can_do_is_said_to_people_and_to_programs() {
     let document = document(&output);
     complete(&document);
     let text = String::from_utf8(vmferry(&["check"]).stdout).unwrap();
-    assert_eq!(text.lines().count(), IDS.len(), "{text}");
-    for (line, check) in text.lines().zip(document["checks"].as_array().unwrap()) {
+    let mut lines = text.lines();
+    for check in document["checks"].as_array().unwrap() {
+        let line = lines.next().unwrap();
         let starts = if check["ok"] == true { "yes  " } else { "no   " };
         assert!(line.starts_with(starts), "{line}: {check}");
         say(line);
+        // What to do has a line of its own.
+        let how = check["how"].as_str().map(str::to_owned);
+        assert!(how.is_none_or(|how| lines.next().unwrap().trim() == how), "{check}: {text}");
     }
+    assert_eq!(lines.next(), None);
     assert_eq!(code(&output), code(&vmferry(&["check"])));
     // Into a file, what people read stays on standard output.
     let folder = Folder::new();
     let output = vmferry(&["check", "--json", &folder.path("found")]);
-    assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), IDS.len());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), text);
     complete(&serde_json::from_str(&std::fs::read_to_string(folder.path("found")).unwrap()).unwrap());
     assert_eq!(code(&vmferry(&["check", "--json", "/nonexistent/found"])), 1);
 }

@@ -3,6 +3,7 @@
 mod balloon;
 mod check;
 mod failures;
+mod generate;
 mod moves;
 mod postcopy;
 mod support;

@@ -49,6 +49,18 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Measure: ours, QEMU and the floor in one run
     Bench(BenchArgs),
+    /// Print what makes a shell complete vmferry's words
+    Completions {
+        /// The shell
+        #[arg(value_enum)]
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages, one for each command, into a folder
+    Man {
+        /// The folder, which must exist
+        #[arg(value_name = "FOLDER")]
+        folder: PathBuf,
+    },
     #[command(name = vmferry_bench::floor::RECEIVER_SUBCOMMAND, hide = true)]
     FloorReceiver {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

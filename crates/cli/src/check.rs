@@ -40,7 +40,8 @@ impl Finding {
         let Self { name, detail, .. } = self;
         match self.how {
             None => format!("yes  {name:24} {detail}"),
-            Some(how) => format!("no   {name:24} {detail}; {how}"),
+            // On a line of its own: the two together are wider than a terminal.
+            Some(how) => format!("no   {name:24} {detail}\n{:30}{how}", ""),
         }
     }
 }
@@ -104,7 +105,7 @@ mod tests {
             serde_json::json!({ "id": "x", "ok": true, "detail": "found" })
         );
         let missing = Finding::new("x", "a thing", Err("not found".into()), "do this");
-        assert_eq!(missing.line(), format!("no   {:24} not found; do this", "a thing"));
+        assert_eq!(missing.line(), format!("no   {:24} not found\n{:30}do this", "a thing", ""));
         assert_eq!(serde_json::to_value(&missing).unwrap()["how"], "do this");
     }
 }

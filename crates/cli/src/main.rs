@@ -10,6 +10,7 @@ mod console;
 mod demo;
 mod dirty_rate;
 mod disk;
+mod generate;
 mod guest;
 mod migrate;
 mod net;
@@ -59,6 +60,8 @@ fn main() -> ExitCode {
         Command::Recover(args) => api::recover(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Completions { shell } => generate::completions(shell),
+        Command::Man { folder } => generate::man(&folder),
         Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
         Command::RttSource { arguments } => bench::rtt_source(&arguments),
     };

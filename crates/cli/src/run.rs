@@ -1,7 +1,6 @@
 //! `vmferry run`: a guest, or a place for one.
 
-use crate::api::{Errand, Order, Place};
-use crate::api::{MigrateRequest, Server, Shared};
+use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
 use crate::args::RunArgs;
 use crate::console::Console;
 use crate::guest::Machine;
@@ -14,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
+use vmferry_control::{Events, Limits, Server};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
     LazyRestore, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Report, Settings,
@@ -44,7 +44,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
         (args.peer_timeout, args.stay_awake.into()),
         orders,
     ));
-    let server = args.api.as_deref().map(|path| Server::start(path, Arc::clone(&shared))).transpose()?;
+    let events = Events::new().context("cannot make the control socket's descriptor")?;
+    let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
+    let server = args.api.as_deref().map(api).transpose().context("--api")?;
     let on_signal = Arc::clone(&shared);
     ctrlc::set_handler(move || on_signal.ask_to_quit()).context("cannot catch Ctrl-C")?;
     if let Some(least) = args.balloon_auto {

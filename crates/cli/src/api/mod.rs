@@ -1,13 +1,13 @@
-//! The control socket: one JSON request a line, one JSON answer a line.
-//!
-//! `{"execute": NAME, "arguments": {...}}` is answered by `{"return": ...}` or `{"error": {"desc": ...}}`.
+//! The control socket's commands, and the client of our own command.
 
 mod alloc;
 mod client;
-mod server;
+mod machine;
+mod shared;
 
 pub(crate) use client::Client;
-pub(crate) use server::{Errand, Order, Place, Server, Shared};
+pub(crate) use machine::Api;
+pub(crate) use shared::{Errand, Order, Place, Shared};
 
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
@@ -18,9 +18,6 @@ use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
 use vmferry_engine::Settings;
-
-/// Longest request or answer in bytes.
-const MAX_LINE: usize = 1 << 20;
 
 /// What `migrate` is asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]

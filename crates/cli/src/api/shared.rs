@@ -1,27 +1,20 @@
-//! The answering side of the control socket.
+//! What the threads of a `run` share, and the commands of our own.
 //!
-//! Threads: one accepts, one per connection answers (at most [`MOST_CLIENTS`]). They read the shared state and pass what
-//! the machine has to do to the thread that owns it, which may be busy migrating; what must work during a migration
-//! (`status`, `cancel`) needs nothing of that thread.
+//! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
+//! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
 
-use super::{DirtyRateRequest, MAX_LINE, MigrateRequest};
+use super::{DirtyRateRequest, MigrateRequest};
 use crate::guest::SharedProbe;
 use crate::speed::{Sample, Speed};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_engine::{Arrival, FillState, LazyProgress, MigrationState, Monitor, RestWatch};
 use vmferry_guest_abi::CpuSnapshot;
 
-/// Most clients at once; further ones are turned away.
-const MOST_CLIENTS: usize = 16;
 /// How long the machine's owner may take for a command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -90,7 +83,6 @@ pub(crate) struct Shared {
     /// How far a guest that already runs has come out of its file.
     restore: Mutex<Option<Watch>>,
     orders: SyncSender<Errand>,
-    clients: AtomicUsize,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -119,7 +111,6 @@ impl Shared {
             rest: Mutex::default(),
             restore: Mutex::default(),
             orders,
-            clients: AtomicUsize::new(0),
         }
     }
 
@@ -278,7 +269,8 @@ impl Shared {
         })
     }
 
-    fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
+    /// A command of our own, by its name without `x-vmferry-`.
+    pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
@@ -398,94 +390,4 @@ impl Shared {
             )?
             .map_err(|why| anyhow!(why))
     }
-}
-
-/// The listening socket; removed when dropped.
-pub(crate) struct Server {
-    path: PathBuf,
-}
-
-impl Server {
-    /// Listens at `path`, readable and writable by this user only, until the process ends.
-    pub(crate) fn start(path: &Path, shared: Arc<Shared>) -> Result<Self> {
-        let listener = bind(path).with_context(|| format!("cannot listen at {} (--api)", path.display()))?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        let accept = move || {
-            for stream in listener.incoming().flatten() {
-                serve(stream, &shared);
-            }
-        };
-        std::thread::Builder::new().name("api".into()).spawn(accept)?;
-        Ok(Self { path: path.into() })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-/// A socket file that nobody listens at any more is replaced; one that somebody does is not.
-fn bind(path: &Path) -> Result<UnixListener> {
-    match UnixListener::bind(path) {
-        Err(error) if error.kind() == ErrorKind::AddrInUse => match UnixStream::connect(path) {
-            Err(refused) if refused.kind() == ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)?;
-                Ok(UnixListener::bind(path)?)
-            }
-            _ => bail!("another process listens there, or it is no socket"),
-        },
-        other => Ok(other?),
-    }
-}
-
-fn serve(stream: UnixStream, shared: &Arc<Shared>) {
-    if shared.clients.fetch_add(1, Ordering::AcqRel) >= MOST_CLIENTS {
-        shared.clients.fetch_sub(1, Ordering::AcqRel);
-        let _ = (&stream).write_all(b"{\"error\": {\"desc\": \"too many clients\"}}\n");
-        return;
-    }
-    let own = Arc::clone(shared);
-    let work = move || {
-        // A client that leaves or talks nonsense is its own affair.
-        let _ = converse(&stream, &own);
-        own.clients.fetch_sub(1, Ordering::AcqRel);
-    };
-    if std::thread::Builder::new().name("api-client".into()).spawn(work).is_err() {
-        shared.clients.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-fn converse(stream: &UnixStream, shared: &Shared) -> Result<()> {
-    stream.set_write_timeout(Some(Duration::from_secs(5)))?;
-    let mut reader = BufReader::new(stream);
-    loop {
-        let mut line = Vec::new();
-        let read = reader.by_ref().take(MAX_LINE as u64).read_until(b'\n', &mut line)?;
-        if read == 0 {
-            return Ok(());
-        }
-        let long = line.last() != Some(&b'\n') && read == MAX_LINE;
-        let result =
-            if long { Err(anyhow!("a line of more than {MAX_LINE} bytes")) } else { respond(&line, shared) };
-        let answer = match result {
-            Ok(value) => json!({ "return": value }),
-            Err(error) => json!({ "error": { "class": "GenericError", "desc": format!("{error:#}") } }),
-        };
-        writeln!(&mut &*stream, "{answer}")?;
-        // Only now: the process may end as soon as somebody has the report.
-        if answer["return"]["outcome"].is_string() {
-            shared.seen.store(true, Ordering::Release);
-        }
-        if long {
-            return Ok(());
-        }
-    }
-}
-
-fn respond(line: &[u8], shared: &Shared) -> Result<Value> {
-    let request: Value = serde_json::from_slice(line).context("the request is no JSON")?;
-    let command = request["execute"].as_str().context("the request has no `execute`")?;
-    shared.answer(command, &request["arguments"])
 }

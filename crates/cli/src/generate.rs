@@ -1,0 +1,60 @@
+//! What a package or a shell makes of the command line: manual pages and completions.
+
+use crate::Status;
+use crate::args::Cli;
+use anyhow::{Context, Result, bail};
+use clap::CommandFactory;
+use clap_complete::Shell;
+use std::io::Write;
+use std::path::Path;
+
+/// What every page ends with: the statuses belong to all commands.
+const EXIT_STATUS: &str = r#".SH "EXIT STATUS"
+.TP
+0
+Done.
+.TP
+1
+Failed or cancelled; the guest still runs where it did.
+.TP
+2
+Wrong usage.
+.TP
+3
+A postcopy awaits \fBvmferry recover\fR, or nobody can tell which side owns the guest.
+.TP
+4
+The guest is lost: its source died in postcopy.
+.TP
+5
+The guest asked for a reset.
+"#;
+
+/// Prints the completions of `shell`.
+pub(crate) fn completions(shell: Shell) -> Result<Status> {
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "vmferry", &mut text);
+    std::io::stdout().write_all(&text).context("completions to standard output")?;
+    Ok(Status::Done)
+}
+
+/// Writes `vmferry.1` and `vmferry-COMMAND.1` into `folder`.
+pub(crate) fn man(folder: &Path) -> Result<Status> {
+    if !folder.is_dir() {
+        bail!("{} is no folder: make it first", folder.display());
+    }
+    let mut command = Cli::command();
+    command.build();
+    page(&command, folder)?;
+    command.get_subcommands().filter(|sub| !sub.is_hide_set()).try_for_each(|sub| page(sub, folder))?;
+    Ok(Status::Done)
+}
+
+fn page(command: &clap::Command, folder: &Path) -> Result<()> {
+    let man = clap_mangen::Man::new(command.clone());
+    let path = folder.join(man.get_filename());
+    let mut text = Vec::new();
+    man.render(&mut text)?;
+    text.extend_from_slice(EXIT_STATUS.as_bytes());
+    std::fs::write(&path, text).with_context(|| format!("{}", path.display()))
+}

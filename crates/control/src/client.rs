@@ -1,0 +1,192 @@
+//! The asking side.
+
+use crate::message::{ErrorClass, Event, QmpError};
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// Longest line that is taken.
+const LONGEST: usize = 16 << 20;
+/// Events that are kept for [`Client::events`]; older ones are forgotten.
+const MOST_EVENTS: usize = 1024;
+
+/// Why a command has no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// Nobody can be reached.
+    #[error("cannot connect")]
+    Connect(#[source] io::Error),
+    /// The connection broke.
+    #[error("the connection broke")]
+    Broken(#[source] io::Error),
+    /// Nothing came in time.
+    #[error("no answer came within {0:?}")]
+    Late(Duration),
+    /// The other side has ended.
+    #[error("the process ended")]
+    Ended,
+    /// The other side does not speak the protocol.
+    #[error("it does not speak QMP: {0}")]
+    Strange(String),
+    /// The other side refused.
+    #[error("{0}")]
+    Refused(QmpError),
+}
+
+/// A connection that has been negotiated.
+#[derive(Debug)]
+pub struct Client {
+    stream: BufReader<UnixStream>,
+    patience: Duration,
+    /// What has come of a line.
+    line: Vec<u8>,
+    next: u64,
+    greeting: Value,
+    events: VecDeque<Event>,
+}
+
+impl Client {
+    /// Connects to the socket at `path`; each answer may take `patience`.
+    ///
+    /// # Errors
+    /// If nobody is there, or nobody who speaks the protocol, or it does not take this client.
+    pub fn connect(path: &Path, patience: Duration) -> Result<Self, ClientError> {
+        let stream = UnixStream::connect(path).map_err(ClientError::Connect)?;
+        stream.set_write_timeout(Some(patience)).map_err(ClientError::Broken)?;
+        let stream = BufReader::new(stream);
+        let (line, events) = (Vec::new(), VecDeque::new());
+        let mut client = Self { stream, patience, line, next: 0, greeting: Value::Null, events };
+        let mut greeting = client.message(Instant::now() + patience)?;
+        if let Some(error) = greeting.get_mut("error") {
+            return Err(refused(error));
+        }
+        client.greeting = greeting["QMP"].take();
+        if client.greeting.is_null() {
+            return Err(ClientError::Strange(format!("it begins with {greeting}")));
+        }
+        let enable: &[&str] = if client.greeting["capabilities"] == json!(["oob"]) { &["oob"] } else { &[] };
+        client.execute("qmp_capabilities", json!({ "enable": enable }))?;
+        Ok(client)
+    }
+
+    /// What the other side said of itself: `version` and `capabilities`.
+    #[must_use]
+    pub fn greeting(&self) -> &Value {
+        &self.greeting
+    }
+
+    /// Has `command` executed and waits for its answer.
+    ///
+    /// # Errors
+    /// If it is refused, or no answer comes.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
+        self.next += 1;
+        let id = self.next;
+        let request = json!({ "execute": command, "arguments": arguments, "id": id });
+        let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
+        let until = Instant::now() + self.patience;
+        // It may have closed, and said why: that is worth more than that it did.
+        loop {
+            let mut message = match (self.message(until), &sent) {
+                (Ok(message), _) => message,
+                (Err(_), Err(error)) => return Err(ClientError::Broken(io::Error::from(error.kind()))),
+                (Err(error), Ok(())) => return Err(error),
+            };
+            if self.keep_event(&message) {
+                continue;
+            }
+            // An error without an id is about the connection.
+            if message.get("id").is_some_and(|named| *named != json!(id)) {
+                continue;
+            }
+            if let Some(error) = message.get_mut("error") {
+                return Err(refused(error));
+            }
+            return match message.get_mut("return") {
+                Some(value) => Ok(value.take()),
+                None => Err(ClientError::Strange(format!("{message} is neither a return nor an error"))),
+            };
+        }
+    }
+
+    /// The events that came so far and were not taken.
+    pub fn events(&mut self) -> impl Iterator<Item = Event> {
+        std::mem::take(&mut self.events).into_iter()
+    }
+
+    /// The next event, if one comes within `time`.
+    ///
+    /// # Errors
+    /// If the connection is no more.
+    pub fn next_event(&mut self, time: Duration) -> Result<Option<Event>, ClientError> {
+        let until = Instant::now() + time;
+        while self.events.is_empty() {
+            match self.message(until) {
+                Ok(message) => self.keep_event(&message),
+                Err(ClientError::Late(_)) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+        }
+        Ok(self.events.pop_front())
+    }
+
+    fn keep_event(&mut self, message: &Value) -> bool {
+        let Some(name) = message["event"].as_str() else { return false };
+        let part = |name: &str| message["timestamp"][name].as_u64().unwrap_or(0);
+        let at = UNIX_EPOCH.checked_add(Duration::from_secs(part("seconds")));
+        let at = at.and_then(|at| at.checked_add(Duration::from_micros(part("microseconds"))));
+        if self.events.len() == MOST_EVENTS {
+            self.events.pop_front();
+        }
+        let data = message["data"].clone();
+        self.events.push_back(Event { name: name.to_owned(), data, at: at.unwrap_or(UNIX_EPOCH) });
+        true
+    }
+
+    /// The next line. What came of it is kept if the rest does not come in time.
+    fn message(&mut self, until: Instant) -> Result<Value, ClientError> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ClientError::Late(self.patience));
+            }
+            self.stream.get_ref().set_read_timeout(Some(left)).map_err(ClientError::Broken)?;
+            let room = (LONGEST - self.line.len()) as u64;
+            match self.stream.by_ref().take(room).read_until(b'\n', &mut self.line) {
+                Ok(_) if self.line.ends_with(b"\n") => {
+                    let line = std::mem::take(&mut self.line);
+                    return serde_json::from_slice(&line)
+                        .map_err(|error| ClientError::Strange(format!("{error} in {:?}", shown(&line))));
+                }
+                Ok(_) if self.line.len() == LONGEST => {
+                    return Err(ClientError::Strange(format!("a line of more than {LONGEST} bytes")));
+                }
+                Ok(_) => return Err(ClientError::Ended),
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return Err(ClientError::Ended),
+                Err(error) => return Err(ClientError::Broken(error)),
+            }
+        }
+    }
+}
+
+fn shown(line: &[u8]) -> String {
+    String::from_utf8_lossy(&line[..line.len().min(80)]).into_owned()
+}
+
+fn refused(error: &Value) -> ClientError {
+    let class = match error["class"].as_str() {
+        Some("CommandNotFound") => ErrorClass::CommandNotFound,
+        Some("DeviceNotActive") => ErrorClass::DeviceNotActive,
+        Some("DeviceNotFound") => ErrorClass::DeviceNotFound,
+        Some("KVMMissingCap") => ErrorClass::KvmMissingCap,
+        _ => ErrorClass::GenericError,
+    };
+    let desc = error["desc"].as_str().unwrap_or("it refused without a reason").to_owned();
+    ClientError::Refused(QmpError { class, desc })
+}

@@ -1,0 +1,261 @@
+//! Texts to requests; answers, errors, events and the greeting to lines.
+
+use serde::Serialize;
+use serde_json::ser::Formatter;
+use serde_json::{Map, Value, json};
+use std::fmt;
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The kinds of errors that the protocol knows, by its names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum ErrorClass {
+    /// Everything that has no class of its own.
+    GenericError,
+    /// There is no such command, or not now.
+    CommandNotFound,
+    /// There is such a device, but nobody drives it.
+    DeviceNotActive,
+    /// There is no such device.
+    DeviceNotFound,
+    /// This KVM lacks something.
+    #[serde(rename = "KVMMissingCap")]
+    KvmMissingCap,
+}
+
+/// Why a command was not executed: a class for programs, a description for people.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct QmpError {
+    /// The class.
+    pub class: ErrorClass,
+    /// What failed, and what to do. Not to be parsed.
+    pub desc: String,
+}
+
+impl QmpError {
+    /// An error without a class of its own.
+    pub fn generic(desc: impl Into<String>) -> Self {
+        Self { class: ErrorClass::GenericError, desc: desc.into() }
+    }
+
+    /// There is no command `name`.
+    #[must_use]
+    pub fn not_found(name: &str) -> Self {
+        // A name may be as long as a request.
+        let name: String = name.chars().take(80).collect();
+        Self { class: ErrorClass::CommandNotFound, desc: format!("The command {name} has not been found") }
+    }
+}
+
+impl fmt::Display for QmpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.desc)
+    }
+}
+
+impl std::error::Error for QmpError {}
+
+/// Who answers: three numbers, under the name that the protocol demands, and a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Version {
+    /// Major, minor, micro.
+    pub numbers: [u32; 3],
+    /// The program.
+    pub package: String,
+}
+
+impl Version {
+    /// As `query-version` gives it.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        let [major, minor, micro] = self.numbers;
+        json!({ "qemu": { "major": major, "minor": minor, "micro": micro }, "package": self.package })
+    }
+
+    pub(crate) fn greeting(&self) -> Value {
+        json!({ "QMP": { "version": self.to_json(), "capabilities": ["oob"] } })
+    }
+}
+
+/// Something that happened.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// Its name, in capitals.
+    pub name: String,
+    /// More about it; null if there is no more.
+    pub data: Value,
+    /// When it happened.
+    pub at: SystemTime,
+}
+
+impl Event {
+    /// Something that happens now; `data` may be null.
+    pub fn now(name: &str, data: Value) -> Self {
+        Self { name: name.to_owned(), data, at: SystemTime::now() }
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        // A clock before 1970: the protocol has a value for a time that is not known.
+        let (seconds, microseconds) = match self.at.duration_since(UNIX_EPOCH) {
+            Ok(time) => (json!(time.as_secs()), json!(time.subsec_micros())),
+            Err(_) => (json!(-1), json!(-1)),
+        };
+        let mut event = json!({
+            "event": self.name,
+            "timestamp": { "seconds": seconds, "microseconds": microseconds },
+        });
+        if !self.data.is_null() {
+            event["data"] = self.data.clone();
+        }
+        event
+    }
+}
+
+/// A request as it came.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Request {
+    pub(crate) name: String,
+    pub(crate) arguments: Map<String, Value>,
+    pub(crate) id: Option<Value>,
+    pub(crate) oob: bool,
+}
+
+/// A text that is no request: the id that it named all the same, and why.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct BadRequest {
+    pub(crate) id: Option<Value>,
+    pub(crate) error: QmpError,
+}
+
+/// Reads a request.
+pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
+    let bad = |id, desc: String| BadRequest { id, error: QmpError::generic(desc) };
+    let value =
+        serde_json::from_slice(text).map_err(|error| bad(None, format!("JSON parse error, {error}")))?;
+    let Value::Object(mut members) = value else {
+        return Err(bad(None, "QMP input must be a JSON object".into()));
+    };
+    let id = members.remove("id");
+    let (execute, urgent) = (members.remove("execute"), members.remove("exec-oob"));
+    let arguments = members.remove("arguments");
+    if let Some(name) = members.keys().next() {
+        let name: String = name.chars().take(80).collect();
+        return Err(bad(id, format!("QMP input member '{name}' is unexpected")));
+    }
+    let (name, oob, member) = match (execute, urgent) {
+        (Some(_), Some(_)) => {
+            return Err(bad(id, "QMP input member 'exec-oob' clashes with 'execute'".into()));
+        }
+        (Some(name), None) => (name, false, "execute"),
+        (None, Some(name)) => (name, true, "exec-oob"),
+        (None, None) => return Err(bad(id, "QMP input lacks member 'execute'".into())),
+    };
+    let Value::String(name) = name else {
+        return Err(bad(id, format!("QMP input member '{member}' must be a string")));
+    };
+    let arguments = match arguments {
+        None => Map::new(),
+        Some(Value::Object(arguments)) => arguments,
+        Some(_) => return Err(bad(id, "QMP input member 'arguments' must be an object".into())),
+    };
+    Ok(Request { name, arguments, id, oob })
+}
+
+/// The line that answers a request.
+pub(crate) fn answer(result: Result<Value, QmpError>, id: Option<Value>) -> Vec<u8> {
+    let mut answer = match result {
+        Ok(value) => json!({ "return": value }),
+        Err(error) => json!({ "error": error }),
+    };
+    if let Some(id) = id {
+        answer["id"] = id;
+    }
+    line(&answer)
+}
+
+/// `value` as a line: ASCII only, as the protocol promises.
+pub(crate) fn line(value: &Value) -> Vec<u8> {
+    let mut text = Vec::new();
+    let mut serializer = serde_json::Serializer::with_formatter(&mut text, Ascii);
+    // Neither a vector nor a value can fail.
+    let _ = value.serialize(&mut serializer);
+    text.extend(b"\r\n");
+    text
+}
+
+/// Compact, with everything beyond ASCII escaped.
+struct Ascii;
+
+impl Formatter for Ascii {
+    fn write_string_fragment<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        fragment: &str,
+    ) -> io::Result<()> {
+        let mut units = [0; 2];
+        for part in fragment.split_inclusive(|c: char| !c.is_ascii()) {
+            let ascii = part.trim_end_matches(|c: char| !c.is_ascii());
+            writer.write_all(ascii.as_bytes())?;
+            for unit in part[ascii.len()..].chars().flat_map(|c| c.encode_utf16(&mut units).to_vec()) {
+                write!(writer, "\\u{unit:04x}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_request_has_a_name_arguments_and_an_id() {
+        let request = parse(br#"{"execute": "stop", "id": [1, "x"], "arguments": {"a": null}}"#).unwrap();
+        assert_eq!((&*request.name, request.oob, request.id), ("stop", false, Some(json!([1, "x"]))));
+        assert_eq!(request.arguments["a"], Value::Null);
+        assert!(parse(br#"{"exec-oob": "stop"}"#).unwrap().oob);
+    }
+
+    #[test]
+    fn what_is_none_is_told_so_with_its_id() {
+        for (text, id, says) in [
+            (r#"{"execute": 3, "id": 7}"#, Some(json!(7)), "'execute' must be a string"),
+            (r#"{"exec-oob": {}}"#, None, "'exec-oob' must be a string"),
+            (r#"{"execute": "a", "exec-oob": "a"}"#, None, "clashes"),
+            (r#"{"id": "a"}"#, Some(json!("a")), "lacks member 'execute'"),
+            (r#"{"execute": "a", "arguments": []}"#, None, "'arguments' must be an object"),
+            (r#"{"execute": "a", "b": 1, "id": null}"#, Some(Value::Null), "'b' is unexpected"),
+            (r#"{"execute": 'a'}"#, None, "JSON parse error"),
+            ("{]", None, "JSON parse error"),
+        ] {
+            let bad = parse(text.as_bytes()).unwrap_err();
+            assert_eq!(bad.id, id, "{text}");
+            assert!(bad.error.desc.contains(says), "{text}: {}", bad.error);
+            assert_eq!(bad.error.class, ErrorClass::GenericError);
+        }
+    }
+
+    #[test]
+    fn lines_are_what_clients_expect() {
+        let text = |line: Vec<u8>| String::from_utf8(line).unwrap();
+        assert_eq!(text(answer(Ok(json!({})), None)), "{\"return\":{}}\r\n");
+        let error = QmpError { class: ErrorClass::KvmMissingCap, desc: "no".into() };
+        let value: Value = serde_json::from_slice(&answer(Err(error), Some(json!(5)))).unwrap();
+        assert_eq!(value, json!({"error": {"class": "KVMMissingCap", "desc": "no"}, "id": 5}));
+        let at = UNIX_EPOCH + Duration::from_micros(1_000_002);
+        let event = Event { name: "STOP".into(), data: Value::Null, at };
+        let timestamp = json!({"seconds": 1, "microseconds": 2});
+        assert_eq!(event.to_json(), json!({"event": "STOP", "timestamp": timestamp}));
+    }
+
+    proptest! {
+        #[test]
+        fn lines_are_ascii_and_say_the_same(text in ".{0,60}") {
+            let line = line(&json!({ "a": text }));
+            prop_assert!(line.is_ascii());
+            prop_assert_eq!(serde_json::from_slice::<Value>(&line).unwrap(), json!({ "a": text }));
+        }
+    }
+}

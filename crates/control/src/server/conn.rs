@@ -1,0 +1,165 @@
+//! One client: its socket, its session, and what was promised for when an answer has left.
+
+use super::{FAREWELL, worker::Workers};
+use crate::events::Done;
+use crate::message::Version;
+use crate::session::{Call, End, Limits, Session, Ticket};
+use rustix::event::PollFlags;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+/// Read at once.
+const PIECE: usize = 64 << 10;
+
+type Promise = Box<dyn FnOnce() + Send>;
+
+pub(super) struct Conn {
+    id: u64,
+    stream: UnixStream,
+    pub(super) session: Session,
+    /// What was read and not taken by the session yet: no more than a piece.
+    input: Vec<u8>,
+    promises: BTreeMap<Ticket, Promise>,
+    /// Whoever executes its commands, from the first one on.
+    worker: Option<Sender<Call>>,
+    ended_at: Option<Instant>,
+    broken: bool,
+}
+
+impl fmt::Debug for Conn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Conn").field("id", &self.id).field("session", &self.session).finish_non_exhaustive()
+    }
+}
+
+impl Conn {
+    pub(super) fn new(
+        id: u64,
+        stream: UnixStream,
+        version: &Version,
+        limits: Limits,
+        now: Instant,
+    ) -> std::io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let mut conn = Self {
+            id,
+            stream,
+            session: Session::new(version, limits),
+            input: Vec::new(),
+            promises: BTreeMap::new(),
+            worker: None,
+            ended_at: None,
+            broken: false,
+        };
+        conn.write(now);
+        Ok(conn)
+    }
+
+    pub(super) fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    pub(super) fn has_output(&self) -> bool {
+        !self.session.output().is_empty()
+    }
+
+    fn may_read(&self) -> bool {
+        self.input.is_empty() && self.session.wants_input()
+    }
+
+    /// What there is to wait for.
+    pub(super) fn interest(&self) -> PollFlags {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, self.may_read());
+        flags.set(PollFlags::OUT, self.has_output());
+        flags
+    }
+
+    /// Reads what there is, if that is wanted.
+    pub(super) fn read(&mut self, flags: PollFlags, now: Instant) {
+        if !self.may_read() {
+            // It has gone for good, and is not there to read what would make room for more.
+            self.broken |= flags.intersects(PollFlags::HUP | PollFlags::ERR);
+            return;
+        }
+        if !flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
+            return;
+        }
+        let mut piece = [0; PIECE];
+        match self.stream.read(&mut piece) {
+            Ok(0) => {
+                self.session.finish();
+                self.broken |= flags.contains(PollFlags::HUP);
+            }
+            Ok(count) => {
+                let taken = self.session.receive(&piece[..count], now);
+                self.input.extend_from_slice(&piece[taken..count]);
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(_) => self.broken = true,
+        }
+    }
+
+    pub(super) fn answer(&mut self, done: Done) {
+        let Done { ticket, result, .. } = done;
+        let result = result.map(|answer| {
+            if let Some(promise) = answer.sent {
+                self.promises.insert(ticket, promise);
+            }
+            answer.value
+        });
+        self.session.answer(ticket, result);
+    }
+
+    /// Goes on as far as it can without waiting.
+    pub(super) fn advance(&mut self, workers: &mut Workers, now: Instant) {
+        loop {
+            while let Some(call) = self.session.next_call() {
+                workers.give(self.id, call, &mut self.worker);
+            }
+            if self.input.is_empty() || !self.session.wants_input() {
+                break;
+            }
+            let taken = self.session.receive(&self.input, now);
+            self.input.drain(..taken);
+        }
+        if self.session.ended().is_some() {
+            self.input = Vec::new();
+        }
+        self.write(now);
+        self.session.tick(now);
+    }
+
+    fn write(&mut self, now: Instant) {
+        while self.has_output() && !self.broken {
+            match self.stream.write(self.session.output()) {
+                Ok(count) => {
+                    for ticket in self.session.sent(count, now) {
+                        if let Some(promise) = self.promises.remove(&ticket) {
+                            promise();
+                        }
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(_) => self.broken = true,
+            }
+        }
+    }
+
+    /// Nobody is at the other end.
+    pub(super) fn broken(&self) -> bool {
+        self.broken
+    }
+
+    /// Why it is to be closed now, if it is: when it has been told, or could have been.
+    pub(super) fn gone(&mut self, now: Instant) -> Option<End> {
+        let why = self.session.ended()?;
+        let since = *self.ended_at.get_or_insert(now);
+        (why == End::Unread || !self.has_output() || now - since >= FAREWELL).then_some(why)
+    }
+}

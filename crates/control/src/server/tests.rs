@@ -1,0 +1,302 @@
+use super::*;
+use crate::machine::{Answer, Arguments, Command};
+use crate::{Client, ClientError, ErrorClass, hostile};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Executes what is needed to see how the server treats its clients.
+struct Bench {
+    sent: AtomicUsize,
+    /// `wait` waits for one of these.
+    go: Mutex<Receiver<()>>,
+}
+
+impl Machine for Bench {
+    fn version(&self) -> Version {
+        hostile::version()
+    }
+
+    fn commands(&self) -> &[Command] {
+        &[
+            Command { name: "echo", oob: true },
+            Command { name: "wait", oob: false },
+            Command { name: "large", oob: false },
+            Command { name: "panic", oob: false },
+            Command { name: "marked", oob: false },
+            Command { name: "count", oob: false },
+        ]
+    }
+
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError> {
+        match name {
+            "echo" => Ok(Value::Object(arguments.0).into()),
+            "wait" => {
+                let _ = self.go.lock().unwrap().recv_timeout(PATIENCE);
+                Ok(Answer::done())
+            }
+            "large" => Ok(json!("x".repeat(4 << 20)).into()),
+            "count" => Ok(json!(self.sent.load(Ordering::Acquire)).into()),
+            name => panic!("on purpose: {name}"),
+        }
+    }
+}
+
+/// [`Bench`], which counts marked answers.
+struct Marking(Arc<Bench>);
+
+impl Machine for Marking {
+    fn version(&self) -> Version {
+        self.0.version()
+    }
+
+    fn commands(&self) -> &[Command] {
+        self.0.commands()
+    }
+
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError> {
+        if name != "marked" {
+            return self.0.execute(name, arguments);
+        }
+        let bench = Arc::clone(&self.0);
+        let add = move || {
+            bench.sent.fetch_add(1, Ordering::AcqRel);
+        };
+        Ok(Answer::new(json!("x".repeat(1 << 20))).on_sent(add))
+    }
+}
+
+struct Rig {
+    server: Option<Server>,
+    events: Events,
+    go: Sender<()>,
+    path: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Rig {
+    fn new(limits: Limits) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("api");
+        let (go, gone) = channel();
+        let bench = Arc::new(Bench { sent: AtomicUsize::new(0), go: Mutex::new(gone) });
+        let events = Events::new().unwrap();
+        let server = Server::start(&path, Arc::new(Marking(bench)), &events, limits).unwrap();
+        Self { server: Some(server), events, go, path, _folder: folder }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.path, PATIENCE).unwrap()
+    }
+
+    fn raw(&self) -> Raw {
+        let stream = UnixStream::connect(&self.path).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut raw = Raw(BufReader::new(stream));
+        assert!(raw.line()["QMP"].is_object());
+        raw
+    }
+
+    fn ready(&self) -> Raw {
+        let mut raw = self.raw();
+        raw.say("{\"execute\": \"qmp_capabilities\", \"arguments\": {\"enable\": [\"oob\"]}}\n");
+        assert_eq!(raw.line(), json!({"return": {}}));
+        raw
+    }
+}
+
+struct Raw(BufReader<UnixStream>);
+
+impl Raw {
+    fn say(&mut self, text: &str) {
+        self.0.get_mut().write_all(text.as_bytes()).unwrap();
+    }
+
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        if line.is_empty() { Value::Null } else { serde_json::from_str(&line).unwrap() }
+    }
+}
+
+fn desc(answer: &Value) -> &str {
+    answer["error"]["desc"].as_str().unwrap_or("")
+}
+
+#[test]
+fn commands_are_executed_and_refused() {
+    let rig = Rig::new(Limits::default());
+    let mut client = rig.client();
+    assert_eq!(client.execute("echo", json!({"é": [1]})).unwrap(), json!({"é": [1]}));
+    assert_eq!(client.execute("query-version", json!({})).unwrap(), hostile::version().to_json());
+    let names = client.execute("query-commands", json!({})).unwrap();
+    for name in ["echo", "query-commands", "qmp_capabilities"] {
+        assert!(names.as_array().unwrap().contains(&json!({"name": name})), "{names}");
+    }
+    let error = client.execute("query-commands", json!({"x": 1})).unwrap_err();
+    assert_eq!(error.to_string(), "Parameter 'x' is unexpected");
+    match client.execute("nothing", json!({})) {
+        Err(ClientError::Refused(error)) => assert_eq!(error.class, ErrorClass::CommandNotFound),
+        other => panic!("{other:?}"),
+    }
+    assert!(client.execute("panic", json!({})).unwrap_err().to_string().contains("panicked"));
+    assert_eq!(client.execute("large", json!({})).unwrap().as_str().unwrap().len(), 4 << 20);
+}
+
+#[test]
+fn what_overtakes_does_and_other_clients_do_not_wait() {
+    let rig = Rig::new(Limits::default());
+    let mut slow = rig.ready();
+    slow.say("{\"execute\": \"wait\", \"id\": 1} {\"exec-oob\": \"echo\", \"id\": 2} {\"exec-oob\": \"wait\", \"id\": 3}");
+    assert_eq!(slow.line()["id"], 2);
+    assert!(desc(&slow.line()).contains("does not support OOB"));
+    rig.client().execute("echo", json!({})).unwrap();
+    rig.go.send(()).unwrap();
+    assert_eq!(slow.line()["id"], 1);
+}
+
+#[test]
+fn every_client_is_told_of_events_once_it_has_negotiated() {
+    let rig = Rig::new(Limits::default());
+    let mut early = rig.raw();
+    let (mut one, mut two) = (rig.client(), rig.client());
+    rig.events.emit("STOP", Value::Null);
+    rig.events.emit("MIGRATION", json!({"status": "setup"}));
+    for client in [&mut one, &mut two] {
+        assert_eq!(client.next_event(PATIENCE).unwrap().unwrap().name, "STOP");
+        let event = client.next_event(PATIENCE).unwrap().unwrap();
+        assert_eq!((&*event.name, &event.data["status"]), ("MIGRATION", &json!("setup")));
+        assert!(event.at.elapsed().unwrap() < PATIENCE);
+        assert_eq!(client.next_event(Duration::from_millis(10)).unwrap(), None);
+    }
+    early.say("{\"execute\": \"qmp_capabilities\"}");
+    assert_eq!(early.line(), json!({"return": {}}), "not of what was before");
+}
+
+#[test]
+fn nobody_stalls_anybody() {
+    let limits = Limits {
+        message_time: Duration::from_secs(2),
+        read_time: Duration::from_secs(2),
+        ..Limits::default()
+    };
+    let rig = Rig::new(limits);
+    // One that asks for megabytes and reads nothing, in flood; one that sends half a message; one that sends nothing.
+    let mut never = rig.ready();
+    never.0.get_mut().set_nonblocking(true).unwrap();
+    for _ in 0..1000 {
+        if never.0.get_mut().write(b"{\"execute\": \"large\"}").is_err() {
+            break;
+        }
+    }
+    let mut half = rig.ready();
+    half.say("{\"execute\": \"echo\", \"argu");
+    let mut silent = rig.raw();
+    let mut good = rig.client();
+    for _ in 0..200 {
+        rig.events.emit("MIGRATION_PASS", json!({"pass": 1}));
+        good.execute("echo", json!({})).unwrap();
+    }
+    // Each is told why, where it can be.
+    assert!(
+        desc(&std::iter::repeat_with(|| half.line()).find(|line| line.get("event").is_none()).unwrap())
+            .contains("did not end in time")
+    );
+    never.0.get_mut().set_nonblocking(false).unwrap();
+    let mut rest = Vec::new();
+    never.0.read_to_end(&mut rest).unwrap();
+    assert!(rest.len() < 4 << 20, "it was dropped before it was given what it did not read: {}", rest.len());
+    silent.say("{\"execute\": \"qmp_capabilities\"}");
+    assert_eq!(silent.line(), json!({"return": {}}), "silence is no offence");
+    good.execute("echo", json!({})).unwrap();
+}
+
+#[test]
+fn whoever_breaks_a_limit_is_told_why_and_dropped() {
+    let rig = Rig::new(Limits::default());
+    let mut long = rig.ready();
+    // It may be dropped in the middle of it.
+    let _ = long.0.get_mut().write_all(format!("{{\"a\": \"{}", "x".repeat(3 << 20)).as_bytes());
+    assert!(desc(&long.line()).contains("longer than"));
+    let mut deep = rig.ready();
+    deep.say(&"{\"a\":".repeat(1000));
+    assert!(desc(&deep.line()).contains("deeper than"));
+    let mut garbage = rig.ready();
+    garbage.say("GET / HTTP/1.1\r\nHost: x\r\n{\"execute\": \"echo\"}");
+    assert!(desc(&garbage.line()).contains("JSON object") && desc(&garbage.line()).contains("JSON object"));
+    assert_eq!(garbage.line(), json!({"return": {}}), "nonsense is none");
+}
+
+#[test]
+fn there_is_room_for_so_many_and_again_when_one_leaves() {
+    let rig = Rig::new(Limits::default());
+    let mut clients: Vec<_> = (0..MOST_CLIENTS).map(|_| rig.client()).collect();
+    let error = Client::connect(&rig.path, PATIENCE).unwrap_err();
+    assert!(error.to_string().contains("too many clients"), "{error}");
+    clients.pop();
+    let until = Instant::now() + PATIENCE;
+    while Client::connect(&rig.path, PATIENCE).is_err() {
+        assert!(Instant::now() < until, "the place was not given back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for client in &mut clients {
+        client.execute("echo", json!({})).unwrap();
+    }
+}
+
+#[test]
+fn a_promise_is_kept_when_its_answer_has_left() {
+    let rig = Rig::new(Limits::default());
+    let mut never = rig.ready();
+    never.say("{\"execute\": \"marked\"}");
+    let mut good = rig.client();
+    for _ in 0..20 {
+        assert_eq!(good.execute("count", json!({})).unwrap(), 0, "most of it waits here");
+    }
+    drop(never);
+    good.execute("marked", json!({})).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while good.execute("count", json!({})).unwrap() != 1 {
+        assert!(Instant::now() < until, "only for what was sent");
+    }
+}
+
+#[test]
+fn at_its_end_it_gives_what_is_due() {
+    let mut rig = Rig::new(Limits::default());
+    let mut client = rig.ready();
+    client.say("{\"execute\": \"wait\", \"id\": 9}");
+    let mut other = rig.client();
+    other.execute("echo", json!({})).unwrap();
+    let server = rig.server.take().unwrap();
+    let (go, events) = (rig.go.clone(), rig.events.clone());
+    let ending = std::thread::spawn(move || {
+        events.emit("SHUTDOWN", json!({"guest": false, "reason": "host-qmp-quit"}));
+        go.send(()).unwrap();
+        drop(server);
+    });
+    let lines = [client.line(), client.line()];
+    assert!(lines.iter().any(|line| line["event"] == "SHUTDOWN"), "{lines:?}");
+    assert!(lines.iter().any(|line| line["id"] == 9), "{lines:?}");
+    assert_eq!(client.line(), Value::Null);
+    ending.join().unwrap();
+    assert!(!rig.path.exists());
+    assert!(matches!(other.execute("echo", json!({})), Err(ClientError::Ended | ClientError::Broken(_))));
+}
+
+#[test]
+fn a_client_that_says_no_more_gets_its_answers() {
+    let rig = Rig::new(Limits::default());
+    let mut client = rig.ready();
+    client.say("{\"execute\": \"wait\"}\n{\"execute\": \"echo\"}\n");
+    client.0.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
+    rig.go.send(()).unwrap();
+    assert_eq!(
+        [client.line(), client.line(), client.line()],
+        [json!({"return": {}}), json!({"return": {}}), Value::Null]
+    );
+}

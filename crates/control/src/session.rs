@@ -1,0 +1,363 @@
+//! One client's conversation: a state machine without sockets, threads or clocks.
+//!
+//! Whoever drives it gives it the bytes that came and the time, executes the [`Call`]s that it asks for, and sends what it has to say.
+//! Whatever a client does, it holds at most: one message of [`Limits::message_bytes`], [`Limits::pending`] requests, and
+//! [`Limits::out_bytes`] of output besides one answer for each of those. It reads no more while its client does not read.
+
+use crate::framer::{Excess, Frame, Framer};
+use crate::machine::Arguments;
+use crate::message::{self, BadRequest, Event, QmpError, Request, Version};
+use serde_json::Value;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// What a client may do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of a message.
+    pub message_bytes: usize,
+    /// How deep brackets may be nested in it.
+    pub depth: usize,
+    /// Requests that wait or are being executed; further ones wait in the socket.
+    pub pending: usize,
+    /// Bytes of output that may wait before events end the session.
+    pub out_bytes: usize,
+    /// How long a message may take to come, from its first byte to its last.
+    pub message_time: Duration,
+    /// How long a client may leave what there is for it unread.
+    pub read_time: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            message_bytes: 1 << 20,
+            depth: 32,
+            pending: 8,
+            out_bytes: 1 << 20,
+            message_time: Duration::from_secs(30),
+            read_time: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Names a call within its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ticket(pub(crate) u64);
+
+/// A command to be executed, and to be answered with its ticket.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    /// For the answer.
+    pub ticket: Ticket,
+    /// The command.
+    pub name: String,
+    /// Its arguments.
+    pub arguments: Arguments,
+    /// Whether it overtakes what is being executed.
+    pub oob: bool,
+}
+
+/// Why a session ended, as its client and the log are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum End {
+    /// A message was too long.
+    TooLong,
+    /// A message was nested too deep.
+    TooDeep,
+    /// A message was begun and not ended in time.
+    HalfMessage,
+    /// The client does not read what it gets.
+    Unread,
+    /// The other side said all that it wanted to, and has its answers.
+    Done,
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TooLong => "a message was longer than is allowed; this connection ends",
+            Self::TooDeep => "a message was nested deeper than is allowed; this connection ends",
+            Self::HalfMessage => "a message was begun and did not end in time; this connection ends",
+            Self::Unread => "what was sent is not read; this connection ends",
+            Self::Done => "the client has closed the connection",
+        })
+    }
+}
+
+/// What waits for its turn.
+#[derive(Debug)]
+enum Waiting {
+    Call(Request),
+    /// Is answered in its turn, too.
+    Bad(BadRequest),
+}
+
+/// One client's conversation.
+#[derive(Debug)]
+pub struct Session {
+    limits: Limits,
+    framer: Framer,
+    /// Whether the client has said `qmp_capabilities`, and whether with `oob`.
+    negotiated: Option<bool>,
+    waiting: VecDeque<Waiting>,
+    /// Out-of-band, not taken yet.
+    urgent: VecDeque<Request>,
+    /// What was taken and is not answered: the ids, and whether in-band. At most one is.
+    taken: BTreeMap<Ticket, (Option<Value>, bool)>,
+    next: u64,
+    out: VecDeque<u8>,
+    /// Bytes that were put out and that were sent since the beginning: `sent + out.len() == put`.
+    put: u64,
+    sent: u64,
+    /// Where answers end in what was put out.
+    marks: VecDeque<(u64, Ticket)>,
+    half_since: Option<Instant>,
+    unread_since: Option<Instant>,
+    finished: bool,
+    end: Option<End>,
+}
+
+impl Session {
+    /// A session that begins with the greeting of `version`.
+    #[must_use]
+    pub fn new(version: &Version, limits: Limits) -> Self {
+        let mut session = Self {
+            framer: Framer::new(limits.message_bytes, limits.depth),
+            limits,
+            negotiated: None,
+            waiting: VecDeque::new(),
+            urgent: VecDeque::new(),
+            taken: BTreeMap::new(),
+            next: 0,
+            out: VecDeque::new(),
+            put: 0,
+            sent: 0,
+            marks: VecDeque::new(),
+            half_since: None,
+            unread_since: None,
+            finished: false,
+            end: None,
+        };
+        session.put(&message::line(&version.greeting()));
+        session
+    }
+
+    /// Whether it takes more bytes now.
+    #[must_use]
+    pub fn wants_input(&self) -> bool {
+        let pending = self.waiting.len() + self.urgent.len() + self.taken.len();
+        self.end.is_none()
+            && !self.finished
+            && pending < self.limits.pending
+            // A client that asks on and on gets its answers before it is read again.
+            && self.out.len() < self.limits.out_bytes / 4
+    }
+
+    /// Takes bytes that came at `now`, as many as it wants; says how many.
+    pub fn receive(&mut self, bytes: &[u8], now: Instant) -> usize {
+        let mut taken = 0;
+        while taken < bytes.len() && self.wants_input() {
+            let (count, frame) = self.framer.push(&bytes[taken..]);
+            taken += count;
+            if let Some(frame) = frame {
+                self.half_since = None;
+                self.frame(frame);
+            }
+        }
+        self.half_since = if self.framer.half() { self.half_since.or(Some(now)) } else { None };
+        taken
+    }
+
+    /// Nothing more will come from the client, which may still read.
+    pub fn finish(&mut self) {
+        self.finished = true;
+        self.half_since = None;
+        self.done_if_so();
+    }
+
+    /// The next command to execute, if it is time for one.
+    pub fn next_call(&mut self) -> Option<Call> {
+        if self.end.is_some() {
+            return None;
+        }
+        if let Some(request) = self.urgent.pop_front() {
+            return Some(self.hand_out(request, true));
+        }
+        if self.taken.values().any(|(_, in_band)| *in_band) {
+            return None;
+        }
+        loop {
+            match self.waiting.pop_front()? {
+                Waiting::Call(request) => return Some(self.hand_out(request, false)),
+                Waiting::Bad(BadRequest { id, error }) => self.put(&message::answer(Err(error), id)),
+            }
+        }
+    }
+
+    /// What a call gave. A ticket that was answered before, or never given, does nothing.
+    pub fn answer(&mut self, ticket: Ticket, result: Result<Value, QmpError>) {
+        let Some((id, _)) = self.taken.remove(&ticket) else { return };
+        if matches!(self.end, None | Some(End::Done)) {
+            self.put(&message::answer(result, id));
+            self.marks.push_back((self.put, ticket));
+        }
+        self.done_if_so();
+    }
+
+    /// Something happened. Clients are told once they have negotiated.
+    pub fn event(&mut self, event: &Event) {
+        if self.negotiated.is_none() || self.end.is_some() {
+            return;
+        }
+        self.put(&message::line(&event.to_json()));
+        if self.out.len() > self.limits.out_bytes {
+            self.end(End::Unread);
+        }
+    }
+
+    /// What is to be sent, as far as it lies in one piece; empty if there is nothing.
+    #[must_use]
+    pub fn output(&self) -> &[u8] {
+        let (first, second) = self.out.as_slices();
+        if first.is_empty() { second } else { first }
+    }
+
+    /// `count` bytes of [`output`](Self::output) were sent at `now`; gives the calls whose answers have all been sent by that.
+    pub fn sent(&mut self, count: usize, now: Instant) -> Vec<Ticket> {
+        let count = count.min(self.out.len());
+        self.out.drain(..count);
+        self.sent += count as u64;
+        if self.out.is_empty() {
+            // What a long answer needed is given back.
+            self.out.shrink_to(4096);
+        }
+        if count > 0 {
+            self.unread_since = if self.out.is_empty() { None } else { Some(now) };
+        }
+        let ended = self.marks.partition_point(|(end, _)| *end <= self.sent);
+        let tickets = self.marks.drain(..ended).map(|(_, ticket)| ticket).collect();
+        self.done_if_so();
+        tickets
+    }
+
+    /// Looks at the clock; called now and then.
+    pub fn tick(&mut self, now: Instant) {
+        let since = |then: Option<Instant>| then.map(|then| now.saturating_duration_since(then));
+        if since(self.half_since).is_some_and(|time| time > self.limits.message_time) {
+            self.end(End::HalfMessage);
+        }
+        if self.out.is_empty() {
+            self.unread_since = None;
+        } else if self.unread_since.is_none() {
+            self.unread_since = Some(now);
+        } else if since(self.unread_since).is_some_and(|time| time > self.limits.read_time) {
+            self.end(End::Unread);
+        }
+    }
+
+    /// Why it ended, if it has: what is left to be sent may still be, and nothing else happens.
+    #[must_use]
+    pub fn ended(&self) -> Option<End> {
+        self.end
+    }
+
+    fn frame(&mut self, frame: Frame) {
+        match frame {
+            Frame::Object(text) => match message::parse(&text) {
+                Ok(request) => self.request(request),
+                Err(bad) => self.waiting.push_back(Waiting::Bad(bad)),
+            },
+            Frame::Garbage(why) => self.refuse(None, QmpError::generic(why)),
+            Frame::Excess(Excess::Long) => self.end(End::TooLong),
+            Frame::Excess(Excess::Deep) => self.end(End::TooDeep),
+        }
+    }
+
+    fn request(&mut self, request: Request) {
+        match (self.negotiated, &*request.name) {
+            (None, "qmp_capabilities") => match negotiate(&request) {
+                Ok(oob) => {
+                    self.negotiated = Some(oob);
+                    self.put(&message::answer(Ok(serde_json::json!({})), request.id));
+                }
+                Err(error) => self.refuse(request.id, error),
+            },
+            (None, _) => {
+                let desc = "Expecting capabilities negotiation with 'qmp_capabilities'".to_owned();
+                self.refuse(request.id, QmpError { desc, ..QmpError::not_found("") });
+            }
+            (Some(_), "qmp_capabilities") => {
+                let desc = "Capabilities negotiation is already complete, command ignored".to_owned();
+                self.refuse(request.id, QmpError { desc, ..QmpError::not_found("") });
+            }
+            (Some(false), _) if request.oob => {
+                let why = "QMP input member 'exec-oob' needs the capability 'oob', which was not enabled";
+                self.refuse(request.id, QmpError::generic(why));
+            }
+            (Some(_), _) if request.oob => self.urgent.push_back(request),
+            (Some(_), _) => self.waiting.push_back(Waiting::Call(request)),
+        }
+    }
+
+    /// Answers in its turn that it is not done.
+    fn refuse(&mut self, id: Option<Value>, error: QmpError) {
+        self.waiting.push_back(Waiting::Bad(BadRequest { id, error }));
+    }
+
+    fn hand_out(&mut self, request: Request, oob: bool) -> Call {
+        let ticket = Ticket(self.next);
+        self.next += 1;
+        self.taken.insert(ticket, (request.id, !oob));
+        Call { ticket, name: request.name, arguments: Arguments(request.arguments), oob }
+    }
+
+    fn put(&mut self, line: &[u8]) {
+        self.out.extend(line);
+        self.put += line.len() as u64;
+    }
+
+    fn end(&mut self, why: End) {
+        if self.end.is_none() {
+            self.end = Some(why);
+            // In the middle of a line that is not read, nobody would find it.
+            if why != End::Unread {
+                self.put(&message::answer(Err(QmpError::generic(why.to_string())), None));
+            }
+            self.waiting.clear();
+            self.urgent.clear();
+        }
+    }
+
+    fn done_if_so(&mut self) {
+        let pending = !(self.waiting.is_empty() && self.urgent.is_empty() && self.taken.is_empty());
+        if self.finished && self.end.is_none() && !pending && self.out.is_empty() {
+            self.end = Some(End::Done);
+        }
+    }
+}
+
+/// Whether the client wants `oob`.
+fn negotiate(request: &Request) -> Result<bool, QmpError> {
+    if request.oob {
+        return Err(QmpError::generic("The command qmp_capabilities does not support OOB"));
+    }
+    #[derive(serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Wanted {
+        #[serde(default)]
+        enable: Vec<String>,
+    }
+    let wanted: Wanted = Arguments(request.arguments.clone()).read()?;
+    if let Some(other) = wanted.enable.iter().find(|name| *name != "oob") {
+        let other: String = other.chars().take(80).collect();
+        return Err(QmpError::generic(format!("Parameter 'enable' does not accept value '{other}'")));
+    }
+    Ok(!wanted.enable.is_empty())
+}
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

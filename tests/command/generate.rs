@@ -1,0 +1,49 @@
+//! What packages and shells take from the command.
+
+use crate::support::{Folder, code, errors, say, vmferry};
+use std::process::Command;
+
+#[test]
+fn manual_pages_name_every_command() {
+    let folder = Folder::new();
+    let made = vmferry(&["man", &folder.path("")]);
+    assert_eq!(code(&made), 0, "{}", errors(&made));
+    let main = std::fs::read_to_string(folder.path("vmferry.1")).unwrap();
+    for name in ["run", "migrate", "recover", "check"] {
+        assert!(main.contains(&format!("vmferry\\-{name}(1)")), "{name}: {main}");
+        let page = std::fs::read_to_string(folder.path(&format!("vmferry-{name}.1"))).unwrap();
+        assert!(page.contains("EXIT STATUS"), "{name}");
+    }
+    // Commands that are ours alone have no page.
+    let pages = std::fs::read_dir(folder.path("")).unwrap().map(|entry| entry.unwrap().file_name());
+    let pages: Vec<_> = pages.map(|name| name.into_string().unwrap()).collect();
+    assert!(pages.iter().all(|name| !name.contains("floor") && !name.contains("rtt")), "{pages:?}");
+}
+
+#[test]
+fn manual_pages_need_a_folder() {
+    let folder = Folder::new();
+    let refused = vmferry(&["man", &folder.path("nowhere")]);
+    assert_eq!(code(&refused), 1);
+    assert!(errors(&refused).contains("nowhere is no folder: make it first"), "{}", errors(&refused));
+}
+
+#[test]
+fn completions_are_what_the_shell_understands() {
+    for shell in ["bash", "zsh", "fish"] {
+        let made = vmferry(&["completions", shell]);
+        assert_eq!(code(&made), 0, "{}", errors(&made));
+        let folder = Folder::new();
+        std::fs::write(folder.path("words"), &made.stdout).unwrap();
+        match Command::new(shell).arg("-n").arg(folder.path("words")).output() {
+            Ok(checked) => assert!(checked.status.success(), "{shell}: {checked:?}"),
+            Err(error) => say(&format!("completions of {shell}: not parsed by it: {error}")),
+        }
+    }
+    // What somebody gets who types `vmferry migrate --mo` and asks for more.
+    let script = r#"source /dev/stdin <<<"$1"; COMP_WORDS=(vmferry migrate --mo) COMP_CWORD=2
+        _vmferry vmferry --mo migrate; printf '%s\n' "${COMPREPLY[@]}""#;
+    let words = String::from_utf8(vmferry(&["completions", "bash"]).stdout).unwrap();
+    let asked = Command::new("bash").args(["-c", script, "bash", &words]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&asked.stdout).trim(), "--mode", "{asked:?}");
+}

@@ -1,0 +1,140 @@
+//! The pages tell the truth: what they show is run, options that they name exist, links lead somewhere.
+//!
+//! A block's info string says what it is:
+//!
+//! | info | what it is | what is done with it |
+//! |---|---|---|
+//! | `sh` | commands | run in an empty folder; a line that begins with `vmferry run` keeps a shell of its own |
+//! | `sh norun: WHY` | commands that need what a test has not | options are looked up, and WHY is printed |
+//! | `usage` | shapes of commands | options are looked up |
+//! | anything else | not for a shell | must not begin a line with `vmferry` or `cargo` |
+
+mod page;
+mod script;
+
+use page::{Block, Kind, Page};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Past the test harness, which hides what passing tests print.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+fn pages() -> Vec<Page> {
+    let root = root();
+    let mut paths: Vec<_> = std::fs::read_dir(root.join("docs"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .chain(["README.md", "CONTRIBUTING.md", "lab/README.md"].map(|name| root.join(name)))
+        .collect();
+    paths.sort();
+    assert!(paths.len() > 10, "{paths:?}");
+    paths.iter().map(|path| Page::read(&root, path)).collect()
+}
+
+fn blocks(pages: &[Page]) -> impl Iterator<Item = (&Page, &Block)> {
+    pages.iter().flat_map(|page| page.blocks.iter().map(move |block| (page, block)))
+}
+
+#[test]
+fn every_block_of_commands_says_whether_it_can_be_run() {
+    for (page, block) in blocks(&pages()) {
+        let commands =
+            block.commands().any(|line| line.starts_with("vmferry ") || line.starts_with("cargo "));
+        let marked = block.kind != Kind::Other;
+        assert!(marked || !commands, "{}:{}: say `sh`, `sh norun: WHY` or `usage`", page.name, block.line);
+    }
+}
+
+#[test]
+fn blocks_of_commands_run_as_they_stand() {
+    let kvm =
+        std::fs::File::options().read(true).write(true).open("/dev/kvm").map_err(|error| error.to_string());
+    let mut ran = 0;
+    for (page, block) in blocks(&pages()) {
+        let place = format!("{}:{}", page.name, block.line);
+        match (&block.kind, &kvm) {
+            (Kind::NotRun(why), _) => say(&format!("{place}: not run: {why}")),
+            (Kind::Run, Err(error)) if block.needs_kvm() => {
+                say(&format!("{place}: not run: /dev/kvm: {error}"))
+            }
+            (Kind::Run, _) => {
+                script::run(&place, block);
+                ran += 1;
+            }
+            _ => {}
+        }
+    }
+    say(&format!("{ran} blocks ran"));
+    assert!(ran > 0, "no block was run at all");
+}
+
+/// The options of each command, from its help.
+fn options() -> BTreeMap<String, String> {
+    let help = |args: &[&str]| {
+        let out = Command::new(env!("CARGO_BIN_EXE_vmferry")).args(args).output().unwrap();
+        assert!(out.status.success(), "{args:?}");
+        String::from_utf8(out.stdout).unwrap()
+    };
+    let all = help(&["--help"]);
+    let names =
+        all.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let names = names.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
+    names.map(|name| (name.to_owned(), help(&[name, "--help"]))).collect()
+}
+
+#[test]
+fn commands_and_options_that_are_shown_exist() {
+    let known = options();
+    assert!(known.contains_key("migrate"), "{:?}", known.keys());
+    let mut looked = 0;
+    for (page, block) in blocks(&pages()).filter(|(_, block)| block.kind != Kind::Other) {
+        for line in block.commands() {
+            let words = page::words(&line);
+            let mut rest = words.iter().map(String::as_str).skip_while(|word| *word != "vmferry").skip(1);
+            let Some(name) = rest.next() else { continue };
+            let place = format!("{}:{}: {line}", page.name, block.line);
+            let help = known.get(name).unwrap_or_else(|| panic!("{place}: no command '{name}'"));
+            for option in rest.filter(|word| word.starts_with("--")) {
+                let option = option.split('=').next().unwrap();
+                let there = help.split(|c: char| c != '-' && !c.is_alphanumeric()).any(|word| word == option);
+                assert!(there, "{place}: `vmferry {name}` knows no {option}");
+                looked += 1;
+            }
+        }
+    }
+    assert!(looked > 20, "{looked} options were found");
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let root = root();
+    for page in pages() {
+        let folder = root.join(&page.name).parent().unwrap().to_owned();
+        for link in page.links() {
+            let target = link.split('#').next().unwrap();
+            let elsewhere = target.is_empty() || target.contains("://") || target.starts_with("mailto:");
+            assert!(elsewhere || folder.join(target).exists(), "{}: {link} is not there", page.name);
+        }
+    }
+}
+
+#[test]
+fn the_book_has_every_page() {
+    let summary = Page::read(&root(), &root().join("docs/SUMMARY.md"));
+    let listed: Vec<_> = summary.links().collect();
+    for page in pages() {
+        let Some(name) = page.name.strip_prefix("docs/").filter(|name| *name != "SUMMARY.md") else {
+            continue;
+        };
+        assert!(listed.iter().any(|link| link == name), "docs/SUMMARY.md lacks {name}");
+    }
+}

@@ -1,0 +1,123 @@
+//! Runs a block as its reader would: guests in shells of their own, everything else in one more.
+
+use crate::page::{Block, words};
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than any block takes on a busy host.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A guest that the block started.
+struct Guest {
+    child: Child,
+    socket: PathBuf,
+    log: PathBuf,
+}
+
+impl Guest {
+    fn start(place: &str, folder: &Path, number: usize, line: &str) -> Self {
+        let words = words(line);
+        let socket = words.iter().skip_while(|word| *word != "--api").nth(1);
+        let socket =
+            socket.unwrap_or_else(|| panic!("{place}: give `{line}` an --api, so that it can be ended"));
+        let log = folder.join(format!("guest-{number}.log"));
+        let mut guest =
+            Self { child: shell(folder, &format!("exec {line}"), &log), socket: folder.join(socket), log };
+        let began = Instant::now();
+        while !guest.socket.exists() {
+            let ended = guest.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{place}: `{line}` ended: {ended:?}: {}", read(&guest.log));
+            assert!(began.elapsed() < PATIENCE, "{place}: `{line}`: no {socket:?}: {}", read(&guest.log));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        guest
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = vmferry().args(["quit", "--api"]).arg(&self.socket).output();
+        let began = Instant::now();
+        while self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            if began.elapsed() > Duration::from_secs(20) {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn vmferry() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_vmferry"))
+}
+
+fn shell(folder: &Path, command: &str, log: &Path) -> Child {
+    let bin = Path::new(env!("CARGO_BIN_EXE_vmferry")).parent().unwrap();
+    let path = std::env::join_paths(
+        std::iter::once(bin.to_owned())
+            .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
+    );
+    let output = File::create(log).unwrap();
+    Command::new("bash")
+        .args(["-euo", "pipefail", "-c", command])
+        .current_dir(folder)
+        .env("PATH", path.unwrap())
+        .stdin(Stdio::null())
+        .stdout(output.try_clone().unwrap())
+        .stderr(output)
+        .spawn()
+        .expect("bash")
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+/// A port that nobody has; pages say 7000, which somebody might.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Panics unless every command of `block` succeeds.
+pub(crate) fn run(place: &str, block: &Block) {
+    let folder = std::env::temp_dir().join(format!("vmferry-docs-{}-{}", std::process::id(), block.line));
+    std::fs::create_dir_all(&folder).unwrap();
+    let folder = Folder(folder);
+    let port = format!("127.0.0.1:{}", free_port());
+    // Dropped before the folder is.
+    let mut guests = Vec::new();
+    for (number, line) in block.commands().enumerate() {
+        let line = line.replace("127.0.0.1:7000", &port);
+        if line.starts_with("vmferry run ") {
+            guests.push(Guest::start(place, &folder.0, number, &line));
+            continue;
+        }
+        let log = folder.0.join(format!("line-{number}.log"));
+        let mut child = shell(&folder.0, &line, &log);
+        let began = Instant::now();
+        let status = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None if began.elapsed() > PATIENCE => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    panic!("{place}: `{line}` did not end: {}", read(&log));
+                }
+                None => std::thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        let logs: Vec<_> = guests.iter().map(|guest: &Guest| read(&guest.log)).collect();
+        assert!(status.success(), "{place}: `{line}`: {status}: {}\nguests: {logs:?}", read(&log));
+    }
+}
