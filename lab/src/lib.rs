@@ -7,6 +7,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`desk`], [`peer`] | programs that a scenario starts, here or on the other machine |
+//! | [`emulator`] | whether the emulator itself lost a guest |
 //! | [`plan`] | what the host asks the agent to do |
 //! | [`record`] | how one scenario ended |
 //! | [`runner`] | one scenario after the other, each in a process of its own, within its time |
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod desk;
+pub mod emulator;
 pub mod peer;
 pub mod plan;
 pub mod record;

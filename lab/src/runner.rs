@@ -3,6 +3,7 @@
 //! A process can be ended for good when its time is up, whatever its threads are waiting for; what it started ends with it
 //! (`vmferry run --die-with-parent`, and its process group).
 
+use crate::emulator::Watch;
 use crate::plan::Plan;
 use crate::record::{CURRENT, Outcome, Record};
 use crate::scenarios::{self, Lab, Scenario, Verdict};
@@ -29,13 +30,18 @@ pub fn run(path: &Path) -> Result<()> {
     let plan = Plan::read(path)?;
     let start = Instant::now();
     let end = start + Duration::from_secs(plan.seconds);
+    // Without it a guest that the emulator loses is taken for one that vmferry lost.
+    let watch = plan.emulated.then(Watch::start).transpose().unwrap_or_else(|error| {
+        println!("LAB does not watch the emulator: {error:#}");
+        None
+    });
     for name in &plan.scenarios {
         std::fs::write(plan.results.join(CURRENT), name)?;
         let began = Instant::now();
         println!("LAB {:7.1} begin {name}", start.elapsed().as_secs_f64());
         let mut record = match scenarios::find(name) {
             None => Record::new(name, Outcome::Failed, Some("there is no such scenario".into()), 0.0),
-            Some(scenario) => one(scenario, path, &plan, end)?,
+            Some(scenario) => tried(scenario, path, &plan, (end, watch.as_ref()))?,
         };
         record.seconds = began.elapsed().as_secs_f64();
         record.append(&plan.results)?;
@@ -49,6 +55,32 @@ pub fn run(path: &Path) -> Result<()> {
     }
     std::fs::write(plan.results.join(CURRENT), "")?;
     Ok(())
+}
+
+/// One scenario; and once more if it failed with a guest that the emulator lost.
+fn tried(
+    scenario: &Scenario,
+    path: &Path,
+    plan: &Plan,
+    (end, watch): (Instant, Option<&Watch>),
+) -> Result<Record> {
+    let record = one(scenario, path, plan, end)?;
+    let Some(lost) = watch.map(Watch::lost).transpose()?.flatten() else { return Ok(record) };
+    println!("LAB the emulator lost a guest of {}: {lost}", scenario.name);
+    if record.outcome != Outcome::Failed {
+        return Ok(record);
+    }
+    // What the first had to show stays beside what the second has.
+    let folder = plan.folder(scenario.name);
+    std::fs::rename(&folder, folder.with_extension("lost"))?;
+    let mut again = one(scenario, path, plan, end)?;
+    if again.outcome == Outcome::NotRun {
+        again = record;
+    }
+    // Whose fault a second one is, is not asked any more.
+    let _ = watch.map(Watch::lost).transpose()?;
+    again.figures.insert("emulator_lost_a_guest".into(), lost.into());
+    Ok(again)
 }
 
 /// One scenario in its process.

@@ -42,6 +42,14 @@ impl Guest {
     }
 }
 
+/// A report that was asked for: its clocks were read between the asking and the reading, whatever kept it on its way.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) told: Told,
+    pub(crate) asked: Instant,
+    pub(crate) read: Instant,
+}
+
 /// What boots.
 #[derive(Debug, Clone)]
 pub(crate) struct Boot {
@@ -305,12 +313,14 @@ impl Vm {
     }
 
     /// Has the guest check everything: asked for on its console, by its shell.
-    pub(crate) fn verified(&self, how: &str) -> Result<Told> {
+    pub(crate) fn verified(&self, how: &str) -> Result<Seen> {
         self.skip()?;
+        let asked = Instant::now();
         self.enter(&format!("lab-guest {how}"))?;
-        self.wait("the guest checking all that it has", ANSWER, |line| {
+        let told = self.wait("the guest checking all that it has", ANSWER, |line| {
             Told::in_line(line).filter(|told| told.whole)
-        })
+        })?;
+        Ok(Seen { told, asked, read: Instant::now() })
     }
 
     /// Has the shell on the console say something, and waits for `answer` at the start of a line.

@@ -54,13 +54,14 @@ fn kvm(cpu: u32, action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> Stat
 
 /// Reads all state of the paused `vcpu`.
 ///
-/// The MP state first: asking for it makes KVM take in an INIT or SIPI that waits, which changes other state.
+/// The MP state first: asking for it makes KVM take in an INIT or SIPI that waits, which changes other state. Then the events: asking for
+/// these makes KVM put the payload of an exception that waits into the register where the guest looks for it, CR2 or DR6.
 pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) -> Result<VcpuSaved> {
     let mp_state = vcpu.get_mp_state().map_err(kvm(cpu, "KVM_GET_MP_STATE"))?.mp_state;
+    let events = vcpu.get_vcpu_events().map_err(kvm(cpu, "KVM_GET_VCPU_EVENTS"))?;
     let regs = vcpu.get_regs().map_err(kvm(cpu, "KVM_GET_REGS"))?;
     let sregs = vcpu.get_sregs().map_err(kvm(cpu, "KVM_GET_SREGS"))?;
     let lapic = vcpu.get_lapic().map_err(kvm(cpu, "KVM_GET_LAPIC"))?;
-    let events = vcpu.get_vcpu_events().map_err(kvm(cpu, "KVM_GET_VCPU_EVENTS"))?;
     let debug = vcpu.get_debug_regs().map_err(kvm(cpu, "KVM_GET_DEBUGREGS"))?;
     let xcrs = vcpu.get_xcrs().map_err(kvm(cpu, "KVM_GET_XCRS"))?;
     let tsc_khz = vcpu.get_tsc_khz().map_err(kvm(cpu, "KVM_GET_TSC_KHZ"))?;

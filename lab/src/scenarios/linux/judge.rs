@@ -1,5 +1,6 @@
 //! Whether a guest lost anything on its way.
 
+use crate::scenarios::vm::Seen;
 use crate::told::Told;
 use anyhow::{Result, ensure};
 use std::time::Duration;
@@ -7,13 +8,11 @@ use std::time::Duration;
 /// A guest before its move, and after it, both times with everything checked.
 #[derive(Debug)]
 pub(crate) struct Move<'a> {
-    pub(crate) before: &'a Told,
-    pub(crate) after: &'a Told,
-    /// Between the two reports, by the clock of who watched.
-    pub(crate) elapsed: Duration,
+    pub(crate) before: &'a Seen,
+    pub(crate) after: &'a Seen,
     /// For how long it stood still, by what vmferry says.
     pub(crate) downtime_ms: f64,
-    /// By how much its clocks may differ from the watcher's, who reads them on a console.
+    /// By how much its clocks may differ from the watcher's.
     pub(crate) slack: Duration,
     /// Whether its processors are those of an emulated machine.
     pub(crate) emulated: bool,
@@ -24,7 +23,7 @@ pub(crate) struct Move<'a> {
 impl Move<'_> {
     /// Looks at everything that the guest says.
     pub(crate) fn judge(&self) -> Result<()> {
-        let (before, after) = (self.before, self.after);
+        let (before, after) = (&self.before.told, &self.after.told);
         content(after)?;
         ensure!(after.cpus == before.cpus, "it had {} processors and has {}", before.cpus, after.cpus);
         ensure!(after.ticks > before.ticks, "its clock thread stands still");
@@ -44,16 +43,19 @@ impl Move<'_> {
 
     /// Its uptime goes on, with the time that passed elsewhere; nothing steps by more than it stood still.
     fn time(&self) -> Result<()> {
-        let (before, after) = (self.before, self.after);
+        let (before, after) = (&self.before.told, &self.after.told);
         ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
-        let (slack, passed) = (self.slack.as_secs_f64(), self.elapsed.as_secs_f64());
+        // The watcher knows of each report when it was asked for and when it had come, and no more: a console may be slow.
+        let least = self.after.asked.saturating_duration_since(self.before.read).as_secs_f64();
+        let most = self.after.read.saturating_duration_since(self.before.asked).as_secs_f64();
+        let slack = self.slack.as_secs_f64();
         for (clock, was, is) in
             [("uptime", before.uptime_s, after.uptime_s), ("real time", before.realtime_s, after.realtime_s)]
         {
             let own = is - was;
             ensure!(
-                (own - passed).abs() <= slack,
-                "its {clock} went on by {own:.3} s while {passed:.3} s passed"
+                (least - slack..=most + slack).contains(&own),
+                "its {clock} went on by {own:.3} s while {least:.3} to {most:.3} s passed"
             );
         }
         let allowed = self.downtime_ms + self.stall.as_secs_f64() * 1e3;
@@ -88,6 +90,7 @@ pub(crate) fn content(told: &Told) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Instant;
 
     fn told(at: u32) -> Told {
         Told {
@@ -105,13 +108,17 @@ mod tests {
     }
 
     fn judged(spoil: impl Fn(&mut Told)) -> Result<()> {
-        let (before, mut after) = (told(10), told(15));
-        spoil(&mut after);
-        let elapsed = Duration::from_secs(5);
+        let start = Instant::now();
+        let seen = |told: Told, from: f64| Seen {
+            told,
+            asked: start + Duration::from_secs_f64(from),
+            read: start + Duration::from_secs_f64(from + 0.25),
+        };
+        let (before, mut after) = (seen(told(10), 0.0), seen(told(15), 5.0));
+        spoil(&mut after.told);
         Move {
             before: &before,
             after: &after,
-            elapsed,
             downtime_ms: 100.0,
             slack: Duration::from_millis(500),
             stall: Duration::from_millis(500),
@@ -137,7 +144,7 @@ mod tests {
             ("lost", |told| told.records_lost = Some(2)),
             ("went back", |told| told.backwards = 1),
             ("uptime", |told| told.uptime_s = 14.0),
-            ("real time", |told| told.realtime_s += 0.6),
+            ("real time", |told| told.realtime_s += 0.8),
             ("gap", |told| told.gap_ms = 700.0),
             ("complains", |told| told.complaints.push("soft lockup".into())),
         ];

@@ -8,7 +8,7 @@ mod refused;
 mod storage;
 
 use super::rig::{Rig, migrate};
-use super::vm::{Guest, Vm};
+use super::vm::{Guest, Seen, Vm};
 use super::{Lab, Scenario, Verdict};
 use crate::told::Told;
 use anyhow::{Result, ensure};
@@ -118,15 +118,13 @@ impl Rig<'_> {
     /// Moves the guest, which must go well, and looks whether anything was lost on the way.
     fn carry(&mut self, source: &Vm, target: &Vm, arguments: &[&str]) -> Result<Value> {
         let before = ready(source)?;
-        let began = Instant::now();
         let report = migrate(source, &target.uri()?, arguments)?;
         let status = source.end(seconds(30))?;
         ensure!(status == 0, "the source's process ended with status {status}: {}", source.said());
         // The same shell, with what it was told before.
         target.shell("echo kept-$kept", "kept-42")?;
         let after = target.verified("verify")?;
-        let elapsed = began.elapsed();
-        self.note(&report, &after);
+        self.note(&report, &after.told);
         let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
         // Comparing all pages is not counted as downtime, but the guest stands still for it.
         let downtime_ms = of("downtime_ms") + of("verify_ms");
@@ -136,7 +134,6 @@ impl Rig<'_> {
         Move {
             before: &before,
             after: &after,
-            elapsed,
             downtime_ms,
             slack: self.slack(),
             emulated: self.lab.plan.emulated,
@@ -159,20 +156,19 @@ impl Rig<'_> {
     }
 }
 
-/// Figures of a move.
 /// A guest's report before a move; from it on, gaps count. Its shell is told something to keep.
-fn ready(vm: &Vm) -> Result<Told> {
+fn ready(vm: &Vm) -> Result<Seen> {
     vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
-    let told = vm.verified("verify")?;
-    judge::content(&told)?;
-    Ok(told)
+    let seen = vm.verified("verify")?;
+    judge::content(&seen.told)?;
+    Ok(seen)
 }
 
 fn boots(lab: &mut Lab) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = Guest { cpus: 2, ..Guest::usual() };
     let vm = rig.boot(&guest)?;
-    let told = ready(&vm)?;
+    let told = ready(&vm)?.told;
     ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
     ensure!(told.complaints.is_empty(), "its kernel complains: {:?}", told.complaints);
     vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;

@@ -25,7 +25,6 @@ fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
     let guest = Guest { dirty_ring: true, ..Guest::usual() };
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
     let before = ready(&source)?;
-    let began = Instant::now();
     let mover = rig.begin(&source, &target.uri()?)?;
     under_way(&source)?;
     stop(&source, &target)?;
@@ -33,11 +32,9 @@ fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
     ensure!(status == 1, "`vmferry migrate` ended with status {status}, not 1: the guest is where it was");
     source.shell("echo kept-$kept", "kept-42")?;
     let after = source.verified("verify")?;
-    let elapsed = began.elapsed();
     Move {
         before: &before,
         after: &after,
-        elapsed,
         downtime_ms: 0.0,
         slack: rig.slack(),
         emulated: rig.lab.plan.emulated,

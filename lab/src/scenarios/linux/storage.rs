@@ -33,7 +33,7 @@ fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
     // A second one writes on where the first went on.
     let next = rig.awaiting(&guest)?;
     rig.carry(&target, &next, &["--mode", "postcopy", "--pace", "off"])?;
-    let after = next.verified("stop-records")?;
+    let after = next.verified("stop-records")?.told;
     let records = after.records.unwrap_or(0);
     ensure!(records > before, "it wrote {before} records before its moves and none since");
     super::judge::content(&after)?;

@@ -1,0 +1,115 @@
+//! Whether the emulator itself lost a guest.
+//!
+//! QEMU emulates SVM in software, and now and then saves its host's registers as a guest's when it leaves that: the guest goes on where the
+//! outer kernel was, at the instruction behind `vmrun`, with the outer kernel's page tables. If their address is none of the guest's
+//! memory, KVM enters it for ever; otherwise it ends in a triple fault. Neither says anything of vmferry, and neither can be prevented from
+//! here, but both can be known: KVM's tracepoint of exits shows the guest where no guest can be. What it shows is kept from the first on.
+
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where the kernel's tracing is mounted.
+const TRACING: &str = "/sys/kernel/tracing";
+/// The function in `kvm_amd` that holds the `vmrun`.
+const VMRUN: &str = "__svm_vcpu_run";
+/// `SVM_EXIT_NPF`: memory that the guest does not have, or not so.
+const NESTED_PAGE_FAULT: u32 = 0x400;
+/// No guest of the lab has an address at or beyond this.
+const BEYOND: u64 = 1 << 32;
+/// Few events are enough, and of an endless loop there would be millions.
+const BUFFER_KIB: &str = "64";
+
+/// Watches for guests that were lost.
+#[derive(Debug)]
+pub struct Watch {
+    folder: PathBuf,
+}
+
+impl Watch {
+    /// Begins to watch.
+    ///
+    /// # Errors
+    /// If this kernel cannot be traced.
+    pub fn start() -> Result<Self> {
+        let folder = PathBuf::from(TRACING);
+        if !folder.join("trace").exists() {
+            let mounted = Command::new("mount").args(["-t", "tracefs", "trace", TRACING]).status()?;
+            anyhow::ensure!(mounted.success(), "cannot mount tracefs");
+        }
+        let symbols = std::fs::read_to_string("/proc/kallsyms")?;
+        let (from, until) = function(&symbols, VMRUN).with_context(|| format!("there is no {VMRUN}"))?;
+        let watch = Self { folder };
+        watch.write("buffer_size_kb", BUFFER_KIB)?;
+        watch.write("options/overwrite", "0")?;
+        watch.write("events/kvm/kvm_exit/filter", &filter(from, until))?;
+        watch.write("events/kvm/kvm_exit/enable", "1")?;
+        Ok(watch)
+    }
+
+    /// The first exit of a lost guest since this was asked last.
+    ///
+    /// # Errors
+    /// If the trace cannot be read.
+    pub fn lost(&self) -> Result<Option<String>> {
+        let trace = std::fs::read_to_string(self.folder.join("trace")).context("cannot read the trace")?;
+        // Writing to it empties it.
+        self.write("trace", "")?;
+        Ok(first(&trace))
+    }
+
+    fn write(&self, name: &str, value: &str) -> Result<()> {
+        let path: &Path = &self.folder.join(name);
+        std::fs::write(path, value).with_context(|| format!("cannot write '{value}' to {}", path.display()))
+    }
+}
+
+/// Exits of guests that are in that function of the outer kernel, or whose page tables are where they have no memory.
+fn filter(from: u64, until: u64) -> String {
+    format!(
+        "(guest_rip >= {from:#x} && guest_rip < {until:#x}) || (exit_reason == {NESTED_PAGE_FAULT:#x} && info2 >= {BEYOND:#x})"
+    )
+}
+
+/// Where a function begins, and where the next one does.
+fn function(symbols: &str, name: &str) -> Option<(u64, u64)> {
+    let parsed = |line: &str| {
+        let mut words = line.split_whitespace();
+        let address = u64::from_str_radix(words.next()?, 16).ok()?;
+        Some((address, words.nth(1)?.to_owned()))
+    };
+    let all: Vec<_> = symbols.lines().filter_map(parsed).collect();
+    let from =
+        all.iter().find(|(_, other)| other == name).map(|(address, _)| *address).filter(|at| *at > 0)?;
+    let until = all.iter().map(|(address, _)| *address).filter(|address| *address > from).min()?;
+    Some((from, until))
+}
+
+/// The first event in a trace, from its name on.
+fn first(trace: &str) -> Option<String> {
+    trace.lines().find_map(|line| Some(line[line.find("kvm_exit:")?..].trim().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_function_ends_where_the_next_one_begins() {
+        let symbols = "ffffffffc0559400 t next\t[kvm_amd]\nffffffffc0559180 T __svm_vcpu_run\t[kvm_amd]\n\
+                       ffffffffc0559000 t before\t[kvm_amd]\nffffffff81000000 T _text\n";
+        let found = function(symbols, VMRUN).unwrap();
+        assert_eq!(found, (0xffff_ffff_c055_9180, 0xffff_ffff_c055_9400));
+        assert!(filter(found.0, found.1).contains("guest_rip < 0xffffffffc0559400"));
+        assert_eq!(function(symbols, "elsewhere"), None);
+        // What those see who may not know.
+        assert_eq!(function("0000000000000000 T __svm_vcpu_run\n0000000000000000 t next\n", VMRUN), None);
+    }
+
+    #[test]
+    fn the_first_event_is_found_behind_the_head() {
+        let trace = "# tracer: nop\n#\n  vcpu 0-778 [001] ..... 1.5: kvm_exit: vcpu 0 reason npf rip 0x1\n  vcpu 0-778 x: kvm_exit: two\n";
+        assert_eq!(first(trace).as_deref(), Some("kvm_exit: vcpu 0 reason npf rip 0x1"));
+        assert_eq!(first("# tracer: nop\n"), None);
+    }
+}
