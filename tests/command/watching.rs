@@ -15,7 +15,10 @@ fn results_become_a_page_and_other_files_are_refused() {
     if can_track() {
         let source = Run::source("process", &folder);
         let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
-        let moved = source.migrate(&uri, &["--json", &json, "--events", &events, "--max-bandwidth", "40M/s"]);
+        let moved = source.migrate(
+            &uri,
+            &["--json", &json, "--events", &events, "--max-bandwidth", "40M/s", "--downtime-limit", "2s"],
+        );
         assert_eq!(code(&moved), 0, "{moved:?}");
         target.wait("the guest being here", |status| status["vm"]["place"] == "running");
         target.goes_on();

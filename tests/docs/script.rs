@@ -97,27 +97,47 @@ pub(crate) fn run(place: &str, block: &Block) {
     let port = format!("127.0.0.1:{}", free_port());
     // Dropped before the folder is.
     let mut guests = Vec::new();
-    for (number, line) in block.commands().enumerate() {
-        let line = line.replace("127.0.0.1:7000", &port);
-        if line.starts_with("vmferry run ") {
-            guests.push(Guest::start(place, &folder.0, number, &line));
-            continue;
-        }
-        let log = folder.0.join(format!("line-{number}.log"));
-        let mut child = shell(&folder.0, &line, &log);
-        let began = Instant::now();
-        let status = loop {
-            match child.try_wait().unwrap() {
-                Some(status) => break status,
-                None if began.elapsed() > PATIENCE => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    panic!("{place}: `{line}` did not end: {}", read(&log));
-                }
-                None => std::thread::sleep(Duration::from_millis(10)),
+    for (number, part) in parts(block).into_iter().enumerate() {
+        match part.replace("127.0.0.1:7000", &port) {
+            line if line.starts_with("vmferry run ") => {
+                guests.push(Guest::start(place, &folder.0, number, &line))
             }
-        };
-        let logs: Vec<_> = guests.iter().map(|guest: &Guest| read(&guest.log)).collect();
-        assert!(status.success(), "{place}: `{line}`: {status}: {}\nguests: {logs:?}", read(&log));
+            script => foreground(place, &folder.0, number, &script, &guests),
+        }
     }
+}
+
+/// The lines that keep a shell, each for itself; what lies between them goes into one shell together.
+fn parts(block: &Block) -> Vec<String> {
+    let mut parts: Vec<String> = Vec::new();
+    for line in block.commands() {
+        match parts.last_mut() {
+            Some(last) if !line.starts_with("vmferry run ") && !last.starts_with("vmferry run ") => {
+                last.push('\n');
+                last.push_str(&line);
+            }
+            _ => parts.push(line),
+        }
+    }
+    parts
+}
+
+fn foreground(place: &str, folder: &Path, number: usize, script: &str, guests: &[Guest]) {
+    let log = folder.join(format!("part-{number}.log"));
+    // Says which line it was.
+    let mut child = shell(folder, &format!("set -x\n{script}"), &log);
+    let began = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None if began.elapsed() > PATIENCE => {
+                let _ = child.kill();
+                let _ = child.wait();
+                panic!("{place}: it did not end: {}", read(&log));
+            }
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let logs: Vec<_> = guests.iter().map(|guest| read(&guest.log)).collect();
+    assert!(status.success(), "{place}: {status}: {}\nguests: {logs:?}", read(&log));
 }

@@ -2,6 +2,7 @@
 
 mod api;
 mod args;
+mod arriving;
 mod balloon;
 mod bench;
 mod check;

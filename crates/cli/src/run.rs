@@ -2,6 +2,7 @@
 
 use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
+use crate::arriving::Arriving;
 use crate::choices::{IncomingArg, ModeArg};
 use crate::console::Console;
 use crate::guest::Machine;
@@ -187,7 +188,7 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
     eprintln!("vmferry: waiting for a guest at {at}");
     shared.tell.migration("setup");
     shared.set_incoming(at);
-    match receive(machine.target(), &listener, &shared.arrival) {
+    match receive(&mut Arriving { vm: machine.target(), shared }, &listener, &shared.arrival) {
         Ok(mut received) => {
             eprintln!("vmferry: the guest came from {} and runs", received.source);
             let rest = received.rest.take();

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
 const SCRIPT: &str = include_str!("exits.sh");
 /// Firmware of the microvm.
@@ -97,12 +98,29 @@ impl Counted {
         table
     }
 
+    /// A bench's document: a case for each thing that was done and each side that did it.
     fn json(&self) -> Value {
-        let mut all = Map::new();
+        let mut cases = Map::new();
         for ((what, counter), by) in &self.0 {
-            all.entry(what).or_insert_with(|| json!({}))[call(counter)] = json!(by);
+            for (side, number) in by {
+                let name = format!("{what}/{side}");
+                let case = cases.entry(&name).or_insert_with(
+                    || json!({ "name": name, "params": { "each": what, "side": side }, "metrics": {} }),
+                );
+                case["metrics"][call(counter).trim()] = json!(number);
+            }
         }
-        Value::Object(all)
+        json!({
+            "bench": "exits",
+            "version": env!("CARGO_PKG_VERSION"),
+            "host": {
+                "cpu": "emulated: QEMU's TCG, AMD SVM with nested paging", "cores": 2, "memory_bytes": 4_u64 << 30,
+                "kernel": "the lab's", "kvm": "kvm_amd", "qemu": null, "congestion_control": "unknown",
+                "thp": "unknown", "load_1m": 0.0, "date": humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            },
+            "cases": cases.into_iter().map(|(_, case)| case).collect::<Vec<_>>(),
+            "summary": {},
+        })
     }
 }
 
@@ -138,7 +156,10 @@ mod tests {
         let counted =
             Counted::parse("qemu read exits 3.5\nvmferry read exits 3\nEXITS end\nqemu read call-16 x\n");
         assert_eq!(counted.vmms(), ["qemu", "vmferry"]);
-        assert_eq!(counted.json(), json!({ "read": { "exits": { "qemu": 3.5, "vmferry": 3.0 } } }));
+        let document = counted.json();
+        let side = |at: usize| (&document["cases"][at]["name"], &document["cases"][at]["metrics"]["exits"]);
+        assert_eq!(side(0), (&json!("read/qemu"), &json!(3.5)));
+        assert_eq!(side(1), (&json!("read/vmferry"), &json!(3.0)));
         assert!(counted.table().to_string().contains("3.50"));
         assert_eq!([call("call-16"), call("call-999")], ["  ioctl", "call-999"]);
     }

@@ -144,7 +144,7 @@ fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked(
 
 #[test]
 fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() {
-    let mut session = passing(Settings { mode: crate::MigrationMode::Postcopy, ..Settings::default() });
+    let mut session = passing(Settings { mode: crate::MigrationMode::Hybrid, ..Settings::default() });
     assert_eq!(session.handle(MS, Event::Pause), [], "not before the guest runs there");
     session.lazy = true;
     session.running_lazily(MS);

@@ -1,0 +1,35 @@
+//! A target that says when its guest runs, and not only when all that belongs to its arrival is done.
+
+use crate::api::{Place, Shared};
+use std::sync::Arc;
+use vmferry_engine::{GuestMemory, LazyMemory, MachineConfig, Section, TargetVm, VmError};
+
+pub(crate) struct Arriving<'a> {
+    pub(crate) vm: &'a mut dyn TargetVm,
+    pub(crate) shared: &'a Shared,
+}
+
+impl TargetVm for Arriving<'_> {
+    fn config(&self) -> MachineConfig {
+        self.vm.config()
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        self.vm.memory()
+    }
+
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        self.vm.lazy_memory()
+    }
+
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        self.vm.load(sections)
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        self.vm.start()?;
+        self.shared.set_place(Place::Running);
+        self.shared.tell.runs();
+        Ok(())
+    }
+}
