@@ -89,7 +89,10 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
             assert!(noise.line().get("error").is_some() && noise.line().get("error").is_some());
             assert!(noise.line()["return"]["status"].is_string());
         }
-        let output = source.migrate(&uri, &["--verify", "--max-bandwidth", "40M/s", "--json", "-"]);
+        let output = source.migrate(
+            &uri,
+            &["--verify", "--max-bandwidth", "40M/s", "--downtime-limit", "2s", "--json", "-"],
+        );
         assert_eq!(code(&output), 0, "{output:?}");
         assert_eq!(document(&output)["mismatched_pages"], 0);
         target.wait("the guest at the target", |s| s["vm"]["place"] == "running");

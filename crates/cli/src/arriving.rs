@@ -7,6 +7,8 @@ use vmferry_engine::{GuestMemory, LazyMemory, MachineConfig, Section, TargetVm, 
 pub(crate) struct Arriving<'a> {
     pub(crate) vm: &'a mut dyn TargetVm,
     pub(crate) shared: &'a Shared,
+    /// It may come before its memory. Then there is more to be known of it before it is shown, and that does not take long.
+    pub(crate) lazy: bool,
 }
 
 impl TargetVm for Arriving<'_> {
@@ -19,6 +21,7 @@ impl TargetVm for Arriving<'_> {
     }
 
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        self.lazy = true;
         self.vm.lazy_memory()
     }
 
@@ -28,8 +31,10 @@ impl TargetVm for Arriving<'_> {
 
     fn start(&mut self) -> Result<(), VmError> {
         self.vm.start()?;
-        self.shared.set_place(Place::Running);
-        self.shared.tell.runs();
+        if !self.lazy {
+            self.shared.set_place(Place::Running);
+            self.shared.tell.runs();
+        }
         Ok(())
     }
 }

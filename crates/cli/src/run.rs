@@ -188,7 +188,7 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
     eprintln!("vmferry: waiting for a guest at {at}");
     shared.tell.migration("setup");
     shared.set_incoming(at);
-    match receive(&mut Arriving { vm: machine.target(), shared }, &listener, &shared.arrival) {
+    match receive(&mut Arriving { vm: machine.target(), shared, lazy: false }, &listener, &shared.arrival) {
         Ok(mut received) => {
             eprintln!("vmferry: the guest came from {} and runs", received.source);
             let rest = received.rest.take();
