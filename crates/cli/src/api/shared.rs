@@ -121,6 +121,11 @@ pub(crate) struct Shared {
     orders: SyncSender<Errand>,
 }
 
+/// The arguments of a command, as what it takes.
+fn fit<T: serde::de::DeserializeOwned>(arguments: &Value) -> Result<T> {
+    serde_json::from_value(arguments.clone()).context("the arguments do not fit")
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -415,21 +420,9 @@ impl Shared {
                 )?;
                 return self.order(Order::Recover { take });
             }
-            "migrate" => {
-                let request =
-                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
-                return self.order(Order::Migrate(Box::new(request)));
-            }
-            "dirty-rate" => {
-                let request =
-                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
-                return self.order(Order::DirtyRate(request));
-            }
-            "plan" => {
-                let request =
-                    serde_json::from_value(arguments.clone()).context("the arguments do not fit")?;
-                return self.order(Order::Plan(request));
-            }
+            "migrate" => return self.order(Order::Migrate(fit(arguments)?)),
+            "dirty-rate" => return self.order(Order::DirtyRate(fit(arguments)?)),
+            "plan" => return self.order(Order::Plan(fit(arguments)?)),
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))

@@ -224,13 +224,18 @@ impl RawStream {
 
     /// Receives what there is, at least a byte; `TimedOut` at `deadline`. Leaves another receive timeout behind.
     pub(super) fn receive_some_before(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
+        self.receive_until(deadline)?;
+        self.receive_some(bytes)
+    }
+
+    /// Lets the next receive wait until `deadline`; `TimedOut` if that is past.
+    fn receive_until(&self, deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
         // The kernel counts in microseconds, and takes none for no limit.
-        socket2::SockRef::from(&self.fd).set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        self.receive_some(bytes)
+        socket2::SockRef::from(&self.fd).set_read_timeout(Some(left.max(Duration::from_millis(1))))
     }
 
     /// Receives what there is without waiting; `WouldBlock` if that is nothing.
@@ -247,14 +252,7 @@ impl RawStream {
     /// Waits until there is something to be received, or the stream has ended: until `deadline`, after which it leaves another receive
     /// timeout behind, or as long as the socket's timeout says.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> io::Result<()> {
-        if let Some(deadline) = deadline {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            let socket = socket2::SockRef::from(&self.fd);
-            socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        }
+        deadline.map_or(Ok(()), |deadline| self.receive_until(deadline))?;
         loop {
             // Looking at a byte waits as receiving it would, by the same timeout.
             match self.call(&mut [IoBuf::from_bytes_mut(&mut [0])], libc::MSG_PEEK, recvmsg) {
@@ -267,9 +265,7 @@ impl RawStream {
     /// The first bytes that there are, which stay to be received; fewer than asked for at `deadline` or if the stream ends.
     pub(super) fn peek(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let socket = socket2::SockRef::from(&self.fd);
-            socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            self.receive_until(deadline)?;
             let mut bufs = [IoBuf::from_bytes_mut(bytes)];
             match self.call(&mut bufs, libc::MSG_PEEK | libc::MSG_WAITALL, recvmsg) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
