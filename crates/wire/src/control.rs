@@ -1,5 +1,6 @@
 //! The messages of the control channel.
 
+use crate::bounded::{self, MAX_BUCKETS, MAX_LATENCIES, MAX_NAMED_RUNS};
 use crate::{Fields, MachineConfig, Refusal, Section, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use vmferry_memory::RegionId;
@@ -93,6 +94,7 @@ pub struct LazyFigures {
     /// How long all faults took.
     pub all: FaultLatency,
     /// How long those of each vCPU took, from reading the fault to the page being placed; the last is everybody else.
+    #[serde(deserialize_with = "bounded::list::<_, _, MAX_LATENCIES>")]
     pub latency: Vec<FaultLatency>,
 }
 
@@ -110,6 +112,7 @@ pub struct FaultLatency {
     /// The longest, in nanoseconds.
     pub max_ns: u64,
     /// How many took less than 2^i microseconds and not less than half of that, for each i from 0.
+    #[serde(deserialize_with = "bounded::list::<_, _, MAX_BUCKETS>")]
     pub buckets: Vec<u64>,
 }
 
@@ -175,6 +178,28 @@ pub enum ToTarget {
     Ping(u64),
 }
 
+impl ToTarget {
+    /// What it is, for people: its contents, a peer's, may be long.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Setup { .. } => "Setup",
+            Self::Pass { .. } => "Pass",
+            Self::Final { .. } => "Final",
+            Self::Section(..) => "Section",
+            Self::StateEnd { .. } => "StateEnd",
+            Self::Verify { .. } => "Verify",
+            Self::Load => "Load",
+            Self::Lacking(..) => "Lacking",
+            Self::LoadLazily { .. } => "LoadLazily",
+            Self::Commit => "Commit",
+            Self::Thanks => "Thanks",
+            Self::Cancel(..) => "Cancel",
+            Self::Ping(..) => "Ping",
+        }
+    }
+}
+
 /// From the target to the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToSource {
@@ -195,7 +220,8 @@ pub enum ToSource {
         pass: u32,
         /// Pages that did not match their digest and have not come again since.
         suspects: u64,
-        /// The first of them; never empty if `suspects` is not 0.
+        /// The first of them, at most [`MAX_NAMED_RUNS`]; never empty if `suspects` is not 0.
+        #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         runs: Vec<RunName>,
     },
     /// The result of a verification.
@@ -205,6 +231,7 @@ pub enum ToSource {
         /// Pages that differ.
         mismatched: u64,
         /// The first of them.
+        #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         samples: Vec<PageName>,
     },
     /// The device state is loaded; one word and the guest runs.
@@ -238,6 +265,27 @@ pub enum ToSource {
     Failed(Refusal),
     /// The answer to a ping.
     Pong(u64),
+}
+
+impl ToSource {
+    /// What it is, for people: its contents, a peer's, may be long.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Accept { .. } => "Accept",
+            Self::ChannelsUp => "ChannelsUp",
+            Self::Received { .. } => "Received",
+            Self::Verified { .. } => "Verified",
+            Self::Ready { .. } => "Ready",
+            Self::Running { .. } => "Running",
+            Self::Lacking(..) => "Lacking",
+            Self::Resume { .. } => "Resume",
+            Self::Complete(..) => "Complete",
+            Self::Returned(..) => "Returned",
+            Self::Failed(..) => "Failed",
+            Self::Pong(..) => "Pong",
+        }
+    }
 }
 
 /// The header before a control message's body.

@@ -40,8 +40,10 @@ pub enum WireError {
     },
 }
 
-/// Why a side refuses, as a small code that another version can still understand.
+/// Why a side refuses, as a small code that another version can still understand: in a message it is its byte too, and a code that
+/// only the peer knows must not make a message that says who owns the guest unreadable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "u8", from = "u8")]
 #[non_exhaustive]
 pub enum RefusalCode {
     /// Anything that has no code of its own.
@@ -68,6 +70,8 @@ pub enum RefusalCode {
     Timeout,
     /// The connection is plain, and must be encrypted.
     Encryption,
+    /// The two sides would not ask the same fence who owns a guest of which nobody knows.
+    Fence,
 }
 
 impl RefusalCode {
@@ -87,6 +91,7 @@ impl RefusalCode {
             Self::Cancelled => 10,
             Self::Timeout => 11,
             Self::Encryption => 12,
+            Self::Fence => 13,
         }
     }
 
@@ -105,8 +110,21 @@ impl RefusalCode {
             10 => Self::Cancelled,
             11 => Self::Timeout,
             12 => Self::Encryption,
+            13 => Self::Fence,
             _ => Self::Other,
         }
+    }
+}
+
+impl From<RefusalCode> for u8 {
+    fn from(code: RefusalCode) -> Self {
+        code.byte()
+    }
+}
+
+impl From<u8> for RefusalCode {
+    fn from(byte: u8) -> Self {
+        Self::from_byte(byte)
     }
 }
 
@@ -125,6 +143,7 @@ impl std::fmt::Display for RefusalCode {
             Self::Cancelled => "cancelled",
             Self::Timeout => "timed out",
             Self::Encryption => "it takes encrypted connections only: give this side a certificate",
+            Self::Fence => "the two sides do not have the same fence: give both the same --fence, or neither",
         })
     }
 }

@@ -4,8 +4,7 @@ use crate::{Fields, RefusalCode, WireError, crc};
 
 /// Oldest protocol version that this build speaks.
 pub const VERSION_MIN: u16 = 1;
-/// Newest protocol version that this build speaks. Version 1 is a draft until it is frozen: both sides must be of one
-/// build until then.
+/// Newest protocol version that this build speaks. Version 1 is frozen (`tests/frozen.rs`).
 pub const VERSION_MAX: u16 = 1;
 /// Feature bits that this build knows. The low 32 are optional, the high 32 must be understood by the peer.
 pub const FEATURES: u64 = 0;
@@ -19,6 +18,18 @@ const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
 /// 128 random bits that name a migration on every channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct MigrationId(pub [u8; 16]);
+
+/// From 32 hexadecimal digits, as it is shown.
+impl std::str::FromStr for MigrationId {
+    type Err = WireError;
+
+    fn from_str(text: &str) -> Result<Self, WireError> {
+        let wrong = || WireError::Message("a migration's id has 32 hexadecimal digits".into());
+        let digits = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let number = u128::from_str_radix(text, 16).ok().filter(|_| digits).ok_or_else(wrong)?;
+        Ok(Self(number.to_be_bytes()))
+    }
+}
 
 impl std::fmt::Display for MigrationId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -97,6 +108,9 @@ pub struct Hello {
     pub index: u16,
     /// The token that the target gave out for this role.
     pub token: Token,
+    /// [`fence_digest`] of the fence that decides who owns a guest of which nobody knows; 0 if there is none. It counts on a
+    /// migration's first control channel.
+    pub fence: u64,
 }
 
 impl Hello {
@@ -112,6 +126,7 @@ impl Hello {
         bytes.extend(self.features.to_le_bytes());
         bytes.extend(self.migration.0);
         bytes.extend(self.token.0);
+        bytes.extend(self.fence.to_le_bytes());
         seal(bytes)
     }
 
@@ -125,7 +140,8 @@ impl Hello {
         let (role, _) = (Role::from_byte(fields.u8())?, fields.u8());
         let (index, features) = (fields.u16(), fields.u64());
         let (migration, token) = (MigrationId(fields.take()), Token(fields.take()));
-        Ok(Self { version_min, version_max, features, migration, role, index, token })
+        let fence = fields.u64();
+        Ok(Self { version_min, version_max, features, migration, role, index, token, fence })
     }
 }
 
@@ -193,6 +209,12 @@ fn unseal(bytes: &[u8; HELLO_BYTES], magic: [u8; 8]) -> Result<Fields<'_>, WireE
     Ok(fields)
 }
 
+/// What a [`Hello`] says of a fence by this name: never 0, which means that there is none. It finds a mistake, not a lie.
+#[must_use]
+pub fn fence_digest(name: &str) -> u64 {
+    crc(name.as_bytes()).max(1)
+}
+
 /// The version and features for a peer that offers `hello`, or why there are none.
 ///
 /// # Errors
@@ -222,6 +244,7 @@ mod tests {
             role: Role::Bulk,
             index: 2,
             token: Token([9; 16]),
+            fence: 11,
         }
     }
 
@@ -265,8 +288,17 @@ mod tests {
 
     #[test]
     fn refusal_codes_have_one_byte_each() {
-        for byte in 1..=11 {
+        for byte in 1..=13 {
             assert_eq!(RefusalCode::from_byte(byte).byte(), byte);
+        }
+    }
+
+    #[test]
+    fn an_id_is_read_as_it_is_shown() {
+        let id = MigrationId([0, 1, 0xab, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
+        assert_eq!(id.to_string().parse(), Ok(id));
+        for wrong in ["", "+1234567890123456789012345678901", "0123456789abcdef0123456789abcdeg", "1"] {
+            assert!(wrong.parse::<MigrationId>().is_err(), "{wrong}");
         }
     }
 

@@ -9,14 +9,18 @@
 //! nothing is allocated beyond what has been checked. Integers are little-endian.
 #![forbid(unsafe_code)]
 
+mod bounded;
 mod control;
 mod error;
 mod frame;
 mod hello;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 mod machine;
 mod request;
 mod snapshot;
 
+pub use bounded::{MAX_BUCKETS, MAX_FEATURES, MAX_LATENCIES, MAX_NAME_BYTES, MAX_NAMED_RUNS, MAX_PROPERTIES};
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
     MAX_LACKING_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget, decode_control,
@@ -28,7 +32,8 @@ pub use frame::{
     RunEntry, RunKind, Table, TableWriter,
 };
 pub use hello::{
-    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, negotiate,
+    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN,
+    fence_digest, negotiate,
 };
 pub use machine::{MachineConfig, Section};
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};

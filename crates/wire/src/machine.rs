@@ -1,21 +1,26 @@
 //! What both sides must agree on, and the state that is moved: as it goes over the wire.
 
+use crate::bounded;
 use serde::{Deserialize, Serialize};
-use vmferry_memory::Region;
+use vmferry_memory::{MAX_REGIONS, Region};
 
 /// What a machine is like as far as its guest can tell, so that two sides can find out whether they agree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// The kind of machine, for example `kvm` or `process`.
+    /// The kind of machine, for example `kvm` or `process`. From a peer: at most [`MAX_NAME_BYTES`](crate::MAX_NAME_BYTES), as each text here.
+    #[serde(deserialize_with = "bounded::name")]
     pub kind: String,
     /// Number of vCPUs.
     pub vcpus: u32,
     /// The memory regions.
+    #[serde(deserialize_with = "bounded::list::<_, _, MAX_REGIONS>")]
     pub regions: Vec<Region>,
-    /// Anything else that must be equal, as name and value, in a fixed order.
+    /// Anything else that must be equal, as name and value, in a fixed order; at most [`MAX_PROPERTIES`](crate::MAX_PROPERTIES).
+    #[serde(deserialize_with = "bounded::properties")]
     pub extra: Vec<(String, String)>,
     /// What a guest may use of the processor, by name, sorted: of a guest that runs what it was shown, of a machine that waits for one what
-    /// it can offer. It may be more there, and nothing may be missing.
+    /// it can offer. It may be more there, and nothing may be missing. At most [`MAX_FEATURES`](crate::MAX_FEATURES).
+    #[serde(deserialize_with = "bounded::features")]
     pub features: Vec<String>,
 }
 
@@ -75,6 +80,7 @@ impl MachineConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Section {
     /// What it is the state of, for example `vcpu`.
+    #[serde(deserialize_with = "bounded::name")]
     pub name: String,
     /// Which one of its kind, for example the vCPU's number.
     pub instance: u32,

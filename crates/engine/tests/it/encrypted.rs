@@ -113,6 +113,7 @@ impl ByHand {
             role,
             index: 0,
             token,
+            fence: 0,
         };
         channel.write_all(&hello.encode()).unwrap();
         let mut reply = [0; HELLO_BYTES];

@@ -10,6 +10,7 @@ mod liars;
 mod links;
 mod moves;
 mod proxy;
+mod recorded;
 mod renounced;
 mod rig;
 mod snapshots;

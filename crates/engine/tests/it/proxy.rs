@@ -139,6 +139,15 @@ impl Proxy {
         self.shared.harmed.load(Ordering::Acquire)
     }
 
+    /// The same, once both sides have closed all their connections.
+    pub(crate) fn finished(self) -> std::collections::BTreeMap<Way, Vec<u8>> {
+        let shared = Arc::clone(&self.shared);
+        // Its threads note what they saw as they end.
+        drop(self);
+        let seen = std::mem::take(&mut *shared.seen.lock().unwrap());
+        seen.into_iter().collect()
+    }
+
     /// All bytes that went each way.
     pub(crate) fn seen(&self) -> Vec<(Way, Vec<u8>)> {
         let mut seen = self.shared.seen.lock().unwrap().clone();

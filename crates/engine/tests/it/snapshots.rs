@@ -16,10 +16,10 @@ use vmferry_memory::RegionId;
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap};
 
 /// A folder of a test's own.
-struct Folder(PathBuf);
+pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("vmferry-snap-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
@@ -27,7 +27,7 @@ impl Folder {
         Self(path)
     }
 
-    fn file(&self) -> PathBuf {
+    pub(crate) fn file(&self) -> PathBuf {
         self.0.join("guest")
     }
 
@@ -368,8 +368,10 @@ fn files_that_were_cut_off_or_never_finished_are_refused() {
     let file = OpenOptions::new().write(true).open(&copy).unwrap();
     file.write_all_at(&[0; SNAPSHOT_HEADER_BYTES], 0).unwrap();
     refused(&copy, &source, "no header", &["never finished"]);
-    std::fs::write(&copy, vec![b'x'; 9000]).unwrap();
-    refused(&copy, &source, "a stranger", &["no snapshot of a guest"]);
+    for len in [8, 9000] {
+        std::fs::write(&copy, vec![b'x'; len]).unwrap();
+        refused(&copy, &source, "a stranger", &["no snapshot of a guest"]);
+    }
     let other = Toy::new(lazy(Options { vcpus: 7, ..Options::default() }), false);
     refused(&folder.file(), &other, "another machine", &["the machines differ: vCPUs: 7 here and 2 there"]);
     let missing = restore(&mut source.target(), &folder.0.join("nothing")).unwrap_err().to_string();

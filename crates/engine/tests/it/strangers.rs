@@ -12,13 +12,14 @@ use vmferry_engine::{
 use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply, MigrationId,
-    Mode, RefusalCode, Role, Section, TableWriter, ToSource, ToTarget, Token, VERSION_MAX, VERSION_MIN,
-    decode_control, encode_control,
+    Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter, ToSource, ToTarget, Token,
+    VERSION_MAX, VERSION_MIN, decode_control, encode_control,
 };
 
 fn hello(role: Role, index: u16, token: Token) -> Hello {
     let migration = MigrationId([7; 16]);
-    Hello { version_min: VERSION_MIN, version_max: VERSION_MAX, features: 0, migration, role, index, token }
+    let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
+    Hello { version_min, version_max, features: 0, migration, role, index, token, fence: 0 }
 }
 
 fn connect(uri: &Uri) -> UnixStream {
@@ -425,6 +426,60 @@ fn impossible_numbers_of_channels_are_refused() {
             let Some(ToSource::Failed(why)) = hear(&mut control) else { panic!("{channels} were accepted") };
             assert!(why.detail.contains("1 to 64"), "{why}");
             assert!(closed(&mut control));
+        }
+    });
+}
+
+/// A barrier as a measuring channel sends it, and whether it is answered.
+fn measured(stream: &mut UnixStream, number: u32) -> bool {
+    stream.write_all(&FrameHeader::barrier(number, number.into()).encode()).unwrap();
+    let mut answer = [0; REQUEST_BYTES];
+    stream.read_exact(&mut answer).is_ok()
+        && matches!(Request::decode(&answer), Ok(Request::Echo { number: n, .. }) if n == u64::from(number))
+}
+
+#[test]
+fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
+    then_the_real_source(|uri| {
+        let measure = |index| greet(uri, &hello(Role::Measure, index, Token::NONE));
+        let mut held: Vec<UnixStream> = Vec::new();
+        for index in 0..8 {
+            let (mut stream, refused) = measure(index);
+            assert!(refused.is_none() && measured(&mut stream, 0), "place {index}");
+            held.push(stream);
+        }
+        let (mut ninth, refused) = measure(8);
+        assert!(refused == Some(RefusalCode::Busy) && closed(&mut ninth));
+        // They say nothing more: each is closed, and its place is free again.
+        assert!(held.iter_mut().all(closed));
+        let began = Instant::now();
+        while measure(9).1.is_some() {
+            assert!(began.elapsed() < Duration::from_secs(5), "the places of silent channels are kept");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+}
+
+#[test]
+fn who_measures_reaches_no_memory_but_that_which_is_dropped() {
+    then_the_real_source(|uri| {
+        let page = [0x5a; PAGE_BYTES];
+        let scratch_pages = (32 << 20) / PAGE_BYTES as u64;
+        // Beyond the memory that it may fill, and in a region that a guest has and a measurement has not.
+        for (region, index) in [(0, scratch_pages), (0, u64::MAX >> 13), (1, 0)] {
+            let (mut stream, refused) = greet(uri, &hello(Role::Measure, 0, Token::NONE));
+            assert_eq!(refused, None);
+            let mut writer = TableWriter::default();
+            assert!(writer.push(PageIndex(index), Some(PageDigest::of(&page))));
+            let (header, table) = writer.finish(FrameKind::Pages, RegionId(region), 0, 0);
+            // Closed in the middle of it, maybe.
+            let _ = stream.write_all(&[&header.encode()[..], table, &page].concat());
+            let answered = FrameHeader::barrier(0, 1).encode();
+            let _ = stream.write_all(&answered);
+            assert!(
+                !matches!(stream.read(&mut [0; 100]), Ok(1..)),
+                "page {index} of region {region} was taken"
+            );
         }
     });
 }

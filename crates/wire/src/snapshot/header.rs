@@ -7,7 +7,7 @@ use vmferry_memory::{Gpa, Layout, MAX_REGIONS, Region, RegionId};
 
 /// Bytes of the header.
 pub const SNAPSHOT_HEADER_BYTES: usize = 4096;
-/// The format's version. Like the protocol's it is a draft until that is frozen.
+/// The format's version, frozen as the protocol's is.
 pub const SNAPSHOT_VERSION: u16 = 1;
 /// Most bytes of the machine's description.
 pub const MAX_MACHINE_BYTES: usize = 1 << 20;

@@ -1,0 +1,132 @@
+//! A source that says what was recorded, to a target of today.
+
+use super::{Streams, Way, file, hello_of, load, messages, options};
+use crate::rig::socket_path;
+use crate::toy::Toy;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+use vmferry_engine::{Arrival, Listener, MigrationState, Uri, receive};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, Role, ToSource, ToTarget, Token,
+    decode_control,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn down(connection: usize) -> Way {
+    Way { connection, to_target: true }
+}
+
+/// Says hello, with the token of this run in place of the recorded one.
+fn connect(path: &Path, recorded: &[u8], token: Token) -> UnixStream {
+    let mut stream = UnixStream::connect(path).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let hello = Hello { token, ..hello_of(recorded) };
+    stream.write_all(&hello.encode()).unwrap();
+    let mut reply = [0; HELLO_BYTES];
+    stream.read_exact(&mut reply).unwrap();
+    assert_eq!(HelloReply::decode(&reply).unwrap().refused, None);
+    stream
+}
+
+struct Replay<'a> {
+    path: &'a Path,
+    streams: &'a Streams,
+    control: UnixStream,
+    others: Vec<(UnixStream, &'a [u8])>,
+}
+
+impl Replay<'_> {
+    /// Reads until the target says it.
+    fn hear(&mut self, what: &str, is: impl Fn(&ToSource) -> bool) -> ToSource {
+        loop {
+            let mut header = [0; CONTROL_HEADER_BYTES];
+            self.control.read_exact(&mut header).unwrap_or_else(|error| panic!("no {what}: {error}"));
+            let header = ControlHeader::decode(&header).unwrap();
+            let mut body = vec![0; header.len];
+            self.control.read_exact(&mut body).unwrap();
+            let message: ToSource = decode_control(header, &body).unwrap();
+            assert!(!matches!(message, ToSource::Failed(_) | ToSource::Returned(_)), "{what}: {message:?}");
+            if is(&message) {
+                return message;
+            }
+        }
+    }
+
+    fn open(&mut self, bulk: Token, urgent: Token) {
+        for connection in 1.. {
+            let Some(recorded) = self.streams.get(&down(connection)) else { break };
+            let token = if hello_of(recorded).role == Role::Bulk { bulk } else { urgent };
+            self.others.push((connect(self.path, recorded, token), &recorded[HELLO_BYTES..]));
+        }
+    }
+
+    fn send_pages(&mut self) {
+        self.others.iter_mut().for_each(|(stream, bytes)| stream.write_all(bytes).unwrap());
+    }
+
+    fn run(mut self) {
+        let (mut lazy, mut last) = (false, 0);
+        for (message, bytes) in messages::<ToTarget>(&self.streams[&down(0)][HELLO_BYTES..]) {
+            match message {
+                ToTarget::Load => {
+                    self.hear(
+                        "Received",
+                        |said| matches!(said, ToSource::Received { pass, .. } if *pass == last),
+                    );
+                }
+                ToTarget::Commit => {
+                    self.hear("Ready", |said| matches!(said, ToSource::Ready { .. }));
+                }
+                ToTarget::Thanks => {
+                    self.hear("Complete", |said| matches!(said, ToSource::Complete(_)));
+                }
+                ToTarget::Final { pass } => last = pass,
+                ToTarget::LoadLazily { .. } => lazy = true,
+                _ => {}
+            }
+            self.control.write_all(bytes).unwrap();
+            match message {
+                ToTarget::Setup { .. } => {
+                    let accept = self.hear("Accept", |said| matches!(said, ToSource::Accept { .. }));
+                    let ToSource::Accept { bulk, urgent, .. } = accept else { unreachable!() };
+                    self.open(bulk, urgent);
+                    self.hear("ChannelsUp", |said| *said == ToSource::ChannelsUp);
+                }
+                ToTarget::Pass { pass: 0, .. } => self.send_pages(),
+                ToTarget::Commit => {
+                    self.hear("Running", |said| matches!(said, ToSource::Running { .. }));
+                    if lazy {
+                        self.send_pages();
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn a_target_of_today_takes_a_recorded_guest() {
+    for name in ["precopy", "postcopy"] {
+        let (streams, path) = (load(name), socket_path());
+        let mut target = Toy::new(options(), false).target();
+        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let arrival = Arrival::new(PATIENCE);
+        std::thread::scope(|scope| {
+            let receiving = scope.spawn(|| {
+                let received = receive(&mut target, &listener, &arrival)
+                    .unwrap_or_else(|error| panic!("{}: {error:?}", file(name).display()));
+                received.rest.map(|rest| rest.finish(&listener, &arrival).state)
+            });
+            let control = connect(&path, &streams[&down(0)], Token::NONE);
+            Replay { path: &path, streams: &streams, control, others: Vec::new() }.run();
+            let rest = receiving.join().unwrap();
+            assert_eq!(rest, (name == "postcopy").then_some(MigrationState::Completed), "{name}");
+        });
+        assert!(target.works(), "{name}: the guest stands still");
+        assert_eq!(target.lost(), [], "{name}: the guest misses pages");
+    }
+}

@@ -1,0 +1,159 @@
+//! A peer that sends what bytes say: anything. For the fuzz targets and for the tests, which run them on seeded noise.
+//!
+//! Noise never has a right checksum, so most of what is here puts them right: what is tried is then what stands behind them.
+
+use crate::{
+    CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, HelloReply,
+    MAX_FRAME_PAGES, MAX_FRAME_RUNS, REQUEST_BYTES, Request, SNAPSHOT_HEADER_BYTES, ToSource, ToTarget, crc,
+    decode_control, encode_control, negotiate,
+};
+use serde::{Serialize, de::DeserializeOwned};
+use vmferry_memory::{PAGE_BYTES, PageDigest};
+
+/// Most bytes that [`frames`] makes.
+pub const MOST_FRAME_BYTES: usize = 1 << 20;
+/// Most pages with content that [`frames`] makes for a frame; a frame that announces more ends the stream in its contents.
+const MOST_CONTENTS: usize = 32;
+
+/// Puts the checksum of what is before them into the last eight bytes.
+fn seal(bytes: &mut [u8]) {
+    let (body, sum) = bytes.split_at_mut(bytes.len() - 8);
+    sum.copy_from_slice(&crc(body).to_le_bytes());
+}
+
+/// The first bytes of `from`, and zeros behind them.
+fn block<const N: usize>(from: &[u8]) -> [u8; N] {
+    let mut block = [0; N];
+    let len = from.len().min(N);
+    block[..len].copy_from_slice(&from[..len]);
+    block
+}
+
+/// Reads `bytes` as a hello, as the answer to one, and as a request: as they are, and with what a peer would put right.
+///
+/// # Panics
+/// If what was read is not read again from the bytes it makes.
+pub fn drive_hello(bytes: &[u8]) {
+    let raw: [u8; HELLO_BYTES] = block(bytes);
+    for magic in [None, Some(*b"VMFERRY\n"), Some(*b"VMFERRY\r")] {
+        let mut block = raw;
+        if let Some(magic) = magic {
+            block[..8].copy_from_slice(&magic);
+            seal(&mut block);
+        }
+        if let Ok(hello) = Hello::decode(&block) {
+            assert_eq!(Hello::decode(&hello.encode()).as_ref(), Ok(&hello));
+            let _ = negotiate(&hello);
+        }
+        if let Ok(reply) = HelloReply::decode(&block) {
+            assert_eq!(HelloReply::decode(&reply.encode()).as_ref(), Ok(&reply));
+        }
+    }
+    let mut request: [u8; REQUEST_BYTES] = block(bytes);
+    for mended in [false, true] {
+        if mended {
+            request[..4].copy_from_slice(b"VMFr");
+            seal(&mut request);
+        }
+        if let Ok(read) = Request::decode(&request) {
+            assert_eq!(Request::decode(&read.encode()), Ok(read));
+        }
+    }
+}
+
+/// What `body` says as a message, under a header that fits it.
+pub fn message<M: DeserializeOwned>(body: &[u8]) -> Option<M> {
+    let len = u32::try_from(body.len()).ok()?;
+    let sum = crc(body) ^ crc(&len.to_le_bytes());
+    let header = [b"VMFc".as_slice(), &len.to_le_bytes(), &sum.to_le_bytes()].concat();
+    let header = ControlHeader::decode(&block(&header)).ok()?;
+    decode_control(header, body).ok()
+}
+
+/// Reads `bytes` as the body of a control message of either side, and their beginning as a header.
+///
+/// # Panics
+/// If what was read is not read again from the bytes it makes.
+pub fn drive_messages(bytes: &[u8]) {
+    let _ = ControlHeader::decode(&block(bytes));
+    again(message::<ToTarget>(bytes).as_ref());
+    again(message::<ToSource>(bytes).as_ref());
+}
+
+fn again<M: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: Option<&M>) {
+    let Some(message) = message else { return };
+    // Shorter, if a number was written long; longer only where characters of a reason were replaced.
+    let Ok(bytes) = encode_control(message) else { panic!("what came cannot be sent") };
+    let header = ControlHeader::decode(&block(&bytes));
+    let back = header.and_then(|header| decode_control::<M>(header, &bytes[CONTROL_HEADER_BYTES..]));
+    assert_eq!(back.as_ref(), Ok(message));
+}
+
+/// A channel's frames out of `bytes`: of each frame its header, its table, and for each page with content one byte, of which
+/// the page is full. If `mend`, what a peer would put right is: magic, frame numbers, checksums, and the digests of pages whose byte
+/// is even. Otherwise they are what `bytes` say.
+#[must_use]
+pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
+    let (mut stream, mut sequence) = (Vec::new(), 0u64);
+    while let Some((head, rest)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() {
+        let mut head = *head;
+        let (runs, pages) = (u16::from_le_bytes([head[6], head[7]]), u16::from_le_bytes([head[8], head[9]]));
+        let (runs, pages) = (usize::from(runs).min(MAX_FRAME_RUNS), usize::from(pages).min(MAX_FRAME_PAGES));
+        let (table, rest) = rest.split_at(rest.len().min(8 * (runs + pages)));
+        // Only frames of kind 0 have contents.
+        let contents = if head[4] == 0 { pages.min(MOST_CONTENTS) } else { 0 };
+        let (fills, rest) = rest.split_at(rest.len().min(contents));
+        let mut table = table.to_vec();
+        if mend {
+            for (digest, fill) in table.chunks_exact_mut(8).skip(runs).zip(fills) {
+                if fill % 2 == 0 {
+                    digest.copy_from_slice(&PageDigest::of(&[*fill; PAGE_BYTES]).0.to_le_bytes());
+                }
+            }
+            head[..4].copy_from_slice(b"VMFb");
+            head[24..32].copy_from_slice(&sequence.to_le_bytes());
+            head[40..48].copy_from_slice(&crc(&table).to_le_bytes());
+            seal(&mut head);
+        }
+        if stream.len() + head.len() + table.len() + PAGE_BYTES * contents > MOST_FRAME_BYTES {
+            break;
+        }
+        stream.extend(head);
+        stream.extend(table);
+        fills.iter().for_each(|fill| stream.resize(stream.len() + PAGE_BYTES, *fill));
+        sequence += 1;
+        bytes = rest;
+    }
+    if !mend {
+        stream.extend(bytes);
+    }
+    stream
+}
+
+/// The same the other way: `stream` with one byte for each page with content, for inputs to begin with. Reads as far as it understands it.
+#[must_use]
+pub fn compact(mut stream: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while let Some((head, rest)) = stream.split_first_chunk::<FRAME_HEADER_BYTES>() {
+        let Ok(header) = FrameHeader::decode(head) else { break };
+        let contents = if head[4] == 0 { header.pages } else { 0 };
+        let Some((table, rest)) = rest.split_at_checked(header.table_bytes()) else { break };
+        let Some((pages, rest)) = rest.split_at_checked(contents * PAGE_BYTES) else { break };
+        bytes.extend(head);
+        bytes.extend(table);
+        bytes.extend(pages.chunks_exact(PAGE_BYTES).map(|page| page[0]));
+        stream = rest;
+    }
+    bytes
+}
+
+/// Puts the checksum of a snapshot's header right.
+pub fn seal_snapshot(header: &mut [u8; SNAPSHOT_HEADER_BYTES]) {
+    seal(header);
+}
+
+/// The checksum of a part of a snapshot, for a header that vouches for it.
+#[must_use]
+pub fn part_sum(bytes: &[u8]) -> u64 {
+    crc(bytes)
+}

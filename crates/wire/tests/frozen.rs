@@ -1,0 +1,107 @@
+//! Version 1 to the byte: what the recorded streams (`crates/engine/tests/streams`) do not show. Whoever changes a line here has
+//! changed the wire, which takes a new version.
+
+use vmferry_memory::{PageIndex, RegionId};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName, Refusal,
+    RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control, encode_control, fence_digest,
+};
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn hello(role: Role) -> Hello {
+    let fence = fence_digest("etcd /vmferry/");
+    let (migration, token) = (MigrationId([0x11; 16]), Token([0x22; 16]));
+    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index: 3, token, fence }
+}
+
+const REFUSALS: [RefusalCode; 13] = [
+    RefusalCode::Other,
+    RefusalCode::Version,
+    RefusalCode::Feature,
+    RefusalCode::Busy,
+    RefusalCode::Machine,
+    RefusalCode::Token,
+    RefusalCode::Protocol,
+    RefusalCode::State,
+    RefusalCode::Memory,
+    RefusalCode::Cancelled,
+    RefusalCode::Timeout,
+    RefusalCode::Encryption,
+    RefusalCode::Fence,
+];
+
+#[test]
+fn fixed_layouts_are_as_they_were_frozen() {
+    let refused = |code| HelloReply {
+        refused: Some(code),
+        version: 1,
+        features: 0,
+        migration: MigrationId([0x11; 16]),
+    };
+    let page = |again| Request::Page { region: RegionId(5), page: PageIndex(0x1_2345), ahead: 256, again };
+    let mut found: Vec<(String, String)> =
+        [Role::Control, Role::Bulk, Role::Urgent, Role::Probe, Role::Measure]
+            .map(|role| (format!("hello {role:?}"), hex(&hello(role).encode())))
+            .into();
+    found.extend(REFUSALS.map(|code| (format!("reply {code:?}"), hex(&refused(code).encode()[8..16]))));
+    found.extend([
+        ("probe".into(), hex(&FrameHeader::probe(7, 9).encode())),
+        ("barrier".into(), hex(&FrameHeader::barrier(3, 9).encode())),
+        ("page".into(), hex(&page(false).encode())),
+        ("page again".into(), hex(&page(true).encode())),
+        ("echo".into(), hex(&Request::Echo { number: 7, held_ns: 1000 }.encode())),
+    ]);
+    compare(&found);
+}
+
+#[test]
+fn messages_that_end_or_hold_a_migration_are_as_they_were_frozen() {
+    let why = Refusal::new(RefusalCode::Cancelled, "why");
+    let samples = vec![PageName { region: RegionId(5), page: 0x1_2345 }];
+    let to_target =
+        [ToTarget::Cancel(why.clone()), ToTarget::Ping(300), ToTarget::Verify { pass: 2 }, ToTarget::Thanks];
+    let to_source = [
+        ToSource::Failed(why.clone()),
+        ToSource::Returned(why),
+        ToSource::Pong(300),
+        ToSource::Verified { pages: 9, mismatched: 1, samples },
+    ];
+    let name = |message: String| message.split([' ', '(', '{']).next().unwrap_or_default().to_owned();
+    let mut found = Vec::new();
+    for message in &to_target {
+        let bytes = encode_control(message).unwrap();
+        found.push((name(format!("{message:?}")), hex(&bytes)));
+    }
+    for message in &to_source {
+        let bytes = encode_control(message).unwrap();
+        found.push((name(format!("{message:?}")), hex(&bytes)));
+    }
+    compare(&found);
+}
+
+/// A code that only a later version knows must not hide from a source that its target has renounced the guest.
+#[test]
+fn a_refusal_of_a_later_version_is_read() {
+    let mut bytes = encode_control(&ToSource::Returned(Refusal::new(RefusalCode::Fence, "why"))).unwrap();
+    let code = CONTROL_HEADER_BYTES + 1;
+    assert_eq!(bytes[code], RefusalCode::Fence.byte());
+    bytes[code] = 77;
+    let crc = |bytes: &[u8]| crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes);
+    let sum = crc(&bytes[CONTROL_HEADER_BYTES..]) ^ crc(&bytes[4..8]);
+    bytes[8..CONTROL_HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
+    let (header, body) = bytes.split_first_chunk().unwrap();
+    let read: ToSource = decode_control(ControlHeader::decode(header).unwrap(), body).unwrap();
+    assert_eq!(read, ToSource::Returned(Refusal::new(RefusalCode::Other, "why")));
+}
+
+/// With the lines of `frozen.txt`, each a name and its bytes.
+fn compare(found: &[(String, String)]) {
+    let frozen = include_str!("frozen.txt");
+    for (name, bytes) in found {
+        let line = format!("{name}: {bytes}");
+        assert!(frozen.lines().any(|frozen| frozen == line), "not as it was frozen: {line}");
+    }
+}
