@@ -9,6 +9,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::sync::OnceLock;
 
 /// The request, made by writing a number of microseconds, and withdrawn when the file is closed.
 const DEVICE: &str = "/dev/cpu_dma_latency";
@@ -21,28 +22,47 @@ const SHALLOW: i32 = 2;
 /// In a virtual machine there is no shallow sleep: the one state behind the guest's own polling gives the processor back to the host.
 const NONE: i32 = 0;
 
+/// The device, opened by whoever starts a thread that may have to ask: the thread itself need not be able to open files. Nothing is asked
+/// for yet.
+#[derive(Debug, Default)]
+pub(crate) struct Asking(Option<File>);
+
+impl Asking {
+    /// Opens it. That it is refused is no error: whoever waits for pages waits somewhat longer.
+    pub(crate) fn open() -> Self {
+        let opened = OpenOptions::new().write(true).open(DEVICE);
+        if let Err(error) = &opened {
+            tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
+        }
+        // On this thread, too.
+        longest();
+        Self(opened.ok())
+    }
+
+    /// Asks.
+    pub(crate) fn hold(self) -> Awake {
+        let ask = |mut request: File| request.write_all(&longest().to_ne_bytes()).map(|()| request);
+        let asked = self.0.map(ask).transpose();
+        if let Err(error) = &asked {
+            tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
+        }
+        Awake { _request: asked.ok().flatten() }
+    }
+}
+
 /// As long as it lives, waking a processor of this host takes microseconds, if the host's owner lets us ask for that.
 #[derive(Debug, Default)]
 pub(crate) struct Awake {
     _request: Option<File>,
 }
 
-impl Awake {
-    /// Asks for it. That it is refused is no error: whoever waits for pages waits somewhat longer.
-    pub(crate) fn hold() -> Self {
+/// What to ask for on this host, in microseconds.
+fn longest() -> i32 {
+    static LONGEST: OnceLock<i32> = OnceLock::new();
+    *LONGEST.get_or_init(|| {
         let virtual_machine = std::fs::read_to_string(DRIVER).is_ok_and(|driver| driver.trim() == "haltpoll");
-        let longest = if virtual_machine { NONE } else { SHALLOW };
-        let ask = || {
-            let mut request = OpenOptions::new().write(true).open(DEVICE)?;
-            request.write_all(&longest.to_ne_bytes())?;
-            Ok(request)
-        };
-        let request: std::io::Result<File> = ask();
-        if let Err(error) = &request {
-            tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
-        }
-        Self { _request: request.ok() }
-    }
+        if virtual_machine { NONE } else { SHALLOW }
+    })
 }
 
 #[cfg(test)]
@@ -63,7 +83,7 @@ mod tests {
             let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be read");
             return;
         };
-        let awake = Awake::hold();
+        let awake = Asking::open().hold();
         if awake._request.is_none() {
             let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be written");
             return;

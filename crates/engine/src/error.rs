@@ -1,5 +1,6 @@
 //! What can fail before and around a migration, as a person reads it.
 
+use crate::fence::ArbiterError;
 use crate::snapshot::RestoreError;
 use std::io;
 use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
@@ -48,7 +49,7 @@ pub enum MigrateError {
     },
     /// No encrypted connection came about.
     #[error(
-        "no encrypted connection to {uri}: {source}; does the target have a certificate of the same authority, and was it started with it?"
+        "no encrypted connection to {uri}: {source}; was the target started with a certificate of the same authority, for the name in this address or in --tls-peer?"
     )]
     Tls {
         /// Where.
@@ -108,6 +109,11 @@ pub enum MigrateError {
     /// The VMM's memory layout cannot be migrated, or it gave an error before anything was sent.
     #[error("{0}")]
     Vm(String),
+    /// Nobody could decide if it came to that, so nothing is begun.
+    #[error(
+        "the fence cannot be used: {0}; without it nothing is moved. Is it up, and does --fence name it as on the target?"
+    )]
+    Fence(ArbiterError),
     /// The host refused a thread or random bits.
     #[error("the host refused {what}: {source}")]
     Host {

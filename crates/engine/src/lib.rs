@@ -3,17 +3,22 @@
 mod awake;
 mod channel;
 mod error;
+pub mod fence;
 mod free;
+#[cfg(feature = "hostile")]
+pub mod hostile;
 mod lacking;
 mod latency;
 mod lazy;
 mod mapped;
+#[cfg(test)]
+mod model;
 mod monitor;
 pub mod plan;
 mod report;
 mod scratch;
-#[cfg(test)]
-mod sim;
+#[cfg(any(test, feature = "sim"))]
+pub mod sim;
 mod snapshot;
 mod source;
 mod sync;
@@ -44,10 +49,13 @@ pub use vm::{
     TrackerKind, VmError,
 };
 
-/// Random bits from the kernel.
+/// Random bits from the kernel: by its system call, whatever the C library has. (Crates that look for a function of that name find none in a
+/// static program, and then open a file, which a confined process may not.)
 fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
+    // So many come whole, or not at all (getrandom(2)).
+    const { assert!(N <= 256) };
     let mut bits = [0; N];
-    getrandom::fill(&mut bits)
-        .map_err(|error| MigrateError::Host { what: "random bits", source: std::io::Error::other(error) })?;
+    rustix::rand::getrandom(&mut bits[..], rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| MigrateError::Host { what: "random bits", source: error.into() })?;
     Ok(bits)
 }

@@ -97,6 +97,8 @@ pub enum MigrationState {
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct Progress {
+    /// The migration's name, 32 hexadecimal digits; empty before it is connected.
+    pub id: String,
     /// Where it stands.
     pub state: MigrationState,
     /// Number of the pass under way, from 0.
@@ -133,8 +135,10 @@ pub struct Progress {
     pub pace: Option<u64>,
     /// The target has said that it runs the guest, and not yet that it has all of its memory.
     pub runs_there: bool,
-    /// Why the link is lost in postcopy, while it is.
+    /// Why the link is lost in postcopy, or while nobody knows who owns the guest, as long as it is.
     pub interrupted: Option<String>,
+    /// What the fence said last, if it was asked who owns the guest.
+    pub fence: Option<String>,
     /// Whether the precopy will end by itself, as of its last pass; `None` before the first has ended, and after the guest was stopped.
     pub verdict: Option<Verdict>,
     /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).

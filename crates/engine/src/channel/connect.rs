@@ -9,7 +9,7 @@ use std::net::ToSocketAddrs;
 use std::time::Duration;
 use vmferry_wire::{
     FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
-    VERSION_MIN, WireError,
+    VERSION_MIN, WireError, fence_digest,
 };
 
 /// Opens channel `index` of `role` of a migration, with the token that the target gave out for it.
@@ -19,7 +19,8 @@ pub(crate) fn connect(
     settings: &Settings,
 ) -> Result<Stream, MigrateError> {
     let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
-    open(uri, settings, &Hello { version_min, version_max, features, migration, role, index, token })
+    let fence = settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
+    open(uri, settings, &Hello { version_min, version_max, features, migration, role, index, token, fence })
 }
 
 fn open(uri: &Uri, settings: &Settings, hello: &Hello) -> Result<Stream, MigrateError> {

@@ -1,21 +1,19 @@
 //! Taking channels from a source.
 
+use super::greeting::{Greeting, HELLO_TIMEOUT};
 use super::{IoBuf, Stream, Tls, Uri};
 use crate::MigrateError;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
-use std::os::fd::FromRawFd;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
 
-/// How long a connection may take to say hello.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections that may be saying hello at once; more wait in the kernel's queue.
-const MOST_GREETING: usize = 32;
+/// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
+const BACKLOG: i32 = 1024;
 /// How often the listener looks whether it should stop.
 const POLL: Duration = Duration::from_millis(100);
 
@@ -26,6 +24,8 @@ pub struct Listener {
     uri: Uri,
     insecure: bool,
     tls: Option<Arc<Tls>>,
+    /// Who has yet to say hello: kept while nobody listens for a moment, for it may be a source that comes back.
+    greeting: Mutex<Greeting>,
     /// A Unix socket's path, removed at the end because we made it.
     made: Option<PathBuf>,
 }
@@ -83,8 +83,8 @@ impl Listener {
             }
             Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
         };
-        let listener = Self { socket, uri: uri.clone(), insecure, tls, made };
-        listener.socket.listen(128).map_err(failed)?;
+        let listener = Self { socket, uri: uri.clone(), insecure, tls, greeting: Mutex::default(), made };
+        listener.socket.listen(BACKLOG).map_err(failed)?;
         listener.socket.set_read_timeout(Some(POLL)).map_err(failed)?;
         Ok(listener)
     }
@@ -101,17 +101,19 @@ impl Listener {
     }
 
     /// Accepts until `stop` says so and gives every connection with a proper hello to `take`. A stranger's connection
-    /// (garbage, silence, another program) is closed and costs nobody else time: each greets on a thread of its own,
-    /// of which there are at most 32.
+    /// (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are many: see
+    /// [`Greeting`].
     pub(crate) fn serve(
         &self,
         stop: impl Fn() -> bool,
         take: impl Fn(Incoming) + Send + Sync + Clone + 'static,
     ) {
-        let greeting = Arc::new(AtomicUsize::new(0));
+        let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !stop() {
-            if greeting.load(Ordering::Acquire) >= MOST_GREETING {
-                std::thread::sleep(Duration::from_millis(1));
+            let knocks = greeting.wait(self.socket.as_raw_fd(), POLL);
+            let tls = self.tls.clone();
+            greeting.hear(move |socket, peer| read_hello(socket, peer, tls.as_deref()), take.clone());
+            if !knocks {
                 continue;
             }
             let (socket, address) = match self.socket.accept() {
@@ -120,6 +122,7 @@ impl Listener {
                 Err(error) => {
                     // It concerns one connection or passes (no descriptors left), but comes back at once until then.
                     tracing::warn!("a connection could not be accepted: {error}");
+                    greeting.make_room();
                     std::thread::sleep(POLL);
                     continue;
                 }
@@ -128,19 +131,7 @@ impl Listener {
                 continue;
             }
             let peer = address.as_socket().map_or_else(|| self.uri.to_string(), |a| format!("tcp:{a}"));
-            let (take, own, tls) = (take.clone(), Arc::clone(&greeting), self.tls.clone());
-            greeting.fetch_add(1, Ordering::AcqRel);
-            let greet = move || {
-                match read_hello(socket, peer, tls.as_deref()) {
-                    Ok(incoming) => take(incoming),
-                    Err(error) => tracing::warn!("a connection was closed: {error}"),
-                }
-                own.fetch_sub(1, Ordering::AcqRel);
-            };
-            if let Err(error) = std::thread::Builder::new().name("greet".into()).spawn(greet) {
-                greeting.fetch_sub(1, Ordering::AcqRel);
-                tracing::warn!("a connection was closed: no thread for it: {error}");
-            }
+            greeting.add(socket, peer);
         }
     }
 }

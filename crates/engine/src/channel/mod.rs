@@ -2,6 +2,7 @@
 
 mod connect;
 mod control;
+mod greeting;
 mod iobuf;
 mod listen;
 mod pacer;

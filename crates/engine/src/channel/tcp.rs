@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Limits what `socket` sends to `bytes_per_s`, counted without headers (`SO_MAX_PACING_RATE`, Linux
@@ -50,16 +51,28 @@ pub fn keep_receive_queue_short(socket: BorrowedFd<'_>) -> io::Result<()> {
     const FAST: u64 = 1_250_000_000;
     /// Two of the largest segments that a host hands over at once; with less, each would be waited for.
     const LEAST: u64 = 128 << 10;
-    /// The most that may be asked for; the kernel's default where it does not say.
-    const MOST: (&str, u64) = ("/proc/sys/net/core/rmem_max", 212_992);
     let Some(round_trip) = least_round_trip(socket)? else { return Ok(()) };
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
     let bytes = micros.saturating_mul(2 * (FAST / 1_000_000)).max(LEAST);
-    let most = std::fs::read_to_string(MOST.0).ok().and_then(|text| text.trim().parse().ok());
-    if bytes > most.unwrap_or(MOST.1) {
+    if bytes > most_receive_buffer() {
         return Ok(());
     }
     socket2::SockRef::from(&socket).set_recv_buffer_size(usize::try_from(bytes).unwrap_or(usize::MAX))
+}
+
+/// Reads what this host allows, for threads that cannot.
+pub(crate) fn learn_limits() {
+    most_receive_buffer();
+}
+
+/// The most that may be asked for by `SO_RCVBUF`, in bytes, as it was at first; the kernel's default where it does not say.
+fn most_receive_buffer() -> u64 {
+    const MOST: (&str, u64) = ("/proc/sys/net/core/rmem_max", 212_992);
+    static READ: OnceLock<u64> = OnceLock::new();
+    *READ.get_or_init(|| {
+        let most = std::fs::read_to_string(MOST.0).ok().and_then(|text| text.trim().parse().ok());
+        most.unwrap_or(MOST.1)
+    })
 }
 
 /// The shortest round trip of `socket` lately (`tcpi_min_rtt` of `TCP_INFO`, microseconds); of a socket that only receives, that of
@@ -86,6 +99,29 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     let known = len >= LEN;
     let bytes: [u8; 8] = info[AT..].try_into().map_err(io::Error::other)?;
     Ok(known.then(|| u64::from_ne_bytes(bytes)))
+}
+
+/// Whether the peer's kernel has acknowledged all that was written to `socket` (`tcpi_unacked` and `tcpi_notsent_bytes` of `TCP_INFO`);
+/// `false` where the kernel does not know (before 4.6).
+///
+/// # Errors
+/// If it is no TCP socket.
+pub fn all_acknowledged(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    /// Of `tcpi_unacked` and `tcpi_notsent_bytes` in `struct tcp_info`.
+    const AT: [usize; 2] = [24, 144];
+    const LEN: usize = AT[1] + 4;
+    let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
+    let none = |at: usize| info[at..at + 4].iter().all(|byte| *byte == 0);
+    Ok(len >= LEN && AT.into_iter().all(none))
+}
+
+/// Has the kernel acknowledge the next segments on `socket` as they arrive (`TCP_QUICKACK`, tcp(7)), and not when a process has read or
+/// answered them. It does so for a few, and then finds again by itself when to: to be asked often.
+///
+/// # Errors
+/// If it is no TCP socket.
+pub fn acknowledge_at_once(socket: BorrowedFd<'_>) -> io::Result<()> {
+    socket2::SockRef::from(&socket).set_tcp_quickack(true)
 }
 
 /// The smoothed round trip of `socket` (`tcpi_rtt` of `TCP_INFO`, microseconds): measured between the two kernels, whatever
@@ -160,6 +196,24 @@ mod tests {
             assert!(Instant::now() < deadline, "{:?}", bytes_acknowledged(sender.as_fd()));
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn what_nobody_has_read_is_acknowledged_all_the_same() {
+        let (mut sender, receiver) = pair();
+        acknowledge_at_once(receiver.as_fd()).unwrap();
+        sender.write_all(&[0; 64]).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while !all_acknowledged(sender.as_fd()).unwrap() {
+            assert!(Instant::now() < deadline);
+            std::thread::yield_now();
+        }
+        // What does not fit into the peer's window is not there.
+        sender.set_nonblocking(true).unwrap();
+        let block = [0; 65536];
+        // A bound on the loop: 64 MiB are more than any socket buffers.
+        let full = (0..1024).any(|_| sender.write(&block).is_err());
+        assert!(full && !all_acknowledged(sender.as_fd()).unwrap());
     }
 
     #[test]

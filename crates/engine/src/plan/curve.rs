@@ -54,6 +54,16 @@ impl Kernel {
         }
     }
 
+    /// The share of pages that a pass of `window` seconds leaves dirty of those that have their turn between two shares of it, one after the
+    /// other, each protected `lead` seconds before its turn but not before the pass.
+    pub(crate) fn left_by_turns(self, (from, to): (f64, f64), window: f64, lead: f64) -> f64 {
+        let early = (lead / window.max(1e-9)).clamp(from, to);
+        let since = |turn: f64| (window * (1.0 - turn) + lead).min(window);
+        let whole = (to - from).max(1e-12);
+        let (at_once, in_turn) = ((early - from) / whole, (to - early) / whole);
+        at_once * self.within(window) + in_turn * self.mean_within(since(to), since(early))
+    }
+
     /// The same pages, written `factor` times as often.
     pub(crate) fn faster(self, factor: f64) -> Self {
         match self {
@@ -243,6 +253,22 @@ mod tests {
         let curve = Curve::fit(&points(|t| 40_000.0 * t), 70_000.0, 1.0);
         assert!(curve.pages(1e6) <= 70_001.0 * 1.02, "{}", curve.pages(1e6));
         near(curve.pages(0.4), 16_000.0, 0.15);
+    }
+
+    #[test]
+    fn what_has_its_turn_early_is_protected_with_the_pass() {
+        for kernel in [Kernel::Random(2.0), Kernel::Cyclic(0.8)] {
+            for (from, to) in [(0.0, 1.0), (0.3, 0.6), (0.0, 0.1), (0.1, 0.9)] {
+                let (window, lead, steps) = (0.9, 0.2, 10_000);
+                let at = |i: i32| {
+                    let turn = from + (to - from) * (f64::from(i) + 0.5) / f64::from(steps);
+                    kernel.within(window - (turn * window - lead).max(0.0))
+                };
+                let mean = (0..steps).map(at).sum::<f64>() / f64::from(steps);
+                let got = kernel.left_by_turns((from, to), window, lead);
+                assert!((got - mean).abs() < 1e-3, "{kernel:?} {from} {to}: {got} and not {mean}");
+            }
+        }
     }
 
     #[test]

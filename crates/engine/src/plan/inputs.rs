@@ -12,6 +12,9 @@ pub struct Link {
     pub spread: f64,
     /// There and back, with nothing else on the way, in seconds.
     pub round_trip_s: f64,
+    /// How much longer while a pass is sent: what waits on the way, in seconds.
+    #[serde(default)]
+    pub queue_s: f64,
     /// CPU time of a sender for a page, in seconds; 0 if it was not measured.
     pub cpu_page_s: f64,
     /// From connecting a channel to its first byte, in seconds.
@@ -28,6 +31,7 @@ impl Link {
             bytes_per_s,
             spread: 0.05,
             round_trip_s: 0.5e-3,
+            queue_s: 0.0,
             cpu_page_s: 0.0,
             connect_s: 1e-3,
             measured: false,
@@ -94,8 +98,18 @@ pub struct Inputs {
     pub places: Vec<Place>,
     /// When pages are protected.
     pub protection: Protection,
+    /// Pages that lie side by side and are protected together, if they are to be sent: [`crate::Protect::chunk_pages`].
+    pub chunk_pages: u64,
     /// What the link carries.
     pub link: Link,
     /// What else it takes.
     pub costs: Costs,
+}
+
+impl Inputs {
+    /// Over how many pages of memory those that are written are spread.
+    pub(crate) fn written_over(&self) -> f64 {
+        let written = self.places.iter().filter(|place| place.dirty > 0.0);
+        written.map(|place| place.touched).sum::<f64>().max(1.0)
+    }
 }

@@ -113,6 +113,7 @@ pub fn measure(
     let memory = vm.memory();
     let mut tracker = vm.tracker(tracker)?;
     let kind = tracker.kind();
+    let chunk_pages = tracker.protector().chunk_pages();
     let began = Instant::now();
     let started = tracker.start();
     let start_s = began.elapsed().as_secs_f64();
@@ -148,6 +149,7 @@ pub fn measure(
         run_pages: watched.run_pages,
         places: places(&touched, watched.written.as_ref()),
         protection: if kind == TrackerKind::Log { Protection::BeforeRead } else { Protection::AtHarvest },
+        chunk_pages,
         link,
         costs,
     };

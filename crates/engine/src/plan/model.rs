@@ -5,8 +5,8 @@ use super::inputs::{Inputs, Protection};
 use super::ring::Ring;
 use super::rng::Rng;
 use crate::source::policy::{Convergence, Decision, PassOutcome};
-use crate::source::throttle;
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings};
+use crate::source::{sender, throttle};
 use std::time::Duration;
 use vmferry_memory::PAGE_SIZE;
 
@@ -28,13 +28,13 @@ const FAULT_S: f64 = 60e-6;
 const LAZY_S: f64 = 1.5e-3;
 const STALE_PAGE_S: f64 = 1.2e-6;
 /// Pages of a frame: a channel protects those of the next as soon as it has handed over this one.
-const FRAME_PAGES: f64 = 256.0;
-/// Bytes that wait in a channel's socket, where nothing but the link holds it back.
-const SOCKET_BYTES: f64 = 1e6;
+const FRAME_PAGES: f64 = sender::FRAME_PAGES as f64;
+/// Bytes that wait in a channel's socket in the first pass, where nothing but the link holds it back; later passes know how much may.
+const SOCKET_BYTES: f64 = 3e6;
 /// How much no two passes are alike: what the link carries, what the guest writes, and when whoever waits is woken, in seconds.
-const PASS_SPREAD: f64 = 0.02;
-const GUEST_SPREAD: f64 = 0.04;
-const WAKE_S: f64 = 0.4e-3;
+const PASS_SPREAD: f64 = 0.005;
+const GUEST_SPREAD: f64 = 0.01;
+const WAKE_S: f64 = 0.1e-3;
 /// In hybrid mode, a pass that leaves more than this share of the pass before is the last.
 const HYBRID: f64 = crate::source::session::CONVERGING;
 
@@ -48,6 +48,8 @@ pub(crate) struct World<'a> {
     /// Of what was measured.
     pub(crate) fixed: f64,
     pub(crate) round_trip: f64,
+    /// Over how many pages what is dirty is spread.
+    pub(crate) spread: f64,
 }
 
 /// How it went.
@@ -88,14 +90,22 @@ impl World<'_> {
         (pages * WIRE_PAGE / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
     }
 
-    /// How long before a pass is over its last pages are protected. Pages of a frame are protected together, as soon as the frame
-    /// before is on its way: a pass of one frame a channel protects all of its pages at once.
-    fn lead(&self, pages: f64, bandwidth: f64) -> f64 {
+    /// How long before a page leaves it is protected, on average. The pages of a chunk that are to be sent are protected together,
+    /// and leave one frame after the other; a frame waits for its slot under a cap, or behind what the socket and the way hold.
+    fn lead(&self, pages: f64, bandwidth: f64, first: bool) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
-        let frame = (pages / channels).min(FRAME_PAGES) * channels * WIRE_PAGE / bandwidth;
-        let queued =
-            if self.capped() { 0.0 } else { (SOCKET_BYTES * channels).min(pages * WIRE_PAGE) / bandwidth };
-        1.5 * frame + queued
+        let each = pages / channels;
+        let density = (pages / self.spread).min(1.0);
+        let chunk = each.min(self.inputs.chunk_pages as f64 * density) * channels * WIRE_PAGE / bandwidth;
+        let frame = each.min(FRAME_PAGES) * channels * WIRE_PAGE / bandwidth;
+        let waits = if self.capped() {
+            frame
+        } else {
+            let queued =
+                if first { SOCKET_BYTES * channels / bandwidth } else { sender::UNSENT.as_secs_f64() };
+            queued.min(pages * WIRE_PAGE / bandwidth) + self.inputs.link.queue_s
+        };
+        0.5 * chunk + waits
     }
 
     /// Whether it is our own cap that holds senders back.
@@ -210,21 +220,21 @@ impl State<'_, '_> {
         let elapsed = world.sending(pages, others, bandwidth) + world.round_trip + PASS_S + woken;
         let window = elapsed + world.inputs.costs.harvest_s;
         let at_harvest = world.inputs.protection == Protection::AtHarvest;
-        let lead = if at_harvest { window } else { world.lead(pages, bandwidth).min(window) };
-        let places = if first && !at_harvest { self.places() } else { vec![(1.0, 0.0, 0.0)] };
+        let lead = if at_harvest { window } else { world.lead(pages, bandwidth, first).min(window) };
+        let places = if first && !at_harvest { self.places() } else { vec![(1.0, 0.0, 1.0)] };
         for ((class, dirty), ring) in self.classes.iter().zip(&mut self.dirty).zip(&mut self.rings) {
             let kernel = class.kernel.faster(speed);
             let left = if let Some(ring) = ring {
                 ring.pass(kernel, window, lead, if first { Some(&places) } else { None })
             } else if first {
                 let part = |(share, from, to): &(f64, f64, f64)| {
-                    let (until, since) = (window - from * elapsed, window - to * elapsed);
-                    class.pages * share * kernel.mean_within(since.max(lead.min(until)), until)
+                    class.pages * share * kernel.left_by_turns((*from, *to), window, lead)
                 };
                 places.iter().map(part).sum()
             } else {
                 let sent = dirty.min(class.pages);
-                (class.pages - sent) * kernel.within(window) + sent * kernel.mean_within(lead, window)
+                (class.pages - sent) * kernel.within(window)
+                    + sent * kernel.left_by_turns((0.0, 1.0), window, lead)
             };
             // Who writes at random is not as regular as the mean.
             *dirty = (left + self.rng.gauss() * left.sqrt()).clamp(0.0, class.pages);

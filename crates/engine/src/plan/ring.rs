@@ -27,7 +27,7 @@ impl Ring {
         })
     }
 
-    /// A pass of `window` seconds goes over what is dirty, and protects it as it goes, the last of it `lead` before its end; or, if
+    /// A pass of `window` seconds goes over what is dirty, and protects it as it goes, each part `lead` before its turn; or, if
     /// there are `places`, over everything, the walk's parts at these shares of the pass. Returns how many pages are dirty then.
     pub(crate) fn pass(
         &mut self,
@@ -44,13 +44,14 @@ impl Ring {
         let (mut done, mut left) = (0.0, [false; PARTS]);
         for (part, left) in left.iter_mut().enumerate() {
             let since = match places {
-                Some(places) => turn(places, (part as f64 + 0.5) / PARTS as f64) * (window - lead),
+                Some(places) => turn(places, (part as f64 + 0.5) / PARTS as f64) * window - lead,
                 None if self.dirty[part] => {
                     done += 1.0;
-                    (done - 0.5) / count * (window - lead)
+                    (done - 0.5) / count * window - lead
                 }
                 None => 0.0,
             };
+            let since = since.max(0.0);
             // When the guest comes by for the first time after that.
             let first = (part as f64 - self.at).rem_euclid(PARTS as f64) / speed;
             let rounds = ((since - first) * often).ceil().max(0.0);

@@ -23,10 +23,12 @@ fn guest(rate: f64) -> Inputs {
             .map(|at| Place { touched: 16_384.0, dirty: if at < 2 { 16_384.0 } else { 0.0 } })
             .collect(),
         protection: Protection::BeforeRead,
+        chunk_pages: 2048,
         link: Link {
             bytes_per_s: 200e6,
             spread: 0.02,
             round_trip_s: 1e-4,
+            queue_s: 0.0,
             cpu_page_s: 1e-6,
             connect_s: 2e-4,
             measured: true,

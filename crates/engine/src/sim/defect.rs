@@ -41,13 +41,68 @@ pub(super) enum Defect {
     /// What is moot at the target's end is dropped again and again, and the end with it.
     DropsTheEnd,
     /// Pages are left out by an answer that was asked for before they were protected.
+    #[cfg(test)]
     AsksFirst,
     /// Pages are protected when the answer by which they are left out has come.
+    #[cfg(test)]
     ProtectsAfterAsking,
     /// Pages are protected anew that were sent.
+    #[cfg(test)]
     ProtectsSent,
     /// What the guest says of a pass that has ended counts for the next.
+    #[cfg(test)]
     TakesLateAnswers,
     /// What was free before the pause is left out after it.
+    #[cfg(test)]
     SettlesEarly,
+    /// The target runs a guest that it was told to run, without a claim.
+    StartsUnclaimed,
+    /// The target runs a guest that the fence has given to the source.
+    IgnoresLostClaim,
+    /// The source takes a fence that gives no answer for one that says yes.
+    TakesSilenceForAWin,
+    /// The target renounces a guest that it has claimed, and does not say so to the fence.
+    ForgetsToGiveBack,
+    /// What the fence has given it gives again after a while.
+    LeaseRunsOut,
+}
+
+impl Defect {
+    /// All but [`Defect::None`].
+    pub(super) const PLANTED: &[Self] = &[
+        Self::LostPage,
+        Self::StartsAtLoad,
+        Self::ResumesAfterCommit,
+        Self::KeepsDisks,
+        Self::ProtectsLate,
+        Self::BlindToDamage,
+        Self::ResumesInPostcopy,
+        Self::OlderOverNewer,
+        Self::SendsTwice,
+        Self::ClaimSurvives,
+        Self::RetoldEarly,
+        Self::KeepsStale,
+        Self::ForgetsSuspects,
+        Self::CompleteEarly,
+        Self::ForgetsTheLast,
+        Self::EndsRenounced,
+        Self::StartsRenounced,
+        Self::DropsTheEnd,
+        // Of code that has them only for tests.
+        #[cfg(test)]
+        Self::AsksFirst,
+        #[cfg(test)]
+        Self::ProtectsAfterAsking,
+        #[cfg(test)]
+        Self::ProtectsSent,
+        #[cfg(test)]
+        Self::TakesLateAnswers,
+        #[cfg(test)]
+        Self::SettlesEarly,
+        Self::StartsUnclaimed,
+        Self::IgnoresLostClaim,
+        Self::TakesSilenceForAWin,
+        Self::ForgetsToGiveBack,
+        Self::LeaseRunsOut,
+    ];
 }

@@ -1,15 +1,16 @@
 //! Each session alone, fed with any event at any moment: what a driver would report next, mixed with what only a
 //! hostile peer or a broken driver would say.
 
+#[cfg(test)]
 mod alone;
 
 use super::here::machine;
 use super::rng::Rng;
 use super::source;
 use super::there::tokens;
+use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::source::session::Phase;
 use crate::target::session as target;
-use proptest::prelude::*;
 use std::time::Duration;
 use vmferry_memory::RegionId;
 use vmferry_wire::{
@@ -36,6 +37,7 @@ fn settings(rng: &mut Rng) -> source::Settings {
         timeout: rng.per_mille(300).then_some(Duration::from_secs(1)),
         on_timeout: [OnTimeout::Switch, OnTimeout::Cancel, OnTimeout::Postcopy][rng.index(3)],
         reconnect_for: Duration::from_millis(rng.below(200)),
+        fence: super::fence::choose(rng),
         ..source::Settings::default()
     }
 }
@@ -75,10 +77,24 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
     }
 }
 
+/// Anything that a fence can say, or nothing.
+fn answer(rng: &mut Rng) -> Result<Ruling, ArbiterError> {
+    match rng.below(6) {
+        0 => Ok(Ruling::Open),
+        1 => Ok(Ruling::Source),
+        2 => Ok(Ruling::Target { runs: false }),
+        3 => Ok(Ruling::Target { runs: true }),
+        4 => Err(ArbiterError::NoRegister("fuzz".into())),
+        _ => Err(ArbiterError::Unreachable("fuzz".into())),
+    }
+}
+
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(23) {
+    match rng.below(26) {
+        #[cfg(feature = "hostile")]
+        25 => said(rng).map_or(Event::Tick, Event::Message),
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -97,6 +113,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         18 => Event::SwitchNow,
         20 => Event::Comparing { pages: rng.below(2) * PAGES },
         21 => Event::Released,
+        22..=23 => Event::Ruled(answer(rng)),
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
         19 if rng.per_mille(100) => Event::Pause,
@@ -162,13 +179,13 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
 }
 
 /// Walks the source's session; returns how it ended, if it did. `wild` events in a thousand are anything.
-fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCaseError> {
+fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     use source::Outcome;
     use source::{Action, Event};
-    let mut rng = Rng::new(seed);
     let pages = usize::try_from(PAGES).expect("small");
-    let (mut session, mut actions) =
-        source::Session::begin(settings(&mut rng), machine(pages), PAGES, Duration::ZERO);
+    let settings = settings(&mut rng);
+    let fenced = settings.fence.is_some();
+    let (mut session, mut actions) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
     let (mut expected, mut now, mut pass) = (Vec::new(), Duration::ZERO, 0);
     let (mut committed, mut returned, mut ended) = (false, false, None);
     for _ in 0..200 {
@@ -188,40 +205,44 @@ fn walk_source(seed: u64, wild: u64) -> Result<Option<source::Outcome>, TestCase
         let late_answer = matches!(event, Event::Message(ToSource::Returned(_)))
             && before == Phase::PostcopyPaused
             && !session.runs_there();
+        // The fence's word counts while nobody knows, if there is one.
+        let asked = before == Phase::Unknown || (before == Phase::PostcopyPaused && !session.runs_there());
+        let won = fenced && asked && matches!(event, Event::Ruled(Ok(Ruling::Source)));
         let (ran, postcopy) =
             (session.runs_there(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
         actions = session.handle(now, event);
         // Over a new link it counts where it is awaited.
-        returned |= late_answer && session.phase() == Phase::Ended;
-        prop_assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
+        returned |= (late_answer || won) && session.phase() == Phase::Ended;
+        assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {
+                Action::Fence { .. } => assert!(committed && !returned, "claimed before the commit"),
                 Action::Send(ToTarget::Commit) => {
-                    prop_assert!(!std::mem::replace(&mut committed, true), "a second commit");
+                    assert!(!std::mem::replace(&mut committed, true), "a second commit");
                 }
                 Action::Resume | Action::Rehearse | Action::Pause => {
-                    prop_assert!(!committed || returned, "{action:?} after the commit");
-                    prop_assert!(!ran, "{action:?} of a guest that runs there");
+                    assert!(!committed || returned, "{action:?} after the commit");
+                    assert!(!ran, "{action:?} of a guest that runs there");
                 }
                 Action::SendRest { .. } | Action::Reconnect { .. } | Action::ServeAgain { .. } => {
-                    prop_assert!(committed && !returned, "{action:?} before the commit");
+                    assert!(committed && !returned, "{action:?} before the commit");
                 }
                 Action::Finish(Outcome::Failed(_) | Outcome::Cancelled(_)) if postcopy => {
-                    prop_assert!(false, "{action:?} of a guest that the target may run");
+                    panic!("{action:?} of a guest that the target may run");
                 }
                 Action::Finish(outcome) => {
-                    prop_assert!(ended.is_none(), "a second end");
+                    assert!(ended.is_none(), "a second end");
                     if matches!(outcome, Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)) {
-                        prop_assert!(committed && !returned, "{outcome:?} without a commit");
+                        assert!(committed && !returned, "{outcome:?} without a commit");
                     }
-                    prop_assert!(ran || !matches!(outcome, Outcome::Lost(_)), "lost, but it never ran");
+                    assert!(ran || !matches!(outcome, Outcome::Lost(_)), "lost, but it never ran");
                     ended = Some(outcome.clone());
                 }
                 _ => {}
             }
         }
     }
-    Ok(ended)
+    ended
 }
 
 /// Anything that a source can say.
@@ -262,7 +283,13 @@ fn retold() -> target::Event {
 
 fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
     use target::Event;
-    match rng.below(20) {
+    match rng.below(23) {
+        #[cfg(feature = "hostile")]
+        22 => said(rng).map_or(Event::Stopped, Event::Message),
+        20..=21 => {
+            let word = [Word::Look, Word::Claim(Side::Target), Word::GiveBack, Word::Runs][rng.index(4)];
+            Event::Ruled(word, answer(rng))
+        }
         0..=6 => Event::Message(to_target(rng, pass)),
         7 => Event::ChannelUp,
         8..=9 => {
@@ -312,6 +339,14 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
             }
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
             Action::Start => events.push(Event::Started { micros: 1, cpu_us: 1 }),
+            Action::Fence { word, .. } if *word != Word::Runs => {
+                let ruling = match word {
+                    Word::Look => Ruling::Open,
+                    Word::Claim(_) => Ruling::Target { runs: false },
+                    _ => Ruling::Source,
+                };
+                events.push(Event::Ruled(*word, Ok(ruling)));
+            }
             _ => {}
         }
     }
@@ -341,11 +376,11 @@ fn script(mode: Mode) -> Vec<target::Event> {
 }
 
 /// Walks the target's session; returns how it ended, if it did.
-fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCaseError> {
+fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     use target::{Action, Event, Outcome};
-    let mut rng = Rng::new(seed);
     let pages = usize::try_from(PAGES).expect("small");
-    let mut session = target::Session::begin(machine(pages), tokens());
+    let fenced = rng.per_mille(500);
+    let mut session = target::Session::begin(machine(pages), tokens()).fenced(fenced);
     let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
     let (mut expected, mut script) = (Vec::new(), script(mode));
     let (mut all_here, mut started, mut lazily) = (false, false, false);
@@ -361,74 +396,83 @@ fn walk_target(seed: u64, wild: u64) -> Result<Option<target::Outcome>, TestCase
             expected.remove(0)
         };
         commit_read |= matches!(event, Event::Message(ToTarget::Commit));
+        let granted = matches!(event, Event::Ruled(Word::Claim(_), Ok(Ruling::Target { .. })));
         start_failed |= matches!(event, Event::StartFailed(_));
         started |= starts == 1 && matches!(event, Event::Started { .. });
         all_here |= matches!(event, Event::AllHere(_));
         let (was_started, thanked) =
             (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
         let actions = session.handle(event);
-        prop_assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
+        assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {
+                Action::Fence { word: Word::GiveBack, .. } => {
+                    assert!(starts == 0 || start_failed, "gives back a guest that may run here");
+                    renounced = true;
+                }
                 Action::Start => {
                     starts += 1;
-                    prop_assert!(commit_read && starts == 1, "a start without a commit, or a second one");
-                    prop_assert!(!renounced, "the start of a guest that was renounced");
+                    assert!(commit_read && starts == 1, "a start without a commit, or a second one");
+                    assert!(!renounced, "the start of a guest that was renounced");
+                    assert!(!fenced || granted, "the start of a guest that was not granted");
                 }
                 Action::Finish(Outcome::Completed) => {
                     let whole = was_started || (all_here && thanked);
-                    prop_assert!(starts == 1 && started && whole, "completed without a start, or half");
+                    assert!(starts == 1 && started && whole, "completed without a start, or half");
                 }
                 Action::Finish(Outcome::RunsLazily) => {
-                    prop_assert!(
-                        was_started && !std::mem::replace(&mut lazily, true),
-                        "runs without a start"
-                    );
+                    assert!(was_started && !std::mem::replace(&mut lazily, true), "runs without a start");
                 }
                 Action::EndLazily | Action::Send(ToSource::Complete(_)) => {
-                    prop_assert!(all_here && started, "{action:?} while pages lack");
+                    assert!(all_here && started, "{action:?} while pages lack");
                 }
-                Action::Retell | Action::AskAgain => prop_assert!(lazily, "{action:?} before it runs"),
+                Action::Retell | Action::AskAgain => assert!(lazily, "{action:?} before it runs"),
                 // Once it was told to start, only the start's own failure may renounce the guest.
                 Action::Finish(Outcome::Failed(_))
                 | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {
-                    prop_assert!(starts == 0 || start_failed, "{action:?} of a guest that may run here");
+                    assert!(starts == 0 || start_failed, "{action:?} of a guest that may run here");
                     renounced = true;
                 }
                 _ => {}
             }
             if let Action::Finish(outcome @ (Outcome::Completed | Outcome::Failed(_))) = action {
-                prop_assert!(ended.is_none(), "a second end");
+                assert!(ended.is_none(), "a second end");
                 ended = Some(outcome.clone());
             }
         }
         honest_target_events(&actions, &mut expected);
     }
-    Ok(ended)
+    ended
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_source_bears_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
-        walk_source(seed, wild)?;
-    }
-
-    #[test]
-    fn the_target_bears_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
-        walk_target(seed, wild)?;
-    }
+/// Anything that a peer's bytes can say as a message of its side.
+#[cfg(feature = "hostile")]
+fn said<M: serde::de::DeserializeOwned>(rng: &mut Rng) -> Option<M> {
+    let len = rng.index(200);
+    vmferry_wire::hostile::message(&rng.bytes(len))
 }
 
-/// A walk that never gets anywhere would keep every promise.
-#[test]
-fn the_walks_reach_the_end_of_the_road() {
-    for seed in 0..20 {
-        assert_eq!(walk_source(seed, 0).unwrap(), Some(source::Outcome::Completed));
-        assert_eq!(walk_target(seed, 0).unwrap(), Some(target::Outcome::Completed));
-    }
-    let moved = |seed: &u64| walk_source(*seed, 60).unwrap() == Some(source::Outcome::Completed);
-    let lost = |seed: &u64| matches!(walk_source(*seed, 60).unwrap(), Some(source::Outcome::Unknown(_)));
-    assert!((0..2000).filter(moved).count() > 50 && (0..2000).filter(lost).count() > 5);
+/// Walks the source's session as `bytes` say: what its driver, its host and its target do.
+///
+/// # Panics
+/// If a promise is broken: see the module.
+#[cfg(feature = "hostile")]
+pub fn drive_source(bytes: &[u8]) {
+    let mut rng = Rng::of(bytes);
+    let wild = rng.below(1000);
+    walk_source(rng, wild);
 }
+
+/// The same of the target's session.
+///
+/// # Panics
+/// If a promise is broken: see the module.
+#[cfg(feature = "hostile")]
+pub fn drive_target(bytes: &[u8]) {
+    let mut rng = Rng::of(bytes);
+    let wild = rng.below(1000);
+    walk_target(rng, wild);
+}
+
+#[cfg(test)]
+mod tests;

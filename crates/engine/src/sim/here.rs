@@ -1,10 +1,11 @@
 //! The source's host in the simulation: does what the session decides, takes its time, and sometimes fails.
 
 use super::guest::Memory;
-use super::here_free;
 use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
+use super::{fence, here_free};
+use crate::fence::{Ruling, Side};
 use crate::lacking::Collected;
 use crate::plan::{Auto, Expected};
 use crate::source::events::{Action, Event};
@@ -132,6 +133,7 @@ impl Here {
             },
             verify: rng.per_mille(500),
             auto,
+            fence: fence::choose(rng),
             ..Settings::default()
         };
         let (session, first) = Session::begin(settings.clone(), machine(pages), pages as u64, Duration::ZERO);
@@ -281,8 +283,12 @@ impl World {
             }
             Action::ServeAgain { pages } => self.serve_again(pages),
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
+            Action::Fence { word, after } => self.ask_fence(Side::Source, word, after),
             Action::Finish(outcome) => {
                 self.here.outcome = Some(outcome);
+                if self.here.session.fence_done() {
+                    self.fence.register = None;
+                }
                 self.stop_senders();
                 self.transmit(TO_TARGET, Cargo::Eof);
             }
@@ -298,6 +304,9 @@ impl World {
                 }
                 self.here.busy = true;
                 let mut delay = self.rng.latency(300);
+                if step == Action::Resume {
+                    delay += self.stopped_for();
+                }
                 if let Action::Reconnect { after } = step {
                     delay += u64::try_from(after.as_micros()).expect("short");
                 }
@@ -332,7 +341,7 @@ impl World {
         // A dead link swallows, or refuses, or breaks in the middle; none of it arrives.
         match self.rng.below(3) {
             0 => None,
-            1 => Some(Event::NotSent("the link is down".into())),
+            1 => Some(Event::unsent(&message, "the link is down".into())),
             _ => Some(Event::PeerLost("the link is down".into())),
         }
     }
@@ -385,7 +394,8 @@ impl World {
                 Event::Released
             }
             Action::Resume => {
-                let ours = !self.here.committed || self.here.given_back;
+                let won = self.fence.register == Some(Ruling::Source);
+                let ours = !self.here.committed || self.here.given_back || (self.fenced() && won);
                 self.promise(ours, |_| "resumed after the commit, without the target's word".into());
                 self.here.resume_failed = failed;
                 if !failed {

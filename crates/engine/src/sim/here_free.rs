@@ -5,7 +5,9 @@ use super::here_lazy::REGION;
 use super::rng::Rng;
 use super::world::{Defect, Item, World};
 use crate::free::{Answer, Answers, FreePages, FreeReport};
-use crate::source::skip::{Flaw, Next, Skipping};
+#[cfg(test)]
+use crate::source::skip::Flaw;
+use crate::source::skip::{Next, Skipping};
 use crate::vm::{Protect, VmError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_bitmap::Bitmap;
@@ -95,14 +97,25 @@ impl Protect for Tracker<'_> {
 }
 
 /// Somebody to ask, in most runs.
-pub(super) fn skipping(rng: &mut Rng, memory: &Memory, defect: Defect) -> Option<Skipping> {
+pub(super) fn skipping(
+    rng: &mut Rng,
+    memory: &Memory,
+    #[cfg_attr(not(test), expect(unused))] defect: Defect,
+) -> Option<Skipping> {
     let answers = match rng.below(5) {
         0 => return None,
         1..=2 => Answers::AtOnce,
         _ => Answers::ByGuest,
     };
     let source = Source { answers, freedom: memory.share_freedom(), rng: Rng::new(rng.next()), asked: None };
-    let mut skipping = Skipping::new(Box::new(source), &super::here::layout(memory.pages.len()));
+    let skipping = Skipping::new(Box::new(source), &super::here::layout(memory.pages.len()));
+    #[cfg(test)]
+    let skipping = flawed(skipping, defect);
+    Some(skipping)
+}
+
+#[cfg(test)]
+fn flawed(mut skipping: Skipping, defect: Defect) -> Skipping {
     skipping.flaw = match defect {
         Defect::AsksFirst => Flaw::AsksFirst,
         Defect::ProtectsAfterAsking => Flaw::ProtectsLate,
@@ -111,7 +124,7 @@ pub(super) fn skipping(rng: &mut Rng, memory: &Memory, defect: Defect) -> Option
         Defect::SettlesEarly => Flaw::SettlesEarly,
         _ => Flaw::None,
     };
-    Some(skipping)
+    skipping
 }
 
 impl World {

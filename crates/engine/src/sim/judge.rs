@@ -38,6 +38,10 @@ impl World {
         if renounced && !gone && !self.there.stopped && matches!(source, Some(Outcome::Unknown(_))) {
             return wrong("the target renounced it, and its source was not told");
         }
+        let stopped = gone || self.there.stopped;
+        if self.fenced() && !stopped && matches!(source, Some(Outcome::Unknown(_))) {
+            return wrong("nobody died, and the fence has not decided");
+        }
         let by_timeout =
             matches!(source, Some(Outcome::Cancelled(why)) if why.starts_with("not done within"));
         if self.faults.calm && *source != Some(Outcome::Completed) && !by_timeout {
@@ -49,12 +53,17 @@ impl World {
         Ok(Ending {
             committed: self.here.committed,
             lazy: self.there.rest,
+            lazy_mode: self.there.lazy.is_some(),
+            ruling: self.fence.register.filter(|_| self.fenced() && !self.here.session.fence_done()),
             resent: self.here.session.suspects_resent,
             skipped: self.here.pending.skipped_count(),
             dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             interruptions: self.here.session.interruptions(),
             course: self.here.session.course().iter().map(|change| change.what.clone()).collect(),
             crashed: gone,
+            slow: self.faults.rate.is_some(),
+            stalls: self.faults.stalls,
+            outlasted: self.faults.outlasted,
             source: self.here.outcome,
             target: self.there.outcome,
             steps,

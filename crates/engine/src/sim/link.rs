@@ -38,17 +38,31 @@ pub(super) enum Cargo {
     Eof,
 }
 
+impl Cargo {
+    /// Its size on the wire, about.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Pages(pages) => 64 + pages.len() as u64 * 4096,
+            Self::Digests(digests) => 64 + digests.len() as u64 * 8,
+            _ => 64,
+        }
+    }
+}
+
 /// A stream's bytes under way, each with the time of its arrival; arrivals never decrease.
 #[derive(Debug, Default)]
 pub(super) struct Wire {
     pub(super) under_way: VecDeque<(u64, Cargo)>,
     last: u64,
+    /// When all that was sent so far will have left, at the stream's share of the bandwidth.
+    left: u64,
 }
 
 impl Wire {
-    /// Sends; returns when it arrives.
-    pub(super) fn send(&mut self, now: u64, rng: &mut Rng, cargo: Cargo) -> u64 {
-        self.last = self.last.max(now + rng.latency(400));
+    /// Sends; returns when it arrives. `rate` is in bytes a microsecond, if the bandwidth is limited.
+    pub(super) fn send(&mut self, now: u64, rng: &mut Rng, rate: Option<u64>, cargo: Cargo) -> u64 {
+        self.left = self.left.max(now) + rate.map_or(0, |rate| cargo.bytes() / rate);
+        self.last = self.last.max(self.left + rng.latency(400));
         self.under_way.push_back((self.last, cargo));
         self.last
     }
@@ -64,6 +78,7 @@ impl Wire {
     /// What is under way takes so much longer; returns when it arrives.
     pub(super) fn delay(&mut self, by: u64) -> Vec<u64> {
         self.last += by;
+        self.left += by;
         self.under_way.iter_mut().for_each(|(at, _)| *at += by);
         self.under_way.iter().map(|(at, _)| *at).collect()
     }

@@ -1,14 +1,19 @@
-//! Both sessions, the very code that ships, against each other: a fake clock, a link that delays, loses and damages, hosts
-//! that fail at any step, people who cancel. One number makes one run; `VMFERRY_SIM_SEED=n` repeats it.
+//! Both sessions, the very code that ships, against each other: a fake clock; links that delay, stall, lose, damage, let one channel
+//! overtake another and carry only so much; hosts that fail at any step; people who cancel. One number makes one run, and the same
+//! number the same run. For tests and for the command `cargo sim`: behind the feature `sim`, nothing that ships has it.
 //!
 //! Checked in every run: the guest never runs on both sides; it runs on the target only after the commit and only with
 //! the memory that it had; once the target was told to run it, it comes back only by the target's word; of a guest that
 //! runs before its memory is there no page comes twice, none is older than what the guest wrote, and if no host dies they
 //! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie;
-//! whoever says how it ended is right; it ends. And so that a quiet simulation means something, defects are planted and must be
-//! found. `VMFERRY_SIM_SEEDS=n` makes so many runs.
+//! whoever says how it ended is right; it ends. Half of the migrations have a fence, which is slow, out of reach, or heard late: it
+//! gives the guest to one side, and unless a host dies the other learns of it. And so that a quiet simulation means something, defects are
+//! planted and must be found.
 
 mod defect;
+mod faults;
+mod fence;
+#[cfg(any(test, feature = "hostile"))]
 mod fuzz;
 mod guest;
 mod here;
@@ -24,78 +29,83 @@ mod world;
 
 /// The source's session and what it is fed, under one name as the target's are.
 mod source {
-    pub(super) use crate::source::events::{Action, Event, Pass};
-    pub(super) use crate::source::session::Session;
-    pub(super) use crate::source::{MigrationMode, OnTimeout, Outcome, Settings};
+    pub(super) use crate::source::Outcome;
+    pub(super) use crate::source::events::{Action, Event};
+    #[cfg(any(test, feature = "hostile"))]
+    pub(super) use crate::source::{MigrationMode, OnTimeout, Settings, events::Pass, session::Session};
 }
 
+#[cfg(feature = "hostile")]
+pub use fuzz::{drive_source, drive_target};
+
+use crate::fence::Ruling;
 use crate::source::Outcome;
-use crate::sync::unscheduled;
 use crate::target::session::Outcome as TargetOutcome;
-use std::time::Instant;
 use world::{Defect, Ending, World};
 
-const SEEDS: u64 = 60_000;
+/// A run that kept every promise.
+#[derive(Debug)]
+pub struct Run(Ending);
 
-/// Names the seed if a session panics.
-struct Running(u64);
+impl Run {
+    /// How many things happened in it.
+    #[must_use]
+    pub fn steps(&self) -> u64 {
+        self.0.steps
+    }
 
-impl Drop for Running {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("simulation: panic in seed {0}; replay with VMFERRY_SIM_SEED={0}", self.0);
-        }
+    /// Which of [`kinds`] it is of, by position.
+    pub fn kinds(&self) -> impl Iterator<Item = usize> + '_ {
+        let of = |(at, (_, is)): (usize, &Kind)| is(&self.0).then_some(at);
+        KINDS.iter().enumerate().filter_map(of)
     }
 }
 
-fn run(seed: u64, defect: Defect) -> Result<Ending, String> {
-    let _running = Running(seed);
-    unscheduled(|| World::new(seed, defect).run())
-}
-
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().and_then(|text| text.parse().ok())
-}
-
-fn seeds() -> std::ops::Range<u64> {
-    match number("VMFERRY_SIM_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("VMFERRY_SIM_SEEDS").unwrap_or(SEEDS),
+impl std::fmt::Display for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}", self.0)
     }
 }
 
-#[test]
-fn no_seed_breaks_a_promise() {
-    let (began, range) = (Instant::now(), seeds());
-    let alone = range.end - range.start == 1;
-    let mut counts = [0u64; KINDS.len()];
-    let mut steps = 0;
-    for seed in range.clone() {
-        let ending = match run(seed, Defect::None) {
-            Ok(ending) => ending,
-            Err(broken) => panic!("seed {seed}: {broken}; replay with VMFERRY_SIM_SEED={seed}"),
-        };
-        if alone {
-            println!("seed {seed}: {ending:?}");
-        }
-        steps += ending.steps;
-        KINDS.iter().zip(&mut counts).for_each(|((_, is), count)| *count += u64::from(is(&ending)));
-    }
-    let seconds = began.elapsed().as_secs_f64();
-    let runs = range.end - range.start;
-    println!(
-        "simulation: {runs} runs, {steps} steps in {seconds:.1} s ({:.0} runs/s)",
-        runs as f64 / seconds
-    );
-    KINDS.iter().zip(counts).for_each(|((what, _), count)| println!("{count:9} {what}"));
-    // A simulation that no longer reaches a corner proves nothing about it.
-    assert!(alone || counts.iter().all(|count| *count >= 20), "{counts:?}");
+/// Makes the run of that seed.
+///
+/// # Errors
+/// Which promise was broken.
+pub fn run(seed: u64) -> Result<Run, String> {
+    run_with(seed, Defect::None)
+}
+
+/// Makes the run of that seed with one of [`planted`] in it, if it has one of that name.
+///
+/// # Errors
+/// Which promise was broken.
+pub fn run_planted(seed: u64, defect: &str) -> Result<Run, String> {
+    let named = |planted: &&Defect| format!("{planted:?}") == defect;
+    let defect = Defect::PLANTED.iter().find(named).ok_or_else(|| format!("no defect is named {defect}"))?;
+    run_with(seed, *defect)
+}
+
+/// The defects that can be planted.
+pub fn planted() -> impl Iterator<Item = String> {
+    Defect::PLANTED.iter().map(|defect| format!("{defect:?}"))
+}
+
+/// What runs are counted by.
+pub fn kinds() -> impl Iterator<Item = &'static str> {
+    KINDS.iter().map(|(what, _)| *what)
+}
+
+fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
+    let world = || World::new(seed, defect).run().map(Run);
+    #[cfg(test)]
+    let world = || crate::sync::unscheduled(world);
+    world()
 }
 
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 20] = [
+const KINDS: [Kind; 28] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -116,6 +126,22 @@ const KINDS: [Kind; 20] = [
     ("moved after it slowed the guest by itself", |end| end.moved() && end.did("throttle")),
     ("with advice and nothing else to do", |end| end.did("advice")),
     ("with answers about free pages dropped", |end| end.dropped > 0),
+    ("given back by the fence, precopy", |end| {
+        !end.lazy_mode && end.failed() && end.ruling == Some(Ruling::Source)
+    }),
+    ("given back by the fence, postcopy", |end| {
+        end.lazy_mode && end.failed() && end.ruling == Some(Ruling::Source)
+    }),
+    ("known by the fence to have moved", |end| {
+        !end.lazy_mode && end.moved() && end.ruling == Some(Ruling::Target { runs: true })
+    }),
+    ("claimed by a target that died", |end| {
+        end.unknown() && end.ruling == Some(Ruling::Target { runs: false })
+    }),
+    ("moved over a narrow link", |end| end.moved() && end.slow),
+    ("moved through a stall", |end| end.moved() && end.stalls > 0),
+    ("moved though a stall was taken for a loss", |end| end.moved() && end.outlasted > 0 && end.lazy),
+    ("failed by a stall that was taken for a loss", |end| end.failed() && end.outlasted > 0),
 ];
 
 impl Ending {
@@ -140,36 +166,5 @@ impl Ending {
     }
 }
 
-#[test]
-fn planted_defects_are_found() {
-    let defects = [
-        Defect::LostPage,
-        Defect::StartsAtLoad,
-        Defect::ResumesAfterCommit,
-        Defect::KeepsDisks,
-        Defect::ProtectsLate,
-        Defect::BlindToDamage,
-        Defect::ResumesInPostcopy,
-        Defect::OlderOverNewer,
-        Defect::SendsTwice,
-        Defect::ClaimSurvives,
-        Defect::RetoldEarly,
-        Defect::KeepsStale,
-        Defect::ForgetsSuspects,
-        Defect::CompleteEarly,
-        Defect::ForgetsTheLast,
-        Defect::EndsRenounced,
-        Defect::StartsRenounced,
-        Defect::DropsTheEnd,
-        Defect::AsksFirst,
-        Defect::ProtectsAfterAsking,
-        Defect::ProtectsSent,
-        Defect::TakesLateAnswers,
-        Defect::SettlesEarly,
-    ];
-    for defect in defects {
-        let found = (0..20_000).find_map(|seed| run(seed, defect).err().map(|broken| (seed, broken)));
-        let (seed, broken) = found.unwrap_or_else(|| panic!("{defect:?} was not found"));
-        println!("simulation: {defect:?} found by seed {seed}: {}", &broken[..broken.len().min(120)]);
-    }
-}
+#[cfg(test)]
+mod tests;

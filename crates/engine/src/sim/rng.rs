@@ -2,16 +2,36 @@
 
 /// splitmix64.
 #[derive(Debug, Clone)]
-pub(super) struct Rng(u64);
+pub(super) struct Rng {
+    state: u64,
+    /// Choices that are made already, for as long as there are any: two bytes each.
+    script: std::collections::VecDeque<u8>,
+}
 
 impl Rng {
     pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x2545_f491_4f6c_dd1d)
+        let state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x2545_f491_4f6c_dd1d;
+        Self { state, script: std::collections::VecDeque::new() }
+    }
+
+    /// One that says what `bytes` say, and then what seed 0 says: somebody who looks for a way to do harm chooses.
+    #[cfg(feature = "hostile")]
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        Self { script: bytes.iter().copied().collect(), ..Self::new(0) }
+    }
+
+    /// What is left of the choices, up to `most` bytes of it, which are used up.
+    #[cfg(feature = "hostile")]
+    pub(super) fn bytes(&mut self, most: usize) -> Vec<u8> {
+        self.script.drain(..most.min(self.script.len())).collect()
     }
 
     pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
+        if let Some(low) = self.script.pop_front() {
+            return u64::from(u16::from_le_bytes([low, self.script.pop_front().unwrap_or(0)]));
+        }
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.state;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)

@@ -5,6 +5,7 @@ use super::link::Cargo;
 use super::rng::Rng;
 use super::there_lazy::Lazy;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
+use crate::fence::{Ruling, Side};
 use crate::lacking::Collected;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::collections::VecDeque;
@@ -55,9 +56,9 @@ pub(super) struct There {
 }
 
 impl There {
-    pub(super) fn new(rng: &mut Rng, pages: usize) -> Self {
+    pub(super) fn new(rng: &mut Rng, pages: usize, fenced: bool) -> Self {
         Self {
-            session: Session::begin(machine(pages), tokens()),
+            session: Session::begin(machine(pages), tokens()).fenced(fenced),
             actions: VecDeque::new(),
             inbox: VecDeque::new(),
             eager: rng.per_mille(400),
@@ -217,6 +218,7 @@ impl World {
             Action::Retell => self.retell(),
             Action::AskAgain => self.ask_again(),
             Action::Disconnect => self.disconnect_target(),
+            Action::Fence { word, after } => self.ask_fence(Side::Target, word, after),
             Action::EndLazily => self.end_lazily(),
             Action::Finish(Outcome::RunsLazily) => {
                 self.there.rest = true;
@@ -238,7 +240,10 @@ impl World {
             }
             step @ (Action::Load(_) | Action::Start) => {
                 self.there.busy = true;
-                let delay = self.rng.latency(300);
+                let mut delay = self.rng.latency(300);
+                if step == Action::Start {
+                    delay += self.stopped_for();
+                }
                 self.at(delay, Item::TargetStep(step));
             }
         }
@@ -296,6 +301,8 @@ impl World {
         let once = self.there.starts == 1;
         self.promise(once, |_| "started twice".into());
         self.promise(self.here.committed, |_| "started before the commit".into());
+        let ours = !self.fenced() || matches!(self.fence.register, Some(Ruling::Target { .. }));
+        self.promise(ours, |world| format!("started, and the fence holds {:?}", world.fence.register));
         self.start_lazily();
         let lazy = self.there.lazy.as_ref();
         let there = |page: &usize| lazy.is_none_or(|lazy| lazy.present[*page]);

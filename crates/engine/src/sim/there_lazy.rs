@@ -352,7 +352,7 @@ impl World {
         self.at(next, Item::Operator);
         if !self.here.ended() {
             let waiting = self.here.session.interrupted().map(|(waiting, _)| waiting);
-            if waiting.is_some() && self.there.ended() {
+            if waiting.is_some() && self.there.ended() && self.nobody_will_say() {
                 self.source_event(super::source::Event::Abandon);
             } else if waiting == Some(true) {
                 self.source_event(super::source::Event::Recover);

@@ -1,12 +1,15 @@
 //! The simulated world: a clock, a queue of what is to happen, two hosts, a link, and the faults of one seed.
 
 pub(super) use super::defect::Defect;
+use super::faults::Faults;
+use super::fence::Fence;
 use super::guest::Memory;
 use super::here::Here;
 use super::link::{Cargo, Request, Wire};
 use super::rng::Rng;
 use super::source;
 use super::there::There;
+use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -28,6 +31,7 @@ pub(super) enum Item {
     Cut,
     Mend,
     CutChannel,
+    Stall,
     SourceLost(usize),
     TargetLost(usize),
     SourceStep(source::Action),
@@ -38,21 +42,10 @@ pub(super) enum Item {
     GuestAnswers,
     Urgent(usize, usize, Request),
     Operator,
-}
-
-/// What goes wrong in this run.
-#[derive(Debug, Default)]
-pub(super) struct Faults {
-    /// Nothing goes wrong: the migration must succeed.
-    pub(super) calm: bool,
-    /// Local steps that fail, in a thousand.
-    pub(super) step_fails: u64,
-    /// Pages that are damaged on the way, in a thousand.
-    pub(super) damage: u64,
-    /// The link is cut when this many more control messages have been sent.
-    pub(super) cut_after: Option<u64>,
-    /// How often a link that was taken up again is cut once more.
-    pub(super) cuts_left: u64,
+    /// The fence hears a word, and perhaps answers.
+    FenceHears(Side, Word, bool),
+    FenceAnswers(Side, Word, Result<Ruling, ArbiterError>),
+    LeaseEnds,
 }
 
 /// How a run ended, for the statistics of many.
@@ -62,6 +55,10 @@ pub(super) struct Ending {
     pub(super) target: Option<target::Outcome>,
     pub(super) committed: bool,
     pub(super) lazy: bool,
+    /// It was to run before all of its memory was there.
+    pub(super) lazy_mode: bool,
+    /// What the fence holds, if the source has asked it.
+    pub(super) ruling: Option<Ruling>,
     pub(super) resent: u64,
     /// Pages that were left out as free.
     pub(super) skipped: u64,
@@ -72,6 +69,9 @@ pub(super) struct Ending {
     pub(super) course: Vec<String>,
     /// A host died, or was told to stop with a guest that was not whole.
     pub(super) crashed: bool,
+    pub(super) slow: bool,
+    pub(super) stalls: u64,
+    pub(super) outlasted: u64,
     pub(super) steps: u64,
 }
 
@@ -100,11 +100,11 @@ impl Streams {
         BULK + self.bulk + 2 * self.urgent
     }
 
-    fn count(self) -> usize {
+    pub(super) fn count(self) -> usize {
         self.probe() + 1
     }
 
-    fn of_target(self, stream: usize) -> bool {
+    pub(super) fn of_target(self, stream: usize) -> bool {
         stream == TO_SOURCE || (self.requests(0)..self.probe()).contains(&stream)
     }
 
@@ -125,13 +125,14 @@ pub(super) struct World {
     /// Of all sets of channels there ever were.
     pub(super) wires: Vec<Wire>,
     /// Sets of channels before this one are cut.
-    alive_from: usize,
+    pub(super) alive_from: usize,
     pub(super) net_up: bool,
     pub(super) faults: Faults,
     pub(super) defect: Defect,
     pub(super) memory: Memory,
     pub(super) here: Here,
     pub(super) there: There,
+    pub(super) fence: Fence,
     /// The first broken promise.
     broken: Option<String>,
 }
@@ -141,7 +142,7 @@ impl World {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
         let (here, first) = Here::new(&mut rng, &memory, defect);
-        let there = There::new(&mut rng, memory.pages.len());
+        let there = There::new(&mut rng, memory.pages.len(), here.settings.fence.is_some());
         let streams = Streams {
             bulk: here.settings.channels.into(),
             urgent: here.settings.urgent_count().into(),
@@ -162,6 +163,7 @@ impl World {
             memory,
             here,
             there,
+            fence: Fence::new(),
             broken: None,
             rng,
         };
@@ -172,64 +174,6 @@ impl World {
         world.at(2, Item::GuestAnswers);
         world.at(1_000_000, Item::Operator);
         world
-    }
-
-    fn choose_faults(&mut self) {
-        if self.rng.per_mille(200) {
-            let time = self.some_time();
-            self.at(time, Item::SwitchNow);
-        }
-        if self.rng.per_mille(150) {
-            self.faults.calm = true;
-            return;
-        }
-        if self.rng.per_mille(300) {
-            self.faults.step_fails = 1 + self.rng.below(60);
-        }
-        if self.rng.per_mille(300) {
-            self.faults.damage = 1 + self.rng.below(150);
-        }
-        self.faults.cuts_left = self.rng.below(4);
-        match self.rng.below(4) {
-            0 => self.faults.cut_after = Some(self.rng.below(30)),
-            1 => {
-                let time = self.some_time();
-                self.at(time, Item::Cut);
-            }
-            _ => {}
-        }
-        let unlucky = [
-            (Item::Cancel, 100),
-            (Item::StopTarget, 80),
-            (Item::CutChannel, 150),
-            (Item::CutChannel, 150),
-            (Item::CrashSource, 50),
-            (Item::CrashTarget, 50),
-        ];
-        for (item, often) in unlucky {
-            if self.rng.per_mille(often) {
-                let time = self.some_time();
-                self.at(time, item);
-            }
-        }
-    }
-
-    /// The rest begins to be sent: what can go wrong later should often go wrong soon.
-    pub(super) fn postcopy_begins(&mut self) {
-        let ills =
-            [(Item::Cut, 250), (Item::CutChannel, 150), (Item::CrashSource, 30), (Item::CrashTarget, 15)];
-        for (item, often) in ills {
-            if !self.faults.calm && self.rng.per_mille(often) {
-                let soon = 1 + self.rng.below(12_000);
-                self.at(soon, item);
-            }
-        }
-    }
-
-    /// At any scale: while greeting, while pages move, late.
-    fn some_time(&mut self) -> u64 {
-        let scale = [300, 3000, 10_000, 30_000, 100_000][self.rng.index(5)];
-        self.rng.below(scale)
     }
 
     pub(super) fn at(&mut self, delay: u64, item: Item) {
@@ -283,7 +227,7 @@ impl World {
     }
 
     fn put(&mut self, wire: usize, cargo: Cargo) {
-        let at = self.wires[wire].send(self.now, &mut self.rng, cargo);
+        let at = self.wires[wire].send(self.now, &mut self.rng, self.faults.rate, cargo);
         self.at(at - self.now, Item::Arrive(wire));
     }
 
@@ -305,67 +249,6 @@ impl World {
                 *left -= 1;
             }
         }
-    }
-
-    /// The network fails for a while. Each side learns of it in its own time: at once by a reset, or late by its timeout.
-    pub(super) fn cut(&mut self) {
-        if !self.net_up {
-            return;
-        }
-        self.net_up = false;
-        let (first, links) = (self.alive_from, self.wires.len() / self.streams.count());
-        self.alive_from = links;
-        for link in first..links {
-            self.cut_link(link);
-        }
-        let longest = [1000, 100_000, 5_000_000, 60_000_000][self.rng.index(4)];
-        let down = 1 + self.rng.below(longest);
-        self.at(down, Item::Mend);
-    }
-
-    fn cut_link(&mut self, link: usize) {
-        let wires = link * self.streams.count()..(link + 1) * self.streams.count();
-        let mut arrived = self.now;
-        for at in wires {
-            self.wires[at].cut(&mut self.rng);
-            self.slow_down(at, 100, 8_000_000);
-            arrived = arrived.max(self.wires[at].under_way.back().map_or(0, |(time, _)| *time));
-        }
-        for lost in [Item::SourceLost(link), Item::TargetLost(link)] {
-            let delay =
-                if self.rng.per_mille(500) { self.rng.below(2000) } else { self.rng.below(10_000_000) };
-            // Whatever still arrives at the target was there before it noticed the end.
-            let delay = match lost {
-                Item::TargetLost(_) => delay.max(arrived - self.now),
-                _ => delay,
-            };
-            self.at(delay, lost);
-        }
-    }
-
-    /// What is still under way may take its time: a commit may be read when its sender has given it up long ago.
-    pub(super) fn slow_down(&mut self, wire: usize, per_mille: u64, most: u64) {
-        if self.rng.per_mille(per_mille) {
-            let delay = self.rng.below(most);
-            let late = self.wires[wire].delay(delay);
-            late.into_iter().for_each(|time| self.at(time - self.now, Item::Arrive(wire)));
-        }
-    }
-
-    /// One channel is lost: its reader notices, and whoever writes to it does then.
-    fn cut_channel(&mut self) {
-        let some = self.rng.index(self.streams.bulk + self.streams.urgent);
-        let mut streams = vec![BULK + some];
-        if let Some(urgent) = some.checked_sub(self.streams.bulk) {
-            streams.push(self.streams.requests(urgent));
-        }
-        for stream in streams {
-            let link = if self.streams.of_target(stream) { self.there.link } else { self.here.link };
-            let wire = link * self.streams.count() + stream;
-            self.wires[wire].cut(&mut self.rng);
-            self.transmit(stream, Cargo::Eof);
-        }
-        self.here.dead[some] = true;
     }
 
     /// Never two that run, never a guest that runs where it must not.
@@ -449,6 +332,7 @@ impl World {
             Item::Cut => self.cut(),
             Item::Mend => self.net_up = true,
             Item::CutChannel => self.cut_channel(),
+            Item::Stall => self.stall(),
             Item::SourceLost(link) => self.source_lost(link, "the link was cut"),
             Item::TargetLost(link) => self.target_lost(link),
             Item::SourceStep(action) => self.source_step_done(action),
@@ -457,6 +341,9 @@ impl World {
             Item::SenderStep(link, channel) => self.sender_step(link, channel),
             Item::Urgent(link, channel, request) => self.send_urgent(link, channel, request),
             Item::Operator => self.operate(),
+            Item::FenceHears(side, word, answered) => self.fence_hears(side, word, answered),
+            Item::FenceAnswers(side, word, answer) => self.fence_answers(side, word, answer),
+            Item::LeaseEnds => self.lease_ends(),
         }
         self.check_owner();
         self.check_states();

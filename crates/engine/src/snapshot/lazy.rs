@@ -11,7 +11,7 @@ use crate::vm::{TargetVm, VmError};
 use crate::{MigrateError, lazy};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
@@ -32,7 +32,7 @@ struct Filling {
 impl Filling {
     fn spawn(&mut self, name: String, work: impl FnOnce(&Lazy) + Send + 'static) -> Result<(), MigrateError> {
         let lazy = Arc::clone(&self.lazy);
-        let spawned = Builder::new().name(name).spawn(move || work(&lazy));
+        let spawned = vmferry_thread::spawn(vmferry_thread::Role::Fault, name, move || work(&lazy));
         self.threads.push(spawned.map_err(|source| MigrateError::Host { what: "a thread", source })?);
         Ok(())
     }

@@ -66,9 +66,7 @@ impl SnapshotPages {
         let len = file.metadata().map_err(read)?.len();
         let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
         file.read_exact_at(&mut bytes, 0).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => {
-                SnapshotError::Length { has: len, wants: SNAPSHOT_HEADER_BYTES as u64 }.into()
-            }
+            io::ErrorKind::UnexpectedEof => too_short(&file, len).into(),
             _ => read(error),
         })?;
         let (header, map) = SnapshotHeader::decode(&bytes, len)?;
@@ -201,6 +199,16 @@ fn damaged(place: &RegionPlace, page: PageIndex) -> RestoreError {
 
 fn unreadable(place: &RegionPlace, page: PageIndex, source: io::Error) -> RestoreError {
     RestoreError::Read { part: SnapshotPart::Page(place.id, page), at: place.content(page), source }
+}
+
+/// What is wrong with a file that has less than a header: where it begins otherwise than a snapshot, that comes before its length.
+fn too_short(file: &File, len: u64) -> SnapshotError {
+    let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
+    let _ = file.read_at(&mut bytes, 0);
+    match SnapshotHeader::decode(&bytes, len) {
+        Err(error @ SnapshotError::Foreign(first)) if len >= first.len() as u64 => error,
+        _ => SnapshotError::Length { has: len, wants: SNAPSHOT_HEADER_BYTES as u64 },
+    }
 }
 
 /// Reads a part whose length was checked, and decodes it.

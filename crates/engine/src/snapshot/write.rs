@@ -135,7 +135,7 @@ impl<'a> Pages<'a> {
             for number in 1..threads() {
                 let name = format!("snapshot-{number}");
                 // With fewer threads it only takes longer: this one works, too.
-                let _ = std::thread::Builder::new().name(name).spawn_scoped(scope, work);
+                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
             }
             work();
         });

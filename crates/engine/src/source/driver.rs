@@ -20,6 +20,7 @@ use super::settings::{Settings, SwitchoverBandwidth};
 use super::skip::Skipping;
 use super::timings::Timings;
 use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
+use crate::fence::Asker;
 use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
@@ -30,7 +31,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::thread::{Builder, Scope};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 use vmferry_memory::PageSet;
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
@@ -121,6 +122,8 @@ pub(super) struct Driver<'s, 'e> {
     ticked: Instant,
     timings: Timings,
     dirtied_since: Instant,
+    /// Who is asked when nobody knows who owns the guest.
+    fence: Option<Asker>,
     /// By when the device state has to be sent.
     state_deadline: Option<Instant>,
     /// The VM was asked to slow the guest.
@@ -176,8 +179,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             dirtied_since: Instant::now(),
             throttled: false,
             written: Vec::new(),
+            fence: ground.settings.fence.clone().map(|fence| Asker::new(fence, ground.migration)),
             state_deadline: None,
         };
+        ground.monitor.update(|progress| progress.id = ground.migration.to_string());
         let outcome = driver.read_control().map_or_else(
             |error| {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
@@ -186,6 +191,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         );
         driver.timings.ended(&outcome);
         driver.close(&outcome);
+        driver.close_fence();
         let held = driver.vm.throttled();
         let mut report =
             driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held);
@@ -209,7 +215,8 @@ impl<'s, 'e> Driver<'s, 'e> {
                 }
             }
         };
-        Builder::new().name("source-control".into()).spawn_scoped(self.scope, read).map(drop)
+        vmferry_thread::spawn_scoped(vmferry_thread::Role::Control, "source-control", self.scope, read)
+            .map(drop)
     }
 
     fn now(&self) -> Duration {
@@ -244,6 +251,9 @@ impl<'s, 'e> Driver<'s, 'e> {
         if self.ground.monitor.cancelled() && !self.cancel_seen {
             self.cancel_seen = true;
             return Event::Cancel;
+        }
+        if let Some((_, answer)) = self.fence.as_ref().and_then(Asker::answer) {
+            return Event::Ruled(answer);
         }
         if let Some((_, why)) = self.held.take_if(|(deadline, _)| Instant::now() >= *deadline) {
             return Event::PeerLost(why);
@@ -360,6 +370,11 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::Reconnect { after } => Some(self.reconnect(after)),
             Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
             Action::ServeAgain { pages } => self.serve_again(pages),
+            Action::Fence { word, after } => {
+                // It is looked for on each turn, and nobody runs meanwhile.
+                self.fence.as_ref()?.ask(word, after, || {});
+                None
+            }
             Action::Resume => Some(self.resume()),
             Action::Finish(_) => None,
         }
@@ -397,12 +412,13 @@ impl<'s, 'e> Driver<'s, 'e> {
             return Some(Event::LocalFailure(Refusal::new(RefusalCode::State, detail)));
         }
         let why = format!("the link to {} failed: {}", self.control.peer, failed.error);
-        // Before the commit the target's own words, if it left any, say more than a broken pipe.
-        if !self.session.committed() && failed.error.kind() == io::ErrorKind::BrokenPipe {
+        // The target's own words, if it left any, say more than that it is gone; after the commit only where a ping meets that.
+        let gone = matches!(failed.error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
+        if gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
             self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
             return None;
         }
-        Some(if failed.nothing_left { Event::NotSent(why) } else { Event::PeerLost(why) })
+        Some(if failed.nothing_left { Event::unsent(message, why) } else { Event::PeerLost(why) })
     }
 
     fn start_tracker(&mut self) -> Event {
@@ -440,6 +456,7 @@ impl<'s, 'e> Driver<'s, 'e> {
                 Phase::Setup => MigrationState::Setup,
                 Phase::Precopy => MigrationState::Precopy,
                 Phase::Switchover => MigrationState::Switchover,
+                Phase::Unknown => MigrationState::Unknown,
                 Phase::Postcopy => MigrationState::Postcopy,
                 Phase::PostcopyPaused => MigrationState::PostcopyPaused,
                 Phase::Ended => progress.state,
@@ -450,6 +467,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
             progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
             progress.runs_there = session.runs_there();
+            progress.fence = session.fence_says().map(|says| match &self.fence {
+                Some(fence) => format!("{says} ({})", fence.register()),
+                None => says,
+            });
             progress.verdict = session.verdict().cloned();
             if progress.course.len() != session.course().len() {
                 progress.course = session.course().to_vec();

@@ -1,5 +1,6 @@
 //! What goes into the source's session and what comes out of it.
 
+use crate::fence::{ArbiterError, Ruling, Word};
 use std::time::Duration;
 use vmferry_wire::{LackingPages, PageName, Refusal, RunName, Section, ToSource, ToTarget, Token};
 
@@ -57,8 +58,17 @@ pub(crate) enum Event {
     Recover,
     /// A person has given up a lost link.
     Abandon,
+    /// The fence has answered, or has not.
+    Ruled(Result<Ruling, ArbiterError>),
     /// Time has passed.
     Tick,
+}
+
+impl Event {
+    /// Nothing of `message` left. Of a commit that never left something can be concluded; of a ping after it nothing.
+    pub(crate) fn unsent(message: &ToTarget, why: String) -> Self {
+        if matches!(message, ToTarget::Ping(_)) { Self::PeerLost(why) } else { Self::NotSent(why) }
+    }
 }
 
 /// What pass to send.
@@ -73,6 +83,7 @@ pub(crate) enum Pass {
 }
 
 /// What the driver has to do.
+#[cfg_attr(test, derive(Clone))]
 #[derive(Debug, PartialEq)]
 pub(crate) enum Action {
     Send(ToTarget),
@@ -117,6 +128,11 @@ pub(crate) enum Action {
     Save,
     /// Let go of what only the side that runs the guest may hold.
     Release,
+    /// Say this to the fence after a while, and report [`Event::Ruled`].
+    Fence {
+        word: Word,
+        after: Duration,
+    },
     /// Let the guest run here again.
     Resume,
     /// The end; nothing else will come.

@@ -53,6 +53,8 @@ pub fn migrate(
     let migration = MigrationId(random()?);
     let channel = (migration, Role::Control, 0, Token::NONE);
     let control = connect(uri, channel, settings)?;
+    // Before anything moves: whoever cannot be asked now could not be later either.
+    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
     let ground = driver::Ground {
         uri,
         settings,

@@ -6,11 +6,15 @@
 //! The rule that everything else serves: until [`ToTarget::Commit`] has been handed out, any failure ends in
 //! [`Action::Resume`] (if the guest was paused) and the guest goes on here. From the moment it has been handed out, this
 //! side never resumes the guest on its own, because the target may already run it; only the target's own word
-//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes.
+//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes; or the fence's
+//! ([`fenced`]).
 
 mod ending;
+mod fenced;
 mod judge;
 mod postcopy;
+#[cfg(test)]
+mod projection;
 pub(crate) use postcopy::CONVERGING;
 mod slow_down;
 mod switchover;
@@ -26,6 +30,7 @@ const MAX_RESENDS: u32 = 4;
 /// How long after a rehearsal that found the pause too long for the limit it is tried again; then twice as long, and so on.
 const REHEARSE_AGAIN: Duration = Duration::from_millis(250);
 
+#[cfg_attr(test, derive(Hash))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     AwaitAccept,
@@ -60,6 +65,8 @@ enum State {
     /// The target is ready, and this side lets go of what only one may hold.
     Releasing,
     Committed,
+    /// Nobody knows whether the target runs the guest, and the fence is asked.
+    Claiming,
     /// The guest runs on the target, and its pages are on their way.
     Postcopy,
     /// The link is lost in postcopy: waiting to try again, or for somebody to say so.
@@ -83,6 +90,8 @@ pub(crate) enum Phase {
     Setup,
     Precopy,
     Switchover,
+    /// Nobody knows who owns the guest.
+    Unknown,
     Postcopy,
     PostcopyPaused,
     Ended,
@@ -117,6 +126,8 @@ pub(crate) struct Session {
     /// Pages that were left by the pass before, in hybrid mode.
     left_before: Option<u64>,
     recovery: postcopy::Recovery,
+    /// With a fence.
+    fenced: Option<fenced::Fenced>,
     /// The target's account of the time after the switchover.
     pub(crate) figures: Option<LazyFigures>,
     /// Pages that each vCPU wrote during the last pass.
@@ -161,6 +172,7 @@ impl Session {
         };
         let session = Self {
             policy: Convergence::of(&settings),
+            fenced: settings.fence.is_some().then(fenced::Fenced::default),
             settings,
             state: State::AwaitAccept,
             started: now,
@@ -214,6 +226,7 @@ impl Session {
             | State::Loading
             | State::Releasing
             | State::Committed => Phase::Switchover,
+            State::Claiming => Phase::Unknown,
             State::Postcopy => Phase::Postcopy,
             State::Suspended | State::Reconnecting | State::Hearing | State::Reopening { .. } => {
                 Phase::PostcopyPaused
@@ -224,7 +237,7 @@ impl Session {
 
     /// Whether the target has been told that the guest is its own.
     pub(crate) fn committed(&self) -> bool {
-        self.state == State::Committed
+        matches!(self.state, State::Committed | State::Claiming)
             || self.handed_over()
             || matches!(self.ended, Some(Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)))
     }
@@ -273,6 +286,12 @@ impl Session {
                 }
                 _ => Vec::new(),
             };
+        }
+        if let Event::Ruled(answer) = event {
+            return self.ruled(answer);
+        }
+        if self.state == State::Claiming {
+            return self.claiming(now, event);
         }
         if self.handed_over() {
             return self.after_handover(now, event);
@@ -403,10 +422,7 @@ impl Session {
                 self.state = State::Releasing;
                 vec![Action::Release]
             }
-            (_, message) => {
-                let name = format!("{message:?}");
-                self.unexpected(name.split([' ', '(', '{']).next().unwrap_or_default())
-            }
+            (_, message) => self.unexpected(message.name()),
         }
     }
 
@@ -430,7 +446,10 @@ impl Session {
             // The target's promise that the guest never ran there and never will (it says `Failed` if it gave up just
             // before it read the commit): it is ours again.
             ToSource::Returned(why) | ToSource::Failed(why) => self.given_back(why),
-            other => self.peer_lost(format!("the target answered the commit with {other:?}")),
+            other if self.lazy && self.fenced.is_some() => {
+                self.suspend(now, format!("the target answered the commit with {}", other.name()))
+            }
+            other => self.peer_lost(format!("the target answered the commit with {}", other.name())),
         }
     }
 

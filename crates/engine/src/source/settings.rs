@@ -1,7 +1,9 @@
 //! How to migrate, as the caller says it.
 
 use crate::channel::Tls;
+use crate::fence::Arbiter;
 use crate::plan::Auto;
+use std::sync::Arc;
 use std::time::Duration;
 use vmferry_wire::Mode;
 
@@ -136,6 +138,8 @@ pub struct Settings {
     pub insecure: bool,
     /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
     pub tls: Option<Tls>,
+    /// Who decides who owns a guest of which neither side can know; the target must have the same. `None` to leave that to a person.
+    pub fence: Option<Arc<dyn Arbiter>>,
 }
 
 impl Settings {
@@ -191,6 +195,7 @@ impl Default for Settings {
             peer_timeout: Duration::from_secs(10),
             insecure: false,
             tls: None,
+            fence: None,
         }
     }
 }

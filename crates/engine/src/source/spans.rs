@@ -20,7 +20,15 @@ impl Default for Spans {
 impl Spans {
     /// Of a migration that begins with its setup.
     pub(super) fn begin(id: &str, mode: &str) -> Self {
-        let migration = info_span!(parent: None, "migration", id, mode, outcome = tracing::field::Empty);
+        let migration = info_span!(
+            parent: None,
+            "migration",
+            id,
+            mode,
+            outcome = tracing::field::Empty,
+            // What OpenTelemetry makes a span's status.
+            otel.status_code = tracing::field::Empty,
+        );
         let phase = info_span!(parent: &migration, "setup");
         Self { migration, phase, pass: Span::none() }
     }
@@ -28,6 +36,8 @@ impl Spans {
     pub(super) fn pass(&mut self, number: u32, pages: u64) {
         // The one before ends first: it belongs to its own phase.
         self.pass = Span::none();
+        // Signed, for there are no other integers in OpenTelemetry: these would be texts there.
+        let (number, pages) = (i64::from(number), i64::try_from(pages).unwrap_or(i64::MAX));
         self.pass = info_span!(parent: &self.phase, "pass", number, pages);
     }
 
@@ -56,6 +66,10 @@ impl Spans {
     pub(super) fn end(&mut self, outcome: &str) {
         (self.pass, self.phase) = (Span::none(), Span::none());
         self.migration.record("outcome", outcome);
+        // Whoever cancels one gets what was asked for.
+        if !matches!(outcome, "completed" | "cancelled") {
+            self.migration.record("otel.status_code", "ERROR");
+        }
         self.migration = Span::none();
     }
 }

@@ -5,15 +5,17 @@ use super::lazy::{UrgentLine, serve_faults};
 use super::probe::echo_probes;
 use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
-use crate::channel::{Incoming, Stream, answer, read_message};
+use crate::awake::Asking;
+use crate::channel::{Incoming, Stream, answer, read_message, tcp};
 use crate::monitor::thread_cpu_us;
 use crate::vm::GuestMemory;
 use crate::{MigrateError, random};
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
@@ -31,6 +33,8 @@ pub(super) struct Link {
     urgent: Vec<Option<Arc<Stream>>>,
     probe: Vec<Option<Arc<Stream>>>,
     threads: Vec<JoinHandle<()>>,
+    /// Connections that came while channels were ended.
+    pub(super) late: VecDeque<Incoming>,
     pub(super) inputs: SyncSender<Numbered>,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) arrivals: Arc<Arrivals>,
@@ -57,6 +61,7 @@ impl Link {
             urgent: Vec::new(),
             probe: Vec::new(),
             threads: Vec::new(),
+            late: VecDeque::new(),
             inputs,
             arrivals: Arc::new(Arrivals::new(&*memory)),
             memory,
@@ -82,7 +87,7 @@ impl Link {
                 return;
             }
         };
-        self.threads.push(Builder::new().name("target-control".into()).spawn(read)?);
+        self.threads.push(vmferry_thread::spawn(vmferry_thread::Role::Control, "target-control", read)?);
         Ok(())
     }
 
@@ -132,6 +137,9 @@ impl Link {
         self.places(role)[usize::from(index)] = Some(Arc::clone(&stream));
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
+        // What the thread, which reads what a stranger may have sent, need not be able to open.
+        let asking = if role == Role::Urgent { Asking::open() } else { Asking::default() };
+        tcp::learn_limits();
         let receive = move || {
             let serve = Serve { role, index, arrivals: &arrivals, attempt, inputs: &inputs };
             match role {
@@ -143,12 +151,17 @@ impl Link {
                 // Single pages: what counts is the time.
                 _ => {
                     crate::latency::prefer_latency();
-                    serve.all(PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)), &cpu_us);
+                    let pages =
+                        PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)).asking(asking);
+                    serve.all(pages, &cpu_us);
                 }
             }
         };
-        self.threads
-            .push(Builder::new().name(format!("target-{role:?}-{index}").to_lowercase()).spawn(receive)?);
+        self.threads.push(vmferry_thread::spawn(
+            vmferry_thread::Role::Receiver,
+            format!("target-{role:?}-{index}").to_lowercase(),
+            receive,
+        )?);
         Ok(())
     }
 
@@ -162,7 +175,7 @@ impl Link {
                 serve_faults(&lazy, stripe);
                 cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
             };
-            Builder::new().name(format!("target-fault-{stripe}")).spawn(work)
+            vmferry_thread::spawn(vmferry_thread::Role::Fault, format!("target-fault-{stripe}"), work)
         };
         (0..lazy.memory.stripes()).map(serve).collect()
     }
@@ -260,4 +273,55 @@ fn hand_in(
     }
     arrivals.lost();
     inputs.send(input).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::channel::test_pair;
+    use crate::mapped::MappedMemory;
+    use std::ptr::NonNull;
+    use std::sync::mpsc::sync_channel;
+    use vmferry_memory::{Gpa, Region, RegionId};
+    use vmferry_wire::Hello;
+
+    #[repr(align(4096))]
+    struct Page([u8; 4096]);
+
+    fn incoming(index: u16) -> (Incoming, Stream) {
+        let (stream, other) = test_pair();
+        let (migration, token) = (MigrationId([7; 16]), Token::NONE);
+        let hello = Hello {
+            version_min: 1,
+            version_max: 1,
+            features: 0,
+            migration,
+            role: Role::Control,
+            index,
+            token,
+            fence: 0,
+        };
+        (Incoming { stream, hello }, other)
+    }
+
+    #[test]
+    fn a_source_that_is_back_before_the_loss_was_noticed_is_not_sent_away() {
+        let page = NonNull::from(&mut Box::leak(Box::new(Page([0; 4096]))).0).cast();
+        let region = Region { id: RegionId(0), gpa: Gpa(0), len: 4096 };
+        // SAFETY: the page is never freed, and reached in no other way.
+        let memory = unsafe { MappedMemory::new(&[(region, page)]) }.unwrap();
+        let (sender, inputs) = sync_channel(1);
+        let (first, _peer) = incoming(0);
+        let mut link = Link::new(1, first, sender.clone(), Arc::new(memory)).unwrap();
+        let (back, _its_source) = incoming(4);
+        // A channel's thread that ends only when what it tells has found room, behind the connection.
+        link.threads.push(std::thread::spawn(move || {
+            sender.send((0, Input::Connected(Box::new(back)))).unwrap();
+            sender.send((1, Input::Wake)).unwrap();
+            sender.send((1, Input::Wake)).unwrap();
+        }));
+        link.end_channels(&inputs);
+        assert_eq!(link.late.pop_front().map(|incoming| incoming.hello.index), Some(4));
+        assert!(link.late.is_empty());
+    }
 }

@@ -11,6 +11,7 @@ use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Received};
 use crate::MigrateError;
 use crate::channel::{Incoming, answer, send_message};
+use crate::fence::{Asker, Word};
 use crate::lacking::Collected;
 use crate::lazy::LazyMemory;
 use crate::monitor::thread_cpu_us;
@@ -38,9 +39,18 @@ pub(super) enum Input {
     Connected(Box<Incoming>),
     Message(ToTarget),
     ControlLost(io::Error),
-    Barrier { channel: u16, pass: u32 },
+    /// There is something to look at.
+    Wake,
+    Barrier {
+        channel: u16,
+        pass: u32,
+    },
     AllHere,
-    ChannelLost { role: Role, channel: u16, error: ReceiveError },
+    ChannelLost {
+        role: Role,
+        channel: u16,
+        error: ReceiveError,
+    },
 }
 
 /// One attempt of a source to bring its guest.
@@ -60,6 +70,8 @@ pub(super) struct Driver<'a> {
     lazy_memory: Option<Arc<dyn LazyMemory>>,
     lacking: Collected,
     fault_threads: Vec<JoinHandle<()>>,
+    /// Who decides who owns the guest.
+    fence: Option<Asker>,
 }
 
 impl<'a> Driver<'a> {
@@ -75,7 +87,8 @@ impl<'a> Driver<'a> {
         let lacking = Collected::new(memory.layout());
         let link = Link::new(attempt, incoming, sender.clone(), memory)?;
         let mut driver = Driver {
-            session: Session::begin(vm.config(), link.tokens),
+            session: Session::begin(vm.config(), link.tokens).fenced(arrival.fence.is_some()),
+            fence: arrival.fence.clone().map(|fence| Asker::new(fence, link.migration)),
             vm,
             arrival,
             began: Instant::now(),
@@ -144,6 +157,7 @@ impl<'a> Driver<'a> {
                     actions.extend(more);
                 }
             }
+            self.arrival.show(self.session.undecided());
             if let Some(event) = self.wait() {
                 actions.extend(self.session.handle(event));
             }
@@ -169,11 +183,18 @@ impl<'a> Driver<'a> {
                 self.link.control.peer
             )));
         }
+        if let Some((word, answer)) = self.fence.as_ref().and_then(Asker::answer) {
+            return Some(Event::Ruled(word, answer));
+        }
+        if let Some(incoming) = self.link.late.pop_front() {
+            return self.connected(incoming);
+        }
         let input = self.next_input(TICK).ok().flatten()?;
         let peer = &self.link.control.peer;
         match input {
             Input::Connected(incoming) => self.connected(*incoming),
             Input::Message(message) => Some(Event::Message(message)),
+            Input::Wake => None,
             Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
                 io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
                     format!("the source {peer} went away before it handed over the guest")
@@ -274,6 +295,10 @@ impl<'a> Driver<'a> {
             Action::TakeLacking(piece) => self.take_lacking(&piece),
             Action::BeginLazily { pages } => self.begin_lazily(pages),
             Action::Load(sections) => Some(self.load(&sections)),
+            Action::Fence { word, after } => {
+                self.ask_fence(word, after);
+                None
+            }
             Action::Start => Some(self.start()),
             Action::Disconnect => {
                 self.disconnect();
@@ -295,6 +320,16 @@ impl<'a> Driver<'a> {
             "the link to the source {} failed: {}",
             self.link.control.peer, failed.error
         )))
+    }
+
+    fn ask_fence(&self, word: Word, after: Duration) {
+        let Some(fence) = &self.fence else { return };
+        if word == Word::Runs {
+            return fence.confirm();
+        }
+        let (inputs, attempt) = (self.link.inputs.clone(), self.link.attempt);
+        // A full queue is being read.
+        fence.ask(word, after, move || drop(inputs.try_send((attempt, Input::Wake))));
     }
 
     fn prepare_lazily(&mut self) -> Event {

@@ -48,7 +48,7 @@ impl Measuring {
             }
             drop(place);
         };
-        if let Err(error) = std::thread::Builder::new().name("target-measure".into()).spawn(serve) {
+        if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Receiver, "target-measure", serve) {
             tracing::warn!("a measurement was refused: no thread for it: {error}");
         }
     }

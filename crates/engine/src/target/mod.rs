@@ -13,6 +13,7 @@ pub(crate) mod session;
 pub use rest::{Rest, RestState, RestWatch};
 
 use crate::channel::{Listener, answer};
+use crate::fence::Arbiter;
 use crate::vm::TargetVm;
 use crate::{MigrateError, channel::Incoming};
 use driver::{Driver, Input};
@@ -22,8 +23,9 @@ use session::Outcome;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_wire::{Refusal, RefusalCode, Role};
+use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
 
 /// How often the wait for a source looks whether it should stop.
 const POLL: Duration = Duration::from_millis(100);
@@ -34,13 +36,16 @@ pub struct Arrival {
     stop: AtomicBool,
     peer_timeout: Duration,
     stay_awake: bool,
+    fence: Option<Arc<dyn Arbiter>>,
+    undecided: Mutex<Option<String>>,
 }
 
 impl Arrival {
     /// With how long a source may be silent before it is given up.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
-        Self { stop: AtomicBool::new(false), peer_timeout, stay_awake: true }
+        let (stop, undecided) = (AtomicBool::new(false), Mutex::default());
+        Self { stop, peer_timeout, stay_awake: true, fence: None, undecided }
     }
 
     /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
@@ -48,6 +53,31 @@ impl Arrival {
     #[must_use]
     pub fn stay_awake(self, stay_awake: bool) -> Self {
         Self { stay_awake, ..self }
+    }
+
+    /// With who decides who owns a guest of which neither side can know: the same as [`Settings::fence`](crate::Settings::fence), or its
+    /// source is refused.
+    #[must_use]
+    pub fn fence(self, fence: Option<Arc<dyn Arbiter>>) -> Self {
+        Self { fence, ..self }
+    }
+
+    /// Why it is not known who owns the guest that was to come, while it is not: its source has handed it over, and the fence does not
+    /// say whether it may be run.
+    pub fn undecided(&self) -> Option<String> {
+        self.undecided.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn show(&self, undecided: Option<&str>) {
+        let mut shown = self.undecided.lock().unwrap_or_else(PoisonError::into_inner);
+        if shown.as_deref() != undecided {
+            *shown = undecided.map(str::to_owned);
+        }
+    }
+
+    /// Whether a source that says hello asks the same fence, or none as this side.
+    fn same_fence(&self, hello: &Hello) -> bool {
+        hello.fence == self.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()))
     }
 
     /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.
@@ -114,9 +144,7 @@ pub fn receive(
     std::thread::scope(|scope| {
         let take = driver::forward(&sender);
         let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
-        std::thread::Builder::new()
-            .name("target-accept".into())
-            .spawn_scoped(scope, accept)
+        vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
         let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
         let mut attempts = 0;
@@ -132,7 +160,11 @@ pub fn receive(
                 continue;
             }
             if incoming.hello.role != Role::Control {
-                refuse(&incoming);
+                refuse(&incoming, RefusalCode::Token);
+                continue;
+            }
+            if !arrival.same_fence(&incoming.hello) {
+                refuse(&incoming, RefusalCode::Fence);
                 continue;
             }
             attempts += 1;
@@ -160,8 +192,8 @@ pub fn receive(
     })
 }
 
-fn refuse(incoming: &Incoming) {
-    if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(RefusalCode::Token)) {
+fn refuse(incoming: &Incoming, why: RefusalCode) {
+    if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(why)) {
         tracing::warn!("{}: {error}", incoming.stream.peer);
     }
 }

@@ -1,8 +1,7 @@
 //! A bulk channel's receiving thread: frames straight into guest memory, and a digest of what arrived.
 
 use super::lazy::{Lazy, Stager};
-use super::session::MAX_NAMED_RUNS;
-use crate::awake::Awake;
+use crate::awake::{Asking, Awake};
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::vm::{GuestMemory, VmError};
 use std::cell::RefCell;
@@ -13,8 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_memory::{PAGE_BYTES, PageRun, PageSet, RegionId, Window};
 use vmferry_wire::{
-    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_TABLE_BYTES, PageName, RunEntry, RunKind,
-    RunName, Table, WireError,
+    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, PageName,
+    RunEntry, RunKind, RunName, Table, WireError,
 };
 
 /// Differing pages that are named to the source; the rest is counted.
@@ -178,6 +177,16 @@ impl Arrivals {
         (self.compared.load(Ordering::Acquire), self.mismatched.load(Ordering::Acquire), samples)
     }
 
+    /// Runs of pages that no frame has written.
+    #[cfg(feature = "hostile")]
+    pub(crate) fn untouched(&self) -> Vec<(RegionId, PageRun)> {
+        let of = |region: &RegionState| {
+            let pages = (0..region.written.len()).filter(|page| !region.written.test(*page));
+            pages.map(|page| (region.id, PageRun::from(page..page + 1))).collect::<Vec<_>>()
+        };
+        self.regions.iter().flat_map(of).collect()
+    }
+
     fn mark_suspect(&self, region: &RegionState, page: u64) {
         if !region.suspect.set(page) {
             self.suspect_count.fetch_add(1, Ordering::AcqRel);
@@ -273,6 +282,8 @@ pub(crate) struct Receiver<'a, S> {
     stager: Stager,
     /// This thread knows of the handover.
     handed_over: Option<Awake>,
+    /// To be used then.
+    asking: Asking,
     /// Whether pages may be written directly before memory is sealed: on a bulk channel.
     direct: bool,
 }
@@ -283,11 +294,17 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Self { direct: true, ..Self::urgent(memory, arrivals, stream) }
     }
 
+    /// The same, which can ask that processors stay awake from the handover on.
+    pub(crate) fn asking(self, asking: Asking) -> Self {
+        Self { asking, ..self }
+    }
+
     /// Of an urgent or a probe channel: takes pages only after the handover.
     pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             stager: Stager::default(),
             handed_over: None,
+            asking: Asking::default(),
             direct: false,
             memory,
             arrivals,
@@ -374,13 +391,14 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
 
     /// The guest runs. A bulk channel gives way to whoever waits for a page, on the processors and with what is on its way; while
     /// there are urgent channels, processors stay awake.
-    fn hand_over(&self, lazy: &Lazy) -> Awake {
+    fn hand_over(&mut self, lazy: &Lazy) -> Awake {
         if self.direct {
             crate::latency::give_way();
             self.stream.keep_short();
             return Awake::default();
         }
-        if lazy.origin.stay_awake { Awake::hold() } else { Awake::default() }
+        let asking = std::mem::take(&mut self.asking);
+        if lazy.origin.stay_awake { asking.hold() } else { Awake::default() }
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {

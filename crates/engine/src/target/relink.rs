@@ -1,12 +1,15 @@
 //! A link that was lost, taken up again over a new control channel.
 
 use super::channels::Link;
-use super::driver::Numbered;
+use super::driver::{Input, Numbered};
 use crate::channel::Incoming;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
+
+/// Connections that are kept while channels are ended; a source needs one.
+const MOST_LATE: usize = 16;
 
 impl Link {
     /// Whether `incoming` names this migration, with the token that only its source was given.
@@ -44,10 +47,14 @@ impl Link {
         if let Some(lazy) = self.arrivals.lazy() {
             lazy.ask_on(Vec::new());
         }
-        // Threads that wait for room in the queue must find it until they have ended. A connection that is lost with it
-        // is tried again by its source.
+        // Threads that wait for room in the queue must find it until they have ended. A source that noticed the loss first may
+        // have come back already.
         while self.at_work() {
-            let _ = inputs.recv_timeout(Duration::from_millis(1));
+            if let Ok((_, Input::Connected(incoming))) = inputs.recv_timeout(Duration::from_millis(1))
+                && self.late.len() < MOST_LATE
+            {
+                self.late.push_back(*incoming);
+            }
         }
         self.join();
     }

@@ -141,7 +141,7 @@ impl Rest {
             let take = forward(&sender);
             let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
             if let Err(error) =
-                std::thread::Builder::new().name("target-accept".into()).spawn_scoped(scope, accept)
+                vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             {
                 tracing::error!("a link that is lost cannot be taken up again: no thread for it: {error}");
             }
@@ -203,6 +203,9 @@ impl Rest {
         if let Some(event) = self.pending.pop_front() {
             return Some(event);
         }
+        if let Some(incoming) = self.link.late.pop_front() {
+            return self.connected(incoming, inputs);
+        }
         if let Some(why) = self.stalled() {
             return self.lost(why);
         }
@@ -213,6 +216,7 @@ impl Rest {
         match input {
             Input::Connected(incoming) => self.connected(*incoming, inputs),
             Input::Message(message) => Some(Event::Message(message)),
+            Input::Wake => None,
             Input::AllHere => self.all_here(),
             Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
             Input::ControlLost(error) => self.lost(format!("the control channel is lost: {error}")),

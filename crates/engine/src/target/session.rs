@@ -5,8 +5,13 @@
 //! guest up for good and stays to say so ([`State::Renounced`]). If the guest then runs before all of its memory is here, nothing that happens to the
 //! link ends anything: what is lacking is waited for, over new channels if need be.
 
+mod fenced;
 mod lazy;
+#[cfg(test)]
+mod projection;
 
+use crate::fence::{ArbiterError, Ruling, Word};
+use std::time::Duration;
 use vmferry_wire::{
     LackingPages, LazyFigures, MAX_STATE_BYTES, MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName,
     Section, ToSource, ToTarget, Token,
@@ -14,8 +19,6 @@ use vmferry_wire::{
 
 /// Most sections of device state: far more than any machine has devices.
 const MAX_SECTIONS: usize = 65_536;
-/// Most runs of damaged pages that are named in one message.
-pub(crate) const MAX_NAMED_RUNS: usize = 65_536;
 
 /// What happened, reported by the driver.
 #[derive(Debug)]
@@ -58,6 +61,8 @@ pub(crate) enum Event {
     AllHere(LazyFigures),
     /// The source has opened a new control channel.
     ControlBack,
+    /// The fence has answered this word, or has not.
+    Ruled(Word, Result<Ruling, ArbiterError>),
     /// Somebody here wants no guest any more.
     Stopped,
     /// What is lacking, `pages` pages, was told to the source; these are the tokens for its new channels.
@@ -102,6 +107,11 @@ pub(crate) enum Action {
         pages: u64,
     },
     Load(Vec<Section>),
+    /// Say this to the fence after a while, and report [`Event::Ruled`]; that the guest runs is said until it is heard, and not reported.
+    Fence {
+        word: Word,
+        after: Duration,
+    },
     Start,
     /// Close every channel: the link is lost.
     Disconnect,
@@ -125,9 +135,12 @@ pub(crate) enum Outcome {
     Failed(Refusal),
 }
 
+#[cfg_attr(test, derive(Hash))]
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 enum State {
     AwaitSetup,
+    /// The guest fits, and its register is looked for.
+    Looking,
     Preparing,
     AwaitChannels {
         missing: u32,
@@ -135,6 +148,8 @@ enum State {
     Receiving,
     Loading,
     Ready,
+    /// The source has handed the guest over, and the fence is asked whether it may be run.
+    Claiming,
     Starting,
     /// The guest will never run here, and its source, which may have told this side to run it, does not know that yet.
     Renounced,
@@ -153,6 +168,7 @@ enum State {
     Done,
 }
 
+#[cfg_attr(test, derive(Clone))]
 #[derive(Debug)]
 pub(crate) struct Session {
     machine: MachineConfig,
@@ -179,6 +195,8 @@ pub(crate) struct Session {
     complete: Option<LazyFigures>,
     /// Why the guest was renounced, once it was.
     renounced: Option<Refusal>,
+    /// With a fence.
+    fenced: Option<fenced::Fenced>,
 }
 
 /// Fresh random bits, given to the source.
@@ -217,6 +235,7 @@ impl Session {
             lost: false,
             complete: None,
             renounced: None,
+            fenced: None,
         }
     }
 
@@ -227,7 +246,7 @@ impl Session {
 
     /// Whether all memory is here, so that the bulk channels have done their work.
     pub(crate) fn memory_complete(&self) -> bool {
-        !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Starting)
+        !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Claiming | State::Starting)
     }
 
     /// Whether it is over: what was still to be done is moot.
@@ -242,6 +261,7 @@ impl Session {
         }
         match event {
             Event::Message(ToTarget::Ping(number)) => vec![Action::Send(ToSource::Pong(number))],
+            Event::Ruled(word, answer) => self.ruled(word, answer),
             event if self.running_lazily() => self.lazily(event),
             event if self.state == State::Renounced => self.after_renouncing(event),
             Event::Stopped if self.state == State::Starting => Vec::new(),
@@ -249,30 +269,35 @@ impl Session {
                 self.fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"), true)
             }
             // The source would not take up a link that it did not know to be lost.
-            Event::ControlBack if self.may_be_asked() => {
-                self.renounce(lost_before("the source opened a new one"));
-                self.after_renouncing(Event::ControlBack)
+            Event::ControlBack if self.may_be_asked() && self.state != State::Claiming => {
+                let given_back = self.renounce(lost_before("the source opened a new one"));
+                self.after_renouncing(Event::ControlBack).into_iter().chain(given_back).collect()
             }
-            Event::PeerLost(why) if self.may_be_asked() => self.fail(lost_before(&why), false),
+            Event::PeerLost(why) if self.may_be_asked() && self.state != State::Claiming => {
+                self.fail(lost_before(&why), false)
+            }
             Event::AllHere(figures) => {
                 // So few pages were lacking that they came while the state was loaded. Told when the guest runs.
                 self.complete = Some(figures);
                 Vec::new()
             }
+            event if self.state == State::Claiming => self.claiming(event),
             Event::Started { micros, cpu_us } if self.state == State::Starting && self.lazy => {
                 self.started_lazily(micros, cpu_us)
             }
             Event::Started { micros, cpu_us } if self.state == State::Starting => {
                 self.state = State::Done;
-                vec![
-                    Action::Send(ToSource::Running { start_us: micros, cpu_us }),
-                    Action::Finish(Outcome::Completed),
-                ]
+                let running = Action::Send(ToSource::Running { start_us: micros, cpu_us });
+                let finish = Action::Finish(Outcome::Completed);
+                [running].into_iter().chain(self.runs()).chain([finish]).collect()
             }
-            Event::StartFailed(why) if self.state == State::Starting && self.lazy => {
-                self.renounce(why.clone());
+            Event::StartFailed(why)
+                if self.state == State::Starting && (self.lazy || self.fenced.is_some()) =>
+            {
+                let given_back = self.renounce(why.clone());
                 // On a link that is known to be lost nothing can be said.
-                vec![if self.lost { Action::Disconnect } else { Action::Send(ToSource::Returned(why)) }]
+                let told = if self.lost { Action::Disconnect } else { Action::Send(ToSource::Returned(why)) };
+                [told].into_iter().chain(given_back).collect()
             }
             Event::StartFailed(why) if self.state == State::Starting => {
                 self.state = State::Done;
@@ -317,8 +342,8 @@ impl Session {
         let told = tell.then(|| Action::Send(ToSource::Failed(why.clone())));
         if self.may_be_asked() {
             // The commit may be on its way.
-            self.renounce(why);
-            return vec![told.unwrap_or(Action::Disconnect)];
+            let given_back = self.renounce(why);
+            return [told.unwrap_or(Action::Disconnect)].into_iter().chain(given_back).collect();
         }
         self.end(why, told)
     }
@@ -361,13 +386,13 @@ impl Session {
             (State::Receiving, ToTarget::LoadLazily { pages }) if self.mode.may_be_lazy() => {
                 self.load_lazily(pages)
             }
+            (State::Ready, ToTarget::Commit) if self.fenced.is_some() => self.claim(),
             (State::Ready, ToTarget::Commit) => {
                 self.state = State::Starting;
                 vec![Action::Start]
             }
             (state, message) => {
-                let name = format!("{message:?}");
-                let name = name.split([' ', '(', '{']).next().unwrap_or_default();
+                let name = message.name();
                 let detail = format!("the source sent {name}, which does not fit this moment ({state:?})");
                 self.fail(Refusal::new(RefusalCode::Protocol, detail), true)
             }
@@ -395,7 +420,11 @@ impl Session {
         self.mode = mode;
         self.channels = channels;
         self.barriers = vec![0; usize::from(bulk)];
-        if !mode.may_be_lazy() {
+        if self.fenced.is_some() { self.look() } else { self.prepare() }
+    }
+
+    fn prepare(&mut self) -> Vec<Action> {
+        if !self.mode.may_be_lazy() {
             return self.accept();
         }
         // A host that cannot do it says so before anything else, and goes on waiting for somebody else.

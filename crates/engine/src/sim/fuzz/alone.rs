@@ -87,3 +87,28 @@ fn a_verification_of_some_pages_is_refused() {
     };
     assert!(matches!(&end, Outcome::Failed(why) if why.detail.contains("compared 7 of 8 pages")), "{end:?}");
 }
+
+/// What comes at the wrong moment is named, not told: it may be megabytes.
+#[test]
+fn what_does_not_fit_is_told_by_its_name() {
+    let pages = usize::try_from(PAGES).expect("small");
+    let mut session = target::Session::begin(machine(pages), tokens());
+    let long = Section { payload: vec![7; 1 << 20], ..section() };
+    let actions = session.handle(target::Event::Message(ToTarget::Section(long)));
+    let Some(target::Action::Send(ToSource::Failed(why))) = actions.first() else { panic!("{actions:?}") };
+    assert!(
+        why.detail.contains("the source sent Section, which does not fit") && why.detail.len() < 200,
+        "{why}"
+    );
+    let settings = source::Settings { channels: 1, ..source::Settings::default() };
+    let (mut session, _) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
+    let run = RunName { region: RegionId(0), first: 0, count: 1 };
+    let received = ToSource::Received { pass: 0, suspects: 1, runs: vec![run; 60_000] };
+    let actions = session.handle(Duration::ZERO, source::Event::Message(received));
+    let told = actions.iter().find_map(|action| match action {
+        source::Action::Send(ToTarget::Cancel(why)) => Some(why.detail.clone()),
+        _ => None,
+    });
+    let told = told.unwrap_or_else(|| panic!("{actions:?}"));
+    assert!(told.contains("the target sent Received, which does not fit") && told.len() < 200, "{told}");
+}

@@ -34,6 +34,13 @@ impl Driver<'_, '_> {
         resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)
     }
 
+    /// Nobody needs the register any more, unless the target may have to read it.
+    pub(super) fn close_fence(&self) {
+        if let Some(fence) = self.fence.as_ref().filter(|_| self.session.fence_done()) {
+            fence.close();
+        }
+    }
+
     /// Leaves nothing behind: no thread blocked, no page tracked, and the target heard our last word.
     pub(super) fn close(&mut self, outcome: &Outcome) {
         self.unthrottle();

@@ -10,7 +10,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::Builder;
 use std::time::{Duration, Instant};
 use vmferry_wire::{FrameHeader, REQUEST_BYTES, Request};
 
@@ -39,6 +38,10 @@ impl Probe for ProbeChannel {
             }
         }
         Ok(())
+    }
+
+    fn reached(&mut self) -> io::Result<bool> {
+        if self.0.is_tcp() { tcp::all_acknowledged(self.0.as_fd()) } else { Ok(false) }
     }
 }
 
@@ -114,6 +117,6 @@ impl<'e> Driver<'_, 'e> {
                 tracing::debug!("the pace ended: {error}");
             }
         };
-        Builder::new().name("source-pace".into()).spawn_scoped(self.scope, work).map(drop)
+        vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", self.scope, work).map(drop)
     }
 }

@@ -1,14 +1,14 @@
 //! Passes over the guest's memory: harvested by the driver's thread, sent by one thread a bulk channel.
 
 use super::{Driver, Ground, Input, Job, Numbered, local};
-use crate::channel::Stream;
+use crate::channel::{Stream, tcp};
 use crate::source::events::{Event, Pass};
-use crate::source::sender::Sender;
+use crate::source::sender::{Sender, UNSENT};
 use crate::vm::{NothingToProtect, Protect};
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::Builder;
 use std::time::Instant;
 use vmferry_memory::{PageRun, PageSet};
 use vmferry_wire::{Refusal, RefusalCode, RunName};
@@ -60,10 +60,33 @@ impl<'e> Driver<'_, 'e> {
             },
             Pass::Digests => return Some(self.send_digests(number)),
         };
+        if !first {
+            self.keep_sockets_short();
+        }
         self.begin_pass(number, flight.pages());
         self.give_out(&Job::Pages { pass: number, flight: Arc::clone(&flight), first });
         self.ask_what_is_free(&flight);
         None
+    }
+
+    /// Lets pages wait in guest memory, where they can still change, and not in sockets.
+    fn keep_sockets_short(&self) {
+        /// Two segments of the largest kind: with less the socket would run dry.
+        const LEAST: u64 = 128 << 10;
+        let Some(rate) = self.session.bandwidth() else { return };
+        let each = rate * UNSENT.as_secs_f64() / self.streams.bulk.len().max(1) as f64;
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "saturates; no rate is negative"
+        )]
+        let bytes = u32::try_from((each as u64).max(LEAST)).unwrap_or(u32::MAX);
+        // A local socket has no such limit and a short queue by itself.
+        for stream in self.streams.bulk.iter().filter(|stream| stream.is_tcp()) {
+            if let Err(error) = tcp::set_unsent_limit(stream.as_fd(), bytes) {
+                tracing::debug!("pages wait in a socket for longer than they need: {error}");
+            }
+        }
     }
 
     /// Gives every bulk thread its part of `job`.
@@ -104,7 +127,12 @@ impl<'e> Driver<'_, 'e> {
                 Arc::new(NothingToProtect) as Arc<dyn Protect>
             };
             let work = move || send_jobs(ground, stream, index, &*protect, &queue, (generation, &inputs));
-            Builder::new().name(format!("source-bulk-{index}")).spawn_scoped(self.scope, work)?;
+            vmferry_thread::spawn_scoped(
+                vmferry_thread::Role::Sender,
+                format!("source-bulk-{index}"),
+                self.scope,
+                work,
+            )?;
             self.jobs.push(jobs);
         }
         Ok(())

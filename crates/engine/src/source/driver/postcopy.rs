@@ -1,6 +1,7 @@
 //! What the driver does from the handover on, when the guest runs on the target before all of its memory is there.
 
 use super::{Driver, Input, Job, local};
+use crate::awake::Asking;
 use crate::channel::connect;
 use crate::lacking::{Collected, pieces};
 use crate::source::events::Event;
@@ -11,7 +12,6 @@ use crate::vm::NothingToProtect;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::Builder;
 use std::time::{Duration, Instant};
 use vmferry_memory::PageSet;
 use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToSource, ToTarget};
@@ -81,12 +81,18 @@ impl<'e> Driver<'_, 'e> {
         for channel in 0..self.urgent.len() {
             let (urgent, claims) = (Arc::clone(&self.urgent), Arc::clone(&claims));
             let (inputs, generation) = (self.inputs.0.clone(), self.generation);
+            let awake = if ground.settings.stay_awake { Asking::open() } else { Asking::default() };
             let work = move || {
-                let lost = serve_urgent(&claims, &urgent[channel], channel, ground.settings.stay_awake);
+                let lost = serve_urgent(&claims, &urgent[channel], channel, awake);
                 ground.monitor.counters.add_thread_cpu();
                 let _ = inputs.send((generation, Input::UrgentLost(lost)));
             };
-            Builder::new().name(format!("source-urgent-{channel}")).spawn_scoped(self.scope, work)?;
+            vmferry_thread::spawn_scoped(
+                vmferry_thread::Role::Sender,
+                format!("source-urgent-{channel}"),
+                self.scope,
+                work,
+            )?;
         }
         Ok(())
     }

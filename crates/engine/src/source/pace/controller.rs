@@ -25,6 +25,10 @@ const FOLLOWS: f64 = 0.8;
 const HEADROOM: f64 = 2.0;
 /// Over so long it is seen whether deliveries follow.
 const FOLLOW_TIME: Duration = Duration::from_millis(100);
+/// While one side has no processor nothing arrives, and that says nothing of the pace: where nothing did for so long, two ticks,
+const PAUSE: Duration = Duration::from_millis(4);
+/// within so long, deliveries are those of the best part of it that is as long as a pause.
+const PAUSE_TIME: Duration = Duration::from_millis(300);
 
 /// At [`REFERENCE`], the pace climbs by this share of it a second. From the cut to the next queue takes about 1.5 s, of
 /// which the queue stands for about 20 ms: rare enough for a 99th percentile.
@@ -231,7 +235,7 @@ impl Controller {
         }
         self.state = State::Startup { raised: Some(now), stuck };
         if stuck >= STARTUP_STUCK {
-            self.level = self.deliveries.rate(FOLLOW_TIME).unwrap_or(self.rate);
+            self.level = self.delivered().unwrap_or(self.rate);
             self.best = self.best.max(self.level);
             self.state = State::Climb { passed: None, deaf: now };
         }
@@ -253,7 +257,7 @@ impl Controller {
             Queue::Clear => {}
             _ => return,
         }
-        let delivered = self.deliveries.rate(FOLLOW_TIME);
+        let delivered = self.delivered();
         if delivered.is_none_or(|rate| rate < FOLLOWS * self.rate) {
             // Not the link limits. It may be that there is no more than this, and that the pace is in its own way.
             // Never less than any link carries: a pace that whoever sends cannot keep up with leaves no queue, and one that waits
@@ -350,6 +354,13 @@ impl Controller {
         }
         self.rate = LEAST_SHARE * self.best;
         self.state = State::Contended { clear: None, judged: now };
+    }
+
+    /// What arrives, in bytes a second, while both sides run.
+    fn delivered(&self) -> Option<f64> {
+        let mean = self.deliveries.rate(FOLLOW_TIME)?;
+        let (least, best) = self.deliveries.extremes(PAUSE, PAUSE_TIME);
+        Some(if least > 0.0 { mean } else { best.max(mean) })
     }
 
     /// Whether what was sent over the last `time` arrived.

@@ -1,8 +1,8 @@
 //! The loop around the decisions.
 
+use super::underway::Underway;
 use super::{Controller, Decision, Observation, Phase};
 use crate::channel::tcp;
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -34,6 +34,15 @@ pub trait Probe {
     /// # Errors
     /// If the channel failed: the pace ends.
     fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()>;
+
+    /// Whether the other side's kernel has all that was sent, so that a missing echo waits for a processor and not for the link; `false`
+    /// if nobody knows.
+    ///
+    /// # Errors
+    /// If the channel failed: the pace ends.
+    fn reached(&mut self) -> io::Result<bool> {
+        Ok(false)
+    }
 }
 
 /// What is paced.
@@ -84,7 +93,7 @@ pub struct Pace<P, B> {
     controller: Controller,
     began: Instant,
     next: Instant,
-    underway: VecDeque<(u64, Instant)>,
+    underway: Underway,
     told: u64,
     figures: Figures,
 }
@@ -99,7 +108,7 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
             controller: Controller::new(),
             began,
             next: began,
-            underway: VecDeque::new(),
+            underway: Underway::default(),
             told: 0,
             figures: Figures::default(),
         }
@@ -137,30 +146,30 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
         self.next = (self.next + TICK).max(now + TICK / 2);
         if self.underway.len() < MOST_UNDERWAY {
             self.figures.probes += 1;
-            self.underway.push_back((self.figures.probes, now));
+            self.underway.sent(self.figures.probes, now.saturating_duration_since(self.began));
             self.probe.send(self.figures.probes)?;
         }
         let mut round_trips = Vec::new();
-        let (underway, figures) = (&mut self.underway, &mut self.figures);
+        let (underway, figures, began) = (&mut self.underway, &mut self.figures, self.began);
         self.probe.echoes(self.next, &mut |number, arrived| {
-            // They come in order. A number that is not underway is somebody's mistake or an echo that was echoed.
-            let Ok(index) = underway.binary_search_by_key(&number, |(number, _)| *number) else { return };
-            round_trips.push(arrived.saturating_duration_since(underway[index].1));
-            underway.drain(..=index);
+            let Some(sent) = underway.echoed(number) else { return };
+            round_trips.push(arrived.saturating_duration_since(began).saturating_sub(sent));
             figures.echoes += 1;
         })?;
+        if self.underway.len() > 0 && self.probe.reached()? {
+            self.underway.all_reached();
+        }
         self.decide(&round_trips)
     }
 
     fn decide(&mut self, round_trips: &[Duration]) -> io::Result<Decision> {
         let acknowledged = self.bulk.acknowledged()?;
-        let now = Instant::now();
-        let waiting = self.underway.front().map_or(Duration::ZERO, |(_, sent)| now.duration_since(*sent));
+        let now = self.began.elapsed();
         let decision = self.controller.observe(&Observation {
-            now: now.saturating_duration_since(self.began),
+            now,
             round_trips,
             // An echo that is late because a processor is busy is not on its way: the kernels know how long that takes.
-            waiting: waiting.min(self.bulk.round_trip().unwrap_or(Duration::MAX)),
+            waiting: self.underway.waiting(now).min(self.bulk.round_trip().unwrap_or(Duration::MAX)),
             acknowledged,
             wanting: self.bulk.wanting(),
         });

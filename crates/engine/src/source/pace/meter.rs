@@ -146,6 +146,26 @@ impl Deliveries {
         Some(bytes / (now - then.0).as_secs_f64()).filter(|rate| rate.is_finite())
     }
 
+    /// The fewest and the most bytes a second over any `window` of the last `time`, as far as that is known.
+    pub(super) fn extremes(&self, window: Duration, time: Duration) -> (f64, f64) {
+        let now = self.history.back().map_or(Duration::ZERO, |(at, _)| *at);
+        let recent = self.history.iter().take_while(|(at, _)| now.saturating_sub(*at) > time).count();
+        let (mut first, mut least, mut most) = (recent, f64::MAX, 0.0_f64);
+        for (at, acknowledged) in self.history.range(recent..) {
+            while self.history.get(first + 1).is_some_and(|(next, _)| at.saturating_sub(*next) >= window) {
+                first += 1;
+            }
+            let (since, before) = self.history[first];
+            let elapsed = at.saturating_sub(since);
+            if elapsed >= window && !elapsed.is_zero() {
+                #[expect(clippy::cast_precision_loss, reason = "the bytes of a second")]
+                let rate = (acknowledged - before) as f64 / elapsed.as_secs_f64();
+                (least, most) = (least.min(rate), most.max(rate));
+            }
+        }
+        (least, most)
+    }
+
     /// Nothing from before says anything about now.
     pub(super) fn restart(&mut self) {
         self.history.clear();
@@ -219,6 +239,23 @@ mod tests {
     }
 
     #[test]
+    fn extremes_tell_when_nothing_arrived_and_how_much_when_something_did() {
+        let (mut deliveries, mut bytes) = (Deliveries::default(), 0);
+        // 20 ms of each 50.
+        for tick in 0..200_u64 {
+            bytes += if tick % 25 < 10 { 2000 } else { 0 };
+            deliveries.observe(ms(2 * tick), bytes);
+        }
+        assert_eq!(deliveries.extremes(ms(10), ms(100)), (0.0, 1e6));
+        let mean = deliveries.rate(ms(100)).unwrap();
+        assert!((3.5e5..4.5e5).contains(&mean), "{mean}");
+        for tick in 200..260_u64 {
+            deliveries.observe(ms(2 * tick), bytes);
+        }
+        assert_eq!(deliveries.extremes(ms(10), ms(100)), (0.0, 0.0));
+    }
+
+    #[test]
     fn rates_are_of_the_time_asked_for() {
         let mut deliveries = Deliveries::default();
         assert_eq!(deliveries.rate(ms(1)), None);
@@ -228,6 +265,7 @@ mod tests {
         assert_eq!(deliveries.rate(ms(10)), Some(2e6));
         assert_eq!(deliveries.rate(ms(36)), Some(1.5e6));
         assert_eq!(deliveries.rate(ms(1001)), None);
+        assert_eq!(deliveries.extremes(ms(10), ms(10)), (2e6, 2e6));
         deliveries.observe(ms(2000), 0);
         assert_eq!(deliveries.rate(ms(1)), None);
     }

@@ -11,6 +11,7 @@ mod meter;
 mod sim;
 #[cfg(test)]
 mod tests;
+mod underway;
 
 pub use controller::Controller;
 pub use drive::{Bulk, Figures, Pace, Probe, TcpBulk};
@@ -23,7 +24,8 @@ pub struct Observation<'a> {
     pub now: Duration,
     /// The round trips that were completed since the last call, of probes and of urgent pages.
     pub round_trips: &'a [Duration],
-    /// How long the oldest probe without an echo has been on its way; zero if there is none.
+    /// For how long the oldest probe has been on its way that the other side's kernel does not have, as far as that is known; zero if
+    /// there are too few to say that it is late.
     pub waiting: Duration,
     /// Bytes of bulk that the peer has acknowledged, of all channels, since the beginning (where the kernel does not say:
     /// bytes written).

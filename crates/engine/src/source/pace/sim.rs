@@ -6,6 +6,7 @@
     reason = "simulated bytes are few, and not below 0"
 )]
 
+use super::underway::Underway;
 use super::{Controller, Decision, Observation, Phase};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -42,6 +43,8 @@ pub(super) struct Link {
     pub(super) stalls: (f64, f64),
     /// What a sender can do at most, whatever the link does. It varies by a tenth.
     pub(super) sender: f64,
+    /// For how long a side has its processor, and has not, on average. Meanwhile only its kernel works.
+    pub(super) busy: Option<(f64, f64)>,
     pub(super) seed: u64,
 }
 
@@ -56,6 +59,7 @@ impl Link {
             jitter: 15e-6,
             stalls: (5.0, 1e-3),
             sender: 4e9,
+            busy: None,
             seed: 1,
         }
     }
@@ -75,8 +79,36 @@ pub(super) enum Who {
 struct Ours {
     controller: Controller,
     decision: Decision,
-    probes: VecDeque<(f64, f64)>,
+    probes: VecDeque<Sent>,
+    number: u64,
+    underway: Underway,
     trips: Vec<Duration>,
+}
+
+/// A probe.
+struct Sent {
+    number: u64,
+    at: f64,
+    /// Its way there and back.
+    trip: f64,
+    /// When the other side had a processor for it.
+    read: Option<f64>,
+}
+
+/// A side of the link: whether it has its processor, and until when.
+struct Side {
+    runs: bool,
+    until: f64,
+}
+
+impl Side {
+    fn step(&mut self, now: f64, busy: Option<(f64, f64)>, rng: &mut Rng) {
+        let Some((runs, waits)) = busy else { return };
+        while self.until <= now {
+            self.runs = !self.runs;
+            self.until += (0.5 + rng.unit()) * if self.runs { runs } else { waits };
+        }
+    }
 }
 
 struct Cubic {
@@ -138,6 +170,8 @@ pub(super) struct World {
     now: f64,
     rng: Rng,
     speed: f64,
+    /// The senders', and the receivers'.
+    sides: [Side; 2],
 }
 
 impl World {
@@ -146,8 +180,14 @@ impl World {
             let (sender, from, until) = match who {
                 Who::Paced(from, until) => {
                     let decision = Decision { rate: 0, phase: Phase::Startup };
-                    let (probes, trips) = (VecDeque::new(), Vec::new());
-                    let ours = Ours { controller: Controller::new(), decision, probes, trips };
+                    let ours = Ours {
+                        controller: Controller::new(),
+                        decision,
+                        probes: VecDeque::new(),
+                        number: 0,
+                        underway: Underway::default(),
+                        trips: Vec::new(),
+                    };
                     (Sender::Ours(Box::new(ours)), *from, *until)
                 }
                 Who::Cubic(from, until) => {
@@ -165,6 +205,7 @@ impl World {
             queued: 0.0,
             now: 0.0,
             speed: 1.0,
+            sides: [0.0, 1e-3].map(|until| Side { runs: true, until }),
         }
     }
 
@@ -176,11 +217,13 @@ impl World {
             if step.is_multiple_of(2000) {
                 self.speed = 0.9 + 0.1 * self.rng.unit();
             }
+            self.sides.iter_mut().for_each(|side| side.step(self.now, self.link.busy, &mut self.rng));
             self.arrive();
             self.leave();
+            self.read();
             for (index, trace) in traces.iter_mut().enumerate() {
                 // Two controllers do not tick at once.
-                if (step + 17 * index as u64).is_multiple_of(TICK_STEPS) {
+                if (step + 17 * index as u64).is_multiple_of(TICK_STEPS) && self.sides[0].runs {
                     self.tick(index, trace);
                 }
                 if step.is_multiple_of(200) {
@@ -197,7 +240,9 @@ impl World {
 
     fn arrive(&mut self) {
         let trip = self.link.base + self.waits();
-        let most = self.link.sender * self.speed;
+        // Whoever has no processor neither sends nor makes room for more.
+        let works = self.sides.iter().all(|side| side.runs);
+        let most = if works { self.link.sender * self.speed } else { 0.0 };
         let active = |flow: &Flow| (flow.from..flow.until).contains(&self.now);
         let wants = self.flows.iter().map(|flow| match &flow.sender {
             _ if !active(flow) => 0.0,
@@ -239,6 +284,18 @@ impl World {
         self.queued = 0.0;
     }
 
+    /// The other side sends back what it finds.
+    fn read(&mut self) {
+        let now = self.now;
+        let senders = self.flows.iter_mut().map(|flow| &mut flow.sender);
+        for sender in senders.filter(|_| self.sides[1].runs) {
+            let Sender::Ours(ours) = sender else { continue };
+            for probe in ours.probes.iter_mut().filter(|probe| probe.at + probe.trip / 2.0 <= now) {
+                probe.read.get_or_insert(now.min((probe.at + probe.trip / 2.0).max(now - STEP)));
+            }
+        }
+    }
+
     fn tick(&mut self, index: usize, trace: &mut Trace) {
         let stalled = self.rng.unit() * 1000.0 < self.link.stalls.0;
         let stall = if stalled { self.rng.unit() * self.link.stalls.1 } else { 0.0 };
@@ -250,18 +307,26 @@ impl World {
             return;
         }
         ours.trips.clear();
-        while ours.probes.front().is_some_and(|(sent, trip)| sent + trip <= now) {
-            let (sent, trip) = ours.probes.pop_front().unwrap();
-            ours.trips.push(Duration::from_secs_f64(trip));
-            trace.trips.push((sent, trip));
+        let back = |probe: &Sent| probe.read.is_some_and(|read| read + probe.trip / 2.0 <= now);
+        while ours.probes.front().is_some_and(back) {
+            let probe = ours.probes.pop_front().unwrap();
+            assert!(ours.underway.echoed(probe.number).is_some());
+            // For how long it was there is known, and taken off.
+            ours.trips.push(Duration::from_secs_f64(probe.trip));
+            trace.trips.push((probe.at, probe.trip));
+        }
+        if ours.probes.iter().all(|probe| probe.at + probe.trip <= now) {
+            ours.underway.all_reached();
         }
         // One after the other, as on a stream.
-        let last = ours.probes.back().map_or(0.0, |(sent, trip)| sent + trip);
-        ours.probes.push_back((now, trip.max(last - now)));
+        let last = ours.probes.back().map_or(0.0, |probe| probe.at + probe.trip);
+        ours.number += 1;
+        ours.underway.sent(ours.number, Duration::from_secs_f64(now));
+        ours.probes.push_back(Sent { number: ours.number, at: now, trip: trip.max(last - now), read: None });
         ours.decision = ours.controller.observe(&Observation {
             now: Duration::from_secs_f64(now),
             round_trips: &ours.trips,
-            waiting: Duration::from_secs_f64(ours.probes.front().map_or(0.0, |(sent, _)| now - sent)),
+            waiting: ours.underway.waiting(Duration::from_secs_f64(now)),
             acknowledged: flow.delivered as u64,
             wanting: true,
         });

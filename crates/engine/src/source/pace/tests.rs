@@ -150,6 +150,28 @@ fn where_the_processor_is_the_link_it_neither_crawls_nor_floods() {
     }
 }
 
+/// Echoes come late there, because nobody is running who could send them: that is no queue.
+#[test]
+fn where_both_sides_wait_for_a_processor_it_goes_as_fast_as_they_do() {
+    for (runs, waits) in [(0.010, 0.010), (0.030, 0.015)] {
+        for seed in 0..4 {
+            let link = Link {
+                rates: vec![(0.0, 1e12)],
+                sender: 1e9,
+                busy: Some((runs, waits)),
+                seed,
+                ..Link::shaped(2.0)
+            };
+            let trace = alone(&link, 20.0);
+            // Both have to run.
+            let possible = link.sender * 0.95 * (runs / (runs + waits)).powi(2);
+            let share = trace.rate(2.0, 20.0) / possible;
+            println!("{runs} of {waits}, seed {seed}: share {share:.2}, {} cuts", trace.cuts);
+            assert!(share > 0.7, "{runs} of {waits}, seed {seed}: {share}");
+        }
+    }
+}
+
 #[test]
 fn a_queue_that_never_goes_is_answered_with_the_least_share() {
     let mut controller = Controller::new();

@@ -3,7 +3,7 @@
 use super::super::sender::{Sender, SenderError, Shared};
 use super::super::settings::UrgentPath;
 use super::{Claims, Wanted, not_there};
-use crate::awake::Awake;
+use crate::awake::Asking;
 use crate::channel::{SendError, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_wire::{REQUEST_BYTES, Request, WireError};
@@ -35,10 +35,10 @@ pub(crate) fn serve_urgent(
     claims: &Claims,
     out: &UrgentOut<'_>,
     channel: usize,
-    stay_awake: bool,
+    awake: Asking,
 ) -> SenderError {
     crate::latency::prefer_latency();
-    let _awake = if stay_awake { Awake::hold() } else { Awake::default() };
+    let _awake = awake.hold();
     let mut bytes = [0; REQUEST_BYTES];
     loop {
         if let Err(error) = out.stream.receive_bytes(&mut bytes) {

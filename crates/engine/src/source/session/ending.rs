@@ -39,7 +39,7 @@ impl Session {
             );
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
         }
-        if self.state == State::Committed { Vec::new() } else { self.ping(now) }
+        self.ping(now)
     }
 
     /// How long the target may take for a step while it answers pings.
@@ -95,6 +95,9 @@ impl Session {
         if self.state == State::Committed {
             // The target may or may not have read the commit. Nobody can know from here, so nobody guesses: running
             // the guest now could make two of it.
+            if let Some(asked) = self.ask_fence(&why) {
+                return asked;
+            }
             self.ended = Some(Outcome::Unknown(why));
             return self.finish();
         }

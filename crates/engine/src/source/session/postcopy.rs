@@ -21,15 +21,15 @@ const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     /// The target has said that it runs the guest.
-    running: bool,
+    pub(super) running: bool,
     /// When the link was lost.
-    since: Duration,
+    pub(super) since: Duration,
     /// How long until the next attempt.
-    pause: Duration,
+    pub(super) pause: Duration,
     /// Nothing is tried any more until somebody says so.
-    waiting: bool,
+    pub(super) waiting: bool,
     /// Why the link is lost.
-    why: String,
+    pub(super) why: String,
     pub(super) interruptions: u64,
 }
 
@@ -167,8 +167,7 @@ impl Session {
             }
             (_, Event::Tick) => self.tick_after_handover(now),
             (_, Event::Message(message)) => {
-                let name = format!("{message:?}");
-                let name = name.split([' ', '(', '{']).next().unwrap_or_default();
+                let name = message.name();
                 self.suspend(now, format!("the target sent {name}, which does not fit this moment"))
             }
             // Too late to keep the guest, and nothing to recover.
@@ -179,9 +178,10 @@ impl Session {
     /// The target's promise that the guest never ran there and never will: it is ours again. A target that renounced it stays
     /// until it knows that this was heard.
     pub(super) fn given_back(&mut self, why: Refusal) -> Vec<Action> {
+        let waits = self.lazy || (self.fenced.is_some() && self.state == State::Committed);
+        let heard = waits.then_some(Action::Send(ToTarget::Thanks));
         self.state = State::Resuming;
         self.ended = Some(Outcome::Failed(why));
-        let heard = self.lazy.then_some(Action::Send(ToTarget::Thanks));
         // The guest first.
         [Action::Resume].into_iter().chain(heard).collect()
     }
@@ -203,7 +203,7 @@ impl Session {
         if awaits && now.saturating_sub(self.last_step) > patience {
             return self.suspend(now, format!("the target is there, but has not answered for {patience:?}"));
         }
-        if self.state == State::Committed { Vec::new() } else { self.ping(now) }
+        self.ping(now)
     }
 
     fn reopening(&mut self, opened: bool, up: bool) -> Vec<Action> {
@@ -217,7 +217,7 @@ impl Session {
     }
 
     /// The guest is the target's, or may be. Its pages stay here until the target has them.
-    fn suspend(&mut self, now: Duration, why: String) -> Vec<Action> {
+    pub(super) fn suspend(&mut self, now: Duration, why: String) -> Vec<Action> {
         // From the first loss on, not from each failed attempt to make it good.
         if matches!(self.state, State::Postcopy | State::Committed) {
             self.recovery.since = now;
@@ -227,7 +227,8 @@ impl Session {
         }
         self.state = State::Suspended;
         self.recovery.why = why;
-        vec![Action::Disconnect]
+        // The guest may go on here as well, if it is known that it does not run there.
+        [Action::Disconnect].into_iter().chain(self.claim()).collect()
     }
 
     fn try_again(&mut self, now: Duration) -> Vec<Action> {
@@ -250,7 +251,11 @@ impl Session {
     pub(crate) fn interrupted(&self) -> Option<(bool, &str)> {
         let lost = matches!(
             self.state,
-            State::Suspended | State::Reconnecting | State::Hearing | State::Reopening { .. }
+            State::Claiming
+                | State::Suspended
+                | State::Reconnecting
+                | State::Hearing
+                | State::Reopening { .. }
         );
         lost.then_some((self.recovery.waiting, self.recovery.why.as_str()))
     }
@@ -261,7 +266,7 @@ impl Session {
     }
 
     fn abandon(&mut self) -> Vec<Action> {
-        let why = std::mem::take(&mut self.recovery.why);
+        let why = self.undecided();
         self.ended = Some(if self.recovery.running {
             Outcome::Lost(format!(
                 "it ran on the target and was given up before the target said that all of its memory is there ({why})"

@@ -156,3 +156,21 @@ fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() 
     let again = session.handle(Duration::from_secs(100), Event::Recover);
     assert_eq!(again, [Action::Reconnect { after: Duration::ZERO }]);
 }
+
+#[test]
+fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
+    let mut session = passing(Settings::default());
+    session.state = State::Releasing;
+    assert_eq!(session.handle(MS, Event::Released), [Action::Send(ToTarget::Commit)]);
+    let ping = ToTarget::Ping(session.last_ping.0 + 1);
+    assert_eq!(session.handle(Duration::from_secs(2), Event::Tick), [Action::Send(ping.clone())]);
+    // The commit may have arrived, whatever became of the ping.
+    let lost = Event::unsent(&ping, "lost".into());
+    let ended = session.handle(Duration::from_secs(2), lost);
+    assert_eq!(ended, [Action::Finish(Outcome::Unknown("lost".into()))]);
+    // Of a commit that never left it is known.
+    let mut session = passing(Settings::default());
+    session.state = State::Committed;
+    let unsent = Event::unsent(&ToTarget::Commit, "lost".into());
+    assert_eq!(session.handle(MS, unsent), [Action::Resume]);
+}

@@ -8,6 +8,7 @@ mod world;
 
 use super::{Flaw, Kept, Skipping, State as Asking};
 use crate::free::Answers;
+use crate::model::shortest;
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::flight::{Flight, Turn};
 use crate::source::pending::Pending;
@@ -41,7 +42,7 @@ enum Deed {
     Cancel,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Move {
     answers: Answers,
     flaw: Flaw,
@@ -392,15 +393,29 @@ fn in_no_order_of_events_a_page_is_missed() {
 
 #[test]
 fn each_wrong_order_misses_a_page() {
-    for (answers, flaw) in [
-        (Answers::ByGuest, Flaw::AsksFirst),
-        (Answers::AtOnce, Flaw::AsksFirst),
-        (Answers::ByGuest, Flaw::ProtectsLate),
-        (Answers::AtOnce, Flaw::ProtectsSent),
-        (Answers::ByGuest, Flaw::TakesLate),
-        (Answers::AtOnce, Flaw::SettlesEarly),
+    let mut rows = Vec::new();
+    for (answers, flaw, what) in [
+        (
+            Answers::ByGuest,
+            Flaw::AsksFirst,
+            "an answer counts for pages that were protected after it was asked for",
+        ),
+        (Answers::AtOnce, Flaw::AsksFirst, "the same, of a map of free pages"),
+        (Answers::ByGuest, Flaw::ProtectsLate, "pages are protected when the answer has come"),
+        (Answers::AtOnce, Flaw::ProtectsSent, "pages are protected anew that were sent"),
+        (
+            Answers::ByGuest,
+            Flaw::TakesLate,
+            "hint applied late: it counts for the pass after the one it was asked in",
+        ),
+        (Answers::AtOnce, Flaw::SettlesEarly, "what was free before the pause is left out after it"),
     ] {
-        let checker = model(answers, flaw).checker().spawn_bfs().join();
-        assert!(checker.discovery(LOST).is_some(), "{flaw:?} was not found");
+        let (property, path) =
+            shortest(&model(answers, flaw)).unwrap_or_else(|| panic!("{flaw:?} was not found"));
+        assert_eq!(property, LOST, "{flaw:?}");
+        let steps: Vec<_> = path.into_iter().filter_map(|(_, deed)| Some(format!("{:?}", deed?))).collect();
+        rows.push(format!("| {what} | {property} | {} | {} |", steps.len(), steps.join("; ")));
     }
+    let head = "| mutation | what breaks | steps | the shortest trace |\n|---|---|---|---|";
+    println!("{head}\n{}", rows.join("\n"));
 }

@@ -27,6 +27,7 @@ impl Session {
         if self.lost {
             actions = self.suspend();
         }
+        actions.extend(self.runs());
         if let Some(figures) = self.complete.clone() {
             actions.extend(self.all_here(figures));
         }
@@ -37,7 +38,7 @@ impl Session {
     /// Whether its source may come back over a new link to ask what has become of a guest that never ran here. Once this side
     /// was ready the source may have told it to run the guest, even if that word never came.
     pub(crate) fn may_be_asked(&self) -> bool {
-        self.lazy && matches!(self.state, State::Ready | State::Renounced)
+        self.lazy && matches!(self.state, State::Ready | State::Claiming | State::Renounced)
     }
 
     /// Whether the guest was renounced.
@@ -45,10 +46,12 @@ impl Session {
         self.state == State::Renounced
     }
 
-    /// Gives the guest up for good: from here on no commit starts it, however late it comes.
-    pub(super) fn renounce(&mut self, why: Refusal) {
+    /// Gives the guest up for good: from here on no commit starts it, however late it comes. Only then is a fence told so.
+    #[must_use]
+    pub(super) fn renounce(&mut self, why: Refusal) -> Option<Action> {
         self.state = State::Renounced;
         self.renounced = Some(why);
+        self.give_back()
     }
 
     /// There is one thing left to do: that the source hears of it. Until it has, only it may come back, however often; the
@@ -57,6 +60,7 @@ impl Session {
         let Some(why) = self.renounced.clone() else { return Vec::new() };
         match event {
             Event::ControlBack => vec![Action::Send(ToSource::Returned(why))],
+            Event::Stopped if self.stops_later() => Vec::new(),
             Event::Message(ToTarget::Thanks | ToTarget::Cancel(_)) | Event::Stopped => self.end(why, None),
             Event::PeerLost(_) | Event::LocalFailure(_) => vec![Action::Disconnect],
             // A late commit among them.
@@ -115,7 +119,8 @@ impl Session {
             (_, Event::PeerLost(_) | Event::LocalFailure(_)) => self.suspend(),
             (_, Event::Message(message)) => {
                 tracing::warn!(
-                    "the source sent {message:?}, which does not fit this moment ({:?})",
+                    "the source sent {}, which does not fit this moment ({:?})",
+                    message.name(),
                     self.state
                 );
                 self.suspend()

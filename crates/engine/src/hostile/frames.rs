@@ -1,0 +1,107 @@
+//! Frames of a peer, and the receiver that writes them into a guest's memory.
+
+use super::memory::{Memory, layout};
+use crate::channel::IoBuf;
+use crate::target::lazy::Lazy;
+use crate::target::receiver::{Arrivals, FrameSource, Mark, Receiver};
+use crate::vm::GuestMemory;
+use std::cell::Cell;
+use std::io;
+use std::sync::Arc;
+use vmferry_memory::{PAGE_BYTES, PageSet};
+use vmferry_wire::hostile;
+
+/// Pages of each region, by its name.
+const REGIONS: [(u32, u64); 2] = [(0, 70), (3, 9)];
+/// Checksums and the like are put right.
+const MEND: u8 = 1;
+/// The channel is an urgent one.
+const URGENT: u8 = 2;
+/// From the first barrier on the guest runs, and pages are placed one by one.
+const LAZY: u8 = 4;
+
+/// A channel that was read before.
+struct Bytes<'a>(Cell<&'a [u8]>);
+
+impl FrameSource for Bytes<'_> {
+    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
+        for buf in bufs {
+            let mut rest = self.0.get();
+            rest = &rest[buf.put(rest)..];
+            self.0.set(rest);
+            if !buf.is_empty() {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Has a target take what `bytes` say as the frames of a channel: the first byte says of which kind, for the rest see
+/// [`vmferry_wire::hostile::frames`].
+///
+/// # Panics
+/// If a page is written that no frame has brought, or counts do not add up. What writes beside guest memory ends the process.
+pub fn drive_frames(bytes: &[u8]) {
+    let Some((flags, rest)) = bytes.split_first() else { return };
+    let stream = hostile::frames(rest, flags & MEND != 0);
+    let memory = Arc::new(Memory::new(&layout(&REGIONS)));
+    let arrivals = Arrivals::new(&*memory);
+    let source = Bytes(Cell::new(&stream));
+    let receiver = if flags & URGENT == 0 { Receiver::new } else { Receiver::urgent };
+    let mut receiver = receiver(&*memory, &arrivals, source);
+    let mut lazy = None;
+    if flags & (LAZY | URGENT) == LAZY | URGENT {
+        lazy = hand_over(&memory, &arrivals);
+    }
+    let mut all_here = 0;
+    while let Ok(mark) = receiver.receive() {
+        match mark {
+            Mark::Barrier(_) if flags & LAZY != 0 && lazy.is_none() => lazy = hand_over(&memory, &arrivals),
+            Mark::Barrier(_) => {}
+            Mark::AllHere => all_here += 1,
+        }
+    }
+    assert!(all_here <= 1, "all pages came {all_here} times");
+    check(&memory, &arrivals, lazy.as_deref(), all_here == 1);
+}
+
+/// Every other page comes late, and what is damaged. `None` if it may not be.
+fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<Lazy>> {
+    let mut lacking = PageSet::empty(memory.layout());
+    for (id, pages) in REGIONS {
+        let map = lacking.region_mut(vmferry_memory::RegionId(id)).expect("a region");
+        (0..pages).filter(|page| page % 2 == 0).for_each(|page| {
+            map.set(page);
+        });
+    }
+    for run in arrivals.suspects().1 {
+        lacking.region_mut(run.region).expect("a region").set_range(run.first..run.first + run.count);
+    }
+    if !arrivals.seal_but_for(&lacking) {
+        return None;
+    }
+    let own = Arc::clone(memory) as Arc<dyn crate::lazy::LazyMemory>;
+    own.begin(&lacking).expect("it can");
+    let lazy = Arc::new(Lazy::new(own, &lacking, 1));
+    arrivals.go_on_lazily(Arc::clone(&lazy));
+    Some(lazy)
+}
+
+fn check(memory: &Memory, arrivals: &Arrivals, lazy: Option<&Lazy>, all_here: bool) {
+    let (suspects, runs) = arrivals.suspects();
+    let pages: u64 = REGIONS.iter().map(|(_, pages)| pages).sum();
+    assert_eq!(runs.iter().map(|run| run.count).sum::<u64>(), suspects, "few enough to be named");
+    assert!(suspects <= pages);
+    let (compared, mismatched, samples) = arrivals.differences();
+    assert!(mismatched <= compared && samples.len() <= 16, "{mismatched} of {compared} differ");
+    if let Some(lazy) = lazy {
+        assert_eq!(lazy.left() == 0, all_here, "{} pages are lacking", lazy.left());
+    }
+    // What no frame has named is as it was; of pages that were placed one by one that is the placer's to say.
+    let mut page = [0; PAGE_BYTES];
+    for (region, run) in arrivals.untouched().into_iter().filter(|_| lazy.is_none()) {
+        let window = memory.window(region, run).expect("in the layout");
+        assert!(window.copy_page(0, &mut page), "{run} in {region} was written, and no frame has named it");
+    }
+}

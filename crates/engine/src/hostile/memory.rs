@@ -1,0 +1,167 @@
+//! Guest memory that whoever writes beside it does not survive.
+
+use crate::lazy::{Fault, LazyMemory, Placed};
+use crate::mapped::MappedMemory;
+use crate::vm::{GuestMemory, VmError};
+use std::collections::HashSet;
+use std::ptr::NonNull;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+use vmferry_memory::{
+    Gpa, Layout, PAGE_BYTES, PAGE_SHIFT, PageIndex, PageRun, PageSet, Region, RegionId, Window,
+};
+
+/// A mapping between two pages that nobody may touch.
+#[derive(Debug)]
+struct Guarded {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address range; what is in it is reached by raw addresses only.
+unsafe impl Send for Guarded {}
+// SAFETY: as above.
+unsafe impl Sync for Guarded {}
+
+impl Guarded {
+    fn new(len: usize) -> Self {
+        let len = len + 2 * PAGE_BYTES;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, of which nobody else has the address.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
+        assert!(start != libc::MAP_FAILED, "mapping {len} bytes: {}", std::io::Error::last_os_error());
+        let mapping = Self { start: NonNull::new(start.cast()).expect("not at 0"), len };
+        let (inner, inner_len) = (mapping.inner(), len - 2 * PAGE_BYTES);
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: all of it is in the mapping that was just made.
+        let opened = unsafe { libc::mprotect(inner.as_ptr().cast(), inner_len, access) };
+        assert_eq!(opened, 0, "{}", std::io::Error::last_os_error());
+        mapping
+    }
+
+    fn inner(&self) -> NonNull<u8> {
+        // SAFETY: the mapping is at least two pages long.
+        unsafe { self.start.add(PAGE_BYTES) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`; windows on it borrow its owner.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    begun: bool,
+    ended: bool,
+    interrupted: bool,
+    there: HashSet<(u32, u64)>,
+}
+
+/// Memory of both kinds: to be written, and to be placed page by page.
+#[derive(Debug)]
+pub(super) struct Memory {
+    mapped: MappedMemory,
+    faults: Mutex<Faults>,
+    changed: Condvar,
+    // Behind what points into them.
+    _mappings: Vec<Guarded>,
+}
+
+/// Regions by their names and numbers of pages, one behind the other with gaps between.
+pub(super) fn layout(regions: &[(u32, u64)]) -> Vec<Region> {
+    let region = |(at, (id, pages)): (u64, &(u32, u64))| Region {
+        id: RegionId(*id),
+        gpa: Gpa(at << 32),
+        len: pages << PAGE_SHIFT,
+    };
+    (0..).zip(regions).map(region).collect()
+}
+
+impl Memory {
+    pub(super) fn new(regions: &[Region]) -> Self {
+        let mappings: Vec<_> =
+            regions.iter().map(|region| Guarded::new(usize::try_from(region.len).expect("small"))).collect();
+        let starts: Vec<_> = regions.iter().copied().zip(mappings.iter().map(Guarded::inner)).collect();
+        // SAFETY: the mappings are as long as their regions and live as long as this; they are reached by address only.
+        let mapped = unsafe { MappedMemory::new(&starts) }.expect("a layout");
+        Self { mapped, faults: Mutex::default(), changed: Condvar::new(), _mappings: mappings }
+    }
+
+    fn put(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
+        let window = self.mapped.window(region, run)?;
+        let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        assert!(faults.begun && !faults.ended, "placed before the beginning or after the end");
+        let mut placed = Placed::default();
+        for (at, page) in run.range().enumerate() {
+            if !faults.there.insert((region.0, page)) {
+                placed.there += 1;
+                continue;
+            }
+            placed.pages += 1;
+            let zeros = [0; PAGE_BYTES];
+            let content = bytes.map_or(&zeros[..], |bytes| &bytes[at * PAGE_BYTES..][..PAGE_BYTES]);
+            window.write_page(at, content.try_into().expect("a page"));
+        }
+        Ok(placed)
+    }
+}
+
+impl GuestMemory for Memory {
+    fn layout(&self) -> &Layout {
+        self.mapped.layout()
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        self.mapped.window(region, run)
+    }
+}
+
+impl LazyMemory for Memory {
+    fn stripes(&self) -> usize {
+        1
+    }
+
+    fn stripe_of(&self, _: RegionId, _: PageIndex) -> usize {
+        0
+    }
+
+    fn begin(&self, _: &PageSet) -> Result<(), VmError> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).begun = true;
+        Ok(())
+    }
+
+    /// Nobody touches anything: what is looked for is how pages come.
+    fn next_fault(&self, _: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |faults: &mut Faults| !faults.interrupted;
+        let waited = self.changed.wait_timeout_while(faults, within, waits);
+        waited.unwrap_or_else(PoisonError::into_inner).0.interrupted = false;
+        Ok(None)
+    }
+
+    fn interrupt(&self) {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).interrupted = true;
+        self.changed.notify_all();
+    }
+
+    fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
+        assert_eq!(bytes.len() as u64, run.bytes(), "a run and its bytes");
+        self.put(region, run, Some(bytes))
+    }
+
+    fn place_zeros(&self, region: RegionId, run: PageRun) -> Result<Placed, VmError> {
+        self.put(region, run, None)
+    }
+
+    fn wake(&self, _: RegionId, _: PageIndex) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn end(&self) -> Result<(), VmError> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+        Ok(())
+    }
+}

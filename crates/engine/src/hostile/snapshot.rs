@@ -1,0 +1,301 @@
+//! A file that somebody changed, and both ways to take a guest out of it.
+
+use super::memory::{Memory, layout};
+use crate::lazy::LazyMemory;
+use crate::snapshot::{FillState, restore, restore_lazy};
+use crate::vm::{GuestMemory, TargetVm, VmError};
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, Region, RegionId};
+use vmferry_wire::{
+    MachineConfig, MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, Section, SnapshotHeader,
+    SnapshotMap, SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state, hostile,
+};
+
+/// Pages of each region, by its name: the first has two tables.
+const REGIONS: [(u32, u64); 2] = [(0, 600), (3, 9)];
+/// Pages with content, by the position of their region.
+const CONTENTS: [(usize, u64); 5] = [(0, 0), (0, 1), (0, 599), (1, 2), (1, 8)];
+/// Checksums and lengths are put right.
+const MEND: u8 = 1;
+/// The guest runs before its pages are there.
+const LAZY: u8 = 2;
+/// The file ends early.
+const CUT: u8 = 4;
+/// Most changes that are made; bytes behind them are not looked at.
+const CHANGES: usize = 64;
+/// Most bytes that a part may grow by.
+const GROWTH: usize = 4096;
+
+/// A machine that takes what it is given.
+struct Machine {
+    config: MachineConfig,
+    memory: Arc<Memory>,
+    started: bool,
+}
+
+impl Machine {
+    fn new(regions: &[Region]) -> Self {
+        let config = MachineConfig {
+            kind: "hostile".into(),
+            vcpus: 2,
+            regions: regions.to_vec(),
+            extra: vec![("a".into(), "b".into())],
+            features: vec!["one".into(), "two".into()],
+        };
+        Self { config, memory: Arc::new(Memory::new(regions)), started: false }
+    }
+}
+
+impl TargetVm for Machine {
+    fn config(&self) -> MachineConfig {
+        self.config.clone()
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
+    }
+
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        Ok(Arc::clone(&self.memory) as _)
+    }
+
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        if sections.iter().any(|section| section.version > 9) {
+            return Err(VmError::new("a version that nobody knows"));
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        self.started = true;
+        Ok(())
+    }
+}
+
+fn content(position: usize, page: u64) -> [u8; PAGE_BYTES] {
+    [u8::try_from(1 + page % 200).unwrap_or(1) ^ u8::try_from(position).unwrap_or(0) << 7; PAGE_BYTES]
+}
+
+/// The parts of a file, before they have a place.
+struct Parts {
+    header: [u8; SNAPSHOT_HEADER_BYTES],
+    machine: Vec<u8>,
+    state: Vec<u8>,
+    /// Of each region: its index, and of each table.
+    indexes: Vec<Vec<u8>>,
+    tables: Vec<Vec<[u8; TABLE_BYTES]>>,
+    pages: Vec<(usize, u64, [u8; PAGE_BYTES])>,
+}
+
+impl Parts {
+    /// Those of a good file.
+    fn new(config: &MachineConfig) -> Self {
+        let section = Section { name: "cpu".into(), instance: 1, version: 1, payload: vec![5; 70] };
+        let (machine, machine_sum) = encode_machine(config).expect("small");
+        let (state, state_sum) = encode_state(&[section.clone(), section]).expect("small");
+        let pages: Vec<_> = CONTENTS.iter().map(|(at, page)| (*at, *page, content(*at, *page))).collect();
+        let (mut regions, mut indexes, mut tables) = (vec![], vec![], vec![]);
+        for (position, region) in config.regions.iter().enumerate() {
+            let (mut words, mut own) = (vec![], vec![]);
+            for block in 0..region.pages().div_ceil(TABLE_PAGES as u64) {
+                let mut table = PageTable::default();
+                let here = |(at, page): &&(usize, u64)| *at == position && page / TABLE_PAGES as u64 == block;
+                for (at, page) in CONTENTS.iter().filter(here) {
+                    let slot = usize::try_from(page % TABLE_PAGES as u64).expect("small");
+                    table.set(slot, Some(PageDigest::of(&content(*at, *page))));
+                }
+                let (bytes, sum) = table.encode().unwrap_or(([0; TABLE_BYTES], 0));
+                words.push(sum);
+                own.push(bytes);
+            }
+            let (bytes, index_sum) = TableIndex::new(words).encode();
+            let contents = CONTENTS.iter().filter(|(at, _)| *at == position).count() as u64;
+            regions.push(SnapshotRegion { region: *region, index_sum, contents });
+            indexes.push(bytes);
+            tables.push(own);
+        }
+        let header = SnapshotHeader {
+            id: MigrationId([7; 16]),
+            copy: false,
+            machine: machine_sum,
+            state: state_sum,
+            regions,
+        };
+        let header = header.encode().expect("a layout");
+        Self { header, machine, state, indexes, tables, pages }
+    }
+
+    /// Changes what the next bytes say; false when there are none left.
+    fn change(&mut self, bytes: &mut &[u8]) -> bool {
+        let Some((&[part, low, high, len], rest)) = bytes.split_first_chunk::<4>() else { return false };
+        let (change, rest) = rest.split_at(rest.len().min(usize::from(len % 64)));
+        *bytes = rest;
+        let at = usize::from(u16::from_le_bytes([low, high]));
+        let tables: usize = self.tables.iter().map(Vec::len).sum();
+        match usize::from(part) % 16 {
+            // Most of a header are zeros: half of the changes go where it says something.
+            0 => put(&mut self.header, at, change),
+            1..=3 => put(&mut self.header, 8 + at % 150, change),
+            4 | 5 => grow(&mut self.machine, at, change),
+            6..=8 => grow(&mut self.state, at, change),
+            9 | 10 => {
+                let position = at % self.indexes.len();
+                put(&mut self.indexes[position], at / 2, change);
+            }
+            11..=13 => {
+                let table = at % tables;
+                let table = self.tables.iter_mut().flatten().nth(table).expect("as many as there are");
+                put(table, at / tables, change);
+            }
+            _ => {
+                let page = at % self.pages.len();
+                put(&mut self.pages[page].2, at, change);
+            }
+        }
+        true
+    }
+
+    /// Puts right what somebody who changes a file would: each checksum, and the length of what it is of.
+    fn mend(&mut self) {
+        for (position, tables) in self.tables.iter().enumerate() {
+            for (block, table) in tables.iter().enumerate() {
+                let empty = table.iter().all(|byte| *byte == 0);
+                let word = if empty { 0 } else { hostile::part_sum(table).max(1) };
+                put(&mut self.indexes[position], 8 * block, &word.to_le_bytes());
+            }
+            let sum = hostile::part_sum(&self.indexes[position]);
+            put(&mut self.header, 72 + 40 * position + 24, &sum.to_le_bytes());
+        }
+        for (len_at, sum_at, part) in [(48, 56, &self.machine), (52, 64, &self.state)] {
+            let len = u32::try_from(part.len()).expect("small");
+            put(&mut self.header, len_at, &len.to_le_bytes());
+            put(&mut self.header, sum_at, &hostile::part_sum(part).to_le_bytes());
+        }
+        hostile::seal_snapshot(&mut self.header);
+    }
+
+    /// Writes all parts where they belong.
+    fn write(&mut self, regions: &[Region], mend: bool, cut: Option<u64>) -> File {
+        let sizes = [&self.machine, &self.state].map(|part| u32::try_from(part.len()).expect("small"));
+        let sum = |bytes| PartSum { bytes, sum: 0 };
+        let entries =
+            regions.iter().map(|region| SnapshotRegion { region: *region, index_sum: 0, contents: 0 });
+        let header = SnapshotHeader {
+            id: MigrationId([0; 16]),
+            copy: false,
+            machine: sum(sizes[0]),
+            state: sum(sizes[1]),
+            regions: entries.collect(),
+        };
+        let map = SnapshotMap::new(&header.layout().expect("ours"), sizes[0], sizes[1]);
+        if mend {
+            put(&mut self.header, 40, &map.len.to_le_bytes());
+            hostile::seal_snapshot(&mut self.header);
+        }
+        let file = memory_file();
+        file.set_len(map.len).expect("a file");
+        let put = |bytes: &[u8], at| file.write_all_at(bytes, at).expect("a file");
+        put(&self.header, 0);
+        put(&self.machine, map.machine);
+        put(&self.state, map.state);
+        for (position, place) in map.regions.iter().enumerate() {
+            put(&self.indexes[position], place.index);
+            for (block, table) in (0..).zip(&self.tables[position]) {
+                put(table, place.table(block));
+            }
+        }
+        for (position, page, bytes) in &self.pages {
+            put(bytes, map.regions[*position].content(PageIndex(*page)));
+        }
+        if let Some(cut) = cut {
+            file.set_len(cut.min(map.len)).expect("a file");
+        }
+        file
+    }
+}
+
+fn put(bytes: &mut [u8], at: usize, change: &[u8]) {
+    let at = at % bytes.len();
+    let len = change.len().min(bytes.len() - at);
+    bytes[at..at + len].copy_from_slice(&change[..len]);
+}
+
+/// Changes it, inserts, or cuts it off.
+fn grow(bytes: &mut Vec<u8>, at: usize, change: &[u8]) {
+    let (kind, at) = (at % 3, at / 3 % (bytes.len() + 1));
+    match kind {
+        0 if !bytes.is_empty() => put(bytes, at, change),
+        1 if bytes.len() < GROWTH => drop(bytes.splice(at..at, change.iter().copied())),
+        _ => bytes.truncate(at),
+    }
+}
+
+fn memory_file() -> File {
+    // SAFETY: a name that ends with a zero; the descriptor is new, and nobody else has it.
+    unsafe {
+        let fd = libc::memfd_create(c"snapshot".as_ptr(), libc::MFD_CLOEXEC);
+        assert!(fd >= 0, "a file in memory: {}", std::io::Error::last_os_error());
+        File::from_raw_fd(fd)
+    }
+}
+
+/// Has a guest taken out of a good file in which what `bytes` say was changed; the first byte says how.
+///
+/// # Panics
+/// If a guest is started whose memory is not what the file's tables say, or one from a file that was changed and vouches for something
+/// else. What writes beside guest memory ends the process.
+pub fn drive_snapshot(bytes: &[u8]) {
+    let Some((flags, mut rest)) = bytes.split_first() else { return };
+    let regions = layout(&REGIONS);
+    let mut vm = Machine::new(&regions);
+    let mut parts = Parts::new(&vm.config);
+    let cut = (flags & CUT != 0).then(|| first(&mut rest) * 1024);
+    let mut changes = 0;
+    while changes < CHANGES && parts.change(&mut rest) {
+        changes += 1;
+    }
+    if flags & MEND != 0 {
+        parts.mend();
+    }
+    let file = parts.write(&regions, flags & MEND != 0, cut);
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    if flags & LAZY == 0 {
+        let restored = restore(&mut vm, &path);
+        assert_eq!(restored.is_ok(), vm.started, "{restored:?}");
+    } else if let Ok(filling) = restore_lazy(&mut vm, &path) {
+        assert!(vm.started);
+        let end = filling.wait(Duration::from_secs(10));
+        assert_ne!(end.state, FillState::Filling, "it comes to an end: {end:?}");
+        if end.state != FillState::Completed {
+            return;
+        }
+    }
+    if vm.started {
+        check(&vm.memory, &parts);
+    }
+}
+
+/// Each page is what its table says.
+fn check(memory: &Memory, parts: &Parts) {
+    let mut scratch = Box::new([0; PAGE_BYTES]);
+    for ((position, (id, pages)), tables) in REGIONS.iter().enumerate().zip(&parts.tables) {
+        let window = memory.window(RegionId(*id), PageRun::from(0..*pages)).expect("a region");
+        for (page, word) in tables.as_flattened().chunks_exact(8).enumerate().take(window.pages()) {
+            let want = u64::from_le_bytes(word.try_into().expect("a word"));
+            let digest = window.digest(page, &mut scratch).map_or(0, |digest| digest.0.max(1));
+            assert_eq!(digest, want, "page {page} of region {position}");
+        }
+    }
+}
+
+/// The next byte, which is used up.
+fn first(bytes: &mut &[u8]) -> u64 {
+    let Some((first, rest)) = bytes.split_first() else { return 0 };
+    *bytes = rest;
+    u64::from(*first)
+}

@@ -1,0 +1,62 @@
+//! Whether every run is finite, so that "in the end" means something: no state can be come back to.
+
+use super::world::World;
+use super::{Bounds, MigrationMode, Protocol};
+use stateright::Model;
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+fn key(world: &World) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    world.hash(&mut hasher);
+    hasher.finish()
+}
+
+fn successors(model: &Protocol, world: &World) -> Vec<World> {
+    let mut happenings = Vec::new();
+    model.actions(world, &mut happenings);
+    happenings.into_iter().filter_map(|happening| model.next_state(world, happening)).collect()
+}
+
+/// A walk in depth: a state that is met again while it is still on the way to here closes a circle. Returns the number of states.
+fn walk(model: &Protocol) -> Result<usize, String> {
+    let start = model.init_states().remove(0);
+    let mut done: HashMap<u64, bool> = HashMap::new();
+    done.insert(key(&start), false);
+    let mut way = vec![(key(&start), successors(model, &start))];
+    while let Some((at, left)) = way.last_mut() {
+        let Some(next) = left.pop() else {
+            done.insert(*at, true);
+            way.pop();
+            continue;
+        };
+        let key = key(&next);
+        match done.get(&key) {
+            Some(true) => {}
+            Some(false) => return Err(format!("a run comes back to {next:?}")),
+            None => {
+                done.insert(key, false);
+                way.push((key, successors(model, &next)));
+            }
+        }
+    }
+    Ok(done.len())
+}
+
+#[test]
+fn every_run_comes_to_an_end() {
+    let bounds = Bounds { writes: 1, ..Bounds::SHORT };
+    let plain = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
+    let plain = plain.map(|mode| Protocol::new(mode, bounds));
+    let fenced = [MigrationMode::Precopy, MigrationMode::Postcopy];
+    let fenced = fenced.map(|mode| Protocol::new(mode, bounds).fenced());
+    for model in plain.into_iter().chain(fenced) {
+        let (mode, fenced) = (model.mode, model.fenced);
+        match walk(&model) {
+            Ok(states) => {
+                println!("model: {mode} (fence: {fenced}): {states} states, none of which is come back to");
+            }
+            Err(circle) => panic!("{mode} (fence: {fenced}): {circle}"),
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What can be wrong on purpose, and what the model finds of it.
+
+use super::{Bounds, Protocol};
+use crate::source::MigrationMode::{self, Hybrid, Postcopy, Precopy};
+
+/// A mutation of what is around the sessions: the order in which something is done, or what is made of an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Flaw {
+    LosesPage,
+    HarvestsBeforePause,
+    HarvestsBeforeSaving,
+    ProtectsLate,
+    AcknowledgedEarly,
+    BlindToDamage,
+    StartsAtLoad,
+    KeepsDisks,
+    ResumesAfterCommit,
+    TakesForUnsent,
+    ResumesInPostcopy,
+    OlderOverNewer,
+    SendsTwice,
+    KeepsStale,
+    ForgetsSuspects,
+    CompleteEarly,
+    ForgetsTheLast,
+    ClaimSurvives,
+    RetoldEarly,
+    StartsAbandoned,
+    StartsRenounced,
+    EndsRenounced,
+    DeafOnceRenounced,
+    StartsUnclaimed,
+    IgnoresLostClaim,
+    TakesSilenceForAWin,
+    ForgetsToGiveBack,
+    LeaseRunsOut,
+}
+
+impl Flaw {
+    /// All, each with the migration in which it is looked for.
+    pub(super) const ALL: [(Self, MigrationMode); 28] = [
+        (Self::LosesPage, Precopy),
+        (Self::HarvestsBeforePause, Precopy),
+        (Self::HarvestsBeforeSaving, Precopy),
+        (Self::ProtectsLate, Precopy),
+        (Self::AcknowledgedEarly, Precopy),
+        (Self::BlindToDamage, Precopy),
+        (Self::StartsAtLoad, Precopy),
+        (Self::KeepsDisks, Precopy),
+        (Self::ResumesAfterCommit, Precopy),
+        (Self::TakesForUnsent, Precopy),
+        (Self::ResumesInPostcopy, Postcopy),
+        (Self::OlderOverNewer, Postcopy),
+        (Self::SendsTwice, Postcopy),
+        (Self::KeepsStale, Hybrid),
+        (Self::ForgetsSuspects, Hybrid),
+        (Self::CompleteEarly, Postcopy),
+        (Self::ForgetsTheLast, Postcopy),
+        (Self::ClaimSurvives, Postcopy),
+        (Self::RetoldEarly, Postcopy),
+        (Self::StartsAbandoned, Postcopy),
+        (Self::StartsRenounced, Postcopy),
+        (Self::EndsRenounced, Postcopy),
+        (Self::DeafOnceRenounced, Postcopy),
+        (Self::StartsUnclaimed, Precopy),
+        (Self::IgnoresLostClaim, Precopy),
+        (Self::TakesSilenceForAWin, Precopy),
+        (Self::ForgetsToGiveBack, Precopy),
+        (Self::LeaseRunsOut, Precopy),
+    ];
+
+    /// Whether it is looked for in a migration with a fence.
+    fn of_a_fence(self) -> bool {
+        matches!(
+            self,
+            Self::StartsUnclaimed
+                | Self::IgnoresLostClaim
+                | Self::TakesSilenceForAWin
+                | Self::ForgetsToGiveBack
+                | Self::LeaseRunsOut
+        )
+    }
+
+    /// What it is, for the table.
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Self::LosesPage => "a harvest loses a page",
+            Self::HarvestsBeforePause => {
+                "bitmap swapped too early: the last harvest is the one before the pause"
+            }
+            Self::HarvestsBeforeSaving => {
+                "the state is saved, which may write memory, after the last harvest"
+            }
+            Self::ProtectsLate => "a page is protected after it was read",
+            Self::AcknowledgedEarly => {
+                "acknowledgement reordered: a pass is acknowledged before its last page came"
+            }
+            Self::BlindToDamage => "damaged pages are taken for sound",
+            Self::StartsAtLoad => "the target starts when the state is loaded",
+            Self::KeepsDisks => "the source commits and keeps the disks",
+            Self::ResumesAfterCommit => "resume after commit, when the link is lost",
+            Self::TakesForUnsent => "a commit that broke off is taken for one that never left",
+            Self::ResumesInPostcopy => "resume when the link is lost in postcopy",
+            Self::OlderOverNewer => "older copy over newer: what comes again is written over what is there",
+            Self::SendsTwice => "what was asked for is sent even if it was sent",
+            Self::KeepsStale => "stale pages are kept at the handover",
+            Self::ForgetsSuspects => "damaged pages are not named at the handover",
+            Self::CompleteEarly => "complete is said with a page to come",
+            Self::ForgetsTheLast => "the word of the last page is lost with its link",
+            Self::ClaimSurvives => "what was claimed for a lost link stays claimed on the next",
+            Self::RetoldEarly => "what lacks is told while lost channels still bring pages",
+            Self::StartsAbandoned => "the guest is started over pages that were given up as zeros",
+            Self::StartsRenounced => "a late commit starts a guest that was renounced",
+            Self::EndsRenounced => "a target that renounced the guest ends, and its source never hears of it",
+            Self::DeafOnceRenounced => "a target that renounced the guest lets nobody ask",
+            Self::StartsUnclaimed => "with a fence, the target runs what it was told to run, without a claim",
+            Self::IgnoresLostClaim => "the target runs a guest that the fence gave to the source",
+            Self::TakesSilenceForAWin => {
+                "the source takes a fence that gives no answer for one that says yes"
+            }
+            Self::ForgetsToGiveBack => {
+                "the target renounces what it has claimed, and does not tell the fence"
+            }
+            Self::LeaseRunsOut => "what the fence has given it gives again after a while",
+        }
+    }
+}
+
+/// With as few faults as will do, and as few steps.
+fn found(flaw: Flaw, mode: MigrationMode) -> Option<(u8, &'static str, Vec<String>)> {
+    (0..=2).find_map(|faults| {
+        let bounds = Bounds { faults, ..Bounds::SHORT };
+        let fenced = flaw.of_a_fence();
+        let model = Protocol { flaw: Some(flaw), fenced, ..Protocol::new(mode, bounds) };
+        model.shortest_counterexample().map(|(property, steps)| (faults, property, steps))
+    })
+}
+
+/// A trace for a table: without how every migration begins, and with what is done several times in a row said once.
+fn told(steps: &[String]) -> String {
+    let begun = steps.iter().position(|step| step == "source hears ChannelsUp").map_or(0, |at| at + 1);
+    let mut told: Vec<(&str, u32)> = Vec::new();
+    for step in &steps[begun..] {
+        match told.last_mut() {
+            Some((last, times)) if last == step => *times += 1,
+            _ => told.push((step, 1)),
+        }
+    }
+    let told = told.into_iter().map(|(step, times)| match times {
+        1 => step.to_owned(),
+        times => format!("{step} ({times} times)"),
+    });
+    told.collect::<Vec<_>>().join("; ")
+}
+
+#[test]
+fn each_flaw_breaks_a_promise() {
+    let (mut missed, mut rows) = (Vec::new(), Vec::new());
+    for (flaw, mode) in Flaw::ALL {
+        match found(flaw, mode) {
+            Some((faults, property, steps)) => rows.push(format!(
+                "| {} | {mode} | {property} | {faults} | {} | {} |",
+                flaw.text(),
+                steps.len(),
+                told(&steps)
+            )),
+            None => missed.push(flaw),
+        }
+    }
+    let head =
+        "| mutation | migration | what breaks | faults | steps | the shortest trace, once channels are up |";
+    println!("{head}\n|---|---|---|---|---|---|\n{}", rows.join("\n"));
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}

@@ -1,0 +1,127 @@
+//! What must hold in every state, and at the end.
+
+use super::step::Step;
+use super::world::{World, has};
+use crate::source::Outcome;
+use crate::source::session::Phase;
+use crate::target::session::Outcome as TargetOutcome;
+
+/// What is promised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Promise {
+    OneRunner,
+    OneHolder,
+    CommitsOnce,
+    StartsAfterCommit,
+    StartsClaimed,
+    StartsOnce,
+    NotTakenBack,
+    NoPageMissed,
+    EachPageOnce,
+    KnownToRun,
+    EndsRight,
+}
+
+impl Promise {
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Self::OneRunner => "never two runners",
+            Self::OneHolder => "disks are one side's at a time",
+            Self::CommitsOnce => "one commit, with the guest stopped",
+            Self::StartsAfterCommit => "no start before the commit",
+            Self::StartsClaimed => "with a fence, no start that it has not granted",
+            Self::StartsOnce => "one load and one start",
+            Self::NotTakenBack => "resumed after the commit only by the target's word, or the fence's",
+            Self::NoPageMissed => "no page lost, stale or damaged",
+            Self::EachPageOnce => "each page once",
+            Self::KnownToRun => "never none without a named state",
+            Self::EndsRight => "whoever says how it ended is right",
+        }
+    }
+}
+
+impl Step<'_> {
+    /// After every step.
+    pub(super) fn check(&mut self) {
+        let world = &self.world;
+        let (here, there) = (&world.here, &world.there);
+        let two = here.running && there.running;
+        let missed = there.running
+            && there.lazy.is_some_and(|lazy| {
+                (0..lazy.model.len())
+                    .any(|page| has(lazy.present, page) && there.pages[page] != lazy.model[page])
+            });
+        let known = known(world);
+        let right = !(here.ended() && there.ended()) || ends_right(world);
+        self.promise(Promise::OneRunner, !two);
+        self.promise(Promise::NoPageMissed, !missed);
+        self.promise(Promise::KnownToRun, known);
+        self.promise(Promise::EndsRight, right);
+    }
+}
+
+/// Somebody who lives says where the guest is: it runs, or is being moved, or its state has a name.
+fn known(world: &World) -> bool {
+    let (here, there) = (&world.here, &world.there);
+    if there.running && !(there.rest || there.outcome.is_some()) {
+        return false;
+    }
+    if there.rest && !here.ended() && !there.crashed && !here.session.is.handed_over() {
+        return false;
+    }
+    if here.running || there.running {
+        return true;
+    }
+    let being_moved = !here.ended()
+        && matches!(
+            here.session.is.phase(),
+            Phase::Switchover | Phase::Postcopy | Phase::PostcopyPaused | Phase::Unknown | Phase::Ended
+        );
+    let named = match &here.outcome {
+        Some(Outcome::Unknown(_) | Outcome::Lost(_)) => true,
+        // Its owner died, or cannot start it and says so.
+        Some(Outcome::Completed) => there.crashed,
+        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => here.resume_failed,
+        None => here.crashed,
+    };
+    being_moved || named
+}
+
+/// Both sides have ended.
+fn ends_right(world: &World) -> bool {
+    let (here, there) = (&world.here, &world.there);
+    let moved = there.outcome == Some(TargetOutcome::Completed);
+    if there.running != moved || (moved && !here.committed) {
+        return false;
+    }
+    if let Some(lazy) = there.lazy.filter(|_| moved)
+        && (lazy.lacking != 0 || there.pages != lazy.model)
+    {
+        return false;
+    }
+    let gone = here.crashed || there.crashed;
+    let whole = here.outcome == Some(Outcome::Completed) && moved;
+    let unknown = matches!(here.outcome, Some(Outcome::Unknown(_)));
+    if there.rest && !gone && !whole {
+        // Nobody died, and yet its memory did not come together.
+        return false;
+    }
+    let renounced = here.committed && there.lazy.is_some() && !there.rest;
+    if renounced && !gone && !there.stopped && unknown {
+        return false;
+    }
+    if world.fence.is_some() && !gone && !there.stopped && unknown {
+        // Nobody died, and the fence has not decided.
+        return false;
+    }
+    if world.calm && !whole {
+        return false;
+    }
+    match &here.outcome {
+        None => here.crashed,
+        Some(Outcome::Completed) => !here.running && (moved || there.crashed),
+        Some(Outcome::Unknown(_)) => here.committed && !here.running,
+        Some(Outcome::Lost(_)) => here.committed && !here.running && there.started,
+        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => !moved && (here.running || here.resume_failed),
+    }
+}

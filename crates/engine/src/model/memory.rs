@@ -1,0 +1,132 @@
+//! The guest's memory on the source, the thread that sends it, and those that answer requests for it.
+
+use super::Flaw;
+use super::step::{Mishap, Step};
+use super::world::{Cargo, DAMAGED, Job, has, pages, take};
+use crate::source::events::Event;
+use std::time::Duration;
+
+impl Step<'_> {
+    /// The guest, or the VMM, writes a page on the source.
+    pub(super) fn write(&mut self, page: usize) {
+        let here = &mut self.world.here;
+        here.memory[page] += 1;
+        if has(here.protected, page) {
+            here.protected &= !(1 << page);
+            here.marked |= 1 << page;
+        }
+    }
+
+    /// As KVM's log: marks stay until the page is protected.
+    pub(super) fn harvest(&mut self) -> Event {
+        let (late, lost) = (self.flaw(Flaw::HarvestsBeforeSaving), self.flaw(Flaw::LosesPage));
+        let early = self.flaw(Flaw::HarvestsBeforePause);
+        let here = &mut self.world.here;
+        here.pending |= std::mem::take(&mut here.flight);
+        let marked = if lost { here.marked & !1 } else { here.marked };
+        if !(early && here.paused) {
+            here.pending |= marked;
+        }
+        let count = here.pending.count_ones();
+        let last_live = !here.paused && here.live_passes >= self.model.bounds.passes && !here.timed_out;
+        if last_live {
+            self.tell_of_timeout();
+        }
+        if late && self.world.here.paused {
+            self.save();
+        }
+        Event::Harvested { pages: count.into(), writers: Vec::new() }
+    }
+
+    /// The next step of the thread that sends.
+    pub(super) fn send_pages(&mut self) {
+        match self.world.here.job {
+            Some(Job::Pages { pass, hand: Some((page, read)), told }) => {
+                if read.is_some() {
+                    self.protect(page);
+                }
+                self.world.here.job = Some(Job::Pages { pass, hand: None, told });
+                self.put_page(page, read.unwrap_or(self.world.here.memory[page]), false);
+            }
+            Some(Job::Pages { pass, hand: None, told }) => {
+                let flight = self.world.here.flight;
+                let Some(page) = pages(flight).next() else { return self.pass_sent(pass, told) };
+                // The end of the pass overtakes its last page.
+                let told = flight.count_ones() == 1 && self.flaw(Flaw::AcknowledgedEarly);
+                if told {
+                    self.put(Cargo::Barrier(pass), false);
+                }
+                take(&mut self.world.here.flight, page);
+                let read = self.flaw(Flaw::ProtectsLate).then_some(self.world.here.memory[page]);
+                if read.is_none() {
+                    self.protect(page);
+                }
+                self.world.here.job = Some(Job::Pages { pass, hand: Some((page, read)), told });
+            }
+            Some(Job::Digests { pass, of }) => {
+                self.put(Cargo::Digests { of, contents: self.world.here.memory }, false);
+                self.pass_sent(pass, false);
+            }
+            Some(Job::Rest { pass }) => match pages(self.world.here.claims.unwrap_or(0)).next() {
+                Some(page) => {
+                    self.claim(page);
+                    self.put_page(page, self.world.here.memory[page], false);
+                }
+                None => self.pass_sent(pass, false),
+            },
+            None => {}
+        }
+    }
+
+    fn protect(&mut self, page: usize) {
+        let here = &mut self.world.here;
+        here.protected |= 1 << page;
+        here.marked &= !(1 << page);
+    }
+
+    fn pass_sent(&mut self, pass: u32, told: bool) {
+        if !told {
+            self.put(Cargo::Barrier(pass), false);
+        }
+        self.world.here.job = None;
+        self.tell_here(Duration::ZERO, Event::PassSent { bytes: 0 });
+    }
+
+    fn put_page(&mut self, page: usize, content: u8, urgent: bool) {
+        let damaged = self.goes_wrong(Mishap::Damage);
+        self.put(Cargo::Page { page, content: if damaged { DAMAGED } else { content } }, urgent);
+    }
+
+    fn put(&mut self, cargo: Cargo, urgent: bool) {
+        let link = self.link_here();
+        if !link.dead() && !link.pages_cut {
+            if urgent { &mut link.urgent } else { &mut link.bulk }.push_back(cargo);
+        }
+    }
+
+    fn claim(&mut self, page: usize) -> bool {
+        self.world.here.claims.as_mut().is_some_and(|claims| take(claims, page))
+    }
+
+    /// Requests are served from now on.
+    pub(super) fn serve(&mut self) {
+        if self.world.here.claims.is_none() {
+            return;
+        }
+        self.world.here.serving = true;
+        for (page, again) in std::mem::take(&mut self.world.here.early) {
+            self.requested(page, again);
+        }
+    }
+
+    pub(super) fn requested(&mut self, page: usize, again: bool) {
+        if !self.world.here.serving {
+            self.world.here.early.push((page, again));
+            return;
+        }
+        let planted = self.flaw(Flaw::OlderOverNewer) || self.flaw(Flaw::SendsTwice);
+        if self.claim(page) || again || planted {
+            self.put_page(page, self.world.here.memory[page], true);
+        }
+    }
+}

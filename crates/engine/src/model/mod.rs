@@ -1,0 +1,387 @@
+//! The whole protocol as a model whose every reachable state is looked at (stateright): precopy, postcopy and hybrid, cancel,
+//! recovery, crashes of either side at any step, links that are late, lost, cut, or cut in part.
+//!
+//! Both [`Session`](crate::source::session::Session)s are the ones that ship: every decision is a call of their `handle`. Of this model
+//! is what is around them, which the drivers and the kernel are otherwise: `source` and `memory` (the source's host), `target` and
+//! `placing` (the target's). The simulation (`sim`) has the same around them with more pages, channels and faults, and samples; this
+//! exhausts, with two pages, few writes and few faults.
+//!
+//! Time is no number here: any limit may run out at any moment (`Session::project` says why that is sound). What takes time in a driver
+//! and nobody can tell from nothing (loading a state, say) is one step with what follows from it, but where it goes wrong; what the
+//! guest's writes can fall into, the threads that send, and all that travels, are steps of their own.
+//!
+//! Faults are counted: each bound says how many may happen in one run. With that every run is finite, which
+//! `every_run_comes_to_an_end` shows, so that "in the end" is checked exactly.
+
+mod cycle;
+mod deeds;
+mod fence;
+mod flaw;
+mod judge;
+mod memory;
+mod placing;
+mod shortest;
+mod source;
+mod step;
+mod target;
+mod tell;
+mod world;
+
+use crate::fence::simulated::asked_by_the_host;
+use crate::fence::{Ruling, Side};
+use crate::source::session::Session as SourceSession;
+use crate::source::{MigrationMode, Outcome, Settings};
+use crate::target::session::Outcome as TargetOutcome;
+use fence::Fence;
+use flaw::Flaw;
+use judge::Promise;
+pub(crate) use shortest::shortest;
+use source::settings;
+use stateright::{Checker, Expectation, Model, Property};
+use std::time::{Duration, Instant};
+use step::{Deed, Mishap, Step};
+use world::{ALL, Dial, Here, Keyed, Link, PAGES, There, World};
+
+const MODES: [MigrationMode; 3] = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
+
+/// How far the model goes.
+#[derive(Debug, Clone, Copy)]
+struct Bounds {
+    /// Crashes, cuts, failed steps, damaged pages, cancels, silences, people's mistakes: so many all together.
+    faults: u8,
+    /// Writes on the source while passes go on, and on the target.
+    writes: u8,
+    writes_there: u8,
+    /// Pages that are asked for.
+    touches: u8,
+    /// Passes before the timeout ends them.
+    passes: u8,
+    verify: bool,
+}
+
+impl Bounds {
+    const SHORT: Self = Self { faults: 1, writes: 2, writes_there: 1, touches: 1, passes: 2, verify: false };
+}
+
+#[derive(Debug, Clone)]
+struct Protocol {
+    mode: MigrationMode,
+    bounds: Bounds,
+    /// Both sides ask a fence.
+    fenced: bool,
+    flaw: Option<Flaw>,
+}
+
+impl Protocol {
+    fn new(mode: MigrationMode, bounds: Bounds) -> Self {
+        Self { mode, bounds, fenced: false, flaw: None }
+    }
+
+    /// The same with a fence.
+    fn fenced(self) -> Self {
+        Self { fenced: true, ..self }
+    }
+
+    fn settings(&self) -> Settings {
+        let fence = self.fenced.then(asked_by_the_host);
+        Settings { fence, ..settings(self.mode, self.bounds.verify) }
+    }
+}
+
+/// A step as the checker knows it.
+type Happening = (Deed, Option<Mishap>);
+
+impl Model for Protocol {
+    type State = World;
+    type Action = Happening;
+
+    fn init_states(&self) -> Vec<World> {
+        let (session, first) =
+            SourceSession::begin(self.settings(), world::machine(), PAGES as u64, Duration::ZERO);
+        let here = Here {
+            session: Keyed::by(session, SourceSession::project),
+            todo: None,
+            running: true,
+            paused: false,
+            holds: true,
+            committed: false,
+            given_back: false,
+            resume_failed: false,
+            outcome: None,
+            crashed: false,
+            link: 0,
+            connected: true,
+            dial: Dial::No,
+            in_vain: false,
+            timed_out: false,
+            switch_asked: false,
+            live_passes: 0,
+            memory: [1; PAGES],
+            protected: 0,
+            marked: 0,
+            pending: ALL,
+            flight: 0,
+            job: None,
+            claims: None,
+            serving: false,
+            early: Vec::new(),
+            lacking: 0,
+            writes_left: self.bounds.writes,
+        };
+        let there = There {
+            session: Step::new_session(self.fenced),
+            running: false,
+            holds: false,
+            outcome: None,
+            crashed: false,
+            stopped: false,
+            link: 0,
+            connected: true,
+            loss_noticed: false,
+            last_came: false,
+            collected: 0,
+            pages: [0; PAGES],
+            suspect: 0,
+            compared: 0,
+            differ: 0,
+            loaded: false,
+            started: false,
+            lazy: None,
+            rest: false,
+            touches_left: self.bounds.touches,
+            writes_left: self.bounds.writes_there,
+        };
+        let world = World {
+            here,
+            there,
+            links: vec![Link::default()],
+            fence: self.fenced.then(Fence::new),
+            faults_left: self.bounds.faults,
+            calm: true,
+            broken: None,
+        };
+        let mut step = Step::new(self, &world, None);
+        step.begin(first);
+        vec![step.world]
+    }
+
+    fn actions(&self, world: &World, happenings: &mut Vec<Happening>) {
+        let mut deeds = Vec::new();
+        self.deeds(world, &mut deeds);
+        let lost = |at: usize| world.links[at].dead() || world.links[at].source_closed;
+        let risky = world.faults_left > 0 || lost(world.here.link) || lost(world.there.link);
+        for deed in deeds {
+            happenings.push((deed, None));
+            if risky {
+                let mishaps = Step::mishaps(self, world, deed);
+                happenings.extend(mishaps.into_iter().map(|mishap| (deed, Some(mishap))));
+            }
+        }
+    }
+
+    fn next_state(&self, world: &World, (deed, mishap): Happening) -> Option<World> {
+        Step::new(self, world, mishap).done(deed)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        macro_rules! kept {
+            ($($promise:ident),*) => {
+                vec![$(Property::always(Promise::$promise.text(), |_, world: &World| {
+                    world.broken != Some(Promise::$promise)
+                })),*]
+            };
+        }
+        let mut properties = kept![
+            OneRunner,
+            OneHolder,
+            CommitsOnce,
+            StartsAfterCommit,
+            StartsClaimed,
+            StartsOnce,
+            NotTakenBack,
+            NoPageMissed,
+            EachPageOnce,
+            KnownToRun,
+            EndsRight
+        ];
+        properties.push(Property::eventually(
+            "in the end both sides have ended, and say how",
+            |_, world: &World| world.here.ended() && world.there.ended(),
+        ));
+        if self.flaw.is_none() {
+            properties.extend(self.reached());
+        }
+        properties
+    }
+
+    fn format_action(&self, happening: &Happening) -> String {
+        format!("{happening:?}")
+    }
+}
+
+impl Protocol {
+    /// What must be reached, lest the model prove nothing about it.
+    fn reached(&self) -> Vec<Property<Self>> {
+        let mut reached = vec![
+            Property::sometimes("the guest moves", |_, world: &World| world.completed()),
+            Property::sometimes("it is cancelled", |_, world: &World| {
+                matches!(world.here.outcome, Some(Outcome::Cancelled(_)))
+            }),
+            Property::sometimes("it is given back after the commit", |_, world: &World| {
+                world.here.committed && matches!(world.here.outcome, Some(Outcome::Failed(_)))
+            }),
+        ];
+        if self.fenced {
+            reached.extend(self.reached_with_a_fence());
+        } else if self.mode == MigrationMode::Precopy {
+            reached.extend([
+                Property::sometimes("nobody knows, and it moved", |_, world: &World| {
+                    world.unknown() && world.there.running
+                }),
+                Property::sometimes("nobody knows, and it did not move", |_, world: &World| {
+                    world.unknown() && world.there.ended() && !world.there.running
+                }),
+                Property::sometimes("damaged pages come again", |_, world: &World| {
+                    let resent = world.here.session.is.suspects_resent > 0;
+                    !world.here.ended() && world.here.committed && resent
+                }),
+            ]);
+        } else {
+            reached.extend([
+                Property::sometimes("it moves over a second link", |_, world: &World| {
+                    world.completed() && world.there.link > 0
+                }),
+                Property::sometimes("it is given back over a second link", |_, world: &World| {
+                    world.here.running && world.there.link > 0
+                }),
+                Property::sometimes("it is lost with its source, which says so", |_, world: &World| {
+                    world.here.crashed && world.there.rest && world.there.crashed
+                }),
+                Property::sometimes("its source dies, and it is whole", |_, world: &World| {
+                    world.here.crashed && world.there.outcome == Some(TargetOutcome::Completed)
+                }),
+            ]);
+        }
+        reached
+    }
+
+    fn reached_with_a_fence(&self) -> Vec<Property<Self>> {
+        let mut reached = vec![
+            Property::sometimes("the fence gives it to the source", |_, world: &World| {
+                world.asked_fence()
+                    && matches!(world.here.outcome, Some(Outcome::Failed(_)))
+                    && world.fence_gives_it_to(Side::Source) == Some(true)
+            }),
+            Property::sometimes("the target's claim comes too late", |_, world: &World| {
+                let refused = world.there.outcome.is_some() && !world.there.crashed && !world.there.started;
+                world.here.running && world.here.committed && refused
+            }),
+            Property::sometimes("its owner dies, and nobody is said to run it", |_, world: &World| {
+                let held = world.fence.as_ref().and_then(|fence| fence.register);
+                world.unknown() && held == Some(Ruling::Target { runs: false })
+            }),
+        ];
+        if self.mode == MigrationMode::Precopy {
+            reached.push(Property::sometimes("the fence says that it moved", |_, world: &World| {
+                world.asked_fence() && world.completed()
+            }));
+        }
+        reached
+    }
+
+    /// What is broken, and the shortest way there in words.
+    fn shortest_counterexample(&self) -> Option<(&'static str, Vec<String>)> {
+        let (property, path) = shortest(self)?;
+        let step = |(world, happening): (World, Option<Happening>)| Some(tell::tell(&world, happening?));
+        Some((property, path.into_iter().filter_map(step).collect()))
+    }
+
+    /// Looks at every state, and says how many there were. In depth it takes less memory; in breadth, the shortest ways.
+    fn explore(self, in_depth: bool) {
+        let began = Instant::now();
+        let model = self.clone();
+        if in_depth {
+            model.report(self.checker().spawn_dfs().join(), began);
+        } else {
+            model.report(self.checker().spawn_bfs().join(), began);
+        }
+    }
+
+    fn report(&self, checker: impl Checker<Self>, began: Instant) {
+        use std::io::Write;
+        // What fails ends the search early: then nothing was exhausted.
+        let found = checker.discoveries();
+        let failed = |property: &Property<Self>| {
+            property.expectation != Expectation::Sometimes && found.contains_key(property.name)
+        };
+        let broken = self.properties().iter().any(failed);
+        let _ = writeln!(
+            std::io::stdout(),
+            "model: {}{}, {:?}: {} states, {} transitions, depth {}, {:.1} s; {}",
+            self.mode,
+            if self.fenced { " with a fence" } else { "" },
+            self.bounds,
+            checker.unique_state_count(),
+            checker.state_count(),
+            checker.max_depth(),
+            began.elapsed().as_secs_f64(),
+            if broken { "A PROMISE IS BROKEN" } else { "the space is exhausted" },
+        );
+        checker.assert_properties();
+    }
+}
+
+impl World {
+    /// Whether the source has claimed the guest.
+    fn asked_fence(&self) -> bool {
+        self.fence.is_some() && !self.here.session.is.fence_done()
+    }
+
+    fn completed(&self) -> bool {
+        self.here.outcome == Some(Outcome::Completed)
+    }
+
+    fn unknown(&self) -> bool {
+        matches!(self.here.outcome, Some(Outcome::Unknown(_)))
+    }
+}
+
+#[test]
+fn every_promise_is_kept_in_every_state() {
+    let verify = Bounds { verify: true, writes: 1, ..Bounds::SHORT };
+    for mode in MODES {
+        Protocol::new(mode, Bounds::SHORT).explore(false);
+        if mode != MigrationMode::Postcopy {
+            Protocol::new(mode, verify).explore(false);
+        }
+    }
+}
+
+#[test]
+fn every_promise_is_kept_with_a_fence() {
+    // A link that is lost and a fence that gives no answer are two faults. What guests write has no part in who owns them.
+    let bounds = Bounds { faults: 2, writes: 0, writes_there: 0, touches: 0, passes: 1, ..Bounds::SHORT };
+    for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
+        Protocol::new(mode, bounds).fenced().explore(false);
+    }
+}
+
+/// `VMFERRY_MODEL_FAULTS` and so on say how far to go; minutes, and some gigabytes.
+#[test]
+#[ignore = "takes minutes: cargo test --release -p vmferry-engine --lib model::further -- --ignored --nocapture"]
+fn further_than_in_every_build() {
+    let number = |name: &str, otherwise| {
+        std::env::var(name).map_or(otherwise, |text| text.parse().expect("a small number"))
+    };
+    let bounds = Bounds {
+        faults: number("VMFERRY_MODEL_FAULTS", 2),
+        writes: number("VMFERRY_MODEL_WRITES", 2),
+        ..Bounds::SHORT
+    };
+    let only = std::env::var("VMFERRY_MODEL_MODE").ok();
+    for mode in MODES.into_iter().filter(|mode| only.as_ref().is_none_or(|only| *only == mode.to_string())) {
+        let model = Protocol::new(mode, bounds);
+        let fenced = std::env::var("VMFERRY_MODEL_FENCE").is_ok_and(|fence| fence == "1");
+        if fenced { model.fenced() } else { model }.explore(true);
+    }
+}

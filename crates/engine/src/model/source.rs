@@ -1,0 +1,419 @@
+//! The source's host: performs what the session that ships decides, and tells it what came of it.
+//!
+//! What a session's action does and what event answers it is in [`Step::perform_here`] alone.
+
+use super::Flaw;
+use super::judge::Promise;
+use super::step::{Deed, Mishap, Step};
+use super::world::{ALL, Cargo, Dial, Down, Job, Keyed, Link, PAGES, Up, mask_of, mask_of_runs, piece_of};
+use crate::fence::Side;
+use crate::source::events::{Action, Event, Outcome, Pass};
+use crate::source::session::{Phase, Session};
+use crate::source::{MigrationMode, Settings};
+use std::collections::VecDeque;
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
+
+/// The migration's timeout, and the two moments at which the clock ticks if not at once: past that and no other limit; past all.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(1);
+const AT_TIMEOUT: Duration = Duration::from_secs(2);
+const MUCH_LATER: Duration = Duration::from_secs(1000);
+
+pub(super) fn failure() -> Refusal {
+    Refusal::new(RefusalCode::Other, "a step failed")
+}
+
+fn lost() -> String {
+    "the link is lost".into()
+}
+
+impl Step<'_> {
+    pub(super) fn happen_here(&mut self, deed: Deed) {
+        match deed {
+            Deed::SourceHears => self.source_hears(),
+            Deed::SourceActs => {
+                let todo = self.world.here.todo.take();
+                self.act_here(todo.into_iter().collect(), true);
+            }
+            Deed::SourceNoticesLoss => self.source_notices_loss(),
+            Deed::Sends => self.send_pages(),
+            Deed::Serves => {
+                if let Some((page, again)) = self.link_here().requests.pop_front() {
+                    self.requested(page, again);
+                }
+            }
+            Deed::TickSoon => self.tell_here(Duration::ZERO, Event::Tick),
+            Deed::TickAtTimeout => {
+                self.world.here.timed_out = true;
+                self.tell_here(AT_TIMEOUT, Event::Tick);
+            }
+            Deed::TickMuchLater => {
+                // A lost link may stay so for as long as it likes; else it is a fault that the peer is silent.
+                if self.world.here.connected {
+                    self.fault();
+                }
+                self.tell_here(MUCH_LATER, Event::Tick);
+            }
+            Deed::Dials => self.dial(),
+            Deed::DialFails => self.dialled(false),
+            Deed::Cancel => {
+                self.fault();
+                self.tell_here(Duration::ZERO, Event::Cancel);
+            }
+            Deed::SwitchNow => {
+                self.world.here.switch_asked = true;
+                self.tell_here(Duration::ZERO, Event::SwitchNow);
+            }
+            Deed::Pause => {
+                self.fault();
+                self.tell_here(Duration::ZERO, Event::Pause);
+            }
+            Deed::Recover => self.tell_here(Duration::ZERO, Event::Recover),
+            Deed::Abandon => self.tell_here(Duration::ZERO, Event::Abandon),
+            other => unreachable!("{other:?} is not the source's"),
+        }
+    }
+
+    pub(super) fn tell_here(&mut self, now: Duration, event: Event) {
+        let actions = self.handle_here(now, event);
+        self.act_here(actions, false);
+    }
+
+    /// There is an end to passes: the migration's timeout. It changes what the session wants, and makes it do nothing yet.
+    pub(super) fn tell_of_timeout(&mut self) {
+        self.world.here.timed_out = true;
+        let actions = self.handle_here(AT_TIMEOUT, Event::Tick);
+        assert!(actions.iter().all(|action| matches!(action, Action::Send(ToTarget::Ping(_)))));
+    }
+
+    fn handle_here(&mut self, now: Duration, event: Event) -> VecDeque<Action> {
+        let before = self.world.here.session.is.phase();
+        if self.world.here.committed && before == Phase::Switchover {
+            self.world.here.given_back |= matches!(
+                event,
+                Event::NotSent(_) | Event::Message(ToSource::Returned(_) | ToSource::Failed(_))
+            );
+        }
+        // Over a new link as well, unless it ran there meanwhile.
+        let late = before == Phase::PostcopyPaused
+            && !self.world.here.session.is.runs_there()
+            && matches!(event, Event::Message(ToSource::Returned(_)));
+        let here = &mut self.world.here;
+        let actions = here.session.change(|session| session.handle(now, event), Session::project);
+        here.given_back |= late && here.session.is.phase() == Phase::Ended;
+        actions.into()
+    }
+
+    /// Performs actions in order; `now` says that the first is one that was put off.
+    pub(super) fn act_here(&mut self, mut actions: VecDeque<Action>, mut now: bool) {
+        while let Some(action) = actions.pop_front() {
+            if self.world.here.ended() {
+                return;
+            }
+            let live = !self.world.here.paused;
+            if !now && live && matches!(action, Action::StartTracker | Action::Harvest | Action::Pause) {
+                assert!(actions.is_empty(), "{action:?} is the last of its actions");
+                self.world.here.todo = Some(action);
+                return;
+            }
+            if self.at > 0 && self.goes_wrong(Mishap::SourceDiesBefore(self.at)) {
+                return self.crash_source();
+            }
+            now = false;
+            if let Some(event) = self.perform_here(action) {
+                let before = self.world.here.session.is.phase();
+                let more = self.handle_here(Duration::ZERO, event);
+                if before != Phase::Ended && self.world.here.session.is.phase() == Phase::Ended {
+                    // As the driver: what was still to be done is moot.
+                    actions.clear();
+                }
+                actions.extend(more);
+            }
+            self.at += 1;
+        }
+    }
+
+    fn step_fails(&mut self) -> bool {
+        self.goes_wrong(Mishap::StepFails(self.at))
+    }
+
+    /// The one place that says what the source's actions do.
+    fn perform_here(&mut self, action: Action) -> Option<Event> {
+        let failed = Event::LocalFailure(failure());
+        let done = match action {
+            Action::Send(message) => return self.send_here(message),
+            Action::Remember { .. } | Action::Throttle(_) => return None,
+            Action::OpenChannels { .. } => return Some(self.open_channels()),
+            Action::StartTracker => {
+                // As KVM's log: every page is marked from the start, and none protected.
+                (self.world.here.protected, self.world.here.marked) = (0, ALL);
+                Event::TrackerStarted
+            }
+            Action::Rehearse => Event::Rehearsed { fixed: Duration::ZERO },
+            Action::Harvest => self.harvest(),
+            Action::SendPass { number, pass } => return self.begin_pass(number, pass),
+            Action::Pause => {
+                self.world.here.running = false;
+                self.world.here.paused = true;
+                Event::Paused
+            }
+            Action::Save => {
+                if !self.flaw(Flaw::HarvestsBeforeSaving) {
+                    self.save();
+                }
+                Event::Saved { sections: vec![] }
+            }
+            Action::Release => {
+                if self.step_fails() {
+                    return Some(failed);
+                }
+                self.world.here.holds = self.flaw(Flaw::KeepsDisks);
+                return Some(Event::Released);
+            }
+            Action::HandOver { also } => return Some(self.hand_over(mask_of_runs(&also))),
+            Action::SendRest { number } => {
+                self.world.here.job = self.world.here.claims.map(|_| Job::Rest { pass: number });
+                return None;
+            }
+            Action::Disconnect => {
+                self.disconnect_source();
+                return None;
+            }
+            Action::Reconnect { .. } => {
+                self.world.here.dial = Dial::Wanted;
+                return None;
+            }
+            Action::TakeLacking(piece) => {
+                self.world.here.lacking |= mask_of(&piece);
+                return None;
+            }
+            Action::ServeAgain { pages } => return self.serve_again(pages),
+            Action::Resume => return Some(self.resume()),
+            Action::Fence { word, .. } => {
+                self.ask_fence(Side::Source, word);
+                return None;
+            }
+            Action::Finish(outcome) => {
+                self.world.here.outcome = Some(outcome);
+                // As the driver: what has done its work is removed.
+                let done = self.world.here.session.is.fence_done();
+                self.world.fence.iter_mut().filter(|_| done).for_each(|fence| fence.register = None);
+                self.end_source();
+                return None;
+            }
+        };
+        Some(if self.step_fails() { failed } else { done })
+    }
+
+    /// Saving may write guest memory, with the guest stopped.
+    pub(super) fn save(&mut self) {
+        self.write(PAGES - 1);
+    }
+
+    fn send_here(&mut self, message: ToTarget) -> Option<Event> {
+        if matches!(message, ToTarget::Ping(_)) {
+            // It is answered whatever the state, and changes none.
+            return None;
+        }
+        let commit = message == ToTarget::Commit;
+        if commit {
+            let right = !self.world.here.committed && !self.world.here.running;
+            self.promise(Promise::CommitsOnce, right);
+            self.world.here.committed = true;
+        }
+        let up = self.link_up();
+        let at = self.at;
+        if up {
+            self.link_here().down.push_back(Down::Message(Keyed::message(message)));
+            if commit && self.goes_wrong(Mishap::BreaksAfter(at)) {
+                // Nobody can tell how much of it had left.
+                self.link_here().cut = true;
+                let unsent = self.flaw(Flaw::TakesForUnsent);
+                return Some(if unsent { Event::NotSent(lost()) } else { Event::PeerLost(lost()) });
+            }
+            return None;
+        }
+        if self.goes_wrong(Mishap::NotSent(at)) {
+            return Some(Event::NotSent(lost()));
+        }
+        self.goes_wrong(Mishap::SendFails(at)).then(|| Event::PeerLost(lost()))
+    }
+
+    fn open_channels(&mut self) -> Event {
+        let again = self.world.here.claims.is_some();
+        if !self.link_up() || self.link_here().pages_cut {
+            return if again { Event::PeerLost(lost()) } else { Event::LocalFailure(failure()) };
+        }
+        self.link_here().bulk.push_back(Cargo::Hello);
+        if self.model.mode != MigrationMode::Precopy {
+            self.link_here().urgent.push_back(Cargo::Hello);
+        }
+        self.serve();
+        Event::ChannelsOpened
+    }
+
+    fn begin_pass(&mut self, pass: u32, what: Pass) -> Option<Event> {
+        let here = &mut self.world.here;
+        let flight = match what {
+            Pass::Dirty { .. } => std::mem::take(&mut here.pending),
+            Pass::Again(runs) => mask_of_runs(&runs),
+            Pass::Digests => {
+                // What the target lacks is compared when it comes.
+                let of = ALL & !here.claims.unwrap_or(0);
+                here.job = Some(Job::Digests { pass, of });
+                return Some(Event::Comparing { pages: of.count_ones().into() });
+            }
+        };
+        here.live_passes += u8::from(!here.paused);
+        here.flight = flight;
+        here.job = Some(Job::Pages { pass, hand: None, told: false });
+        None
+    }
+
+    fn hand_over(&mut self, also: u8) -> Event {
+        let also = if self.flaw(Flaw::ForgetsSuspects) { 0 } else { also };
+        let here = &mut self.world.here;
+        let lacking = std::mem::take(&mut here.pending) | also;
+        here.claims = Some(lacking);
+        if lacking != 0
+            && let Some(failed) = self.send_here(ToTarget::Lacking(piece_of(lacking)))
+        {
+            return failed;
+        }
+        self.serve();
+        Event::HandedOver { pages: lacking.count_ones().into(), skipped: 0 }
+    }
+
+    fn serve_again(&mut self, pages: u64) -> Option<Event> {
+        let here = &mut self.world.here;
+        let lacking = std::mem::take(&mut here.lacking);
+        if u64::from(lacking.count_ones()) != pages {
+            return Some(Event::PeerLost("pages were not named".into()));
+        }
+        let left = if self.model.flaw == Some(Flaw::ClaimSurvives) { here.claims } else { None };
+        here.claims = Some(lacking & left.unwrap_or(ALL));
+        None
+    }
+
+    fn resume(&mut self) -> Event {
+        let won = self.world.fence_gives_it_to(Side::Source) == Some(true);
+        let ours = !self.world.here.committed || self.world.here.given_back || won;
+        self.promise(Promise::NotTakenBack, ours);
+        self.world.here.job = None;
+        if self.step_fails() {
+            self.world.here.resume_failed = true;
+            return Event::LocalFailure(failure());
+        }
+        self.run_here();
+        Event::Resumed
+    }
+
+    fn run_here(&mut self) {
+        let (alone, free) = (!self.world.there.running, !self.world.there.holds);
+        self.promise(Promise::OneRunner, alone);
+        self.promise(Promise::OneHolder, free);
+        (self.world.here.running, self.world.here.paused, self.world.here.holds) = (true, false, true);
+    }
+
+    fn source_hears(&mut self) {
+        let Some(up) = self.link_here().up.pop_front() else { return };
+        match up {
+            Up::Reply(yes) => self.dialled(yes),
+            Up::Message(message) => {
+                let message = (*message.is).clone();
+                // As the driver: a target that claims to have what was never sent to it is asked anew.
+                let unsent = self.world.here.claims.is_some_and(|claims| claims != 0);
+                let cannot_be = matches!(message, ToSource::Complete(_)) && unsent;
+                let event = if cannot_be { Event::PeerLost(lost()) } else { Event::Message(message) };
+                self.tell_here(Duration::ZERO, event);
+            }
+        }
+    }
+
+    fn source_notices_loss(&mut self) {
+        if self.world.here.dial == Dial::Said {
+            return self.dialled(false);
+        }
+        let phase = self.world.here.session.is.phase();
+        let planted = match self.model.flaw {
+            Some(Flaw::ResumesAfterCommit) => self.world.here.committed && phase == Phase::Switchover,
+            Some(Flaw::ResumesInPostcopy) => phase == Phase::Postcopy,
+            _ => false,
+        };
+        if planted {
+            self.run_here();
+            self.world.here.outcome = Some(Outcome::Failed(failure()));
+            return self.end_source();
+        }
+        self.tell_here(Duration::ZERO, Event::PeerLost(lost()));
+    }
+
+    /// A new control channel says hello.
+    fn dial(&mut self) {
+        self.world.links.push(Link { down: [Down::Back].into(), ..Link::default() });
+        let here = &mut self.world.here;
+        here.link = self.world.links.len() - 1;
+        here.connected = true;
+        here.dial = Dial::Said;
+    }
+
+    fn dialled(&mut self, yes: bool) {
+        let (gone, cut) = (self.world.there.ended(), self.link_here().cut);
+        let here = &mut self.world.here;
+        (here.dial, here.connected) = (Dial::No, yes);
+        // Refused, or nobody there. A link that was lost again says nothing of the target.
+        here.in_vain |= !yes && (!cut || gone);
+        here.lacking = 0;
+        let event = if yes { Event::Reconnected } else { Event::NotReconnected(lost()) };
+        self.tell_here(Duration::ZERO, event);
+    }
+
+    fn disconnect_source(&mut self) {
+        self.close_source();
+        let here = &mut self.world.here;
+        (here.connected, here.serving, here.job, here.flight) = (false, false, None, 0);
+        here.early.clear();
+        if self.model.flaw != Some(Flaw::ClaimSurvives) {
+            here.claims = None;
+        }
+    }
+
+    fn close_source(&mut self) {
+        let connected = self.world.here.connected;
+        let link = self.link_here();
+        link.source_closed |= connected;
+        link.up.clear();
+        link.requests.clear();
+    }
+
+    /// Nothing of what it had to do is left.
+    fn end_source(&mut self) {
+        self.close_source();
+        self.world.here.todo = None;
+        self.world.here.job = None;
+        self.world.here.dial = Dial::No;
+    }
+
+    pub(super) fn crash_source(&mut self) {
+        self.end_source();
+        self.link_here().cut = true;
+        let here = &mut self.world.here;
+        (here.crashed, here.running, here.holds) = (true, false, false);
+        self.world.fence.iter_mut().for_each(|fence| fence.dies(Side::Source));
+    }
+}
+
+/// How the model's migrations are set up.
+pub(super) fn settings(mode: MigrationMode, verify: bool) -> Settings {
+    use crate::source::{OnTimeout, Pace};
+    Settings {
+        mode,
+        verify,
+        channels: 1,
+        urgent_channels: 1,
+        pace: Pace::Off,
+        timeout: Some(TIMEOUT),
+        on_timeout: if mode == MigrationMode::Precopy { OnTimeout::Switch } else { OnTimeout::Postcopy },
+        ..Settings::default()
+    }
+}

@@ -1,0 +1,148 @@
+//! The arbiter in the simulation: slow, out of reach, or heard and answered when nobody expects it any more.
+
+use super::rng::Rng;
+use super::source;
+use super::world::{Defect, Item, World};
+use crate::fence::simulated::{asked_by_the_host, heard};
+use crate::fence::{Arbiter, ArbiterError, Ruling, Side, Word};
+use crate::target::session as target;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The register, and what stands between it and the hosts.
+#[derive(Debug)]
+pub(super) struct Fence {
+    pub(super) register: Option<Ruling>,
+    /// Words that are lost, in a thousand.
+    fails: u64,
+    /// Nobody is heard from the first to the second.
+    down: (u64, u64),
+}
+
+pub(super) fn choose(rng: &mut Rng) -> Option<Arc<dyn Arbiter>> {
+    rng.per_mille(500).then(asked_by_the_host)
+}
+
+impl Fence {
+    pub(super) fn new() -> Self {
+        Self { register: Some(Ruling::Open), fails: 0, down: (0, 0) }
+    }
+
+    pub(super) fn choose_faults(&mut self, rng: &mut Rng) {
+        if rng.per_mille(300) {
+            self.fails = 1 + rng.below(700);
+        }
+        if rng.per_mille(300) {
+            let scale = [10_000, 100_000, 1_000_000][rng.index(3)];
+            let from = rng.below(scale);
+            let longest = [10_000, 1_000_000, 60_000_000][rng.index(3)];
+            self.down = (from, from + rng.below(longest));
+        }
+    }
+
+    fn hears(&mut self, word: Word) -> Result<Ruling, ArbiterError> {
+        let held = self.register.as_mut().ok_or_else(|| ArbiterError::NoRegister("it was closed".into()))?;
+        *held = heard(*held, word);
+        Ok(*held)
+    }
+}
+
+impl World {
+    pub(super) fn fenced(&self) -> bool {
+        self.here.settings.fence.is_some()
+    }
+
+    /// A host says a word.
+    pub(super) fn ask_fence(&mut self, side: Side, word: Word, after: Duration) {
+        let planted = match (self.defect, word) {
+            (Defect::StartsUnclaimed, Word::Claim(Side::Target)) => Some(Ruling::Target { runs: false }),
+            (Defect::ForgetsToGiveBack, Word::GiveBack) => Some(Ruling::Source),
+            _ => None,
+        };
+        if let Some(ruling) = planted {
+            self.at(1, Item::FenceAnswers(side, word, Ok(ruling)));
+            return;
+        }
+        let after = u64::try_from(after.as_micros()).expect("short");
+        let (from, until) = self.fence.down;
+        let down = (from..until).contains(&(self.now + after)) || self.rng.per_mille(self.fence.fails);
+        let calm = self.faults.calm;
+        if calm || !down {
+            let late = !calm && self.rng.per_mille(100);
+            let way = self.rng.latency(800) + if late { self.rng.below(20_000_000) } else { 0 };
+            self.at(after + way, Item::FenceHears(side, word, true));
+            return;
+        }
+        // Nobody can tell whether it was heard, and it may be heard when that is long forgotten.
+        if self.rng.per_mille(500) {
+            let longest = [1000, 5_000_000, 60_000_000][self.rng.index(3)];
+            let way = self.rng.below(longest);
+            self.at(after + way, Item::FenceHears(side, word, false));
+        }
+        let patience = self.rng.below(3_000_000);
+        let error = ArbiterError::Unreachable("no answer".into());
+        self.at(after + patience, Item::FenceAnswers(side, word, Err(error)));
+    }
+
+    pub(super) fn fence_hears(&mut self, side: Side, word: Word, answered: bool) {
+        let answer = self.fence.hears(word);
+        if self.defect == Defect::LeaseRunsOut && matches!(word, Word::Claim(_)) {
+            self.at(3_000_000, Item::LeaseEnds);
+        }
+        if answered {
+            let way = self.rng.latency(800);
+            self.at(way, Item::FenceAnswers(side, word, answer));
+        }
+    }
+
+    /// For whoever believes in leases.
+    pub(super) fn lease_ends(&mut self) {
+        self.fence.register = Some(Ruling::Open);
+    }
+
+    pub(super) fn fence_answers(&mut self, side: Side, word: Word, answer: Result<Ruling, ArbiterError>) {
+        if word == Word::Runs {
+            // Said until it is heard, as long as there is somebody to say it.
+            if matches!(answer, Err(ArbiterError::Unreachable(_))) && !self.there.crashed {
+                self.ask_fence(side, word, Duration::from_secs(1));
+            }
+            return;
+        }
+        match side {
+            Side::Source => {
+                let answer = match answer {
+                    Err(_) if self.defect == Defect::TakesSilenceForAWin => Ok(Ruling::Source),
+                    answer => answer,
+                };
+                self.source_event(source::Event::Ruled(answer));
+            }
+            // As the real driver, which looks for answers between two steps.
+            Side::Target if self.there.busy && !self.there.ended() => {
+                self.at(200, Item::FenceAnswers(side, word, answer));
+            }
+            Side::Target => {
+                let answer = match answer {
+                    Ok(Ruling::Source)
+                        if self.defect == Defect::IgnoresLostClaim && word == Word::Claim(Side::Target) =>
+                    {
+                        Ok(Ruling::Target { runs: false })
+                    }
+                    answer => answer,
+                };
+                self.target_event(self.there.link, target::Event::Ruled(word, answer));
+            }
+        }
+    }
+
+    /// How much longer a host takes to do what it may do: it was stopped at that very moment.
+    pub(super) fn stopped_for(&mut self) -> u64 {
+        let stopped = self.fenced() && !self.faults.calm && self.rng.per_mille(150);
+        if stopped { self.rng.below(90_000_000) } else { 0 }
+    }
+
+    /// Whether no claim of the source can be granted any more, and nobody is left to change that.
+    pub(super) fn nobody_will_say(&self) -> bool {
+        let moved = self.there.outcome == Some(target::Outcome::Completed);
+        !self.fenced() || (!moved && matches!(self.fence.register, None | Some(Ruling::Target { .. })))
+    }
+}
