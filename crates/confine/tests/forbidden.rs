@@ -1,0 +1,199 @@
+//! A process that is confined exactly as a VMM's is, thread by thread, tries what an intruder would: none of it works. What the thread is
+//! for does.
+//!
+//! Each attempt is a process of its own (this program again), for in one of the two modes most end it.
+
+#[path = "forbidden/attempts.rs"]
+mod attempts;
+
+use attempts::{ATTEMPTS, Attempt};
+use std::io::Write;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Command, ExitCode, Output, Stdio};
+use vmferry_confine::{Confinement, File, InForce, Mode, Plan, Use};
+use vmferry_thread::Role;
+
+/// What the program is to do instead of testing: a role, an attempt, and a mode.
+const CHILD: &str = "VMFERRY_CONFINE_CHILD";
+/// Who has nothing.
+const NOBODY: u32 = 65_534;
+
+fn main() -> ExitCode {
+    if let Ok(task) = std::env::var(CHILD) {
+        return child(&task);
+    }
+    let mut failed = 0;
+    let mut ran = 0;
+    for user in users() {
+        for attempt in ATTEMPTS {
+            for role in Role::ALL {
+                // As somebody else it is enough to have it end.
+                for mode in [Mode::Kill, Mode::On].into_iter().take(if user.is_none() { 2 } else { 1 }) {
+                    ran += 1;
+                    if let Err(why) = check(role, attempt, mode, user) {
+                        println!("FAILED: {} by {role} as {user:?}, {mode:?}: {why}", attempt.name);
+                        failed += 1;
+                    }
+                }
+            }
+        }
+        for (name, test) in
+            [("a panic", panics as fn(_) -> _), ("log", logs), ("off", off), ("the vCPU's own", runs_a_vcpu)]
+        {
+            ran += 1;
+            if let Err(why) = test(user) {
+                println!("FAILED: {name} as {user:?}: {why}");
+                failed += 1;
+            }
+        }
+    }
+    println!("{ran} attempts, {failed} with another outcome than is wanted");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// As whom it is tried: this user, and if that is root, somebody else too.
+fn users() -> Vec<Option<u32>> {
+    if !rustix::process::geteuid().is_root() {
+        println!("as an ordinary user only: this is not root");
+        return vec![None];
+    }
+    match run(Role::Watch, "nothing", Mode::On, Some(NOBODY)) {
+        Ok(output) if output.status.success() => vec![None, Some(NOBODY)],
+        other => {
+            println!("as root only: user {NOBODY} cannot start this program: {other:?}");
+            vec![None]
+        }
+    }
+}
+
+fn run(role: Role, attempt: &str, mode: Mode, user: Option<u32>) -> std::io::Result<Output> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.env(CHILD, format!("{role} {attempt} {mode:?}")).env("RUST_BACKTRACE", "1");
+    command.stdin(Stdio::null()).current_dir("/");
+    if let Some(user) = user {
+        command.uid(user).gid(user);
+    }
+    command.output()
+}
+
+/// Whether the attempt fails as it should.
+fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> Result<(), String> {
+    let output = run(role, attempt.name, mode, user).map_err(|error| error.to_string())?;
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    if said.contains("not tried") {
+        return Ok(());
+    }
+    let killed = output.status.signal() == Some(libc::SIGSYS);
+    let told = text.contains("which its confinement forbids");
+    let works = (attempt.works)(role);
+    let fine = if told {
+        // Whoever reads the log learns what it was, and who.
+        !works && text.contains(&format!("({role})")) && killed == (mode == Mode::Kill)
+    } else {
+        output.status.success() && said.contains(if works { "it worked" } else { "it failed" })
+    };
+    if fine {
+        Ok(())
+    } else {
+        Err(format!(
+            "it {} work: {:?} {said} {text}",
+            if works { "should" } else { "should not" },
+            output.status
+        ))
+    }
+}
+
+fn panics(user: Option<u32>) -> Result<(), String> {
+    for role in Role::ALL {
+        let output = run(role, "panic", Mode::On, user).map_err(|error| error.to_string())?;
+        let text = String::from_utf8_lossy(&output.stderr);
+        if output.status.code() != Some(0) || !text.contains("panicked at") || !text.contains("out of luck") {
+            return Err(format!("{role}: {:?}: {text}", output.status));
+        }
+    }
+    Ok(())
+}
+
+fn logs(user: Option<u32>) -> Result<(), String> {
+    works("kill", Mode::Log, user)
+}
+
+fn off(user: Option<u32>) -> Result<(), String> {
+    works("kill", Mode::Off, user)
+}
+
+fn works(attempt: &str, mode: Mode, user: Option<u32>) -> Result<(), String> {
+    let output = run(Role::Vcpu, attempt, mode, user).map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    // A process of root's cannot be signalled by others, confined or not.
+    if said.contains("it worked") || user.is_some() && said.contains("it failed: Operation not permitted") {
+        return Ok(());
+    }
+    Err(format!("{output:?}"))
+}
+
+fn runs_a_vcpu(user: Option<u32>) -> Result<(), String> {
+    let output = run(Role::Vcpu, "run a vCPU", Mode::On, user).map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    if said.contains("not tried") {
+        println!("KVM_RUN was not tried as {user:?}: {}", said.trim());
+        return Ok(());
+    }
+    if said.contains("it worked") { Ok(()) } else { Err(format!("{output:?}")) }
+}
+
+/// Confines itself, and does on a thread of the role what it was told.
+fn child(task: &str) -> ExitCode {
+    let mut words = task.splitn(2, ' ');
+    let role = words.next().and_then(|name| Role::ALL.into_iter().find(|role| role.name() == name));
+    let (Some(role), Some((name, mode))) = (role, words.next().and_then(|rest| rest.rsplit_once(' '))) else {
+        return ExitCode::FAILURE;
+    };
+    let mode = match mode {
+        "On" => Mode::On,
+        "Kill" => Mode::Kill,
+        "Log" => Mode::Log,
+        _ => Mode::Off,
+    };
+    let mut plan = Plan::new(mode);
+    plan.files = vec![
+        File::new("/proc", Use::Read),
+        File::new("/dev/kvm", Use::Device),
+        File::new("/dev/userfaultfd", Use::Device),
+    ];
+    let Ok(mut confinement) = Confinement::begin(&plan) else { return ExitCode::FAILURE };
+    let prepared = attempts::prepare(name);
+    let name = name_of(name);
+    // As in a VMM: some threads are there before the owner has settled, the others are a migration's.
+    let early = matches!(
+        role,
+        Role::Vcpu | Role::Network | Role::Device | Role::Api | Role::Metrics | Role::Traces | Role::Watch
+    );
+    let (go, wait) = std::sync::mpsc::channel::<InForce>();
+    let work = move || {
+        if let Ok(in_force) = wait.recv() {
+            attempts::attempt(name, role, prepared, &in_force);
+        }
+    };
+    let start = |work| vmferry_thread::spawn(role, format!("{role} 0"), work);
+    let mut work = Some(work);
+    let mut thread = work.take_if(|_| early).map(start);
+    if let Err(error) = confinement.settle() {
+        let _ = writeln!(std::io::stdout(), "{error}");
+        return ExitCode::FAILURE;
+    }
+    let _ = go.send(confinement.in_force().clone());
+    if let Some(work) = work.take_if(|_| role == Role::Owner) {
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    }
+    thread = thread.or_else(|| work.map(start));
+    let _ = thread.transpose().map(|thread| thread.map(std::thread::JoinHandle::join));
+    ExitCode::SUCCESS
+}
+
+/// What outlives this function.
+fn name_of(name: &str) -> &'static str {
+    let all = ATTEMPTS.iter().map(|attempt| attempt.name).chain(["panic", "run a vCPU"]);
+    all.into_iter().find(|known| *known == name).unwrap_or("nothing")
+}

@@ -1,0 +1,226 @@
+//! What is tried.
+#![expect(
+    clippy::undocumented_unsafe_blocks,
+    reason = "every call here is one that must fail: a filter that lets it through ends the test, not an invariant"
+)]
+
+use std::ffi::CStr;
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use vmferry_confine::InForce;
+use vmferry_thread::Role;
+
+/// Something that an intruder would do.
+pub(crate) struct Attempt {
+    pub(crate) name: &'static str,
+    /// Whether a thread of this role needs it.
+    pub(crate) works: fn(Role) -> bool,
+    make: fn(&Prepared) -> io::Result<()>,
+}
+
+/// What was opened before the process was confined.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    kvm: Option<OwnedFd>,
+    vcpu: Option<(OwnedFd, OwnedFd)>,
+    why: String,
+}
+
+const fn nobody(_: Role) -> bool {
+    false
+}
+
+pub(crate) const ATTEMPTS: &[Attempt] = &[
+    Attempt { name: "execve", works: nobody, make: |_| execute() },
+    Attempt { name: "fork", works: nobody, make: |_| fork() },
+    Attempt { name: "read a file", works: nobody, make: |_| open(c"/etc/passwd", libc::O_RDONLY) },
+    Attempt {
+        name: "make a file",
+        works: nobody,
+        make: |_| open(c"/var/tmp/vmferry-stranger", libc::O_CREAT | libc::O_WRONLY),
+    },
+    Attempt {
+        name: "socket",
+        works: |role| matches!(role, Role::Owner | Role::Network | Role::Fence | Role::Traces),
+        make: |_| call(|| unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) }.into()),
+    },
+    Attempt {
+        name: "raw socket",
+        works: nobody,
+        make: |_| call(|| unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW, 0) }.into()),
+    },
+    Attempt {
+        name: "ptrace",
+        works: nobody,
+        make: |_| call(|| unsafe { libc::ptrace(libc::PTRACE_SEIZE, parent(), 0, 0) }),
+    },
+    Attempt { name: "read another process", works: nobody, make: |_| peek() },
+    Attempt { name: "kill", works: nobody, make: |_| call(|| unsafe { libc::kill(parent(), 0) }.into()) },
+    Attempt {
+        name: "signal a thread elsewhere",
+        works: nobody,
+        make: |_| system(libc::SYS_tgkill, parent().into(), parent().into(), 0),
+    },
+    Attempt { name: "mount", works: nobody, make: |_| mount() },
+    Attempt {
+        name: "unshare",
+        works: nobody,
+        make: |_| call(|| unsafe { libc::unshare(libc::CLONE_NEWUSER) }.into()),
+    },
+    Attempt { name: "setuid", works: nobody, make: |_| system(libc::SYS_setuid, 0, 0, 0) },
+    Attempt { name: "bpf", works: nobody, make: |_| system(libc::SYS_bpf, 0, 0, 0) },
+    Attempt { name: "io_uring", works: nobody, make: |_| system(libc::SYS_io_uring_setup, 1, 0, 0) },
+    Attempt { name: "keyctl", works: nobody, make: |_| system(libc::SYS_keyctl, 0, 0, 0) },
+    Attempt {
+        name: "userfaultfd",
+        works: |role| role == Role::Owner,
+        make: |_| system(libc::SYS_userfaultfd, 1, 0, 0),
+    },
+    Attempt { name: "a new VM", works: nobody, make: new_vm },
+    Attempt { name: "memory made executable", works: nobody, make: |_| executable() },
+    Attempt { name: "executable memory", works: nobody, make: |_| mapped_executable() },
+    Attempt { name: "another handler of SIGSYS", works: nobody, make: |_| deaf() },
+    Attempt { name: "nothing", works: |_| true, make: |_| useful() },
+];
+
+/// Opens what the attempt needs of the host.
+pub(crate) fn prepare(name: &str) -> Prepared {
+    parent();
+    if !matches!(name, "a new VM" | "run a vCPU") {
+        return Prepared::default();
+    }
+    let make = || -> io::Result<Prepared> {
+        let kvm = file(unsafe { libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
+        if name == "a new VM" {
+            return Ok(Prepared { kvm: Some(kvm), ..Prepared::default() });
+        }
+        let vm = file(unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CREATE_VM, 0) })?;
+        let vcpu = file(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_CREATE_VCPU, 0) })?;
+        Ok(Prepared { vcpu: Some((vm, vcpu)), ..Prepared::default() })
+    };
+    make().unwrap_or_else(|error| Prepared { why: format!("/dev/kvm: {error}"), ..Prepared::default() })
+}
+
+/// Makes the attempt and says what came of it.
+pub(crate) fn attempt(name: &str, role: Role, prepared: Prepared, in_force: &InForce) {
+    let say = |text: &str| {
+        let _ = writeln!(io::stdout(), "{text}");
+    };
+    let reads = matches!(role, Role::Owner | Role::Fence | Role::Api | Role::Metrics | Role::Traces);
+    if name.ends_with("a file") && reads && !in_force.landlock.in_force {
+        // Then only their user's rights keep them from it.
+        return say(&format!("not tried: {}", in_force.landlock.detail));
+    }
+    let result = match name {
+        "panic" => panic!("out of luck"),
+        "a new VM" if prepared.kvm.is_none() => return say(&format!("not tried: {}", prepared.why)),
+        "run a vCPU" => match &prepared.vcpu {
+            None => return say(&format!("not tried: {}", prepared.why)),
+            Some((_, vcpu)) => run_once(vcpu),
+        },
+        _ => match ATTEMPTS.iter().find(|attempt| attempt.name == name) {
+            Some(attempt) => (attempt.make)(&prepared),
+            None => Err(io::Error::other("there is no such attempt")),
+        },
+    };
+    match result {
+        Ok(()) => say("it worked"),
+        // What is allowed and refused for another reason got past the filters.
+        Err(error) if name == "userfaultfd" && error.raw_os_error() == Some(libc::EPERM) => say("it worked"),
+        Err(error) => say(&format!("it failed: {error}")),
+    }
+}
+
+const KVM_CREATE_VM: libc::c_ulong = 0xae01;
+const KVM_CREATE_VCPU: libc::c_ulong = 0xae41;
+const KVM_RUN: libc::c_ulong = 0xae80;
+
+fn file(fd: i32) -> io::Result<OwnedFd> {
+    if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(fd) }) }
+}
+
+fn call(make: impl FnOnce() -> i64) -> io::Result<()> {
+    if make() < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn system(number: i64, a: i64, b: i64, c: i64) -> io::Result<()> {
+    call(|| unsafe { libc::syscall(number, a, b, c, 0, 0) })
+}
+
+fn parent() -> i32 {
+    // Asked before: a confined thread may not.
+    static PARENT: std::sync::OnceLock<i32> = std::sync::OnceLock::new();
+    *PARENT.get_or_init(|| {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+        stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1)?.parse().ok()).unwrap_or(1)
+    })
+}
+
+fn execute() -> io::Result<()> {
+    let arguments = [c"/bin/true".as_ptr(), std::ptr::null()];
+    call(|| unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) }.into())
+}
+
+fn fork() -> io::Result<()> {
+    match unsafe { libc::fork() } {
+        0 => unsafe { libc::_exit(0) },
+        child => call(|| child.into()),
+    }
+}
+
+fn open(path: &CStr, flags: i32) -> io::Result<()> {
+    file(unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC, 0o600) }).map(drop)
+}
+
+fn peek() -> io::Result<()> {
+    let mut bytes = [0_u8; 8];
+    let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: 8 };
+    let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(0x40_0000), iov_len: 8 };
+    call(|| unsafe { libc::process_vm_readv(parent(), &raw const local, 1, &raw const remote, 1, 0) as i64 })
+}
+
+fn mount() -> io::Result<()> {
+    let none = c"none".as_ptr();
+    call(|| unsafe { libc::mount(none, c"/mnt".as_ptr(), c"tmpfs".as_ptr(), 0, std::ptr::null()) }.into())
+}
+
+fn new_vm(prepared: &Prepared) -> io::Result<()> {
+    let kvm = prepared.kvm.as_ref().ok_or(io::ErrorKind::NotFound)?;
+    file(unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CREATE_VM, 0) }).map(drop)
+}
+
+/// An empty machine runs nowhere, but KVM says so itself.
+fn run_once(vcpu: &OwnedFd) -> io::Result<()> {
+    unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_RUN, 0) };
+    Ok(())
+}
+
+fn page(access: i32) -> io::Result<*mut libc::c_void> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, flags, -1, 0) };
+    if page == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(page) }
+}
+
+fn executable() -> io::Result<()> {
+    let page = page(libc::PROT_READ | libc::PROT_WRITE)?;
+    call(|| unsafe { libc::mprotect(page, 4096, libc::PROT_READ | libc::PROT_EXEC) }.into())
+}
+
+fn mapped_executable() -> io::Result<()> {
+    page(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC).map(drop)
+}
+
+fn deaf() -> io::Result<()> {
+    let previous = unsafe { libc::signal(libc::SIGSYS, libc::SIG_IGN) };
+    if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// What every thread does.
+fn useful() -> io::Result<()> {
+    let memory = vec![1_u8; 8 << 20];
+    let lock = std::sync::Mutex::new(memory.len());
+    std::thread::sleep(std::time::Duration::from_micros(1));
+    let map: std::collections::HashMap<_, _> = [(1, lock)].into();
+    let mut text = io::stderr();
+    writeln!(text, "{}", map.len())
+}

@@ -1,0 +1,199 @@
+//! Threads that say what they are for.
+//!
+//! Every thread that vmferry's crates start is started here, with its [`Role`]. Whoever runs the process can have each pass a hook before
+//! it does anything ([`on_start`]): to confine it, to bind it to processors, to count it. The crates know nothing of that: an embedder
+//! brings a policy of its own, or none.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::OnceLock;
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+/// What a thread is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Role {
+    /// Owns the machine and its migrations, and starts most of the others.
+    Owner,
+    /// Runs a vCPU, and answers for its devices what is answered at once.
+    Vcpu,
+    /// Stands for a vCPU in a guest without KVM.
+    Worker,
+    /// Reads and writes disks.
+    Disk,
+    /// Carries frames between the guest and a tap.
+    Network,
+    /// Attends to another device.
+    Device,
+    /// Harvests dirty pages, or slows vCPUs.
+    Tracker,
+    /// Sends to a migration's peer.
+    Sender,
+    /// Receives from a migration's source.
+    Receiver,
+    /// Reads what the peer says on a control channel.
+    Control,
+    /// Accepts connections of migrations, and reads who they are.
+    Listener,
+    /// Answers page faults.
+    Fault,
+    /// Reads or writes a guest in a file.
+    Snapshot,
+    /// Asks a fence who owns the guest.
+    Fence,
+    /// Serves the control socket.
+    Api,
+    /// Tells how the guest is doing to whoever scrapes it.
+    Metrics,
+    /// Sends traces to a collector.
+    Traces,
+    /// Watches: signals, the console, the host, the guest's end.
+    Watch,
+}
+
+impl Role {
+    /// All.
+    pub const ALL: [Self; 18] = [
+        Self::Owner,
+        Self::Vcpu,
+        Self::Worker,
+        Self::Disk,
+        Self::Network,
+        Self::Device,
+        Self::Tracker,
+        Self::Sender,
+        Self::Receiver,
+        Self::Control,
+        Self::Listener,
+        Self::Fault,
+        Self::Snapshot,
+        Self::Fence,
+        Self::Api,
+        Self::Metrics,
+        Self::Traces,
+        Self::Watch,
+    ];
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Owner => "owner",
+            Self::Vcpu => "vcpu",
+            Self::Worker => "worker",
+            Self::Disk => "disk",
+            Self::Network => "network",
+            Self::Device => "device",
+            Self::Tracker => "tracker",
+            Self::Sender => "sender",
+            Self::Receiver => "receiver",
+            Self::Control => "control",
+            Self::Listener => "listener",
+            Self::Fault => "fault",
+            Self::Snapshot => "snapshot",
+            Self::Fence => "fence",
+            Self::Api => "api",
+            Self::Metrics => "metrics",
+            Self::Traces => "traces",
+            Self::Watch => "watch",
+        }
+    }
+}
+
+impl std::fmt::Display for Role {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a thread passes before it begins: its role and its name.
+pub type Hook = fn(Role, &str);
+
+static HOOK: OnceLock<Hook> = OnceLock::new();
+
+/// Has every thread that is started from now on pass `hook` first, on the thread itself. A hook that panics ends its thread, as the
+/// thread's own panic would.
+///
+/// It is the process's, as a panic hook is, and set once: what is to be done to threads concerns the process, and they are started in
+/// many places.
+///
+/// # Errors
+/// If there is one already; that one stays.
+pub fn on_start(hook: Hook) -> Result<(), Hook> {
+    HOOK.set(hook)
+}
+
+fn started(role: Role, name: &str) {
+    if let Some(hook) = HOOK.get() {
+        hook(role, name);
+    }
+}
+
+/// Starts a thread; see [`Builder::spawn`].
+///
+/// # Errors
+/// If the host has no thread for it.
+pub fn spawn<T: Send + 'static>(
+    role: Role,
+    name: impl Into<String>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let name = name.into();
+    Builder::new().name(name.clone()).spawn(move || {
+        started(role, &name);
+        work()
+    })
+}
+
+/// Starts a thread that ends before `scope` does; see [`Builder::spawn_scoped`].
+///
+/// # Errors
+/// If the host has no thread for it.
+pub fn spawn_scoped<'scope, 'env, T: Send + 'scope>(
+    role: Role,
+    name: impl Into<String>,
+    scope: &'scope Scope<'scope, 'env>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    let name = name.into();
+    Builder::new().name(name.clone()).spawn_scoped(scope, move || {
+        started(role, &name);
+        work()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    static SEEN: Mutex<Vec<(Role, String, std::thread::ThreadId)>> = Mutex::new(Vec::new());
+
+    #[test]
+    fn each_thread_passes_the_hook_before_its_work_and_there_is_one_hook() {
+        let hook: Hook =
+            |role, name| SEEN.lock().unwrap().push((role, name.to_owned(), std::thread::current().id()));
+        let seen = |id| SEEN.lock().unwrap().iter().filter(|(_, _, thread)| *thread == id).count();
+        on_start(hook).unwrap();
+        assert!(on_start(hook).is_err());
+        let work = move || {
+            let own = std::thread::current();
+            (own.name().map(str::to_owned), own.id(), seen(own.id()))
+        };
+        let (name, first, before) = spawn(Role::Disk, "disk-0", work).unwrap().join().unwrap();
+        assert_eq!((name.as_deref(), before), (Some("disk-0"), 1));
+        std::thread::scope(|scope| {
+            let (_, _, before) = spawn_scoped(Role::Sender, "bulk", scope, work).unwrap().join().unwrap();
+            assert_eq!(before, 1);
+        });
+        let seen = SEEN.lock().unwrap();
+        assert_eq!(seen[0], (Role::Disk, "disk-0".to_owned(), first));
+        assert_eq!((seen[1].0, &*seen[1].1, seen.len()), (Role::Sender, "bulk", 2));
+    }
+
+    #[test]
+    fn names_are_different() {
+        let names: std::collections::BTreeSet<_> = Role::ALL.iter().map(|role| role.name()).collect();
+        assert_eq!(names.len(), Role::ALL.len());
+    }
+}
