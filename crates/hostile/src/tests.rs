@@ -1,0 +1,125 @@
+//! Every target with what is in `fuzz/seeds`, and with noise around it.
+
+use super::*;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a target is tried, and how often at most.
+const FOR: Duration = Duration::from_secs(2);
+const MOST: u32 = 50_000;
+/// Longest input.
+const LONGEST: usize = 4096;
+
+fn seeds(name: &str) -> Vec<Vec<u8>> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds").join(name);
+    let mut files: Vec<_> = std::fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.sort();
+    files.iter().map(|file| std::fs::read(file).unwrap()).collect()
+}
+
+/// Xorshift.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % end.max(1) as u64).unwrap()
+    }
+
+    /// Bytes of an input or two, with changes; or nothing but noise.
+    fn input(&mut self, seeds: &[Vec<u8>]) -> Vec<u8> {
+        let mut bytes = if self.below(8) == 0 { Vec::new() } else { seeds[self.below(seeds.len())].clone() };
+        if self.below(4) == 0 {
+            let other = &seeds[self.below(seeds.len())];
+            bytes.truncate(self.below(bytes.len() + 1));
+            bytes.extend(&other[self.below(other.len() + 1)..]);
+        }
+        for _ in 0..=self.below(6) {
+            let at = self.below(bytes.len() + 1);
+            match self.below(5) {
+                0 => bytes.truncate(at),
+                1 | 2 if at < bytes.len() => bytes[at] ^= 1 << self.below(8),
+                3 if at < bytes.len() => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
+                _ => {
+                    let some: Vec<u8> = (0..self.below(64)).map(|_| self.next().to_le_bytes()[0]).collect();
+                    drop(bytes.splice(at..at, some));
+                }
+            }
+        }
+        bytes.truncate(LONGEST);
+        bytes
+    }
+}
+
+/// Memory is counted for all threads: one at a time.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn bears(name: &str) {
+    let _turn = turn();
+    let target = TARGETS.iter().find(|target| target.name == name).unwrap();
+    let seeds = seeds(name);
+    assert!(!seeds.is_empty(), "{name}: inputs to begin with");
+    let mut most = seeds.iter().map(|seed| target.run(seed)).max().unwrap();
+    let (began, mut noise, mut count) = (Instant::now(), Noise(0x9e37_79b9_7f4a_7c15), 0);
+    while count < MOST && began.elapsed() < FOR {
+        most = most.max(target.run(&noise.input(&seeds)));
+        count += 1;
+    }
+    writeln!(
+        std::io::stdout(),
+        "{name}: {} seeds and {count} noisy inputs, at most {} KiB of memory for one",
+        seeds.len(),
+        most >> 10
+    )
+    .unwrap();
+}
+
+macro_rules! each {
+    ($($name:ident),*) => {
+        $(#[test] fn $name() { bears(stringify!($name)); })*
+
+        #[test]
+        fn no_target_is_left_out() {
+            let tried = [$(stringify!($name)),*];
+            assert_eq!(TARGETS.map(|target| target.name), tried);
+            let manifest = include_str!("../../../fuzz/Cargo.toml");
+            for name in tried {
+                assert!(manifest.contains(&format!("path = \"fuzz_targets/{name}.rs\"")), "{name}: no fuzz target");
+            }
+        }
+    };
+}
+each!(
+    hello, messages, frames, source, target, snapshot, state, process, balloon, blk, net, rng, qmp, words,
+    etcd
+);
+
+/// The cap is one: who asks for too much is found, also where it was refused or never touched.
+#[test]
+fn whoever_takes_too_much_is_found() {
+    let _turn = turn();
+    let greedy = super::target("greedy", |bytes| drop(Vec::<u8>::with_capacity(bytes.len() << 10)), (KIB, 4));
+    greedy.run(&[]);
+    let caught = std::panic::catch_unwind(|| greedy.run(&[7; 100])).unwrap_err();
+    let said = caught.downcast_ref::<String>().unwrap();
+    // The threads of the harness take a little, too.
+    let peak = said.strip_prefix("greedy: ").and_then(|rest| rest.split(' ').next()?.parse::<usize>().ok());
+    assert!(peak.is_some_and(|peak| (102_400..112_640).contains(&peak)), "{said}");
+    let absurd =
+        super::target("absurd", |_| assert!(Vec::<u8>::new().try_reserve(1 << 46).is_err()), (KIB, 0));
+    assert!(std::panic::catch_unwind(|| absurd.run(&[])).is_err());
+}

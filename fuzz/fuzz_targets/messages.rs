@@ -1,0 +1,4 @@
+//! Control messages of both sides.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| vmferry_hostile::run("messages", bytes));
