@@ -93,7 +93,7 @@ impl Server {
             next: 0,
             rest_until: None,
         };
-        let thread = std::thread::Builder::new().name("api".into()).spawn(move || io.run());
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Api, "api", move || io.run());
         let thread = thread.map_err(|error| close(ServerError::Thread(error)))?;
         Ok(Self { path: path.into(), events: events.clone(), thread: Some(thread) })
     }
@@ -203,7 +203,8 @@ impl Io {
     }
 
     fn accept(&mut self, now: Instant) {
-        loop {
+        // No more at once, or a crowd at the door would keep those who are in from being heard.
+        for _ in 0..MOST_CLIENTS {
             match self.listener.accept() {
                 Ok((stream, _)) => self.greet(stream, now),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,

@@ -106,7 +106,7 @@ impl ProcessGuest {
         self.running = Some((workload, Arc::new(shared)));
     }
 
-    fn shared(&self, what: &'static str) -> Result<&Arc<Shared>, Error> {
+    pub(crate) fn shared(&self, what: &'static str) -> Result<&Arc<Shared>, Error> {
         let missing = Error::WrongState { what, why: "the guest has not come yet" };
         self.running.as_ref().map(|(_, shared)| shared).ok_or(missing)
     }
@@ -119,12 +119,13 @@ impl ProcessGuest {
         let shared = Arc::clone(self.shared("run the guest")?);
         for index in self.threads.len()..shared.cpus.len() {
             let (own, ids) = (Arc::clone(&shared), Arc::clone(self.lazy.threads()));
-            let thread = std::thread::Builder::new().name(format!("vcpu-{index}"));
+            let name = format!("vcpu-{index}");
             let run = move || {
                 let _registered = ids.register(u32::try_from(index).unwrap_or(u32::MAX));
                 own.run(index);
             };
-            self.threads.push(thread.spawn(run).map_err(Error::Thread)?);
+            let thread = vmferry_thread::spawn(vmferry_thread::Role::Worker, name, run);
+            self.threads.push(thread.map_err(Error::Thread)?);
         }
         shared.gate.set(true, false);
         Ok(())

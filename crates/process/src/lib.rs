@@ -9,6 +9,8 @@ mod error;
 mod free;
 mod guest;
 mod heap;
+#[cfg(feature = "hostile")]
+pub mod hostile;
 mod memory;
 mod migrate;
 mod options;

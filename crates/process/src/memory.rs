@@ -71,6 +71,7 @@ pub(crate) struct Memory {
 impl Memory {
     pub(crate) fn new(options: &ProcessOptions) -> Result<Self, Error> {
         let layout = options.layout()?;
+        vmferry_dirty::prepare();
         let failed = |source| Error::Map { bytes: options.memory, source };
         let map = |region: &Region| Mapping::new(region, options).map_err(failed);
         let mappings = layout.regions().iter().map(map).collect::<Result<Vec<_>, _>>()?;

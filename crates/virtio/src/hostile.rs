@@ -1,6 +1,6 @@
 //! A driver that does what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
 
-use crate::device::Device;
+use crate::device::{Device, Resume};
 use crate::mmio::TransportSaved;
 use crate::testing::{Call, Driver, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
 use vm_memory::{Bytes, GuestAddress};
@@ -59,7 +59,7 @@ impl Choices<'_> {
 /// Does to a balloon what `bytes` say.
 ///
 /// # Panics
-/// If the host is called with what is not in memory (see [`testing`](crate::testing)), or more often than a step can account for; if
+/// If the host is called with what is not in memory (`testing` knows), or more often than a step can account for; if
 /// saved state is not loaded; or if the device panics.
 pub fn drive(bytes: &[u8]) {
     let mut choices = Choices(bytes);
@@ -105,28 +105,13 @@ fn step(guest: &mut Guest, choices: &mut Choices<'_>) {
             chain(guest, choices, queue);
             guest.notify(queue);
         }
-        4 | 5 => {
-            let at = choices.address();
-            let len = usize::from(choices.byte() % 32);
-            let bytes: Vec<u8> = (0..len).map(|_| choices.byte()).collect();
-            let _ = guest.memory.write_slice(&bytes, GuestAddress(at));
-        }
+        4 | 5 => scribble(guest, choices),
         6 => numbers(guest, choices),
         7 => {
             let queue = choices.queue();
             guest.notify(queue);
         }
-        8 => {
-            let (at, value) = (u32::from(choices.word() % 0x210), choices.long());
-            guest.set(at, value);
-            guest.get(at);
-        }
-        9 => {
-            let (at, len) = (u64::from(choices.word() % 0x210), usize::from(choices.byte() % 12));
-            let mut bytes: Vec<u8> = (0..len).map(|_| choices.byte()).collect();
-            guest.device.write(&guest.memory, at, &bytes);
-            guest.device.read(at, &mut bytes);
-        }
+        8 | 9 => registers(guest, choices),
         10 => host(guest, choices),
         11 => {
             let page = choices.byte();
@@ -142,6 +127,45 @@ fn step(guest: &mut Guest, choices: &mut Choices<'_>) {
         14 => start(guest, choices),
         _ => guest.work(),
     }
+}
+
+/// Some bytes somewhere in the guest's memory.
+pub(crate) fn scribble<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
+    let at = choices.address();
+    let bytes: Vec<u8> = (0..choices.byte() % 32).map(|_| choices.byte()).collect();
+    let _ = guest.memory.write_slice(&bytes, GuestAddress(at));
+}
+
+/// Some register, as it is meant to be accessed, or in any other width.
+pub(crate) fn registers<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
+    let at = choices.word() % 0x210;
+    if choices.byte() & 1 == 0 {
+        guest.set(at.into(), choices.long());
+        guest.get(at.into());
+        return;
+    }
+    let mut bytes: Vec<u8> = (0..choices.byte() % 12).map(|_| choices.byte()).collect();
+    guest.device.write(&guest.memory, at.into(), &bytes);
+    guest.device.read(at.into(), &mut bytes);
+}
+
+/// A device at rest goes on elsewhere, with its state as it was saved, or damaged.
+///
+/// # Panics
+/// If what was saved is not loaded, or the device does not go on.
+pub(crate) fn moved<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
+    let mut bytes = postcard::to_stdvec(&guest.device.save()).expect("state is serialized");
+    let harm = choices.byte();
+    if harm >= 128 {
+        for _ in 0..harm % 4 {
+            let at = usize::from(choices.word()) % bytes.len();
+            bytes[at] = choices.byte();
+        }
+    }
+    let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
+    let loaded = loaded.map(|saved| guest.device.load(&guest.memory, &saved));
+    assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
+    guest.device.resumed(Resume::Moved).expect("it needs nothing");
 }
 
 /// Descriptors as chosen, and a head.
@@ -213,18 +237,7 @@ fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
 
 /// The device goes on in another one, with its state as saved, or damaged.
 fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
-    let mut bytes = postcard::to_stdvec(&guest.device.save()).expect("state is serialized");
-    let harm = choices.byte();
-    if harm >= 128 {
-        for _ in 0..harm % 4 {
-            let at = usize::from(choices.word()) % bytes.len();
-            bytes[at] = choices.byte();
-        }
-    }
-    let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
-    let loaded = loaded.map(|saved| guest.device.load(&guest.memory, &saved));
-    assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
-    guest.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
+    moved(guest, choices);
     guest.work();
 }
 

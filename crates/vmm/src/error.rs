@@ -55,6 +55,21 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// KVM does not take guest memory.
+    #[error(
+        "KVM on this host takes no {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): it has a limit of its own, and \
+         everywhere one piece has less than 8 TiB; give the guest less memory",
+        .len >> 20
+    )]
+    MemorySlot {
+        /// Bytes of the piece.
+        len: u64,
+        /// Where the guest has it.
+        gpa: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
     /// Guest memory cannot be had.
     #[error(transparent)]
     Memory(#[from] MemoryError),

@@ -161,8 +161,11 @@ fn create_vm(kvm: &Kvm, ram: &GuestRam) -> Result<VmFd> {
             userspace_addr: region.host_address(),
         };
         // SAFETY: the mapping covers the slot's range, and `Machine` keeps it for as long as the VM's descriptor.
-        unsafe { vm.set_user_memory_region(slot) }
-            .map_err(|e| Error::kvm(format!("KVM_SET_USER_MEMORY_REGION of {}", region.region().id), e))?;
+        unsafe { vm.set_user_memory_region(slot) }.map_err(|error| Error::MemorySlot {
+            len: region.region().len,
+            gpa: region.region().gpa.0,
+            source: io::Error::from_raw_os_error(error.errno()),
+        })?;
     }
     Ok(vm)
 }

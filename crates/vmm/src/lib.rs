@@ -25,6 +25,8 @@ mod devices;
 mod disk;
 mod error;
 mod handle;
+#[cfg(feature = "hostile")]
+pub mod hostile;
 mod kicks;
 #[cfg(test)]
 mod kicks_tests;

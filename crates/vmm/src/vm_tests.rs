@@ -12,6 +12,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether this host has a KVM that may be used. Says so either way, where the test harness cannot hide it.
 fn kvm() -> bool {
+    // Every thread of the VM makes the system calls of its role, and no others.
+    vmferry_confine::confine_threads().unwrap();
     let opened = open_kvm();
     let line = match &opened {
         Ok(_) => "KVM: ran".to_owned(),

@@ -15,6 +15,8 @@ const MEMORY: u64 = 256 * MIB;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn kvm() -> bool {
+    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
+    vmferry_confine::confine_threads().unwrap();
     let opened = open_kvm();
     let line = match &opened {
         Ok(_) => "KVM: ran".to_owned(),

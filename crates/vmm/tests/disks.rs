@@ -14,6 +14,8 @@ use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions, open_k
 const MEMORY: u64 = 64 << 20;
 
 fn kvm() -> bool {
+    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
+    vmferry_confine::confine_threads().unwrap();
     let text = match open_kvm() {
         Ok(_) => "KVM: ran".to_owned(),
         Err(error) => format!("KVM: not run: {error}"),
@@ -84,8 +86,8 @@ fn goes_on(handle: &VmHandle) -> bool {
 /// Moves the guest of `source`; the target has `disk`.
 fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     let mut target = Vm::new(disk.options(true)).unwrap();
-    let name = format!("vmferry-disks-{}-{mode:?}", std::process::id());
-    let uri = Uri::Unix(std::env::temp_dir().join(name));
+    // Of this disk's: tests run beside each other.
+    let uri = Uri::Unix(format!("{}-{mode:?}.sock", disk.0.display()).into());
     let listener = Listener::bind(&uri, false).unwrap();
     let settings = Settings { mode, ..Settings::default() };
     let arrival = Arrival::new(Duration::from_secs(10));

@@ -23,6 +23,8 @@ fn say(text: &str) {
 }
 
 fn kvm() -> bool {
+    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
+    vmferry_confine::confine_threads().unwrap();
     let opened = open_kvm();
     say(&opened.as_ref().map_or_else(|error| format!("KVM: not run: {error}"), |_| "KVM: ran".to_owned()));
     opened.is_ok()

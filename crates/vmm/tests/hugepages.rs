@@ -43,6 +43,7 @@ fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
 
 /// Huge pages for so many guests; `None`, and a line that says why, where this host has no KVM or none of them.
 fn pool(guests: u64) -> Option<Pool> {
+    vmferry_confine::confine_threads().unwrap();
     let pool = open_kvm()
         .map_err(|error| error.to_string())
         .and_then(|_| Pool::with(guests * MEMORY / HUGE_PAGE_BYTES));

@@ -45,6 +45,7 @@ struct Move {
 
 /// `None`, and a line that says why, where this host cannot do it.
 fn moving(backing: Backing) -> Option<Move> {
+    vmferry_confine::confine_threads().unwrap();
     if let Err(error) = open_kvm() {
         say(&format!("KVM: not run: {error}"));
         return None;

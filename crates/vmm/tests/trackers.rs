@@ -170,6 +170,7 @@ fn check(kind: TrackerKind) {
 
 #[test]
 fn each_tracker_reports_what_the_guest_wrote() {
+    vmferry_confine::confine_threads().unwrap();
     if let Err(error) = open_kvm() {
         return say(&format!("KVM: not run: {error}"));
     }
@@ -188,6 +189,7 @@ fn each_tracker_reports_what_the_guest_wrote() {
 /// The choice between ring and log is made when the VM starts (traps.md 2).
 #[test]
 fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
+    vmferry_confine::confine_threads().unwrap();
     if let Err(error) = open_kvm() {
         return say(&format!("KVM: not run: {error}"));
     }

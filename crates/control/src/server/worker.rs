@@ -26,7 +26,7 @@ impl Workers {
                 execute(&*its_machine, &its_hub, client, call);
             }
         };
-        std::thread::Builder::new().name("api-oob".into()).spawn(work)?;
+        vmferry_thread::spawn(vmferry_thread::Role::Api, "api-oob", work)?;
         Ok(Self { machine, hub, count: Arc::default(), urgent })
     }
 
@@ -63,7 +63,7 @@ impl Workers {
             serve(&*machine, &hub, client, &work);
             count.fetch_sub(1, Ordering::AcqRel);
         };
-        let hired = std::thread::Builder::new().name("api-client".into()).spawn(serve);
+        let hired = vmferry_thread::spawn(vmferry_thread::Role::Api, "api-client", serve);
         if hired.is_err() {
             self.count.fetch_sub(1, Ordering::AcqRel);
         }

@@ -23,7 +23,7 @@ const PAGES: u64 = 6144;
 
 fn hello(role: Role, index: u16, token: Token) -> Hello {
     let migration = MigrationId([7; 16]);
-    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index, token }
+    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index, token, fence: 0 }
 }
 
 fn greet(uri: &Uri, hello: &Hello) -> (TcpStream, Option<RefusalCode>) {

@@ -3,8 +3,7 @@
 use super::testing::{DATA, DiskGuest, SECTORS, content, options, until};
 use super::{BlkOptions, SECTOR};
 use crate::device::Resume;
-use crate::hostile::{Choices, STEPS, chain};
-use crate::mmio::TransportSaved;
+use crate::hostile::{Choices, STEPS, chain, moved};
 use crate::testing::{NEXT, SIZE, WRITE, rings};
 use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress};
@@ -133,18 +132,7 @@ fn request(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
 /// The device comes to rest and goes on with its state as it was saved, or damaged.
 fn elsewhere(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     until("rest", || guest.device.quiesce(Instant::now()));
-    let mut bytes = postcard::to_stdvec(&guest.device.save()).expect("state is serialized");
-    let harm = choices.byte();
-    if harm >= 128 {
-        for _ in 0..harm % 4 {
-            let at = usize::from(choices.word()) % bytes.len();
-            bytes[at] = choices.byte();
-        }
-    }
-    let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
-    let loaded = loaded.map(|saved| guest.device.load(&guest.memory, &saved));
-    assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
-    guest.device.resumed(Resume::Moved).expect("a disk goes on");
+    moved(guest, choices);
     guest.work();
 }
 

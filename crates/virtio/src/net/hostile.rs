@@ -2,8 +2,7 @@
 
 use super::testing::{NetGuest, frame, lock};
 use super::{ETHERNET, FRAME_MAX, HEADER, RX, TX};
-use crate::hostile::Choices;
-use crate::mmio::TransportSaved;
+use crate::hostile::{Choices, moved};
 use crate::testing::{AVAIL, NEXT, SIZE, WRITE, rings};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -128,18 +127,7 @@ fn elsewhere(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     guest.receiver.park(device);
     guest.control.parked();
     assert!(device.quiesce(Instant::now()), "it has parked");
-    let mut bytes = postcard::to_stdvec(&device.save()).expect("state is serialized");
-    let harm = choices.byte();
-    if harm >= 128 {
-        for _ in 0..harm % 4 {
-            let at = usize::from(choices.word()) % bytes.len();
-            bytes[at] = choices.byte();
-        }
-    }
-    let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
-    let loaded = loaded.map(|saved| device.load(&guest.driver.memory, &saved));
-    assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
-    device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
+    moved(&guest.driver, choices);
 }
 
 #[cfg(test)]

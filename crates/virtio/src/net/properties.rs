@@ -75,14 +75,15 @@ impl Model {
 
     fn send(&mut self, guest: &mut NetGuest, len: usize, cuts: &[usize]) {
         let bytes = frame(u32::try_from(self.sent.len()).unwrap() + 1000, len);
+        // Places are taken only for what goes into the queue: else the next would lie where one is in use.
+        if self.free(TX) < cuts.len() + 1 {
+            return;
+        }
         let (mut parts, mut from) = (Vec::new(), 0);
         for cut in cuts.iter().copied().chain([usize::MAX]) {
             let here = cut.min(bytes.len() - from);
             parts.push((self.at(TX), &bytes[from..from + here]));
             from += here;
-        }
-        if self.free(TX) < parts.len() {
-            return;
         }
         for (at, part) in &parts {
             guest.driver.memory.write_slice(part, GuestAddress(*at)).unwrap();

@@ -136,7 +136,19 @@ impl Rng {
 
 enum FillError {
     Buffer(BufferError),
-    Host(getrandom::Error),
+    Host(io::Error),
+}
+
+/// Fills `bytes` by the kernel's system call, which gives many bytes in parts when a signal comes.
+fn draw(mut bytes: &mut [u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
+            Ok(drawn) => bytes = &mut bytes[drawn..],
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Fills `buffer` from its beginning, with at most `most` bytes; says with how many.
@@ -151,7 +163,7 @@ fn fill<M: GuestMemory>(buffer: &Buffer, memory: &M, most: u64) -> Result<u64, F
         while missing > 0 {
             let take = usize::try_from(missing).unwrap_or(CHUNK).min(CHUNK);
             let bytes = &mut bytes[..take];
-            getrandom::fill(bytes).map_err(FillError::Host)?;
+            draw(bytes).map_err(FillError::Host)?;
             let outside = |_| FillError::Buffer(BufferError::Outside);
             memory.write_slice(bytes, GuestAddress(at)).map_err(outside)?;
             let take = take as u64;

@@ -5,6 +5,8 @@
 //! thread of the device's rings when there is something again.
 
 mod device;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 mod metrics;
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 use crate::device::Doorbell;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 #[derive(Debug, Default)]
@@ -59,7 +59,7 @@ impl Timer {
                 doorbell.ring(queue);
             }
         };
-        let thread = Builder::new().name("rng".into()).spawn(live)?;
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Device, "rng", live)?;
         Ok(Self { shared, thread: Some(thread) })
     }
 

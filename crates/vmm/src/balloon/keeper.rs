@@ -48,7 +48,7 @@ impl Keeper {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("balloon".into()).spawn(live);
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Device, "balloon", live);
         let thread = thread.map_err(|source| Error::Thread { cpu: 0, source })?;
         Ok(Self { gate, thread: Some(thread) })
     }

@@ -107,6 +107,12 @@ impl CpuModel {
         Ok(Self { base, cpus })
     }
 
+    /// What a host offers whose KVM says this.
+    #[cfg(feature = "hostile")]
+    pub(crate) fn offering(entries: &[kvm_cpuid_entry2], cpus: u32) -> Self {
+        Self { base: CpuId::from_entries(entries).expect("few enough"), cpus }
+    }
+
     /// What a guest was shown elsewhere, here.
     ///
     /// # Errors

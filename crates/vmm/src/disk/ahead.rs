@@ -37,9 +37,7 @@ impl WriteAhead {
         }
         let (ending, ended) = channel();
         // Nobody waits for it: it may be in the middle of a system call that takes as long as the storage does.
-        std::thread::Builder::new()
-            .name("write-ahead".into())
-            .spawn(move || live(written, &ended))
+        vmferry_thread::spawn(vmferry_thread::Role::Disk, "write-ahead", move || live(written, &ended))
             .map_err(|source| Error::DeviceThread { name: super::DiskSection::NAME, source })?;
         Ok(Some(Self { _ending: ending }))
     }

@@ -27,7 +27,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use vmferry_fault::LazySlot;
 use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYTES, SECTOR};
 use vmferry_virtio::mmio::TransportSaved;
@@ -185,7 +185,8 @@ impl VmDisk {
     }
 
     fn spawn(&mut self, name: String, live: impl FnOnce() + Send + 'static) -> Result<()> {
-        self.threads.push(Builder::new().name(name).spawn(live).map_err(no_thread)?);
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Disk, name, live);
+        self.threads.push(thread.map_err(no_thread)?);
         Ok(())
     }
 

@@ -119,6 +119,33 @@ fn ranges_read_as_zeros_on_whatever_file_system() {
     assert_eq!((bytes.len(), &bytes[576 << 10..]), (1 << 20, &want[576 << 10..]));
 }
 
+/// What a disk needs of the host, on threads that are confined to what theirs is: its own, and a vCPU's that serves it at once.
+#[test]
+fn confined_threads_do_all_that_a_disk_does() {
+    vmferry_confine::confine_threads().unwrap();
+    for role in [vmferry_thread::Role::Disk, vmferry_thread::Role::Vcpu] {
+        let (disk, ram) = (Temp::new(&pattern(1 << 20)), ram());
+        let file = disk.open(false);
+        file.take().unwrap();
+        let work = move || {
+            ram.map().write_slice(&[0xcd; 1024], GuestAddress(0)).unwrap();
+            file.write(0, &slices!(ram, [(0, 1024)])).unwrap();
+            file.write_at_once(1024, &slices!(ram, [(0, 512)]));
+            file.read_at_once(0, &slices!(ram, [(4096, 512)]));
+            file.read(512, &slices!(ram, [(8192, 512)])).unwrap();
+            file.flush().unwrap();
+            file.discard(256 << 10, 64 << 10).unwrap();
+            file.write_zeroes(512 << 10, 4096, true).unwrap();
+            file.write_zeroes(600 << 10, 4096, false).unwrap();
+            let mut read = [0; 512];
+            ram.map().read_slice(&mut read, GuestAddress(8192)).unwrap();
+            assert_eq!(read, [0xcd; 512]);
+        };
+        vmferry_thread::spawn(role, "disk", work).unwrap().join().unwrap();
+        assert_eq!(disk.bytes()[..1024], [0xcd; 1024]);
+    }
+}
+
 #[test]
 fn what_is_no_disk_is_an_error_that_says_so() {
     let error = |path: &Path| open(path, false).unwrap_err();

@@ -106,6 +106,7 @@ impl GuestRam {
     /// [`MemoryError`] if the host does not give it.
     pub fn new(options: &VmOptions) -> Result<Self, MemoryError> {
         let layout = super::layout_for(options.memory)?;
+        vmferry_dirty::prepare();
         let (mut regions, mut notes) = (Vec::new(), Vec::new());
         for region in layout.regions() {
             let mapping = Mapping::new(region.len, options.backing)?;

@@ -61,7 +61,7 @@ impl Carrier {
         };
         worker.watch().map_err(no_thread)?;
         let name = format!("net {}", control.port().name());
-        let thread = std::thread::Builder::new().name(name).spawn(move || worker.live());
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Network, name, move || worker.live());
         Ok(Self { common, control, thread: Some(thread.map_err(no_thread)?) })
     }
 

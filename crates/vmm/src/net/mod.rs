@@ -111,8 +111,7 @@ fn no_thread(source: std::io::Error) -> Error {
 /// An address that nobody else has: the guest keeps it wherever it goes, as it is part of its state.
 fn random_mac() -> Result<Mac> {
     let mut bytes = [0; 6];
-    let failed =
-        |error: getrandom::Error| Error::Options(format!("no random MAC address: {error}; give mac="));
-    getrandom::fill(&mut bytes).map_err(failed)?;
+    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::Options(format!("no random MAC address: {error}; give mac=")))?;
     Ok(Mac::local(bytes))
 }

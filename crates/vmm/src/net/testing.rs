@@ -53,6 +53,8 @@ pub(super) fn ram() -> Arc<GuestRam> {
 
 /// Runs `test` with a tap that is up, in a network namespace that goes with it; says so where that is not allowed.
 pub(super) fn sandbox(what: &str, test: impl FnOnce(&str) + Send) {
+    // The thread that carries frames makes the system calls of its role, and no others.
+    vmferry_confine::confine_threads().unwrap();
     let run = || {
         // SAFETY: the network only, of this thread only.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {

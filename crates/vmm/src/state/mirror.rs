@@ -6,8 +6,8 @@ pub(crate) trait Field<K>: Sized {
     fn put(&self) -> K;
 }
 
-/// Makes up values in tests: every field gets bits from the source.
-#[cfg(test)]
+/// Makes up values for tests: every field gets bits from the source.
+#[cfg(any(test, feature = "hostile"))]
 pub(crate) trait MakeUp {
     fn make_up(bits: &mut dyn FnMut() -> u64) -> Self;
 }
@@ -22,7 +22,7 @@ macro_rules! plain {
                 *self
             }
         }
-        #[cfg(test)]
+        #[cfg(any(test, feature = "hostile"))]
         impl MakeUp for $int {
             fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
                 let bytes = bits().to_le_bytes();
@@ -42,14 +42,14 @@ impl<K, T: Field<K>, const N: usize> Field<[K; N]> for [T; N] {
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "hostile"))]
 impl<T: MakeUp, const N: usize> MakeUp for [T; N] {
     fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
         std::array::from_fn(|_| T::make_up(bits))
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "hostile"))]
 impl<T: MakeUp> MakeUp for Vec<T> {
     fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
         (0..bits() % 40).map(|_| T::make_up(bits)).collect()
@@ -80,7 +80,7 @@ macro_rules! saved {
             $($(#[$field_meta])* pub(crate) $field: $type,)*
         }
 
-        #[cfg(test)]
+        #[cfg(any(test, feature = "hostile"))]
         impl crate::state::mirror::MakeUp for $name {
             fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
                 Self { $($field: crate::state::mirror::MakeUp::make_up(bits),)* }

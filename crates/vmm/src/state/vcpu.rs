@@ -40,6 +40,19 @@ saved! {
     }
 }
 
+#[cfg(feature = "hostile")]
+impl VcpuSaved {
+    /// Makes of each part what KVM is given.
+    pub(crate) fn to_kvm(&self) {
+        use super::mirror::Field;
+        let _: (kvm_regs, kvm_sregs) = (self.regs.put(), self.sregs.put());
+        let _: (kvm_debugregs, kvm_vcpu_events) = (self.debug.put(), self.events.put());
+        self.xcrs.iter().for_each(|xcr| {
+            let _: kvm_xcr = xcr.put();
+        });
+    }
+}
+
 impl Saved for VcpuSaved {
     const NAME: &'static str = "vcpu";
     const VERSION: u32 = 1;

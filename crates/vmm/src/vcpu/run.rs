@@ -65,7 +65,8 @@ impl Vcpu {
         let (commands, inbox) = channel();
         let plan = Arc::clone(&context.plan);
         let worker = Worker { cpu, vcpu, ring, page, plan, context, inbox };
-        let thread = std::thread::Builder::new().name(format!("vcpu {cpu}")).spawn(move || worker.live());
+        let thread =
+            vmferry_thread::spawn(vmferry_thread::Role::Vcpu, format!("vcpu {cpu}"), move || worker.live());
         let thread = thread.map_err(|source| Error::Thread { cpu, source })?;
         Ok(Self { cpu, commands, thread: Some(thread) })
     }

@@ -131,7 +131,7 @@ impl Nudger {
                 std::thread::park_timeout(own.nudge(&board));
             }
         };
-        let thread = std::thread::Builder::new().name("throttle".to_owned()).spawn(nudge)?;
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Tracker, "throttle", nudge)?;
         *lock(&throttle.nudger) = Some(thread.thread().clone());
         Ok(Self { throttle, stop, thread: Some(thread) })
     }
