@@ -9,7 +9,7 @@ use vmferry_bench::result::MigrationResult;
 struct Nobody;
 
 impl OurRunner for Nobody {
-    fn run(&mut self, _: &CaseSpec, _: u32) -> Result<MigrationResult, OurError> {
+    fn run(&mut self, _: &CaseSpec, _: u32, _: bool) -> Result<MigrationResult, OurError> {
         Err(OurError::Unavailable("this example has no VMM".into()))
     }
 }

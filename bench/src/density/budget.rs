@@ -3,30 +3,28 @@
 //! From the kernel's Documentation/admin-guide/cgroup-v2.rst, and cgroup-v1/memory.rst for hosts whose memory controller is still
 //! mounted there.
 
-use std::fs::{self, File, OpenOptions};
+use crate::cgroup::{Cgroup, Version, places};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
-
-/// How long the kernel may take to let go of a cgroup whose processes have ended.
-const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Why there is no budget.
 #[derive(Debug, thiserror::Error)]
 #[error("no memory cgroup of its own: {0}")]
 pub struct NoBudget(String);
 
-/// The two versions of cgroups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Version {
-    One,
-    Two,
+/// What the files of the memory controller are called.
+trait Memory {
+    /// Its limit of memory, in bytes.
+    fn limit(self) -> &'static str;
+    /// Memory that is used, in bytes.
+    fn used(self) -> &'static str;
+    /// Where processes that were killed are counted, as `oom_kill N`.
+    fn events(self) -> &'static str;
 }
 
-impl Version {
-    /// Its limit of memory, in bytes.
+impl Memory for Version {
     fn limit(self) -> &'static str {
         match self {
             Self::One => "memory.limit_in_bytes",
@@ -34,7 +32,6 @@ impl Version {
         }
     }
 
-    /// Memory that is used, in bytes.
     fn used(self) -> &'static str {
         match self {
             Self::One => "memory.usage_in_bytes",
@@ -42,23 +39,10 @@ impl Version {
         }
     }
 
-    /// Where processes that were killed are counted, as `oom_kill N`.
     fn events(self) -> &'static str {
         match self {
             Self::One => "memory.oom_control",
             Self::Two => "memory.events",
-        }
-    }
-
-    /// The path in a line of `/proc/PID/cgroup`, if the line is about this version's memory.
-    fn path(self, line: &str) -> Option<&str> {
-        match self {
-            Self::One => {
-                let mut fields = line.splitn(3, ':').skip(1);
-                let controllers = fields.next()?;
-                fields.next().filter(|_| controllers.split(',').any(|name| name == "memory"))
-            }
-            Self::Two => line.strip_prefix("0::"),
         }
     }
 }
@@ -66,10 +50,8 @@ impl Version {
 /// A cgroup with a limit of memory and without swap. Removed when dropped; its processes must have ended.
 #[derive(Debug)]
 pub struct Budget {
-    path: PathBuf,
+    group: Cgroup,
     version: Version,
-    /// Its list of processes.
-    procs: File,
 }
 
 impl Budget {
@@ -78,30 +60,11 @@ impl Budget {
     /// # Errors
     /// If this host has no cgroup with memory, or this user must not make one.
     pub fn new(bytes: u64) -> Result<Self, NoBudget> {
-        let read =
-            |path: &str| fs::read_to_string(path).map_err(|error| NoBudget(format!("{path}: {error}")));
-        let (mounts, own) = (read("/proc/self/mounts")?, read("/proc/self/cgroup")?);
-        let mut whys = Vec::new();
-        for version in [Version::Two, Version::One] {
-            let parents = match parents(version, &mounts, &own) {
-                Ok(parents) => parents,
-                Err(why) => {
-                    whys.push(why);
-                    continue;
-                }
-            };
-            for parent in parents {
-                match Self::below(version, &parent, bytes) {
-                    Ok(budget) => return Ok(budget),
-                    Err(why) => whys.push(format!("{}: {why}", parent.display())),
-                }
-            }
-        }
-        Err(NoBudget(whys.join("; ")))
+        let below = |version, parent: &Path| Self::below(version, parent, bytes);
+        places("memory", below).map_err(NoBudget)
     }
 
     fn below(version: Version, parent: &Path, bytes: u64) -> Result<Self, String> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
         let has = |file: &str| {
             let text = fs::read_to_string(parent.join(file)).map_err(|error| format!("{file}: {error}"))?;
             Ok::<_, String>(text.split_whitespace().any(|word| word == "memory"))
@@ -112,16 +75,13 @@ impl Budget {
         if version == Version::Two && !has("cgroup.subtree_control")? {
             return Err("it does not pass memory on to those below it (cgroup.subtree_control)".into());
         }
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = parent.join(format!("vmferry-density-{}-{number}", std::process::id()));
-        fs::create_dir(&path).map_err(|error| format!("cannot make a cgroup: {error}"))?;
-        Self::limited(version, &path, bytes).inspect_err(|_| {
-            // Nothing runs in it yet.
-            let _ = fs::remove_dir(&path);
-        })
+        let group = Cgroup::make(parent, "density")?;
+        Self::limit(version, &group, bytes)?;
+        Ok(Self { group, version })
     }
 
-    fn limited(version: Version, path: &Path, bytes: u64) -> Result<Self, String> {
+    fn limit(version: Version, group: &Cgroup, bytes: u64) -> Result<(), String> {
+        let path = group.path();
         set(path, version.limit(), &bytes.to_string())?;
         // Of version 1: memory and swap together.
         let no_swap = match version {
@@ -136,9 +96,7 @@ impl Budget {
             // One guest is killed, not all of them.
             set(path, "memory.oom.group", "0")?;
         }
-        let procs = OpenOptions::new().write(true).open(path.join("cgroup.procs"));
-        let procs = procs.map_err(|error| format!("cgroup.procs: {error}"))?;
-        Ok(Self { path: path.into(), version, procs })
+        Ok(())
     }
 
     /// Lets a process that has yet to be started run in it, from its first instruction on.
@@ -146,14 +104,7 @@ impl Budget {
     /// # Errors
     /// If this process is out of file descriptors.
     pub fn enter(&self, command: &mut Command) -> io::Result<()> {
-        use std::os::unix::process::CommandExt;
-        let procs = self.procs.try_clone()?;
-        // 0 is the process that writes.
-        let enter = move || (&procs).write_all(b"0");
-        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes one system call on a
-        // descriptor that it owns; its error is a number, for which nothing is allocated.
-        unsafe { command.pre_exec(enter) };
-        Ok(())
+        self.group.enter(command)
     }
 
     /// Sees that process `pid`, just started, is in it, and makes it the first that the kernel takes where all of the host runs out.
@@ -161,15 +112,24 @@ impl Budget {
     /// # Errors
     /// If it is elsewhere: then it must not go on.
     pub fn adopt(&self, pid: u32) -> io::Result<()> {
-        let own = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
-        let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let mut paths = own.lines().filter_map(|line| self.version.path(line));
-        if !paths.any(|path| path.ends_with(&format!("/{name}"))) {
-            return Err(io::Error::other(format!(
-                "process {pid} is not in the cgroup {name} with the limit"
-            )));
-        }
+        self.group.has(self.version, "memory", pid)?;
         fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")
+    }
+
+    /// Leaves its processes no more than they use now and `more` bytes: what can be given back is, and who needs more is killed.
+    ///
+    /// # Errors
+    /// If the kernel cannot, because too little of it can be given back.
+    pub fn squeeze(&self, more: u64) -> io::Result<()> {
+        let limit = (self.used()? + more).to_string();
+        // Of version 1 memory and swap together are never less than memory alone.
+        set(self.group.path(), self.version.limit(), &limit).map_err(io::Error::other)?;
+        match (self.version, has_swap()) {
+            (Version::One, true) => {
+                set(self.group.path(), "memory.memsw.limit_in_bytes", &limit).map_err(io::Error::other)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Memory that it uses, in bytes.
@@ -177,7 +137,7 @@ impl Budget {
     /// # Errors
     /// If the kernel does not say.
     pub fn used(&self) -> io::Result<u64> {
-        let text = fs::read_to_string(self.path.join(self.version.used()))?;
+        let text = fs::read_to_string(self.group.path().join(self.version.used()))?;
         text.trim().parse().map_err(io::Error::other)
     }
 
@@ -187,23 +147,9 @@ impl Budget {
     /// If the kernel does not say.
     pub fn kills(&self) -> io::Result<u64> {
         let file = self.version.events();
-        let events = fs::read_to_string(self.path.join(file))?;
+        let events = fs::read_to_string(self.group.path().join(file))?;
         let kills = events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok());
         kills.ok_or_else(|| io::Error::other(format!("{file} has no oom_kill")))
-    }
-}
-
-impl Drop for Budget {
-    fn drop(&mut self) {
-        let deadline = Instant::now() + REMOVE_LIMIT;
-        while fs::remove_dir(&self.path).is_err_and(|error| error.kind() != io::ErrorKind::NotFound) {
-            if Instant::now() > deadline {
-                // Whoever looks for it must be able to find it.
-                eprintln!("vmferry: the cgroup {} could not be removed", self.path.display());
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
     }
 }
 
@@ -229,58 +175,9 @@ fn has_swap() -> bool {
     fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1)
 }
 
-/// Where a cgroup may be made: below this process's own, or beside it.
-fn parents(version: Version, mounts: &str, own: &str) -> Result<Vec<PathBuf>, String> {
-    let mount = mounts.lines().find_map(|line| {
-        let mut fields = line.split(' ').skip(1);
-        let (place, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
-        let right = match version {
-            Version::One => kind == "cgroup" && options.split(',').any(|option| option == "memory"),
-            Version::Two => kind == "cgroup2",
-        };
-        right.then_some(place)
-    });
-    let mount = Path::new(mount.ok_or(match version {
-        Version::One => "no memory cgroups of version 1 are mounted",
-        Version::Two => "no cgroup2 file system is mounted",
-    })?);
-    let own = own.lines().find_map(|line| version.path(line)?.strip_prefix('/'));
-    let own = own.ok_or_else(|| {
-        format!(
-            "this process is in no memory cgroup of version {}",
-            match version {
-                Version::One => 1,
-                Version::Two => 2,
-            }
-        )
-    })?;
-    if own.split('/').any(|part| part == "..") {
-        return Err("this process's cgroup is not in this cgroup namespace".into());
-    }
-    let own = mount.join(own);
-    let beside = own.parent().filter(|parent| parent.starts_with(mount)).map(Path::to_path_buf);
-    Ok([own].into_iter().chain(beside).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn it_is_made_below_or_beside_this_process() {
-        let mounts = "tmpfs /sys/fs/cgroup tmpfs rw 0 0\ncgroup /c/memory cgroup rw,memory 0 0\ncg /c/two cgroup2 rw 0 0\n";
-        let at = |own: &str| parents(Version::Two, mounts, own);
-        assert_eq!(at("4:memory:/x\n0::/a/b\n"), Ok(vec!["/c/two/a/b".into(), "/c/two/a".into()]));
-        // The root has nothing beside it.
-        assert_eq!(at("0::/\n").unwrap(), [PathBuf::from("/c/two/")]);
-        assert!(at("4:memory:/x\n").unwrap_err().contains("version 2"));
-        assert!(at("0::/../a\n").unwrap_err().contains("namespace"));
-        let nothing = |version| parents(version, "proc /proc proc rw 0 0\n", "0::/\n").unwrap_err();
-        assert!(nothing(Version::Two).contains("no cgroup2") && nothing(Version::One).contains("version 1"));
-        let one = |own: &str| parents(Version::One, mounts, own);
-        assert_eq!(one("4:cpu,memory:/x\n0::/a/b\n"), Ok(vec!["/c/memory/x".into(), "/c/memory".into()]));
-        assert!(one("4:cpu:/x\n0::/a/b\n").unwrap_err().contains("version 1"));
-    }
 
     #[test]
     fn where_no_limit_can_be_there_is_no_budget() {
@@ -293,7 +190,7 @@ mod tests {
         assert!(below("cpu io\n", "\n").contains("not among its controllers"));
         assert!(below("cpu memory\n", "cpu\n").contains("subtree_control"));
         // A folder, but no cgroup: it has no files of its own, and is removed again.
-        assert!(below("memory\n", "memory\n").contains("memory.max"));
+        assert!(below("memory\n", "memory\n").contains("cgroup.procs"));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
@@ -322,7 +219,8 @@ mod tests {
         budget.adopt(child.id()).unwrap();
         assert!(budget.adopt(std::process::id()).is_err());
         assert!(budget.used().unwrap() > 0 && budget.kills().unwrap() == 0);
-        let path = budget.path.clone();
+        budget.squeeze(1 << 20).unwrap();
+        let path = budget.group.path().to_path_buf();
         drop((child, budget));
         assert!(!path.exists());
     }

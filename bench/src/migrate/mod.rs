@@ -1,7 +1,7 @@
 //! `bench migrate`: vmferry, QEMU and the floor move the same guest, in turn.
 //!
 //! Each case is a guest with a workload. In each round every side runs once: vmferry and QEMU with one
-//! channel and with two, and the bare copy of the same bytes over as many streams. What is reported are
+//! channel and with two, vmferry encrypted as well, and the bare copy of the same bytes over as many streams. What is reported are
 //! medians over the rounds, and ratios taken within the rounds.
 
 mod report;
@@ -22,11 +22,11 @@ pub use spec::{CaseSpec, Options, Side};
 /// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
     /// Boots the guest of `spec`, lets it settle, migrates it once over loopback with `channels` channels to
-    /// another process, and ends both. What [`MigrationResult`] says of its fields holds here too.
+    /// another process, by TLS if it is to be `encrypted`, and ends both. What [`MigrationResult`] says of its fields holds here too.
     ///
     /// # Errors
     /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
-    fn run(&mut self, spec: &CaseSpec, channels: u32) -> Result<MigrationResult, OurError>;
+    fn run(&mut self, spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult, OurError>;
 }
 
 /// Everything that one side did in one case.
@@ -64,7 +64,7 @@ fn run_side(
     // Both ends hold the guest at the end; the floor's hold its data only.
     enough_memory(if matches!(side, Side::Floor { .. }) { spec.data } else { spec.memory })?;
     match side {
-        Side::Ours { channels } => Ok(ours.run(spec, channels)?),
+        Side::Ours { channels, encrypted } => Ok(ours.run(spec, channels, encrypted)?),
         Side::Qemu { multifd } => Ok(qemu::migrate(&qemu_spec(spec, multifd))?),
         Side::Floor { streams } => {
             let result = floor::run(spec.data, streams, receiver)?;

@@ -24,6 +24,8 @@ const FIGURES: &[(&str, Figure)] = &[
     ("gbytes_per_s", |r| Some(r.gbytes_per_s())),
     ("data_gbytes", |r| Some(r.gbytes())),
     ("cpu_ms_per_gb", |r| Some(r.cpu_ms_per_gb())),
+    // What one processor moves in a second, both ends' work counted.
+    ("gbytes_per_core_s", |r| Some(1e3 / r.cpu_ms_per_gb()).filter(|speed| speed.is_finite())),
     ("guest_speed_kept", MigrationResult::guest_speed_kept),
     ("guest_writes_per_s", |r| r.writes_before),
     ("guest_stall_max_ms", |r| r.stall_max.map(|stall| stall.as_secs_f64() * 1e3)),
@@ -43,6 +45,7 @@ const COMPARED: &[(&str, &str)] = &[
 /// What the project promises: case, our side, ratio, whether it is a least (or a most), and how much.
 const TARGETS: &[(&str, &str, &str, bool, f64)] = &[
     ("idle", "ours-2", "of_floor", true, 0.8),
+    ("idle", "ours-2-tls", "vs_plain", true, 0.6),
     ("idle", "ours-1", "vs_qemu_single", true, 1.6),
     ("idle", "ours-2", "vs_qemu_multifd", true, 1.2),
     ("idle", "ours-1", "cpu_per_gb_vs_qemu_single", false, 1.0),
@@ -92,6 +95,12 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
         if let Some(ratio) = of_floor(ours) {
             ratios.insert("of_floor".to_owned(), ratio.median);
         }
+        let plain = Side::Ours { channels: ours.side.streams(), encrypted: false };
+        if let Some(plain) = sides.iter().find(|runs| runs.side == plain && ours.side != plain)
+            && let Some(ratio) = Spread::of_ratios(&by_round(ours, speed), &by_round(plain, speed))
+        {
+            ratios.insert("vs_plain".to_owned(), ratio.median);
+        }
         for theirs in sides {
             let Side::Qemu { multifd } = theirs.side else { continue };
             let name = if multifd.is_some() { "vs_qemu_multifd" } else { "vs_qemu_single" };
@@ -103,7 +112,7 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
                 }
             }
         }
-        for kept in ["guest_speed_kept", "cpu_ms_per_gb"] {
+        for kept in ["guest_speed_kept", "cpu_ms_per_gb", "gbytes_per_core_s"] {
             if let Some(spread) = Spread::of(by_round(ours, figure(kept)).into_iter().flatten()) {
                 ratios.insert(kept.to_owned(), spread.median);
             }
@@ -160,6 +169,7 @@ const COLUMNS: &[Column] = &[
     ("of floor", "of_floor", 2, true),
     ("guest kept", "guest_speed_kept", 2, true),
     ("CPU ms/GB", "cpu_ms_per_gb", 0, true),
+    ("GB/core s", "gbytes_per_core_s", 2, true),
     ("stall ms", "guest_stall_max_ms", 0, true),
 ];
 

@@ -29,6 +29,8 @@ pub enum Side {
     Ours {
         /// Parallel channels.
         channels: u32,
+        /// By TLS, both sides with certificates.
+        encrypted: bool,
     },
     /// QEMU.
     Qemu {
@@ -46,7 +48,7 @@ impl Side {
     /// How many connections carry its pages: a side is compared with the floor of as many.
     pub fn streams(self) -> u32 {
         match self {
-            Side::Ours { channels } => channels,
+            Side::Ours { channels, .. } => channels,
             Side::Qemu { multifd } => multifd.unwrap_or(1),
             Side::Floor { streams } => streams,
         }
@@ -56,7 +58,8 @@ impl Side {
 impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Side::Ours { channels } => write!(f, "ours-{channels}"),
+            Side::Ours { channels, encrypted: false } => write!(f, "ours-{channels}"),
+            Side::Ours { channels, encrypted: true } => write!(f, "ours-{channels}-tls"),
             Side::Qemu { multifd: None } => f.write_str("qemu-single"),
             Side::Qemu { multifd: Some(channels) } => write!(f, "qemu-multifd-{channels}"),
             Side::Floor { streams } => write!(f, "floor-{streams}"),
@@ -106,10 +109,11 @@ impl Options {
             settle: Duration::from_millis(1000),
         };
         let sides = vec![
-            Side::Ours { channels: 1 },
+            Side::Ours { channels: 1, encrypted: false },
             Side::Qemu { multifd: None },
             Side::Floor { streams: 1 },
-            Side::Ours { channels: 2 },
+            Side::Ours { channels: 2, encrypted: false },
+            Side::Ours { channels: 2, encrypted: true },
             Side::Qemu { multifd: Some(2) },
             Side::Floor { streams: 2 },
         ];

@@ -10,7 +10,7 @@ struct Scripted {
 }
 
 impl OurRunner for Scripted {
-    fn run(&mut self, _: &CaseSpec, channels: u32) -> Result<MigrationResult, OurError> {
+    fn run(&mut self, _: &CaseSpec, channels: u32, _: bool) -> Result<MigrationResult, OurError> {
         self.asked.push(channels);
         self.script.remove(0)
     }
@@ -27,6 +27,10 @@ fn result(total_ms: u64) -> MigrationResult {
         writes_during: Some(80.0),
         ..MigrationResult::default()
     }
+}
+
+fn plain(channels: u32) -> Side {
+    Side::Ours { channels, encrypted: false }
 }
 
 fn spec() -> CaseSpec {
@@ -49,7 +53,7 @@ fn medians_failures_and_skips_are_told_apart() {
         ],
         asked: vec![],
     };
-    let sides = vec![Side::Ours { channels: 1 }, Side::Ours { channels: 2 }, Side::Floor { streams: 1 }];
+    let sides = vec![plain(1), plain(2), Side::Floor { streams: 1 }];
     let options = Options { cases: vec![spec()], sides, repeats: 3, only: Vec::new() };
     let mut told = Vec::new();
     let outcome = run(&options, &mut ours, &no_receiver(), &mut |what| told.push(what.to_owned()));
@@ -81,7 +85,8 @@ fn ratios_and_targets_follow_from_the_rounds() {
         skipped: None,
     };
     let sides = [
-        runs(Side::Ours { channels: 2 }, &[500, 1000]),
+        runs(plain(2), &[500, 1000]),
+        runs(Side::Ours { channels: 2, encrypted: true }, &[1000, 1250]),
         runs(Side::Qemu { multifd: None }, &[1000, 2000]),
         runs(Side::Qemu { multifd: Some(2) }, &[550, 1100]),
         runs(Side::Floor { streams: 2 }, &[450, 900]),
@@ -101,12 +106,17 @@ fn ratios_and_targets_follow_from_the_rounds() {
     close("vs_qemu_multifd", 1.1);
     close("total_vs_qemu_single", 0.5);
     close("downtime_vs_qemu_single", 1.0);
-    assert!((document.cases[1].metrics["of_floor"] - 0.5).abs() < 1e-9);
-    assert!(!document.cases[3].metrics.contains_key("of_floor"));
+    assert!((document.cases[2].metrics["of_floor"] - 0.5).abs() < 1e-9);
+    assert!(!document.cases[4].metrics.contains_key("of_floor"));
+
+    // The means of 0.5 and 0.8, and of 3.3 twice; a side is not compared with itself.
+    let tls = |name: &str| document.summary["idle"]["ours-2-tls"][name].as_f64().unwrap();
+    assert!((tls("vs_plain") - 0.65).abs() < 1e-9 && (tls("gbytes_per_core_s") - 10.0 / 3.0).abs() < 1e-9);
+    assert!(ours.get("vs_plain").is_none());
 
     let verdicts: Vec<_> = document.summary["targets"].as_array().unwrap().clone();
     let met = |name: &str| verdicts.iter().find(|t| t["name"] == name).unwrap()["met"].as_bool().unwrap();
-    assert!(met("idle/ours-2 of_floor"));
+    assert!(met("idle/ours-2 of_floor") && met("idle/ours-2-tls vs_plain"));
     assert!(!met("idle/ours-2 vs_qemu_multifd"));
     let text = table(&document);
     assert!(text.contains("missed") && text.contains("The load was 1.5"), "{text}");

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmferry_engine::pace::{Pace, Probe, TcpBulk};
+use vmferry_engine::tcp;
 
 /// Bytes of a probe, and of its echo.
 const FRAME: usize = 64;
@@ -57,6 +58,10 @@ impl Probe for SocketProbe {
             self.partial.drain(..whole);
         }
     }
+
+    fn reached(&mut self) -> io::Result<bool> {
+        tcp::all_acknowledged(self.socket.as_fd())
+    }
 }
 
 /// Paces `bulk` by probes through `probes` until either fails, which is when the destination is gone.
@@ -71,7 +76,10 @@ pub(super) fn pace(bulk: &TcpStream, probes: TcpStream) -> io::Result<()> {
 /// The destination's end: sends back what comes, until the source is gone.
 pub(super) fn echo(mut socket: &TcpStream) {
     let mut bytes = [0; 16 * FRAME];
-    while let Ok(length @ 1..) = socket.read(&mut bytes) {
+    // As the engine's target does.
+    while tcp::acknowledge_at_once(socket.as_fd()).is_ok()
+        && let Ok(length @ 1..) = socket.read(&mut bytes)
+    {
         if socket.write_all(&bytes[..length]).is_err() {
             return;
         }

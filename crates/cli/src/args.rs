@@ -1,19 +1,26 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
+mod values;
+
 use crate::choices::{
     AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
 };
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
+use crate::fence::FenceArg;
 use crate::net::net;
 use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
+use crate::sandbox::{SandboxArg, SandboxArgs};
 use crate::tls::TlsArgs;
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use values::{address, dirty_ring, memory, size, workload};
+pub(crate) use values::{rate, time};
 use vmferry_dirty::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
@@ -34,7 +41,7 @@ pub(crate) enum Command {
     /// Run a guest, or wait for one from elsewhere
     Run(Box<RunArgs>),
     /// Move the guest of a running vmferry away
-    Migrate(MigrateArgs),
+    Migrate(Box<MigrateArgs>),
     /// Stop the guest's vCPUs
     Pause(ApiArgs),
     /// Let the guest's vCPUs run again
@@ -135,14 +142,14 @@ pub(crate) struct DemoArgs {
     /// How to move it
     #[arg(long, value_enum, default_value = "precopy")]
     pub(crate) mode: ModeArg,
-    /// The guest's memory
-    #[arg(long, default_value = "1G", value_parser = size)]
+    /// The guest's memory, as in 512M or 4G
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
     pub(crate) memory: u64,
     /// Its vCPUs
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
     pub(crate) cpus: u32,
-    /// What the guest does with its memory
-    #[arg(long, default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload)]
+    /// What the guest does with its memory, as in `vmferry run --workload`
+    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload)]
     pub(crate) workload: Workload,
     /// Pretend that the link is no faster than this, for example 2gbit
     #[arg(long, value_name = "RATE", value_parser = rate)]
@@ -157,8 +164,11 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
     /// Parallel channels
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
+    /// Whether the two processes confine themselves, as `run --sandbox` has it
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) sandbox: SandboxArg,
     /// Write the report as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -194,27 +204,20 @@ pub(crate) enum OnReset {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DirtyRing(pub(crate) Option<u32>);
 
-fn dirty_ring(text: &str) -> Result<DirtyRing, String> {
-    if text == "off" {
-        return Ok(DirtyRing(None));
-    }
-    let entries = text.parse().map_err(|_| format!("'{text}' is neither off nor a number of entries"))?;
-    Ok(DirtyRing(Some(entries)))
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// The kind of guest
     #[arg(long, value_enum, default_value = "kvm")]
     pub(crate) guest: GuestKind,
-    /// The guest's memory
-    #[arg(long, default_value = "1G", value_parser = size)]
+    /// The guest's memory, as in 512M or 4G
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
     pub(crate) memory: u64,
     /// Its vCPUs
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
     pub(crate) cpus: u32,
-    /// Run the built-in measuring guest with this workload
-    #[arg(long, value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
+    /// Run the built-in measuring guest, which writes to its memory so: idle, uniform, sequential or zipf:THETA, then ws=256M (what is
+    /// written to), data=1G (what has content), rate=100k (writes a second and vCPU), each after a comma; idle if there is no kernel either
+    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
     pub(crate) workload: Option<Workload>,
     /// What else the measuring guest is told, as in report=async hints=incremental inflate=1G,by=ranges
     #[arg(long, value_name = "ARGS", default_value = "", requires = "workload")]
@@ -226,7 +229,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub(crate) initrd: Option<PathBuf>,
     /// The kernel's command line
-    #[arg(long, default_value = "", requires = "kernel")]
+    #[arg(long, value_name = "TEXT", default_value = "", requires = "kernel")]
     pub(crate) cmdline: String,
     /// Which processor the guest is shown: all that this host can offer, or x86-64-v2, with which it moves to nearly any host of the same
     /// maker; with --incoming, the most that a guest may have been shown
@@ -273,8 +276,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
     /// Tell Prometheus, at this address and the path /metrics, how the guest and its migration are doing
-    #[arg(long, value_name = "HOST:PORT")]
-    pub(crate) metrics: Option<std::net::SocketAddr>,
+    #[arg(long, value_name = "HOST:PORT", value_parser = address)]
+    pub(crate) metrics: Option<SocketAddr>,
     /// Let other hosts read --metrics too, unencrypted and whoever asks
     #[arg(long, requires = "metrics")]
     pub(crate) metrics_public: bool,
@@ -285,16 +288,22 @@ pub(crate) struct RunArgs {
     /// by migrate-incoming on the control socket
     #[arg(long, value_name = "URI|defer")]
     pub(crate) incoming: Option<IncomingArg>,
+    /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same for both sides; in full
+    /// etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE
+    #[arg(long, value_name = "etcd:URL")]
+    pub(crate) fence: Option<FenceArg>,
     /// Allow unencrypted connections from other hosts
     #[arg(long)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// End together with the process that started this one
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,
     /// How long the source may be silent before it is given up
-    #[arg(long, default_value = "10s", value_parser = time)]
+    #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
     pub(crate) peer_timeout: Duration,
 }
 
@@ -316,7 +325,7 @@ pub(crate) struct MigrateArgs {
     #[arg(long, value_enum, default_value = "dedicated")]
     pub(crate) urgent: UrgentArg,
     /// Channels for pages that the guest waits for
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2)]
     pub(crate) urgent_channels: u16,
     /// How fast the rest is sent meanwhile: auto keeps the queues on the way short; off; or a rate such as 2gbit
     #[arg(long, default_value_t, value_name = "auto|off|RATE")]
@@ -331,10 +340,10 @@ pub(crate) struct MigrateArgs {
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
     /// Parallel channels
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
     /// Stop the guest once that takes no longer than this
-    #[arg(long, default_value = "300ms", value_parser = time)]
+    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,
     /// Use no more than this, for example 2gbit or 250M/s: a promise to whoever shares the link, kept while the guest is
     /// stopped too
@@ -364,13 +373,17 @@ pub(crate) struct MigrateArgs {
     /// With file:PATH: the guest goes on here when it has been written, and the file is a copy of it
     #[arg(long)]
     pub(crate) keep_running: bool,
+    /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same as the target's; what `run` was given if it is left out; in full
+    /// etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE
+    #[arg(long, value_name = "etcd:URL")]
+    pub(crate) fence: Option<FenceArg>,
     /// Allow an unencrypted connection to another host
     #[arg(long)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// How long the target may be silent before it is given up
-    #[arg(long, default_value = "10s", value_parser = time)]
+    #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
     pub(crate) peer_timeout: Duration,
     /// Write the report as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -446,7 +459,13 @@ pub(crate) enum BenchName {
     Plan,
     /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
     Rtt,
-    /// Everything there is
+    /// Every fault at every moment of a migration, and what became of the guest
+    Faults,
+    /// A thousand migrations in a row through one process, which must not grow
+    Soak,
+    /// What guests bear beside many others, very large, with peers that mean harm, and before a crowd at the door
+    Limits,
+    /// All but faults, soak and limits
     All,
 }
 
@@ -464,78 +483,22 @@ pub(crate) struct BenchArgs {
     /// Only cases and sides whose names have this in them, as in idle/floor-2; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
+    /// Which of the cases of `faults --quick` are run: each fault at each moment once, in a mode and with a guest that this chooses
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (not scan, migrate, rtt and plan)
+    /// Write the results as a page with charts to this file (not scan, migrate, rtt, plan, faults, soak and limits)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }
 
-fn size(text: &str) -> Result<u64, String> {
-    vmferry_guest_abi::parse_size(text)
-        .ok_or_else(|| format!("'{text}' is no size; write bytes, or 64K, 256M, 4G, 1T (powers of 1024)"))
-}
-
-fn workload(text: &str) -> Result<Workload, String> {
-    text.parse().map_err(|error: vmferry_guest_abi::WorkloadError| error.to_string())
-}
-
-pub(crate) fn time(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
-}
-
-/// A rate in bytes a second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s` (decimal bytes).
-pub(crate) fn rate(text: &str) -> Result<u64, String> {
-    let wrong = || format!("'{text}' is no rate; write 2gbit, 500mbit, 250M/s or 1G/s");
-    let lower = text.to_ascii_lowercase();
-    let (number, bits) = match (lower.strip_suffix("bit"), lower.strip_suffix("/s")) {
-        (Some(number), _) => (number, true),
-        (_, Some(number)) => (number, false),
-        _ => return Err(wrong()),
-    };
-    let number = number.strip_suffix('b').filter(|_| !bits).unwrap_or(number);
-    let split = number.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(number.len());
-    let factor = match &number[split..] {
-        "" => 1.0,
-        "k" => 1e3,
-        "m" => 1e6,
-        "g" => 1e9,
-        "t" => 1e12,
-        _ => return Err(wrong()),
-    };
-    let value: f64 = number[..split].parse().map_err(|_| wrong())?;
-    let bytes = value * factor / if bits { 8.0 } else { 1.0 };
-    if !(1.0..1e15).contains(&bytes) {
-        return Err(format!("{text} is out of range: between one byte and a petabyte a second"));
-    }
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "checked to be between 1 and 1e15"
-    )]
-    Ok(bytes as u64)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-
     #[test]
     fn the_command_line_is_consistent() {
         use clap::CommandFactory;
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn rates_are_bits_or_bytes() {
-        assert_eq!(rate("2gbit"), Ok(250_000_000));
-        assert_eq!(rate("250M/s"), Ok(250_000_000));
-        assert_eq!(rate("250MB/s"), Ok(250_000_000));
-        assert_eq!(rate("1.5G/s"), Ok(1_500_000_000));
-        assert_eq!(rate("800bit"), Ok(100));
-        for wrong in ["", "2g", "gbit", "-1gbit", "0gbit", "nanbit", "infbit", "1xbit", "2e30gbit", "é/s"] {
-            assert!(rate(wrong).is_err(), "{wrong}");
-        }
+        super::Cli::command().debug_assert();
     }
 }

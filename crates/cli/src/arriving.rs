@@ -1,6 +1,8 @@
-//! A target that says when its guest runs, and not only when all that belongs to its arrival is done.
+//! What is said of a guest when it runs here: to whoever looks on, and by a target when its guest runs, not only when all that belongs to
+//! its arrival is done.
 
 use crate::api::{Place, Shared};
+use std::path::Path;
 use std::sync::Arc;
 use vmferry_engine::{GuestMemory, LazyMemory, MachineConfig, Section, TargetVm, VmError};
 
@@ -37,4 +39,11 @@ impl TargetVm for Arriving<'_> {
         }
         Ok(())
     }
+}
+
+/// How a guest that runs here is reached, as the end of a sentence.
+pub(crate) fn reached_by(api: Option<&Path>) -> String {
+    api.map_or(" (without --api it can neither be moved nor asked)".into(), |path| {
+        format!("; its control socket is {}", path.display())
+    })
 }

@@ -1,14 +1,20 @@
 //! `vmferry bench`: our side of the comparisons.
 
 mod density;
+mod faults;
 mod free_page;
+mod limits;
 mod plan;
 mod postcopy;
 mod reaper;
+mod sample;
+mod side;
+mod soak;
 
 use crate::api::MigrateRequest;
 use crate::args::{BenchArgs, BenchName, GuestKind};
 use crate::demo::{Pair, Runner, Setup};
+use crate::sandbox::SandboxArg;
 use crate::{Status, guest, output};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -36,9 +42,16 @@ struct Finished {
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
     if args.html.is_some()
-        && matches!(args.name, BenchName::Scan | BenchName::Migrate | BenchName::Rtt | BenchName::Plan)
+        && !matches!(
+            args.name,
+            BenchName::Reaper
+                | BenchName::FreePage
+                | BenchName::Density
+                | BenchName::Postcopy
+                | BenchName::All
+        )
     {
-        bail!("bench scan, migrate, rtt and plan draw no page; leave --html out");
+        bail!("bench scan, migrate, rtt, plan, faults, soak and limits draw no page; leave --html out");
     }
     // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
@@ -52,6 +65,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Postcopy => &[postcopy::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
+        BenchName::Faults => &[faults::bench],
+        BenchName::Soak => &[soak::bench],
+        BenchName::Limits => &[limits::bench],
         BenchName::All => &[
             scan,
             rtt,
@@ -125,17 +141,18 @@ pub(crate) fn rtt_source(arguments: &[String]) -> Result<Status> {
 struct Ours;
 
 impl OurRunner for Ours {
-    fn run(&mut self, spec: &CaseSpec, channels: u32) -> Result<MigrationResult, OurError> {
+    fn run(&mut self, spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult, OurError> {
         if let Some(why) = guest::no_kvm() {
             return Err(OurError::Unavailable(why));
         }
-        move_once(spec, channels).map_err(|error| OurError::Failed(error.into()))
+        move_once(spec, channels, encrypted).map_err(|error| OurError::Failed(error.into()))
     }
 }
 
-fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
+fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        sandbox: SandboxArg::On,
         balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
@@ -145,6 +162,7 @@ fn move_once(spec: &CaseSpec, channels: u32) -> Result<MigrationResult> {
         dirty_ring: None,
         link: None,
         budget: None,
+        encrypted,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

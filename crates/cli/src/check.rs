@@ -4,7 +4,7 @@ mod host;
 mod postcopy;
 
 use crate::args::CheckArgs;
-use crate::{Status, guest, output};
+use crate::{Status, guest, output, sandbox};
 use anyhow::Result;
 use serde::Serialize;
 use std::io::Write;
@@ -51,6 +51,7 @@ pub(crate) fn check(args: &CheckArgs) -> Result<Status> {
     let mut findings = guests();
     findings.extend(postcopy::findings());
     findings.extend(host::findings());
+    findings.extend(confinement());
     let usable = findings.iter().any(|finding| finding.ok);
     // Standard output belongs to the document then.
     if args.json.as_deref() != Some("-".as_ref()) {
@@ -101,6 +102,26 @@ fn guests() -> Vec<Finding> {
                 .map(|()| "userfaultfd WP_ASYNC and PAGEMAP_SCAN".into())
                 .map_err(|e| e.to_string()),
             "needs Linux 6.7 and access to userfaultfd (vm.unprivileged_userfaultfd=1, or root)",
+        ),
+    ]
+}
+
+/// What confines the process that runs a guest.
+fn confinement() -> [Finding; 2] {
+    let [seccomp, landlock] = sandbox::available();
+    [
+        Finding::new(
+            "seccomp",
+            "system calls confined",
+            seccomp,
+            "`run` goes on without filters of system calls; they need CONFIG_SECCOMP_FILTER, and a container that allows seccomp",
+        ),
+        Finding::new(
+            "landlock",
+            "files confined",
+            landlock,
+            "`run` goes on, and reaches the files that its user can; landlock needs Linux 5.13 and lsm=landlock,... on its command line; \
+             `run --jail` (as root) does without",
         ),
     ]
 }

@@ -73,14 +73,12 @@ impl From<OnTimeoutArg> for OnTimeout {
     }
 }
 
-/// Something that is done, or not.
+/// Something that is done, or not. What that is the option says: its values are no help of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum OnOff {
-    /// It is
     #[default]
     On,
-    /// It is not
     Off,
 }
 

@@ -45,7 +45,7 @@ impl Console {
         let shared = Arc::clone(shared);
         let read = move || feed(&mut stdin.lock(), terminal, &shared);
         // It is never joined: it reads until the process ends.
-        std::thread::Builder::new().name("console".into()).spawn(read)?;
+        vmferry_thread::spawn(vmferry_thread::Role::Watch, "console", read)?;
         Ok(console)
     }
 }
@@ -109,5 +109,28 @@ fn pass(mut bytes: &[u8], tries: u32, shared: &Shared) {
             failed = failed.saturating_add(1);
             std::thread::sleep(RETRY);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// For the next one.
+    #[test]
+    #[ignore = "panics on a terminal that another test gives it"]
+    fn panics() {
+        let console = Console { before: Some(raw(&std::io::stdin()).unwrap()) };
+        let now = tcgetattr(std::io::stdin()).unwrap();
+        assert!(!now.local_modes.contains(LocalModes::ECHO));
+        println!("raw");
+        panic!("out of luck, with {console:?}");
+    }
+
+    #[test]
+    fn a_panic_gives_the_terminal_back() {
+        let left = crate::on_terminal::run("console::tests::panics");
+        assert!(left.text.contains("raw"), "{}", left.text);
+        assert!(left.as_it_was(), "{:?}\n{:?}\n{}", left.before, left.after, left.text);
     }
 }

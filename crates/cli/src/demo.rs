@@ -3,7 +3,9 @@
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::choices::OnTimeoutArg;
+use crate::sandbox::SandboxArg;
 use crate::speed::{EVERY, Sample};
+use crate::tls::Certificates;
 use crate::{Status, guest, migrate, output, speed};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -38,12 +40,16 @@ pub(crate) struct Setup<'a> {
     pub(crate) guest_args: String,
     /// Entries of each vCPU's dirty ring.
     pub(crate) dirty_ring: Option<u32>,
+    /// Whether the processes that have the guest confine themselves.
+    pub(crate) sandbox: SandboxArg,
     /// Whether the guest has a balloon; not beside QEMU's, which has none.
     pub(crate) balloon: bool,
     /// Between which ends they run. None: on loopback.
     pub(crate) link: Option<&'a Link>,
     /// In what memory they live. None: in the host's.
     pub(crate) budget: Option<&'a Budget>,
+    /// Whether they speak TLS with each other, with certificates of an authority that is made for them.
+    pub(crate) encrypted: bool,
 }
 
 /// A `vmferry run` of our own.
@@ -60,7 +66,7 @@ impl Runner {
         let mut command = Command::new(std::env::current_exe().context("cannot find this executable")?);
         command.args(["run", "--die-with-parent", "--guest", &setup.guest.to_string()]);
         command.args(["--memory", &setup.memory.to_string(), "--cpus", &setup.cpus.to_string()]);
-        command.arg("--api").arg(&api);
+        command.arg("--api").arg(&api).args(["--sandbox", setup.sandbox.name()]);
         command.args(["--balloon", if setup.balloon { "on" } else { "off" }]);
         if let Some(entries) = setup.dirty_ring {
             command.args(["--dirty-ring", &entries.to_string()]);
@@ -75,6 +81,9 @@ impl Runner {
             command.args(["--workload", &setup.workload, "--guest-args", &setup.guest_args]);
         }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
+        if setup.encrypted {
+            command.args(Certificates::of(folder).options());
+        }
         if let Some(link) = setup.link {
             link.enter(if incoming { End::Destination } else { End::Source }, &mut command)?;
         }
@@ -192,6 +201,9 @@ impl Pair {
     /// Brings both up; given up when `stop` is set.
     pub(crate) fn start(setup: &Setup<'_>, stop: &AtomicBool) -> Result<Self> {
         let folder = Folder::new()?;
+        if setup.encrypted {
+            Certificates::of(folder.path()).make()?;
+        }
         let mut target = Runner::start(setup, folder.path(), "target", true)?;
         let uri = target.incoming(stop)?;
         let mut source = Runner::start(setup, folder.path(), "source", false)?;
@@ -267,6 +279,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     };
     let workload = fitting(&args.workload, args.memory);
     let setup = Setup {
+        sandbox: args.sandbox,
         balloon: true,
         guest: kind(args.guest),
         memory: args.memory,
@@ -277,6 +290,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
         link: None,
         budget: None,
+        encrypted: false,
     };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",
@@ -301,7 +315,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
             looks.extend(look(target).ok());
         }
     };
-    let mut report = migrate::watch(source, &stop, &mut on_status)?;
+    let mut report = migrate::watch(source, args.link, &stop, &mut on_status)?;
     let status = if report["outcome"] == "completed" {
         let (after, later) = follow(&mut pair.target, &before, &stop)?;
         looks.extend(later);

@@ -1,7 +1,9 @@
 //! `--disk`.
 
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use vmferry_confine::Use;
 use vmferry_vmm::{DiskOptions, VmHandle};
 
 /// A disk as it is asked for.
@@ -16,6 +18,20 @@ impl DiskArg {
         let mut options = DiskOptions::new(&self.path);
         options.read_only = self.read_only;
         options
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the process does with it. A block device is asked how large it is, and told what is free.
+    pub(crate) fn use_for(&self) -> Use {
+        let block = std::fs::metadata(&self.path).is_ok_and(|meta| meta.file_type().is_block_device());
+        match self.read_only {
+            true if !block => Use::Read,
+            _ if block => Use::Device,
+            _ => Use::Write,
+        }
     }
 }
 

@@ -10,9 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 use vmferry_dirty::Policy;
 use vmferry_engine::{SourceVm, TargetVm};
-use vmferry_guest_abi::{GuestArgs, StatsError, StatsSink, StatsSnapshot, Workload};
+use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Kernel, SerialSink, Vm, VmHandle, VmOptions};
+use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Exit, Kernel, SerialSink, Vm, VmHandle, VmOptions};
 
 /// A machine. Owned by the thread that runs it.
 pub(crate) enum Machine {
@@ -94,6 +94,9 @@ impl Machine {
         }
         if !args.nets.is_empty() {
             bail!("a process guest has no network interfaces; leave --net");
+        }
+        if args.serial.is_some() {
+            bail!("a process guest has no serial console; leave --serial");
         }
         if args.balloon_auto.is_some() {
             bail!("a process guest has no balloon; leave --balloon-auto");
@@ -197,7 +200,15 @@ impl Probe {
                     exit if exit.is_reset() => Status::Reset,
                     _ => Status::Failed,
                 };
-                Some((exit.to_string(), status))
+                let how = match &exit {
+                    Exit::PoweredOff(PANIC_EXIT) => {
+                        "it gave up, and says why on its serial console: run it with --serial stdio"
+                            .to_owned()
+                    }
+                    Exit::PoweredOff(code) => format!("with code {code}"),
+                    exit => exit.to_string(),
+                };
+                Some((how, status))
             }
             Self::Process(_) => None,
         }

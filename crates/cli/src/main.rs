@@ -1,5 +1,6 @@
 //! The command `vmferry`: run, move, watch and measure virtual machines.
 
+mod advice;
 mod api;
 mod args;
 mod arriving;
@@ -11,12 +12,16 @@ mod console;
 mod demo;
 mod dirty_rate;
 mod disk;
+mod fence;
 mod generate;
 mod guest;
+mod http_client;
 mod limit;
 mod metrics;
 mod migrate;
 mod net;
+#[cfg(test)]
+mod on_terminal;
 mod output;
 mod overhead;
 mod plan;
@@ -24,6 +29,7 @@ mod progress;
 mod report;
 mod rings;
 mod run;
+mod sandbox;
 mod signals;
 mod speed;
 mod tls;
@@ -50,10 +56,10 @@ enum Status {
 }
 
 fn main() -> ExitCode {
-    let _traces = traces::begin();
+    let traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
-        Command::Run(args) => run::run(&args),
+        Command::Run(args) => run::run(&args, &traces),
         Command::Migrate(args) => migrate::migrate(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
@@ -79,8 +85,7 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => ExitCode::from(status as u8),
         Err(error) => {
-            // One line for the whole chain: what failed, and each cause after a colon.
-            eprintln!("vmferry: {error:#}");
+            eprintln!("vmferry: {}", output::chain(&error));
             ExitCode::from(Status::Failed as u8)
         }
     }

@@ -3,14 +3,13 @@
 use crate::api::{Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
 use crate::progress::Progress;
-use crate::{Status, output};
+use crate::{Status, advice, output};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::Uri;
 
 /// How often the status is asked for.
 const POLL: Duration = Duration::from_millis(25);
@@ -30,7 +29,7 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
             let _ = writeln!(events, "{status}");
         }
     };
-    let report = watch(&mut client, &interrupted, &mut on_event)?;
+    let report = watch(&mut client, args.max_bandwidth, &interrupted, &mut on_event)?;
     if report["detached"] == true {
         eprintln!(
             "vmferry: the guest runs at {}; the rest of its memory follows without this command",
@@ -38,14 +37,21 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
         );
         return Ok(Status::Done);
     }
+    let status = output::exit_status(&report);
     match json_out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
         None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
-        None => output::report(&report, std::io::stdout())?,
+        None => {
+            let mut shown = report.clone();
+            if status != Status::Done {
+                // It is part of what follows.
+                shown["error"].take();
+            }
+            output::report(&shown, std::io::stdout())?;
+        }
     }
-    let status = output::exit_status(&report);
     if status != Status::Done {
-        eprintln!("vmferry: {}", advice(&report, &args.uri));
+        eprintln!("vmferry: {}", advice::advice(&report, &args.uri));
     }
     Ok(status)
 }
@@ -73,6 +79,7 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         verify: args.verify,
         keep_running: args.keep_running,
         insecure: args.insecure,
+        fence: args.fence.as_ref().map(ToString::to_string),
         tls: args.tls.texts()?,
         peer_timeout_ms: millis(args.peer_timeout),
     })
@@ -82,15 +89,16 @@ pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {
     arg.kind().map(|kind| kind.to_string())
 }
 
-/// Shows how a migration goes until it has ended; returns its document.
+/// Shows how a migration goes that may send `limit` bytes a second, if it has a limit, until it has ended; returns its document.
 ///
 /// Ctrl-C cancels it while that is possible; once the handoff has begun, what happens is no longer this side's to say.
 pub(crate) fn watch(
     client: &mut Client,
+    limit: Option<u64>,
     interrupted: &AtomicBool,
     on_event: &mut dyn FnMut(&Value),
 ) -> Result<Value> {
-    let mut bar = Progress::new();
+    let mut bar = Progress::new(limit);
     let mut handed_over = false;
     loop {
         let mut status = match client.call("status", json!({})) {
@@ -131,28 +139,4 @@ fn source_died(error: &anyhow::Error) -> Value {
         "outcome": "lost",
         "error": format!("the process that had the rest of the guest's memory is gone: {error:#}"),
     })
-}
-
-/// What to do now, for a migration that did not complete.
-fn advice(report: &Value, uri: &Uri) -> String {
-    let why = report["error"].as_str().unwrap_or("no reason was given");
-    match report["outcome"].as_str() {
-        None if report["progress"]["runs_there"] != true => format!(
-            "the link to {uri} was lost while the guest was handed over ({why}), and nobody knows whether it runs there. When the \
-             link is back say `vmferry recover` here; `vmferry recover --abandon` ends the attempts"
-        ),
-        None => format!(
-            "the link to {uri} is lost ({why}). The guest runs there until it needs a page that is still here. When the link is \
-             back say `vmferry recover` here; `vmferry recover --abandon` gives the guest up"
-        ),
-        Some("lost") => format!(
-            "the guest is lost: {why}. What runs of it at {uri} waits for ever for the pages that it lacks; end that process"
-        ),
-        Some("cancelled") => format!("cancelled ({why}); the guest goes on where it was"),
-        Some("unknown") => format!(
-            "it is not known whether the guest runs at {uri} ({why}). It is stopped here. Look at the target: if it runs \
-             the guest, say `vmferry recover --abandon` here; if that process is gone for certain, `vmferry recover --take`"
-        ),
-        _ => format!("the guest was not moved and goes on where it was: {why}"),
-    }
 }

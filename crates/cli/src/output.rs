@@ -3,7 +3,7 @@
 use crate::Status;
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
@@ -17,13 +17,28 @@ pub(crate) fn failed(mut report: Report, why: &str) -> Report {
     report
 }
 
+/// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
+pub(crate) fn left_ms(report: &Value) -> Option<f64> {
+    let mut phases = report["phases"].as_array().into_iter().flatten();
+    let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
+    matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
+        .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
+}
+
+/// The document of a migration that did not begin.
+pub(crate) fn not_begun(why: &str) -> Value {
+    let report = failed(Report::default(), why);
+    serde_json::to_value(report)
+        .unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
+}
+
 /// The exit status for a migration's document.
 pub(crate) fn exit_status(report: &Value) -> Status {
     match report["outcome"].as_str() {
         Some("completed") => Status::Done,
         Some("unknown") => Status::Unknown,
         Some("lost") => Status::Lost,
-        None if report["state"] == "postcopy-paused" => Status::Unknown,
+        None if report["state"] == "postcopy-paused" || report["state"] == "unknown" => Status::Unknown,
         _ => Status::Failed,
     }
 }
@@ -34,6 +49,15 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Write>> {
         return Ok(Box::new(std::io::stdout()));
     }
     Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
+}
+
+/// What failed, and each cause after a colon, in one line. A cause that the line has already is not said again: some errors say theirs.
+pub(crate) fn chain(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |line, cause| match cause.to_string() {
+        cause if line.is_empty() => cause,
+        cause if line.contains(&cause) => line,
+        cause => format!("{line}: {cause}"),
+    })
 }
 
 /// A size for people.
@@ -85,19 +109,23 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     };
     let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
     writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
-    writeln!(
-        out,
-        "downtime     {} (predicted {}): {}",
-        ms(&report["downtime_ms"]),
-        ms(&report["predicted_downtime_ms"]),
-        parts.map(part).join(", ")
-    )?;
+    // A guest that was never stopped had no downtime, rather than one of nothing.
+    if report["outcome"] == "completed" || report["downtime_ms"].as_f64().is_some_and(|ms| ms > 0.0) {
+        writeln!(
+            out,
+            "downtime     {} (predicted {}): {}",
+            ms(&report["downtime_ms"]),
+            ms(&report["predicted_downtime_ms"]),
+            parts.map(part).join(", ")
+        )?;
+    }
     let data = &report["bytes"];
+    let passes = report["passes"].as_array().map_or(0, Vec::len);
     writeln!(
         out,
-        "sent         {} in {} passes at {:.0} Mbit/s: {} pages with content, {} as zeros or never touched",
+        "sent         {} in {passes} pass{} at {:.0} Mbit/s: {} pages with content, {} as zeros or never touched",
         bytes(count(&data["wire"])),
-        report["passes"].as_array().map_or(0, Vec::len),
+        if passes == 1 { "" } else { "es" },
         report["throughput_mbps"].as_f64().unwrap_or(0.0),
         count(&data["raw_pages"]),
         count(&data["zero_pages"]),
@@ -169,4 +197,37 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let once = anyhow::anyhow!("refused").context("cannot listen: refused").context("--api");
+        assert_eq!(chain(&once), "--api: cannot listen: refused");
+        assert_eq!(chain(&anyhow::anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn a_guest_that_was_never_stopped_has_no_downtime() {
+        let shown = |outcome: &str, downtime: f64| {
+            let mut out = Vec::new();
+            let passes = json!([{}]);
+            let bytes = json!({ "wire": 4096 });
+            let document =
+                json!({ "outcome": outcome, "downtime_ms": downtime, "bytes": bytes, "passes": passes });
+            report(&document, &mut out).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        assert!(!shown("cancelled", 0.0).contains("downtime"));
+        assert!(shown("failed", 1.5).contains("downtime     1.5 ms"));
+        let completed = shown("completed", 0.0);
+        assert!(
+            completed.contains("downtime     0.0 ms") && completed.contains("in 1 pass at"),
+            "{completed}"
+        );
+    }
 }

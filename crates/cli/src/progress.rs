@@ -30,12 +30,13 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    pub(crate) fn new() -> Self {
+    /// Of a migration that may send so many bytes a second, if it has a limit.
+    pub(crate) fn new(limit: Option<u64>) -> Self {
         let bar = std::io::stderr()
             .is_terminal()
             .then(|| ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stderr_with_hz(10)));
         let colours = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        Self { bar, colours, last_line: None, told: None, link: Link::default(), pass: None }
+        Self { bar, colours, last_line: None, told: None, link: Link::limited(limit), pass: None }
     }
 
     /// Shows a `status` document.
@@ -102,9 +103,30 @@ impl Progress {
 struct Link {
     /// When, and each channel's bytes; the first one is all together.
     looks: std::collections::VecDeque<(Instant, Vec<f64>)>,
+    /// Bytes a second that it may carry at most, if that is limited.
+    limit: Option<f64>,
 }
 
 impl Link {
+    fn limited(limit: Option<u64>) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "a share for people")]
+        Self { limit: limit.filter(|limit| *limit > 0).map(|limit| limit as f64), ..Self::default() }
+    }
+
+    /// What it carries, how much of its limit that is, and how its channels share in it.
+    fn use_at(&self, rate: f64) -> String {
+        let mut text = format!("link {}/s", bytes(whole(rate)));
+        if let Some(limit) = self.limit {
+            text.push_str(&format!(" ({:.0} % of its limit)", rate / limit * 100.0));
+        }
+        let shares = self.shares();
+        if !shares.is_empty() {
+            let shares: Vec<String> = shares.iter().map(|share| format!("{share:.0}")).collect();
+            text.push_str(&format!(" by channels {} %", shares.join("/")));
+        }
+        text
+    }
+
     fn take(&mut self, now: Instant, progress: &Value) {
         let channels = progress["channel_bytes"].as_array().into_iter().flatten();
         let bytes = std::iter::once(&progress["wire_bytes"])
@@ -188,8 +210,7 @@ impl View {
                 let pace = progress["pace"]
                     .as_f64()
                     .map_or(String::new(), |pace| format!(", pace {}/s", bytes(whole(pace))));
-                let rate =
-                    link.rate().map_or(String::new(), |rate| format!(", link {}/s", bytes(whole(rate))));
+                let rate = link.rate().map_or(String::new(), |rate| format!(", {}", link.use_at(rate)));
                 view.lines.push(format!(
                     "{} left, the guest runs on the target{rate}{pace}",
                     left(progress, "left_pages")
@@ -207,18 +228,11 @@ impl View {
     fn precopy(&mut self, progress: &Value, link: &Link) {
         let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * PAGE;
         let rate = link.rate().or(progress["bandwidth"].as_f64());
-        let shown = rate.map_or("?".into(), |rate| format!("{}/s", bytes(whole(rate))));
-        let mut line = format!(
-            "{} left, dirty {}/s, link {shown}",
-            left(progress, "remaining_pages"),
-            bytes(whole(dirty))
-        );
-        let shares = link.shares();
-        if !shares.is_empty() {
-            let shares: Vec<String> = shares.iter().map(|share| format!("{share:.0}")).collect();
-            line.push_str(&format!(" by channels {} %", shares.join("/")));
-        }
-        self.lines.push(line);
+        let shown = rate.map_or("link ?".into(), |rate| link.use_at(rate));
+        // The first pass ends before anything is known of it.
+        let known = dirty > 0.0 || count(progress, "pass") > 0;
+        let dirties = if known { format!("dirty {}/s", bytes(whole(dirty))) } else { "dirty ?".into() };
+        self.lines.push(format!("{} left, {dirties}, {shown}", left(progress, "remaining_pages")));
         let verdict = Verdict::of(progress, dirty, rate);
         self.verdict = verdict.converging;
         self.lines.push(verdict.to_string());
@@ -362,7 +376,11 @@ mod tests {
     use serde_json::json;
 
     fn link(rates: &[f64]) -> Link {
-        let mut link = Link::default();
+        limited(rates, None)
+    }
+
+    fn limited(rates: &[f64], limit: Option<u64>) -> Link {
+        let mut link = Link::limited(limit);
         let start = Instant::now();
         for (ms, share) in [(0, 0.0), (100, 0.1)] {
             let channels: Vec<f64> = rates.iter().map(|rate| rate * share).collect();
@@ -384,6 +402,14 @@ mod tests {
         assert_eq!((view.head.as_str(), view.done, view.all, view.verdict), ("pass 1", 400, 1000, None));
         assert_eq!(view.lines[0], "2.3 MiB left, dirty 3.9 MiB/s, link 7.6 MiB/s by channels 75/25 %");
         assert_eq!(view.lines[1], "ETA 0.6 s");
+        let view = View::of(&precopy(&json!({})), &limited(&[6_000_000.0, 2_000_000.0], Some(10_000_000)));
+        assert!(
+            view.lines[0].ends_with("link 7.6 MiB/s (80 % of its limit) by channels 75/25 %"),
+            "{view:?}"
+        );
+        let after = json!({"state": "postcopy", "progress": {"left_pages": 512}});
+        let view = View::of(&after, &link(&[6_000_000.0, 2_000_000.0]));
+        assert!(view.lines[0].ends_with("on the target, link 7.6 MiB/s by channels 75/25 %"), "{view:?}");
         let unknown = View::of(&precopy(&json!({})), &Link::default());
         assert!(unknown.lines[0].ends_with("link ?") && unknown.lines[1] == "ETA ?", "{unknown:?}");
     }

@@ -2,13 +2,15 @@
 
 use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
-use crate::arriving::Arriving;
+use crate::arriving::{self, Arriving};
 use crate::choices::{IncomingArg, ModeArg};
 use crate::console::Console;
+use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::{EVERY, Sample};
-use crate::{Status, balloon, dirty_rate, metrics, output, plan, signals};
+use crate::traces::Traces;
+use crate::{Status, balloon, dirty_rate, metrics, output, plan, sandbox, signals};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -19,8 +21,8 @@ use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, MigrationState, ReceiveFailure, Report, Settings, TrackerKind, Uri,
-    migrate, receive, restore, restore_lazy, save, save_copy,
+    LazyRestore, Listener, MigrateError, MigrationState, ReceiveFailure, Settings, TrackerKind, Uri, migrate,
+    receive, restore, restore_lazy, save, save_copy,
 };
 
 /// How often the machine's owner looks whether somebody has seen that the guest has moved.
@@ -38,26 +40,28 @@ const SHORTEST: Duration = Duration::from_millis(50);
 const LINGER: Duration = Duration::from_millis(200);
 
 /// Runs until the guest ends, moves away, or somebody says so.
-pub(crate) fn run(args: &RunArgs) -> Result<Status> {
-    if args.die_with_parent {
-        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    }
+pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     if args.incoming == Some(IncomingArg::Defer) && args.api.is_none() {
         bail!("--incoming defer needs --api PATH: the control socket is where it is said what to wait for");
+    }
+    // Before there is a second thread.
+    let mut confinement = sandbox::begin(args)?;
+    // A jail's change of user would take this back.
+    if args.die_with_parent {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     }
     let mut machine = Machine::build(args)?;
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
     let events = Events::new().context("cannot make the control socket's descriptor")?;
-    let shared = Arc::new(Shared::new((args, args.tls.load()?), probe, orders, events.clone()));
+    let fence = args.fence.as_ref().map(|fence| fence.build(args.insecure)).transpose()?;
+    let shared = Arc::new(Shared::new((args, args.tls.load()?), fence, probe, orders, events.clone()));
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
-        let told = Arc::clone(&shared);
-        let source = move || Ok(metrics::text(told.status())?);
-        let exporter = metrics::Exporter::start(address, args.metrics_public, Arc::new(source))?;
-        eprintln!("vmferry: metrics at http://{}/metrics", exporter.address);
+        metrics::start(address, args.metrics_public, &shared)?;
     }
+    traces.send();
     signals::watch(&shared)?;
     if let Some(least) = args.balloon_auto {
         let balloon = shared.probe.balloon().context("--balloon-auto needs --balloon on")?;
@@ -68,13 +72,17 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
         _ => None,
     };
     let watched = Arc::clone(&shared);
-    std::thread::Builder::new().name("speed".into()).spawn(move || {
+    vmferry_thread::spawn(vmferry_thread::Role::Watch, "speed", move || {
         loop {
             watched.observe();
             std::thread::sleep(EVERY);
         }
     })?;
     watch_for_the_end(&shared)?;
+    // Before a guest runs and a peer is heard.
+    confinement.settle()?;
+    // It is set once.
+    let _ = shared.confinement.set(confinement.in_force().clone());
     let (result, restore) = match arrive(args, &mut machine, &shared) {
         Ok(Arrived::Here(restore)) => (serve(&mut machine, args, &shared, &errands), restore),
         Ok(Arrived::Nobody) => (Ok(Status::Done), None),
@@ -87,7 +95,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Status> {
         // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
         drop(server);
         let status = result.unwrap_or_else(|error| {
-            eprintln!("vmferry: {error:#}");
+            eprintln!("vmferry: {}", output::chain(&error));
             Status::Failed
         });
         // Nothing is dropped on this way out.
@@ -116,7 +124,7 @@ fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
             }
         }
     };
-    std::thread::Builder::new().name("end".into()).spawn(watch)?;
+    vmferry_thread::spawn(vmferry_thread::Role::Watch, "end", watch)?;
     Ok(())
 }
 
@@ -130,7 +138,10 @@ enum Arrived {
 /// Starts the guest, or gets it from where it is.
 fn arrive(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
     let arrived = match &args.incoming {
-        None => machine.start().map(|()| Arrived::Here(None)),
+        None => machine.start().map(|()| {
+            eprintln!("vmferry: the guest runs{}", arriving::reached_by(args.api.as_deref()));
+            Arrived::Here(None)
+        }),
         Some(IncomingArg::At(Uri::File(path))) => take_out(path, machine, shared).map(Arrived::Here),
         Some(IncomingArg::At(uri)) => listen(uri, args.insecure, shared)
             .map_err(Into::into)
@@ -160,6 +171,10 @@ fn deferred(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Resu
             return Ok(Arrived::Nobody);
         }
         let Ok((uri, reply)) = incoming.recv_timeout(TICK) else { continue };
+        if let Err(error) = sandbox::reachable(&uri, &args.sandbox) {
+            drop(reply.send(Err(format!("{error:#}"))));
+            continue;
+        }
         if let Uri::File(path) = &uri {
             let _ = reply.send(Ok(()));
             return take_out(path, machine, shared).map(Arrived::Here);
@@ -196,9 +211,9 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
             if let Some(rest) = rest {
                 shared.set_rest(rest.watch());
                 let watched = Arc::clone(shared);
-                std::thread::Builder::new()
-                    .name("rest".into())
-                    .spawn(move || drop(rest.finish(&listener, &watched.arrival)))?;
+                vmferry_thread::spawn(vmferry_thread::Role::Owner, "rest", move || {
+                    drop(rest.finish(&listener, &watched.arrival))
+                })?;
             }
             Ok(Arrived::Here(None))
         }
@@ -240,7 +255,7 @@ fn serve(
             // Whoever watches must see it, also if this process was told to end: or would think that it died while it was
             // still needed.
             let longest = if quit { LAST_GRACE } else { GRACE };
-            if shared.seen.load(Ordering::Acquire) && since.elapsed() > LINGER || since.elapsed() > longest {
+            if shared.audience.satisfied(quit) && since.elapsed() > LINGER || since.elapsed() > longest {
                 return Ok(Status::Done);
             }
         } else if moved.is_none() && quit && shared.place() != Place::Unknown {
@@ -272,6 +287,7 @@ fn serve(
             Order::Migrate(request) => {
                 limiter.give_way();
                 if begin(machine, shared, &request, &reply) == Some(Place::Moved) {
+                    eprintln!("vmferry: the guest has left for {}", request.uri);
                     moved = Some(Instant::now());
                 }
             }
@@ -379,6 +395,9 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
         shared.ask_to_quit("host-qmp-quit");
         return Ok(Place::Moved);
     }
+    if let Some(fence) = shared.fence() {
+        fence.take()?;
+    }
     machine.source().resume()?;
     Ok(Place::Running)
 }
@@ -393,15 +412,20 @@ fn prepare(
     let tracker = tracker(request.tracker.as_deref())?;
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
     let uri = request.uri.parse()?;
+    sandbox::goes_to(&uri, &shared.sandbox)?;
     if request.keep_running && !matches!(uri, Uri::File(_)) {
         bail!(
             "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
         );
     }
-    let settings = Settings { stay_awake: shared.stay_awake, ..request.settings(shared.tls.as_ref())? };
+    let settings = request.settings(shared.tls.as_ref())?;
+    let fence =
+        settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
+    let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
     shared.all_here()?;
+    let asked = settings.fence.clone().map(Asked::start).transpose()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
-    shared.begin_migration();
+    shared.begin_migration(asked);
     Ok((uri, tracker, reaper, settings))
 }
 
@@ -453,12 +477,15 @@ fn move_away(
                 MigrationState::Lost => Place::Moved,
                 _ => Place::Running,
             };
-            (serde_json::to_value(report).unwrap_or_else(|error| not_begun(&error.to_string())), place)
+            (
+                serde_json::to_value(report).unwrap_or_else(|error| output::not_begun(&error.to_string())),
+                place,
+            )
         }
-        Err(error) => (not_begun(&error.to_string()), Place::Running),
+        Err(error) => (output::not_begun(&error.to_string()), Place::Running),
     };
     // From then on its count goes on elsewhere.
-    let left = left_ms(&report);
+    let left = output::left_ms(&report);
     let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));
     let during = before.zip(after.as_ref()).map(|(before, after)| {
         #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
@@ -483,19 +510,4 @@ fn move_away(
     }
     shared.end_migration(report, place);
     place
-}
-
-/// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
-fn left_ms(report: &Value) -> Option<f64> {
-    let mut phases = report["phases"].as_array().into_iter().flatten();
-    let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
-    matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
-        .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
-}
-
-/// The document of a migration that did not begin.
-fn not_begun(why: &str) -> Value {
-    let report = output::failed(Report::default(), why);
-    serde_json::to_value(report)
-        .unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
 }

@@ -25,7 +25,7 @@ pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
             shared.ask_to_quit("host-signal");
         }
     };
-    std::thread::Builder::new().name("signals".into()).spawn(watch)?;
+    vmferry_thread::spawn(vmferry_thread::Role::Watch, "signals", watch)?;
     Ok(())
 }
 

@@ -1,5 +1,8 @@
 //! What this process says while it works: lines on standard error, and spans for an OpenTelemetry collector where it is built to.
 
+#[cfg(feature = "otel")]
+mod otel;
+
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -8,10 +11,11 @@ use tracing_subscriber::{EnvFilter, Layer};
 /// Sends what is left of it when it is dropped.
 pub(crate) struct Traces {
     #[cfg(feature = "otel")]
-    provider: Option<opentelemetry_sdk::trace::SdkTracerProvider>,
+    spans: Option<otel::Spans>,
 }
 
-/// Begins: lines as `VMFERRY_LOG` filters them, spans where `OTEL_EXPORTER_OTLP_ENDPOINT` says.
+/// Begins: lines as `VMFERRY_LOG` filters them, spans where `OTEL_EXPORTER_OTLP_ENDPOINT` says once they are sent ([`Traces::send`]).
+/// Starts no thread.
 pub(crate) fn begin() -> Traces {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
@@ -27,38 +31,19 @@ pub(crate) fn begin() -> Traces {
     }
     #[cfg(feature = "otel")]
     {
-        use opentelemetry::trace::TracerProvider;
-        use tracing_subscriber::filter::LevelFilter;
-        let provider = provider();
-        let spans = provider.as_ref().map(|provider| {
-            tracing_opentelemetry::layer()
-                .with_tracer(provider.tracer("vmferry"))
-                .with_filter(LevelFilter::INFO)
-        });
-        registry.with(spans).init();
-        Traces { provider }
+        let spans = otel::Spans::begin();
+        registry.with(spans.as_ref().map(otel::Spans::layer)).init();
+        Traces { spans }
     }
 }
 
-/// Sends spans to the collector that the environment names, if it names one. What else it says (headers, timeouts) is heeded too.
-#[cfg(feature = "otel")]
-fn provider() -> Option<opentelemetry_sdk::trace::SdkTracerProvider> {
-    use opentelemetry_sdk::{Resource, trace::SdkTracerProvider};
-    let names = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
-    names.into_iter().find_map(std::env::var_os)?;
-    let exporter = opentelemetry_otlp::SpanExporter::builder().with_http().build();
-    let exporter = exporter.inspect_err(|error| eprintln!("vmferry: no traces are sent: {error}")).ok()?;
-    let resource = Resource::builder().with_service_name("vmferry").build();
-    Some(SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build())
-}
-
-impl Drop for Traces {
-    fn drop(&mut self) {
+impl Traces {
+    /// Sends spans from now on, on a thread that is confined as others are.
+    #[cfg_attr(not(feature = "otel"), expect(clippy::unused_self, reason = "nothing is sent"))]
+    pub(crate) fn send(&self) {
         #[cfg(feature = "otel")]
-        if let Some(Err(error)) =
-            self.provider.as_ref().map(opentelemetry_sdk::trace::SdkTracerProvider::shutdown)
-        {
-            eprintln!("vmferry: the last traces were not sent: {error}");
+        if let Some(spans) = &self.spans {
+            spans.send();
         }
     }
 }

@@ -24,7 +24,7 @@ pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use rate::{RatePoint, check_windows, measure};
 pub use region::{Backing, MappedRegion};
-pub use residency::touched;
+pub use residency::{prepare, touched};
 #[cfg(any(test, feature = "sim"))]
 pub use ring::sim;
 pub use ring::{

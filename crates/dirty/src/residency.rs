@@ -9,6 +9,12 @@ use vmferry_sys::{SysError, memfd};
 /// Runs read from the kernel at a time: 6 KiB of stack.
 const RUNS: usize = 256;
 
+/// Opens what [`touched`] looks into, once in the process, for threads that will not be able to: whoever makes guest memory calls it.
+pub fn prepare() {
+    // Without /proc, whoever looks is told so then.
+    let _ = Pagemap::own();
+}
+
 /// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything but zeros.
 ///
 /// "Not resident" is another question with another answer, and no safe one here:
@@ -60,7 +66,7 @@ fn populated(
         report: 0,
         protect: false,
     };
-    let map = Pagemap::open()?;
+    let map = Pagemap::own()?;
     let mut runs = [PageRegion::default(); RUNS];
     let scanned = map.for_each(span.clone(), what, &mut runs, |run| {
         touched.set_range(region.pages_at(run.start..run.end));

@@ -168,7 +168,7 @@ impl UffdMemory {
         match &self.regions[place.position].backing {
             // What a file of huge pages has may not be mapped here, and then a touch is a fault.
             Backing::Anonymous | Backing::HugeMemfd { .. } => {
-                let map = pagemap::Pagemap::open().map_err(FaultError::host(id))?;
+                let map = pagemap::Pagemap::own().map_err(FaultError::host(id))?;
                 map.for_each_populated_entry(place.span(run), |pages| found += pages.end - pages.start)
                     .map_err(FaultError::host(id))?;
             }

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
 
 const SCAN: u64 = iowr::<ScanArg>(b'f', 16);
 const SCAN_NAME: &str = "PAGEMAP_SCAN";
@@ -107,6 +108,19 @@ impl Pagemap {
                 other => common(other),
             })),
         }
+    }
+
+    /// The process's own, opened once and for all: whoever runs confined later need not open it.
+    ///
+    /// # Errors
+    /// If there is no /proc; it is tried again the next time.
+    pub fn own() -> Result<&'static Self, SysError> {
+        static OWN: OnceLock<Pagemap> = OnceLock::new();
+        if let Some(own) = OWN.get() {
+            return Ok(own);
+        }
+        let opened = Self::open()?;
+        Ok(OWN.get_or_init(|| opened))
     }
 
     /// Looks for pages in the addresses `span` and writes their runs to `out`, until that is full.

@@ -1,6 +1,6 @@
 //! How the guest and its migration are doing, as JSON: what our own commands answer.
 
-use super::Shared;
+use super::{Place, Shared};
 use crate::speed::Sample;
 use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
@@ -16,6 +16,9 @@ impl Shared {
             }
             (None, None) => match self.rest() {
                 Some(rest) => serde_json::to_value(rest).unwrap_or_default(),
+                None if self.arrival.undecided().is_some() => {
+                    json!({ "state": "unknown", "outcome": null, "error": self.arrival.undecided() })
+                }
                 None => json!({ "state": null, "outcome": null }),
             },
         };
@@ -46,7 +49,12 @@ impl Shared {
     }
 
     fn vm(&self) -> Value {
+        let place = self.place();
         let stats = match self.probe.stats() {
+            // Its memory is there, with nothing in it: that is no guest that does nothing.
+            _ if place == Place::Awaited => {
+                json!({ "state": null, "why": "the guest has not come yet" })
+            }
             Ok(stats) => {
                 let sample = Sample::of(&stats);
                 json!({
@@ -66,7 +74,8 @@ impl Shared {
         json!({
             "pid": std::process::id(),
             "kind": self.kind,
-            "place": self.place(),
+            "place": place,
+            "confinement": self.confinement.get(),
             "incoming": self.incoming(),
             "received": self.received(),
             "restore": self.restore(),

@@ -3,7 +3,6 @@
 use super::Shared;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
 
 /// What our own commands begin with, so that no name of the protocol's will ever mean something else.
@@ -146,6 +145,6 @@ impl Api {
         }
         // The process may end as soon as somebody has the report.
         let shared = Arc::clone(&self.0);
-        Ok(answer.on_sent(move || shared.seen.store(true, Ordering::Release)))
+        Ok(answer.on_sent(move || shared.audience.saw()))
     }
 }

@@ -195,7 +195,7 @@ impl Api {
             return answer;
         }
         let shared = Arc::clone(shared);
-        answer.on_sent(move || shared.seen.store(true, Ordering::Release))
+        answer.on_sent(move || shared.audience.saw())
     }
 
     /// The target's view.

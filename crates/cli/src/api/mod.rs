@@ -1,6 +1,7 @@
 //! The control socket's commands, and the client of our own command.
 
 mod alloc;
+mod audience;
 mod client;
 mod describe;
 mod devices;
@@ -8,6 +9,7 @@ mod machine;
 mod migration;
 mod options;
 mod rate;
+mod recover;
 mod shared;
 mod tell;
 
@@ -18,12 +20,15 @@ pub(crate) use shared::{Errand, Order, Place, Shared};
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::fence::FenceArg;
 use crate::tls::TlsTexts;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
+use vmferry_engine::fence::Arbiter;
 use vmferry_engine::{Settings, Tls};
 
 /// What `migrate` is asked to do.
@@ -71,6 +76,9 @@ pub(crate) struct MigrateRequest {
     /// For encrypted connections; what the process was started with if it is left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tls: Option<TlsTexts>,
+    /// As `--fence` says it; what the process was started with if it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) fence: Option<String>,
     pub(crate) peer_timeout_ms: u64,
 }
 
@@ -129,6 +137,7 @@ impl MigrateRequest {
             keep_running: false,
             insecure: false,
             tls: None,
+            fence: None,
             peer_timeout_ms: millis(peer_timeout),
         }
     }
@@ -154,8 +163,16 @@ impl MigrateRequest {
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,
+            fence: self.fence.as_deref().map(|text| self.fenced(text)).transpose()?,
             ..Settings::default()
         })
+    }
+}
+
+impl MigrateRequest {
+    fn fenced(&self, text: &str) -> Result<Arc<dyn Arbiter>> {
+        let arg: FenceArg = text.parse().map_err(|error: String| anyhow!("--fence: {error}"))?;
+        arg.build(self.insecure)
     }
 }
 

@@ -139,7 +139,7 @@ impl Api {
             };
             shared.measurement.lock().state = state;
         };
-        let started = std::thread::Builder::new().name("calc-dirty-rate".into()).spawn(measure);
+        let started = vmferry_thread::spawn(vmferry_thread::Role::Api, "calc-dirty-rate", measure);
         started.map_err(|error| {
             self.0.measurement.lock().state = State::Unstarted;
             refused(error.into())

@@ -3,22 +3,27 @@
 //! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
 //! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
 
+use super::audience::Audience;
 use super::options::Options;
 use super::rate::Measurement;
 use super::tell::Tell;
 use super::{DirtyRateRequest, MigrateRequest, migration};
 use crate::args::RunArgs;
+use crate::fence::Asked;
 use crate::guest::SharedProbe;
 use crate::limit::Limited;
 use crate::plan::PlanRequest;
+use crate::sandbox::SandboxArgs;
 use crate::speed::Speed;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
+use vmferry_confine::InForce;
 use vmferry_control::{Events, QmpError};
+use vmferry_engine::fence::Arbiter;
 use vmferry_engine::{
     Arrival, FillState, LazyProgress, MigrationState, Monitor, RestState, RestWatch, Tls, Uri,
 };
@@ -96,12 +101,16 @@ pub(crate) struct Shared {
     pub(super) insecure: bool,
     /// For encrypted connections, unless a migration says otherwise.
     pub(crate) tls: Option<Tls>,
+    /// Who decides who owns a guest of which nobody knows, unless a migration says otherwise.
+    pub(crate) fence: Option<Arc<dyn Arbiter>>,
+    /// The same, of the migration under way or the last one.
+    fence_now: Mutex<Option<Asked>>,
     /// Whether this host's processors stay awake in postcopy, whichever side of it this is.
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
-    /// Somebody has seen the report of a migration that has ended.
-    pub(crate) seen: AtomicBool,
+    /// Who has seen the report of a migration that has ended.
+    pub(crate) audience: Audience,
     /// The process stays when its guest has moved away, until somebody says that it is to end.
     pub(crate) stay: AtomicBool,
     quit_reason: Mutex<&'static str>,
@@ -119,6 +128,10 @@ pub(crate) struct Shared {
     /// How far a guest that already runs has come out of its file.
     restore: Mutex<Option<Watch>>,
     orders: SyncSender<Errand>,
+    /// What the process was to be confined to.
+    pub(crate) sandbox: SandboxArgs,
+    /// What is in force of that, once it is.
+    pub(crate) confinement: OnceLock<InForce>,
 }
 
 /// The arguments of a command, as what it takes.
@@ -133,6 +146,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Shared {
     pub(crate) fn new(
         (args, tls): (&RunArgs, Option<Tls>),
+        fence: Option<Arc<dyn Arbiter>>,
         probe: SharedProbe,
         orders: SyncSender<Errand>,
         events: Events,
@@ -147,9 +161,11 @@ impl Shared {
             insecure: args.insecure,
             tls,
             stay_awake,
-            arrival: Arrival::new(args.peer_timeout).stay_awake(stay_awake),
+            arrival: Arrival::new(args.peer_timeout).stay_awake(stay_awake).fence(fence.clone()),
+            fence,
+            fence_now: Mutex::default(),
             quit: AtomicBool::new(false),
-            seen: AtomicBool::new(false),
+            audience: Audience::new(args.metrics.is_some()),
             stay: AtomicBool::new(false),
             quit_reason: Mutex::new("host-signal"),
             measurement: Measurement::default(),
@@ -163,6 +179,8 @@ impl Shared {
             rest: Mutex::default(),
             restore: Mutex::default(),
             orders,
+            sandbox: args.sandbox.clone(),
+            confinement: OnceLock::new(),
         }
     }
 
@@ -293,8 +311,14 @@ impl Shared {
         }
     }
 
-    pub(crate) fn begin_migration(&self) {
-        self.seen.store(false, Ordering::Release);
+    /// Whom the migration under way or the last one asks.
+    pub(super) fn fence_now(&self) -> Option<Asked> {
+        lock(&self.fence_now).clone()
+    }
+
+    pub(crate) fn begin_migration(&self, fence: Option<Asked>) {
+        *lock(&self.fence_now) = fence;
+        self.audience.forget();
         self.stay.store(false, Ordering::Release);
         let tell = self.tell.clone();
         let monitor = Arc::new(Monitor::watched(move |change| tell.change(change)));
@@ -378,6 +402,9 @@ impl Shared {
                 "too late to cancel: the guest runs on the target, and what is here of it is old; it ends by itself, or, once \
                  its link is lost, with recover --abandon"
             ),
+            "cancel" if self.undecided() => {
+                bail!("too late to cancel: the guest was handed over, and the fence is asked who owns it")
+            }
             "cancel" => match (&*lock(&self.migration), self.place()) {
                 (Migration { monitor: Some(monitor), .. }, Place::Moving) => {
                     self.tell.migration("cancelling");
@@ -401,6 +428,9 @@ impl Shared {
             }
             "quit" if self.handed_over() => bail!(
                 "the guest runs on the target and still needs pages that are here only; this process ends when it has all"
+            ),
+            "quit" if self.undecided() => bail!(
+                "nobody knows whether the target runs this guest, and the fence is asked; wait, or decide with recover --take or --abandon"
             ),
             "quit" if self.place() == Place::Moving => {
                 bail!("the guest is being moved; cancel that first");
@@ -426,27 +456,6 @@ impl Shared {
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))
-    }
-
-    /// Takes up a lost link again, or gives it up.
-    fn recover(&self, arguments: &Value) -> Result<()> {
-        let migration = lock(&self.migration);
-        let monitor = migration.monitor.as_ref().context("no migration is under way")?;
-        if monitor.progress().state != MigrationState::PostcopyPaused {
-            bail!("the link of this migration is not lost");
-        }
-        match arguments["take"].as_bool() {
-            None => monitor.recover(),
-            Some(false) => monitor.abandon(),
-            Some(true) if !monitor.progress().runs_there => bail!(
-                "nobody knows yet whether the target runs this guest: say recover --abandon to end the attempts to ask it, and then \
-                 decide with --take or --abandon"
-            ),
-            Some(true) => bail!(
-                "the guest has run on the target since: what is here of it is old and must not run; --abandon gives it up"
-            ),
-        }
-        Ok(())
     }
 
     /// Passes an order to the machine's owner and waits until it was taken.

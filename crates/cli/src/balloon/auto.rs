@@ -89,7 +89,7 @@ pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<Shared>) ->
             }
         }
     };
-    std::thread::Builder::new().name("balloon-auto".into()).spawn(follow)?;
+    vmferry_thread::spawn(vmferry_thread::Role::Watch, "balloon-auto", follow)?;
     Ok(())
 }
 

@@ -1,13 +1,16 @@
 //! How much the host's memory is short: pressure stall information (Linux, Documentation/accounting/psi.rst).
 
 use anyhow::{Context, Result, anyhow};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// The share of time in which some task waits for memory, from one look to the next.
 #[derive(Debug)]
 pub(super) struct Pressure {
-    file: PathBuf,
+    /// Open: whoever looks at it may not open files any more.
+    file: File,
     last: (Instant, u64),
 }
 
@@ -17,7 +20,8 @@ impl Pressure {
         let own = std::fs::read_to_string("/proc/self/cgroup").ok();
         let own = own.as_deref().and_then(cgroup_file);
         let host = PathBuf::from("/proc/pressure/memory");
-        let file = own.into_iter().chain([host]).find(|file| stalled(file).is_ok());
+        let opened = |path| File::open(path).ok().filter(|file| stalled(file).is_ok());
+        let file = own.into_iter().chain([host]).find_map(opened);
         let file = file.context(
             "this host does not say how short of memory it is: /proc/pressure/memory cannot be read (Linux with CONFIG_PSI, and psi=1 \
              on its command line)",
@@ -47,9 +51,11 @@ fn cgroup_file(text: &str) -> Option<PathBuf> {
 }
 
 /// Microseconds in which some task has waited for memory so far.
-fn stalled(file: &Path) -> Result<u64> {
-    let text = std::fs::read_to_string(file)?;
-    parse(&text).ok_or_else(|| anyhow!("{} is not pressure stall information: {text:?}", file.display()))
+fn stalled(file: &File) -> Result<u64> {
+    let mut bytes = [0; 512];
+    let read = file.read_at(&mut bytes, 0)?;
+    let text = String::from_utf8_lossy(&bytes[..read]);
+    parse(&text).ok_or_else(|| anyhow!("this is not pressure stall information: {text:?}"))
 }
 
 fn parse(text: &str) -> Option<u64> {

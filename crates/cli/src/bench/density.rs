@@ -4,6 +4,7 @@ use super::Finished;
 use crate::args::{BenchArgs, GuestKind};
 use crate::demo::{Alone, Setup};
 use crate::guest;
+use crate::sandbox::SandboxArg;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::os::unix::process::ExitStatusExt;
@@ -31,6 +32,7 @@ impl OurRunner for Ours {
             return Err(OurError::Unavailable(why));
         }
         let setup = Setup {
+            sandbox: SandboxArg::On,
             guest: GuestKind::Kvm,
             memory: spec.memory,
             cpus: spec.vcpus,
@@ -40,6 +42,7 @@ impl OurRunner for Ours {
             balloon: true,
             link: None,
             budget,
+            encrypted: false,
         };
         let kills = || budget.and_then(|budget| budget.kills().ok()).unwrap_or(0);
         let before = kills();

@@ -6,6 +6,7 @@ use crate::args::{BenchArgs, GuestKind};
 use crate::choices::OnOff;
 use crate::demo::{Pair, Setup};
 use crate::guest;
+use crate::sandbox::SandboxArg;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
@@ -261,6 +262,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
         Asking::Map => "incremental",
     };
     let setup = Setup {
+        sandbox: SandboxArg::On,
         guest: GuestKind::Kvm,
         memory: spec.memory,
         cpus: 1,
@@ -271,6 +273,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
         balloon: true,
         link: None,
         budget: None,
+        encrypted: false,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let freed = freed(&mut pair)?;

@@ -6,6 +6,7 @@ use crate::args::{BenchArgs, GuestKind};
 use crate::choices::{AutoConvergeArg, ModeArg};
 use crate::demo::{Pair, Setup};
 use crate::guest;
+use crate::sandbox::SandboxArg;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
@@ -61,6 +62,7 @@ impl OurRunner for Ours {
 fn once(spec: &CaseSpec, link: Option<&Link>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        sandbox: SandboxArg::On,
         balloon: true,
         guest: if spec.guest == "kvm" { GuestKind::Kvm } else { GuestKind::Process },
         memory: spec.memory,
@@ -70,6 +72,7 @@ fn once(spec: &CaseSpec, link: Option<&Link>) -> Result<Run> {
         dirty_ring: None,
         link,
         budget: None,
+        encrypted: false,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

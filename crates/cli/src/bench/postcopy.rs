@@ -6,6 +6,7 @@ use crate::args::{BenchArgs, GuestKind};
 use crate::choices::{ModeArg, PaceArg, UrgentArg};
 use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
+use crate::sandbox::SandboxArg;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
@@ -75,6 +76,7 @@ fn since(zero: Instant) -> f64 {
 fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        sandbox: SandboxArg::On,
         balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
@@ -84,6 +86,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         dirty_ring: None,
         link: Some(watch.link),
         budget: None,
+        encrypted: false,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);

@@ -6,6 +6,7 @@ use crate::args::{BenchArgs, GuestKind};
 use crate::choices::OnTimeoutArg;
 use crate::demo::{Pair, Runner, Setup};
 use crate::guest;
+use crate::sandbox::SandboxArg;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
@@ -96,6 +97,7 @@ impl Watch {
 fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
+        sandbox: SandboxArg::On,
         balloon: false,
         guest: GuestKind::Kvm,
         memory: spec.memory,
@@ -105,6 +107,7 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         dirty_ring: side.entries(),
         link: None,
         budget: None,
+        encrypted: false,
     };
     let mut pair = Pair::start(&setup, &stop)?;
     // The working set and little more is what will be touched there.

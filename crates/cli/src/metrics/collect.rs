@@ -274,8 +274,9 @@ const LABELLED: &[Labelled] = &[
     (
         "postcopy_fault_latency",
         "seconds",
-        "From a fault to its page being placed",
-        "quantile",
+        "From a fault to its page being placed: what this share of them took at most",
+        // Not `quantile`: that is for summaries.
+        "share",
         &[("0.5", "postcopy.p50_us", US), ("0.99", "postcopy.p99_us", US), ("1", "postcopy.max_us", US)],
     ),
 ];

@@ -1,6 +1,7 @@
 //! As much of HTTP as a scrape needs: `GET /metrics`, one answer, closed. Whoever connects gets a few seconds and some
 //! kilobytes of attention, a few at a time; the guest and its control socket notice none of it.
 
+use super::plain::plain;
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -14,8 +15,12 @@ const MOST_CLIENTS: usize = 8;
 const MOST_BYTES: usize = 8 << 10;
 /// How long all of a scrape may take.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What the text is.
-const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// What the text is, for those who ask for that.
+const OPEN: &str = "application/openmetrics-text";
+const OPEN_CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// For others.
+const PLAIN_CONTENT: &str = "text/plain; version=0.0.4; charset=utf-8";
+const WORDS: &str = "text/plain; charset=utf-8";
 
 /// What a scrape is answered with, made anew for each.
 pub(crate) type Source = dyn Fn() -> Result<String> + Send + Sync;
@@ -48,7 +53,7 @@ impl Exporter {
             TcpListener::bind(address).with_context(|| format!("cannot listen at {address} (--metrics)"))?;
         let own = Self { address: listener.local_addr()? };
         let clients = Arc::new(AtomicUsize::new(0));
-        std::thread::Builder::new().name("metrics".into()).spawn(move || {
+        vmferry_thread::spawn(vmferry_thread::Role::Metrics, "metrics", move || {
             for stream in listener.incoming() {
                 match stream {
                     Ok(stream) => accept(stream, patience, &clients, &source),
@@ -65,7 +70,8 @@ fn accept(mut stream: TcpStream, patience: Duration, clients: &Arc<AtomicUsize>,
     if clients.fetch_add(1, Ordering::AcqRel) >= MOST_CLIENTS {
         clients.fetch_sub(1, Ordering::AcqRel);
         let _ = stream.set_nonblocking(true);
-        let _ = stream.write_all(answer("503 Service Unavailable", "too many scrapes at once\n").as_bytes());
+        let _ = stream
+            .write_all(answer("503 Service Unavailable", WORDS, "too many scrapes at once\n").as_bytes());
         return;
     }
     let (own, source) = (Arc::clone(clients), Arc::clone(source));
@@ -74,7 +80,7 @@ fn accept(mut stream: TcpStream, patience: Duration, clients: &Arc<AtomicUsize>,
         let _ = converse(&mut stream, patience, &*source);
         own.fetch_sub(1, Ordering::AcqRel);
     };
-    if std::thread::Builder::new().name("metrics-client".into()).spawn(work).is_err() {
+    if vmferry_thread::spawn(vmferry_thread::Role::Metrics, "metrics-client", work).is_err() {
         clients.fetch_sub(1, Ordering::AcqRel);
     }
 }
@@ -88,7 +94,7 @@ fn converse(stream: &mut TcpStream, patience: Duration, source: &Source) -> Resu
         if left.is_zero() || request.len() > MOST_BYTES {
             let status =
                 if left.is_zero() { "408 Request Timeout" } else { "431 Request Header Fields Too Large" };
-            return send(stream, deadline + patience, &answer(status, ""));
+            return send(stream, deadline + patience, &answer(status, WORDS, ""));
         }
         stream.set_read_timeout(Some(left))?;
         match stream.read(&mut piece) {
@@ -131,21 +137,29 @@ fn respond(request: &[u8], source: &Source) -> String {
     let mut words = first.split_whitespace();
     let (method, target, version) = (words.next(), words.next().unwrap_or_default(), words.next());
     if !version.is_some_and(|version| version.starts_with("HTTP/1.")) || words.next().is_some() {
-        return answer("400 Bad Request", "no HTTP/1 request\n");
+        return answer("400 Bad Request", WORDS, "no HTTP/1 request\n");
     }
     let path = target.split('?').next().unwrap_or_default();
     match (method, path) {
         (Some("GET"), "/metrics") => match source() {
-            Ok(text) => answer("200 OK", &text),
-            Err(error) => answer("500 Internal Server Error", &format!("{error:#}\n")),
+            Ok(text) if accepts_open(request) => answer("200 OK", OPEN_CONTENT, &text),
+            Ok(text) => answer("200 OK", PLAIN_CONTENT, &plain(&text)),
+            Err(error) => answer("500 Internal Server Error", WORDS, &format!("{error:#}\n")),
         },
-        (Some("GET"), _) => answer("404 Not Found", "the metrics are at /metrics\n"),
-        _ => answer("405 Method Not Allowed", "only GET\n"),
+        (Some("GET"), _) => answer("404 Not Found", WORDS, "the metrics are at /metrics\n"),
+        _ => answer("405 Method Not Allowed", WORDS, "only GET\n"),
     }
 }
 
-fn answer(status: &str, body: &str) -> String {
-    let content = if status.starts_with("200") { CONTENT } else { "text/plain; charset=utf-8" };
+/// Whether the client wants OpenMetrics.
+fn accepts_open(request: &[u8]) -> bool {
+    String::from_utf8_lossy(request).lines().any(|line| {
+        let header = line.split_once(':');
+        header.is_some_and(|(name, value)| name.eq_ignore_ascii_case("accept") && value.contains(OPEN))
+    })
+}
+
+fn answer(status: &str, content: &str, body: &str) -> String {
     let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
     format!(
         "HTTP/1.1 {status}\r\nContent-Type: {content}\r\nContent-Length: {}\r\nConnection: close\r\n{allow}\r\n{body}",
@@ -182,6 +196,12 @@ mod tests {
             good.starts_with("HTTP/1.1 200 OK\r\n") && good.contains("\r\nContent-Length: 4000\r\n"),
             "{good}"
         );
+        assert!(good.contains("\r\nContent-Type: text/plain; version=0.0.4; "), "{good}");
+        let open = ask(
+            &exporter,
+            b"GET /metrics HTTP/1.1\r\naccept: text/html,application/openmetrics-text;q=0.5\r\n\r\n",
+        );
+        assert!(open.contains("\r\nContent-Type: application/openmetrics-text; version=1.0.0; "), "{open}");
         for (request, status) in [
             (&b"GET / HTTP/1.1\r\n\r\n"[..], "404"),
             (b"GET /metrics?a=b HTTP/1.0\n\n", "200"),

@@ -2,6 +2,26 @@
 
 mod collect;
 mod http;
+mod plain;
 
-pub(crate) use collect::text;
-pub(crate) use http::Exporter;
+use crate::api::Shared;
+use anyhow::Result;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// Tells whoever asks at `address`, which other hosts can reach only if that is wanted (`public`), until the process ends.
+pub(crate) fn start(address: SocketAddr, public: bool, shared: &Arc<Shared>) -> Result<()> {
+    let told = Arc::clone(shared);
+    let source = move || {
+        let status = told.status();
+        let ended = status["outcome"].is_string();
+        let text = collect::text(status)?;
+        if ended {
+            told.audience.scraped();
+        }
+        Ok(text)
+    };
+    let exporter = http::Exporter::start(address, public, Arc::new(source))?;
+    eprintln!("vmferry: metrics at http://{}/metrics", exporter.address);
+    Ok(())
+}

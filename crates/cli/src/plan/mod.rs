@@ -39,7 +39,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) watch: Option<Duration>,
     /// How long the guest may be stopped
-    #[arg(long, default_value = "300ms", value_parser = time)]
+    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,
     /// How long the migration may take
     #[arg(long, value_name = "T", value_parser = time)]
@@ -48,7 +48,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Parallel channels
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
@@ -106,7 +106,11 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
     let plan = Client::connect(&args.api)?.call("plan", serde_json::to_value(request)?)?;
     match out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&plan)?)?,
-        None => println!("{}", table::text(&plan)),
+        None => {
+            // Only a terminal has columns.
+            let columns = rustix::termios::tcgetwinsize(std::io::stdout()).ok().map(|size| size.ws_col);
+            println!("{}", table::text(&plan, columns.filter(|columns| *columns > 0)));
+        }
     }
     Ok(Status::Done)
 }

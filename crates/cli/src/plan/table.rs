@@ -1,13 +1,37 @@
 //! A plan as people read it.
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
 use serde_json::Value;
 
 /// A figure for people.
 type Shown = fn(f64) -> String;
 
-/// The table, and what it means in words.
-pub(super) fn text(plan: &Value) -> String {
+/// The table, at most so many columns wide if there is a terminal, and what it means in words.
+pub(super) fn text(plan: &Value, columns: Option<u16>) -> String {
+    let mut table = modes(plan, " ");
+    if let Some(columns) =
+        columns.filter(|columns| table.to_string().lines().any(|line| wider(line, *columns)))
+    {
+        table = modes(plan, "\n");
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(columns);
+        if let Some(names) = table.column_mut(0) {
+            names.set_constraint(ColumnConstraint::ContentWidth);
+        }
+    }
+    let text = |name: &str| plan[name].as_str().unwrap_or("?").to_owned();
+    format!(
+        "{table}\nExpected, and in brackets between what nine of ten runs on paper lie.\n\nrecommended  {}: {}\nhow sure     {}\n\
+         measured     {}\nthat cost    {}",
+        text("recommended"),
+        text("reason"),
+        text("certainty"),
+        measured(&plan["inputs"]),
+        cost(&plan["guest_cost"]),
+    )
+}
+
+/// How each way would go; `between` stands before what is in brackets.
+fn modes(plan: &Value, between: &str) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
     table.set_header(["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"]);
@@ -23,20 +47,15 @@ pub(super) fn text(plan: &Value) -> String {
             ("passes", count),
         ];
         for (name, shown) in columns {
-            row.push(Cell::new(interval(&mode[name], shown)).set_alignment(CellAlignment::Right));
+            row.push(Cell::new(interval(&mode[name], shown, between)).set_alignment(CellAlignment::Right));
         }
         table.add_row(row);
     }
-    let text = |name: &str| plan[name].as_str().unwrap_or("?").to_owned();
-    format!(
-        "{table}\nExpected, and in brackets between what nine of ten runs on paper lie.\n\nrecommended  {}: {}\nhow sure     {}\n\
-         measured     {}\nthat cost    {}",
-        text("recommended"),
-        text("reason"),
-        text("certainty"),
-        measured(&plan["inputs"]),
-        cost(&plan["guest_cost"]),
-    )
+    table
+}
+
+fn wider(line: &str, columns: u16) -> bool {
+    line.chars().count() > usize::from(columns)
 }
 
 fn converges(mode: &Value) -> String {
@@ -48,11 +67,16 @@ fn converges(mode: &Value) -> String {
     }
 }
 
-fn interval(value: &Value, shown: Shown) -> String {
+fn interval(value: &Value, shown: Shown, between: &str) -> String {
     let number = |name: &str| value[name].as_f64().map(shown);
     match (number("low"), number("expected"), number("high")) {
         (Some(low), Some(expected), Some(high)) if low == high => expected,
-        (Some(low), Some(expected), Some(high)) => format!("{expected} ({low} to {high})"),
+        (Some(low), Some(expected), Some(high)) => {
+            let unit = |text: &str| text.split_once(' ').map(|(_, unit)| unit.to_owned());
+            // A unit that both have is said once.
+            let low = low.split_once(' ').filter(|_| unit(&low) == unit(&high)).map_or(&*low, |(low, _)| low);
+            format!("{expected}{between}({low} to {high})")
+        }
         _ => "-".into(),
     }
 }
@@ -120,16 +144,20 @@ mod tests {
             |low: f64, expected: f64, high: f64| json!({ "low": low, "expected": expected, "high": high });
         let plan = json!({
             "modes": [
-                { "mode": "precopy", "converges": "borderline", "probability": 0.4, "total_ms": interval(900.0, 1000.0, 12_000.0) },
+                { "mode": "precopy", "converges": "borderline", "probability": 0.4, "total_ms": interval(900.0, 1000.0, 12_000.0), "downtime_ms": interval(700.0, 800.0, 900.0) },
                 { "mode": "hybrid", "converges": "yes", "probability": 1.0, "bytes": interval(1e9, 1e9, 1e9) },
             ],
             "recommended": "hybrid", "reason": "because", "certainty": "not very",
             "inputs": { "link": { "bytes_per_s": 1e8, "measured": false } },
         });
-        let text = text(&plan);
+        let narrow = super::text(&plan, Some(76));
+        let table = || narrow.lines().take_while(|line| !line.starts_with("Expected"));
+        assert!(table().all(|line| !wider(line, 76)) && narrow.contains("1.0 s"), "{narrow}");
+        let text = super::text(&plan, None);
         for part in [
             "perhaps (40 %)",
             "1.0 s (900 ms to 12 s)",
+            "800 ms (700 to 900 ms)",
             "* hybrid",
             "954 MiB",
             "hybrid: because",

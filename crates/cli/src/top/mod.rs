@@ -13,7 +13,8 @@ use clap::Args;
 use guest::Guest;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use rustix::event::{PollFd, PollFlags};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use source::{News, Source};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
@@ -47,7 +48,7 @@ pub(crate) fn top(args: &TopArgs) -> Result<Status> {
         bail!("{} guests are more than the {MOST_GUESTS} that a screen holds", paths.len());
     }
     let ended = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
+    for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
         signal_hook::flag::register(signal, Arc::clone(&ended)).context("cannot catch signals")?;
     }
     let (tell, news) = channel();
@@ -57,11 +58,39 @@ pub(crate) fn top(args: &TopArgs) -> Result<Status> {
         screen.guests.push(Guest::new(path));
         screen.sources.push(source);
     }
-    // It also sees to it that a panic leaves the terminal as it was.
-    let mut terminal = ratatui::try_init().context("cannot use this terminal")?;
-    let result = screen.run(&mut terminal, &news, &ended);
+    let panicked = Arc::new(AtomicBool::new(false));
+    let mut terminal = take_terminal(&panicked)?;
+    let result = screen.run(&mut terminal, &news, &[&ended, &panicked]);
     ratatui::restore();
+    if panicked.load(Ordering::Acquire) {
+        bail!("a thread of this screen has panicked, as said above");
+    }
     result.map(|()| Status::Done)
+}
+
+/// The terminal, for the screen alone. A panic leaves it as it was, and is told: on whatever thread, for the screen could not go on
+/// on a terminal that is no longer its own.
+fn take_terminal(panicked: &Arc<AtomicBool>) -> Result<DefaultTerminal> {
+    // Its hook gives the terminal back.
+    let terminal = ratatui::try_init().context("cannot use this terminal")?;
+    let (panicked, hook) = (Arc::clone(panicked), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |info| {
+        panicked.store(true, Ordering::Release);
+        hook(info);
+    }));
+    Ok(terminal)
+}
+
+/// Waits for a key, or for `within`. False once the terminal has hung up: what reads keys would then read for ever.
+fn terminal_is_there(within: Duration) -> std::io::Result<bool> {
+    let stdin = std::io::stdin();
+    let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
+    match rustix::event::poll(&mut keys, Some(&within.try_into().unwrap_or_default())) {
+        // A signal: it has set its flag.
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    Ok(!keys[0].revents().intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL))
 }
 
 /// Everything that is shown.
@@ -80,19 +109,20 @@ impl Screen {
         &mut self,
         terminal: &mut DefaultTerminal,
         news: &Receiver<News>,
-        ended: &AtomicBool,
+        ends: &[&AtomicBool],
     ) -> Result<()> {
-        while !self.quit && !ended.load(Ordering::Acquire) {
+        let ended = || ends.iter().any(|end| end.load(Ordering::Acquire));
+        while !self.quit && !ended() {
             while let Ok(news) = news.try_recv() {
                 self.take(news);
             }
             let now = Instant::now();
             terminal.draw(|frame| view::draw(frame, self, now)).context("cannot draw")?;
-            let next = now + FRAME;
+            if !terminal_is_there(FRAME).context("cannot read keys")? {
+                bail!("the terminal is gone");
+            }
             // Each key at once, or the screen would lag behind whoever holds one down.
-            while !self.quit
-                && event::poll(next.saturating_duration_since(Instant::now())).context("cannot read keys")?
-            {
+            while !self.quit && event::poll(Duration::ZERO).context("cannot read keys")? {
                 if let Event::Key(key) = event::read().context("cannot read keys")? {
                     self.key(key);
                     break;

@@ -159,3 +159,25 @@ fn nothing_that_a_socket_says_is_trusted() {
     }
     assert!(guest.line(later(100), Line::Writes).len() == 4);
 }
+
+/// For the next one.
+#[test]
+#[ignore = "panics on a terminal that another test gives it"]
+fn panics() {
+    let panicked = Arc::new(AtomicBool::new(false));
+    let mut terminal = take_terminal(&panicked).unwrap();
+    terminal.draw(|frame| view::draw(frame, &screen(&["precopy"]), later(5000))).unwrap();
+    // On whatever thread: a screen that goes on would draw on a terminal that is not its own.
+    let _ = std::thread::spawn(|| panic!("out of luck")).join();
+    assert!(panicked.load(Ordering::Acquire));
+    panic!("again");
+}
+
+#[test]
+fn a_panic_gives_the_terminal_back_and_is_read_there() {
+    let left = crate::on_terminal::run("top::tests::panics");
+    assert!(left.as_it_was(), "{:?}\n{:?}\n{}", left.before, left.after, left.text);
+    let (entered, gone) = (left.text.find("\u{1b}[?1049h"), left.text.find("\u{1b}[?1049l"));
+    assert!(entered.is_some() && entered < gone, "{}", left.text);
+    assert!(left.text.find("out of luck") > gone, "{}", left.text);
+}

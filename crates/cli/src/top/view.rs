@@ -116,7 +116,7 @@ fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
 
 /// The guest that was chosen.
 fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
-    let [progress, rest] = Layout::vertical([Constraint::Length(3), Constraint::Min(0)]).areas(area);
+    let [progress, rest] = Layout::vertical([Constraint::Length(4), Constraint::Min(0)]).areas(area);
     migration(frame, guest, now, progress);
     if rest.width < LEAST.0 || rest.height < LEAST.1 {
         let short = Paragraph::new("(too small for charts)").style(Style::new().fg(Color::DarkGray));
@@ -143,7 +143,7 @@ fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
 
 fn migration(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     let [bar, first, second] =
-        Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Length(1)]).areas(area);
+        Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Length(2)]).areas(area);
     let number = |name: &str| guest.number(&["progress", name]);
     let (done, all) = (number("pass_done").unwrap_or(0.0), number("pass_pages").unwrap_or(0.0));
     let share = if all > 0.0 { (done / all).clamp(0.0, 1.0) } else { 0.0 };
@@ -159,7 +159,8 @@ fn migration(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     };
     frame.render_widget(Gauge::default().ratio(share).label(label).gauge_style(Style::new().fg(colour)), bar);
     frame.render_widget(Paragraph::new(summary(guest)), first);
-    frame.render_widget(Paragraph::new(remark(guest, now)), second);
+    // Two lines: errors say what to do in the end.
+    frame.render_widget(Paragraph::new(remark(guest, now)).wrap(Wrap { trim: true }), second);
 }
 
 fn summary(guest: &Guest) -> String {

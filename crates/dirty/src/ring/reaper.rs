@@ -110,7 +110,8 @@ impl Reaper {
     pub(crate) fn start(shared: &Arc<Shared>, policy: Policy) -> Result<Self, TrackerError> {
         shared.desk().begin(policy);
         let worker = Worker { shared: Arc::clone(shared) };
-        let thread = std::thread::Builder::new().name("reaper".to_owned()).spawn(move || worker.live(policy));
+        let thread =
+            vmferry_thread::spawn(vmferry_thread::Role::Tracker, "reaper", move || worker.live(policy));
         let thread = thread.map_err(|error| {
             lock(&shared.desk().report).state = ReaperState::Off;
             TrackerError::Reaper(error)

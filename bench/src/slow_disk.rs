@@ -1,0 +1,108 @@
+//! A slow disk: a cgroup whose processes read and write one block device no faster than so many bytes a second, which is the kernel's
+//! doing (blk-throttle) and no pretence.
+
+use crate::cgroup::{Cgroup, Version, places};
+use std::fs;
+use std::io;
+use std::os::linux::fs::MetadataExt;
+use std::path::Path;
+use std::process::Command;
+
+/// Why there is none.
+#[derive(Debug, thiserror::Error)]
+#[error("no disk can be made slow: {0}")]
+pub struct NoSlowDisk(String);
+
+/// A disk that is slow for those who are in it. Removed when dropped; its processes must have ended.
+#[derive(Debug)]
+pub struct SlowDisk(Cgroup);
+
+impl SlowDisk {
+    /// Makes the disk that has `folder` slow: `bytes_per_s` each way.
+    ///
+    /// # Errors
+    /// If `folder` is on no block device, or this host has no cgroup that limits it, or this user must not make one.
+    pub fn below(folder: &Path, bytes_per_s: u64) -> Result<Self, NoSlowDisk> {
+        let disk = disk(folder).map_err(NoSlowDisk)?;
+        places("io", |version, parent| Self::make(version, parent, &disk, bytes_per_s))
+            .or_else(|of_io| {
+                let make = |version, parent: &Path| Self::make(version, parent, &disk, bytes_per_s);
+                places("blkio", make).map_err(|of_blkio| format!("{of_io}; {of_blkio}"))
+            })
+            .map_err(NoSlowDisk)
+    }
+
+    fn make(version: Version, parent: &Path, disk: &str, bytes_per_s: u64) -> Result<Self, String> {
+        let group = Cgroup::make(parent, "disk")?;
+        let limits = match version {
+            Version::One => vec![
+                ("blkio.throttle.read_bps_device", format!("{disk} {bytes_per_s}")),
+                ("blkio.throttle.write_bps_device", format!("{disk} {bytes_per_s}")),
+            ],
+            Version::Two => vec![("io.max", format!("{disk} rbps={bytes_per_s} wbps={bytes_per_s}"))],
+        };
+        for (name, limit) in limits {
+            let file = group.path().join(name);
+            fs::write(&file, &limit).map_err(|error| format!("{name}: {error}"))?;
+            let got = fs::read_to_string(&file).map_err(|error| format!("{name}: {error}"))?;
+            if !got.contains(disk) || !got.contains(&bytes_per_s.to_string()) {
+                return Err(format!("{name} is '{}' after '{limit}' was written", got.trim()));
+            }
+        }
+        Ok(Self(group))
+    }
+
+    /// Lets a process that has yet to be started run in it, from its first instruction on.
+    ///
+    /// # Errors
+    /// If this process is out of file descriptors.
+    pub fn enter(&self, command: &mut Command) -> io::Result<()> {
+        self.0.enter(command)
+    }
+}
+
+/// The device that has `folder`, as `MAJOR:MINOR`; of a partition the whole disk, for only that has limits.
+fn disk(folder: &Path) -> Result<String, String> {
+    let told = |error: io::Error| format!("{}: {error}", folder.display());
+    let device = fs::metadata(folder).map_err(told)?.st_dev();
+    let name = format!("{}:{}", libc::major(device), libc::minor(device));
+    let at = fs::canonicalize(format!("/sys/dev/block/{name}"))
+        .map_err(|_| format!("{} is on no block device ({name})", folder.display()))?;
+    if !at.join("partition").exists() {
+        return Ok(name);
+    }
+    let whole = at.parent().map(|disk| disk.join("dev")).ok_or("a partition without a disk")?;
+    fs::read_to_string(&whole)
+        .map(|name| name.trim().to_owned())
+        .map_err(|error| format!("{}: {error}", whole.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn a_process_writes_as_slowly_as_it_is_let() {
+        let folder = tempfile::tempdir().unwrap();
+        let slow = match SlowDisk::below(folder.path(), 4 << 20) {
+            Ok(slow) => slow,
+            Err(why) => {
+                writeln!(io::stdout(), "slow disk: not run: {why}").unwrap();
+                return;
+            }
+        };
+        let mut command = Command::new("dd");
+        command.args(["if=/dev/zero", "bs=1M", "count=2", "conv=fsync", "status=none"]);
+        command.arg(format!("of={}", folder.path().join("file").display()));
+        slow.enter(&mut command).unwrap();
+        let began = std::time::Instant::now();
+        assert!(command.status().unwrap().success());
+        // Never faster, however fast the host is; the kernel lets a burst of a tenth of a second pass.
+        assert!(began.elapsed() > std::time::Duration::from_millis(200));
+        let path = slow.0.path().to_path_buf();
+        drop(slow);
+        assert!(!path.exists());
+        assert!(disk(Path::new("/proc")).unwrap_err().contains("no block device"));
+    }
+}

@@ -1,0 +1,173 @@
+//! `vmferry bench soak`: very many migrations in a row through one process, which must not grow: both sides of the engine in one process,
+//! and a guest that goes from one machine to the next.
+
+use super::Finished;
+use super::sample::Sample;
+use crate::args::{BenchArgs, Cli, Command, RunArgs};
+use crate::guest::{self, Machine};
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use serde_json::json;
+use std::time::{Duration, Instant};
+use vmferry_bench::host::Host;
+use vmferry_bench::json::{Case, Document};
+use vmferry_engine::{
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, Settings, Uri, migrate, receive,
+};
+use vmferry_guest_abi::State;
+
+/// The guests, and how large they are.
+const GUESTS: [(&str, &str); 2] = [("process", "8M"), ("kvm", "32M")];
+const LOAD: &str = "uniform,ws=2M,data=4M,rate=20k,fill=random";
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How much more memory the process may have at the end than after the first tenth: what an allocator keeps.
+const MORE_KIB: u64 = 4 << 10;
+/// How often the guest checks all of its pages, and samples are taken.
+const CHECK_EVERY: u32 = 25;
+const SAMPLE_EVERY: u32 = 5;
+
+/// A name, what it is of a sample, and how much more it may be late than early.
+type Figure = (&'static str, fn(&Sample) -> u64, u64);
+
+pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    let count: u32 = if args.quick { 200 } else { 1000 };
+    let mut document = Document::new("soak", Host::describe());
+    let (mut failures, mut table) = (Vec::new(), String::new());
+    for (kind, memory) in GUESTS {
+        if !args.only.is_empty() && !args.only.iter().any(|only| kind.contains(only.as_str())) {
+            continue;
+        }
+        if let Some(why) = guest::no_kvm().filter(|_| kind == "kvm") {
+            document.cases.push(Case::skipped(kind, why));
+            continue;
+        }
+        let began = Instant::now();
+        let (samples, resumed) = row(kind, memory, count).with_context(|| kind.to_owned())?;
+        let mut case = Case::new(kind).param("migrations", count).param("memory", memory);
+        let seconds = began.elapsed().as_secs_f64();
+        case.metric("total_s", seconds);
+        case.metric("downtime_max_ms", resumed.as_secs_f64() * 1e3);
+        table.push_str(&format!("{kind}: {count} migrations in {seconds:.1} s\n"));
+        judge(&samples, &mut case, &mut table, &mut failures, count);
+        document.cases.push(case);
+    }
+    table.push_str(&document.skipped_text());
+    document.summary.insert("failures".into(), json!(failures));
+    Ok(Finished { document, table, page: None, failures })
+}
+
+/// Samples of this process in the course of `count` migrations, and the longest downtime of them.
+fn row(kind: &str, memory: &str, count: u32) -> Result<(Vec<Sample>, Duration)> {
+    let (mut samples, mut longest) = (Vec::new(), Duration::ZERO);
+    let common = ["vmferry", "run", "--guest", kind, "--memory", memory];
+    let source = parsed(&[&common[..], &["--workload", LOAD]].concat())?;
+    // Where it listens is not used: each migration has a port of its own.
+    let target = parsed(&[&common[..], &["--incoming", "defer"]].concat())?;
+    let mut machine = Machine::build(&source)?;
+    machine.start()?;
+    let probe = machine.probe();
+    wait("the guest filling its memory", || probe.stats().is_ok_and(|stats| stats.state >= State::Running))?;
+    drop(probe);
+    for number in 0..count {
+        let downtime;
+        (machine, downtime) =
+            once(machine, &target, number).with_context(|| format!("migration {number}"))?;
+        longest = longest.max(downtime);
+        if number % CHECK_EVERY == 0 || number + 1 == count {
+            whole(&machine, u64::from(number) + 1).with_context(|| format!("after migration {number}"))?;
+            eprintln!("bench soak: {kind}: {} of {count}", number + 1);
+        }
+        if number % SAMPLE_EVERY == 0 {
+            samples.push(Sample::of(std::process::id())?);
+        }
+    }
+    Ok((samples, longest))
+}
+
+fn parsed(args: &[&str]) -> Result<RunArgs> {
+    match Cli::try_parse_from(args)?.command {
+        Command::Run(run) => Ok(*run),
+        other => bail!("{other:?} is not what was written"),
+    }
+}
+
+/// Compares the last of `samples` with the first.
+fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut Vec<String>, count: u32) {
+    // The first tenth warms up allocators and pools.
+    let settled = &samples[samples.len() / 10..];
+    let (early, late) = settled.split_at(settled.len() / 4);
+    let late = &late[late.len() * 2 / 3..];
+    let most: [Figure; 3] = [
+        ("rss_kib", |sample| sample.rss_kib, MORE_KIB),
+        ("descriptors", |sample| sample.descriptors, 0),
+        ("threads", |sample| sample.threads, 0),
+    ];
+    for (name, of, more) in most {
+        // Of memory the middle, of the rest the least: a thread that is just ending is none that leaks.
+        let value = |samples: &[Sample], least: bool| {
+            let mut values: Vec<u64> = samples.iter().map(of).collect();
+            values.sort_unstable();
+            let at = if least { 0 } else { values.len() / 2 };
+            values.get(at).copied().unwrap_or(0)
+        };
+        let counts = more == 0;
+        // The more samples, the smaller the least: of as many each.
+        let early = if counts { &early[..early.len().min(late.len())] } else { early };
+        let (before, after) = (value(early, counts), value(late, counts));
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+        for (when, value) in [("early", before), ("late", after)] {
+            case.metric(format!("{name}_{when}"), value as f64);
+        }
+        table.push_str(&format!("{name:12} {before} early, {after} late\n"));
+        if after > before + more {
+            failures.push(format!("{}: {name} grew from {before} to {after} over {count}", case.name));
+        }
+    }
+}
+
+/// Moves the guest into a new machine; the old one is dropped. Also how long it stood still.
+fn once(mut source: Machine, target: &RunArgs, number: u32) -> Result<(Machine, Duration)> {
+    let mut target = Machine::build(target)?;
+    let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid]
+        [usize::try_from(number % 3).unwrap_or(0)];
+    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false)?;
+    let uri = listener.uri()?;
+    let arrival = Arrival::new(Duration::from_secs(10)).stay_awake(false);
+    let settings = Settings { mode, stay_awake: false, ..Settings::default() };
+    let monitor = Monitor::new();
+    let report = std::thread::scope(|scope| {
+        let taking = scope.spawn(|| {
+            let mut received = receive(target.target(), &listener, &arrival)?;
+            let rest = received.rest.take();
+            anyhow::Ok(rest.map(|rest| rest.finish(&listener, &arrival)))
+        });
+        let report = migrate(source.source(), &uri, None, &settings, &monitor);
+        if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
+            arrival.stop();
+        }
+        match taking.join() {
+            Ok(taken) => taken.and_then(|_| Ok(report?)),
+            Err(_) => bail!("the target's thread panicked"),
+        }
+    })?;
+    ensure!(report.state == MigrationState::Completed, "it ended as {:?}: {:?}", report.state, report.error);
+    Ok((target, Duration::from_secs_f64(report.downtime_ms.max(0.0) / 1e3)))
+}
+
+fn whole(machine: &Machine, request: u64) -> Result<()> {
+    let probe = machine.probe();
+    wait("the guest's page of requests", || probe.request_verify(request))?;
+    wait("the guest checking its pages", || probe.stats().is_ok_and(|stats| stats.verified(request)))?;
+    let stats = probe.stats()?;
+    ensure!(stats.corrupt() == 0, "CORRUPT: {:?}", stats.first_corrupt());
+    Ok(())
+}
+
+fn wait(what: &str, mut done: impl FnMut() -> bool) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}

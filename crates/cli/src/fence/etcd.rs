@@ -1,0 +1,203 @@
+//! A register for each migration in etcd 3.4 or later, by its JSON gateway (`/v3/kv/...`): plain HTTP requests, each one transaction.
+//!
+//! The register is a key `PREFIX` + migration id, with `open`, `source`, `target` or `target runs` as its value. Each word is one
+//! transaction: a comparison, what to do if it holds, and a read of the key if not. etcd orders transactions by consensus, and answers from the
+//! member that a request came to only what the cluster has agreed on, so that it does not matter who of a cluster is asked.
+
+use super::answer::{self, OPEN, RUNS, SOURCE, TARGET};
+use crate::http_client;
+use anyhow::Result;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde_json::{Value, json};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use ureq::Agent;
+use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Side, Word};
+
+/// How long one member may take for a whole answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Most bytes of an answer; a real one has a few hundred.
+const MOST_BYTES: u64 = 64 << 10;
+
+pub(super) struct Etcd {
+    agent: Agent,
+    endpoints: Vec<String>,
+    prefix: String,
+    login: Option<Login>,
+}
+
+/// How an etcd is told who asks. Contents of files, not their names.
+#[derive(Default)]
+pub(super) struct Access {
+    /// Whose certificates are trusted, PEM.
+    pub(super) ca: Option<Vec<u8>>,
+    /// A certificate and its key, PEM.
+    pub(super) own: Option<(Vec<u8>, Vec<u8>)>,
+    /// A user's name and password.
+    pub(super) user: Option<(String, String)>,
+}
+
+/// A user of etcd's, and the token that stands for it until etcd forgets it (minutes, by default).
+struct Login {
+    name: String,
+    password: String,
+    token: Mutex<Option<String>>,
+}
+
+impl fmt::Debug for Etcd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Etcd").field("endpoints", &self.endpoints).field("prefix", &self.prefix).finish()
+    }
+}
+
+impl Etcd {
+    pub(super) fn new(endpoints: Vec<String>, prefix: String, access: Access) -> Result<Self> {
+        let Access { ca, own, user } = access;
+        let login = user.map(|(name, password)| Login { name, password, token: Mutex::default() });
+        let own = own.as_ref().map(|(chain, key)| (chain.as_slice(), key.as_slice()));
+        let agent = http_client::agent(ca.as_deref(), own, PATIENCE)?;
+        Ok(Self { agent, endpoints, prefix, login })
+    }
+
+    fn key(&self, migration: MigrationId) -> String {
+        format!("{}{migration}", self.prefix)
+    }
+
+    /// One request, to the first member that answers it. A member that was asked in vain may have heard it.
+    fn post(&self, path: &str, body: &Value) -> Result<Value, ArbiterError> {
+        let mut why = String::new();
+        for endpoint in &self.endpoints {
+            match self.ask(endpoint, path, body) {
+                Ok(answer) => return Ok(answer),
+                Err(error) => {
+                    let between = if why.is_empty() { "" } else { "; " };
+                    why = format!("{why}{between}{endpoint}: {error}");
+                }
+            }
+        }
+        Err(ArbiterError::Unreachable(why))
+    }
+
+    fn ask(&self, endpoint: &str, path: &str, body: &Value) -> Result<Value, String> {
+        let path = format!("kv/{path}");
+        let Some(login) = &self.login else { return self.request(endpoint, &path, body, None) };
+        let kept = login.token().clone();
+        if let Some(token) = &kept {
+            match self.request(endpoint, &path, body, Some(token)) {
+                // Tokens are forgotten after a while. What was refused was not done.
+                Err(error) if error.contains("auth") => {}
+                answer => return answer,
+            }
+        }
+        let who = json!({ "name": login.name, "password": login.password });
+        let answer = self.request(endpoint, "auth/authenticate", &who, None);
+        let answer = answer.map_err(|error| format!("as user {}: {error}", login.name))?;
+        let token = answer["token"].as_str().ok_or("etcd gave no token")?;
+        *login.token() = Some(token.to_owned());
+        self.request(endpoint, &path, body, Some(token))
+    }
+
+    /// One request of `body`, or why there is no answer.
+    fn request(
+        &self,
+        endpoint: &str,
+        path: &str,
+        body: &Value,
+        token: Option<&str>,
+    ) -> Result<Value, String> {
+        let body = body.to_string();
+        let mut request = self.agent.post(format!("{endpoint}/v3/{path}")).content_type("application/json");
+        if let Some(token) = token {
+            request = request.header("Authorization", token);
+        }
+        let mut response = request.send(&body).map_err(|error| error.to_string())?;
+        let status = response.status();
+        let bytes = response.body_mut().with_config().limit(MOST_BYTES).read_to_vec();
+        let bytes = bytes.map_err(|error| error.to_string())?;
+        answer::read(&status.to_string(), status.is_success(), &bytes)
+    }
+
+    /// If `compare` holds `then` is done, otherwise the key is read; whether it held, and what was read.
+    fn decide(
+        &self,
+        migration: MigrationId,
+        compare: Value,
+        then: Value,
+    ) -> Result<Option<Result<Ruling, ArbiterError>>, ArbiterError> {
+        let read = json!({ "request_range": { "key": BASE64.encode(self.key(migration)) } });
+        let body = json!({ "compare": [compare], "success": [then], "failure": [read] });
+        let answer = self.post("txn", &body)?;
+        Ok(answer::refused(&answer).map(|range| answer::held(&self.register(migration), range)))
+    }
+
+    fn put(&self, migration: MigrationId, value: &str) -> Value {
+        json!({ "request_put": { "key": BASE64.encode(self.key(migration)), "value": BASE64.encode(value) } })
+    }
+
+    fn holds(&self, migration: MigrationId, value: &str) -> Value {
+        let (key, value) = (BASE64.encode(self.key(migration)), BASE64.encode(value));
+        json!({ "key": key, "target": "VALUE", "result": "EQUAL", "value": value })
+    }
+
+    /// Compares when the key was made: `EQUAL` to never, or `GREATER`.
+    fn made(&self, migration: MigrationId, result: &str) -> Value {
+        let key = BASE64.encode(self.key(migration));
+        json!({ "key": key, "target": "CREATE", "result": result, "create_revision": "0" })
+    }
+}
+
+impl Login {
+    fn token(&self) -> MutexGuard<'_, Option<String>> {
+        // A word, whoever panicked beside it.
+        self.token.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Arbiter for Etcd {
+    fn name(&self) -> String {
+        format!("etcd {}", self.prefix)
+    }
+
+    fn register(&self, migration: MigrationId) -> String {
+        format!("key {} in etcd", self.key(migration))
+    }
+
+    fn open(&self, migration: MigrationId) -> Result<(), ArbiterError> {
+        match self.decide(migration, self.made(migration, "EQUAL"), self.put(migration, OPEN))? {
+            None => Ok(()),
+            Some(_) => Err(ArbiterError::NoRegister(format!(
+                "{} is there already, and a migration's id is random: somebody else makes such keys",
+                self.register(migration)
+            ))),
+        }
+    }
+
+    fn say(&self, migration: MigrationId, word: Word) -> Result<Ruling, ArbiterError> {
+        let (compare, value, ruling) = match word {
+            Word::Look => {
+                let answer = self.post("range", &json!({ "key": BASE64.encode(self.key(migration)) }))?;
+                return answer::held(&self.register(migration), &answer);
+            }
+            Word::Claim(Side::Source) => (self.holds(migration, OPEN), SOURCE, Ruling::Source),
+            Word::Claim(Side::Target) => {
+                (self.holds(migration, OPEN), TARGET, Ruling::Target { runs: false })
+            }
+            Word::Runs => (self.holds(migration, TARGET), RUNS, Ruling::Target { runs: true }),
+            Word::GiveBack => (self.made(migration, "GREATER"), SOURCE, Ruling::Source),
+        };
+        match self.decide(migration, compare, self.put(migration, value))? {
+            None => Ok(ruling),
+            Some(held) => held,
+        }
+    }
+
+    fn close(&self, migration: MigrationId) -> Result<(), ArbiterError> {
+        self.post("deleterange", &json!({ "key": BASE64.encode(self.key(migration)) })).map(drop)
+    }
+}
+
+#[cfg(test)]
+#[path = "etcd_tests.rs"]
+mod tests;

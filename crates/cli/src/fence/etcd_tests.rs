@@ -1,0 +1,252 @@
+//! The register in a real etcd, and everything else that may answer where one is looked for.
+
+use super::*;
+use authority::Authority;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Barrier;
+use std::time::Instant;
+
+#[expect(dead_code, reason = "the command's tests use the rest")]
+#[path = "../../../../tests/command/etcd.rs"]
+mod etcd_process;
+
+#[path = "../../../engine/src/channel/tls/authority.rs"]
+mod authority;
+
+fn at(port: u16) -> Etcd {
+    Etcd::new(vec![format!("http://127.0.0.1:{port}")], "/test/".into(), Access::default()).unwrap()
+}
+
+fn id(number: u8) -> MigrationId {
+    MigrationId([number; 16])
+}
+
+const THERE: Ruling = Ruling::Target { runs: false };
+const RUNS_THERE: Ruling = Ruling::Target { runs: true };
+
+#[test]
+fn a_register_goes_one_way() {
+    let Some(process) = etcd_process::start() else { return };
+    let etcd = at(process.port());
+    let missing = etcd.say(id(1), Word::Claim(Side::Source));
+    assert!(
+        matches!(&missing, Err(ArbiterError::NoRegister(why)) if why.contains("no key /test/0101")),
+        "{missing:?}"
+    );
+    for word in [Word::Look, Word::Claim(Side::Target), Word::Runs, Word::GiveBack] {
+        assert!(matches!(etcd.say(id(1), word), Err(ArbiterError::NoRegister(_))), "{word:?}");
+    }
+    etcd.open(id(1)).unwrap();
+    assert!(matches!(etcd.open(id(1)), Err(ArbiterError::NoRegister(_))), "opened once");
+    let said = |word, ruling| assert_eq!(etcd.say(id(1), word), Ok(ruling), "{word:?}");
+    said(Word::Look, Ruling::Open);
+    said(Word::Runs, Ruling::Open);
+    said(Word::Claim(Side::Target), THERE);
+    said(Word::Claim(Side::Target), THERE);
+    said(Word::Claim(Side::Source), THERE);
+    said(Word::Runs, RUNS_THERE);
+    said(Word::Claim(Side::Source), RUNS_THERE);
+    etcd.open(id(2)).unwrap();
+    for (word, ruling) in [
+        (Word::Claim(Side::Target), THERE),
+        (Word::GiveBack, Ruling::Source),
+        (Word::Claim(Side::Target), Ruling::Source),
+        (Word::Runs, Ruling::Source),
+        (Word::Look, Ruling::Source),
+    ] {
+        assert_eq!(etcd.say(id(2), word), Ok(ruling), "{word:?}");
+    }
+    // Registers do not touch each other, and another prefix is another place.
+    said(Word::Look, RUNS_THERE);
+    let elsewhere =
+        Etcd::new(vec![format!("http://127.0.0.1:{}", process.port())], "/other/".into(), Access::default())
+            .unwrap();
+    assert!(matches!(elsewhere.say(id(1), Word::Look), Err(ArbiterError::NoRegister(_))));
+    assert_ne!(elsewhere.name(), etcd.name());
+    etcd.close(id(1)).unwrap();
+    assert!(
+        matches!(etcd.say(id(1), Word::Claim(Side::Source)), Err(ArbiterError::NoRegister(_))),
+        "and not reopened"
+    );
+    // What a person writes by hand is heeded if it can be understood.
+    let put = json!({ "key": BASE64.encode(etcd.key(id(1))), "value": BASE64.encode("Target\u{1b}") });
+    etcd.post("put", &put).unwrap();
+    let odd = etcd.say(id(1), Word::Claim(Side::Source));
+    assert!(
+        matches!(&odd, Err(ArbiterError::NoRegister(why)) if why.contains("holds 'Target\u{fffd}'")),
+        "{odd:?}"
+    );
+}
+
+#[test]
+fn of_all_who_claim_at_once_one_side_wins() {
+    let Some(process) = etcd_process::start() else { return };
+    let etcd = at(process.port());
+    let mut won = [0, 0];
+    for number in 0..40 {
+        etcd.open(id(number)).unwrap();
+        let start = Barrier::new(6);
+        let claim = |side| {
+            start.wait();
+            etcd.say(id(number), Word::Claim(side)).unwrap()
+        };
+        let answers: Vec<Ruling> = std::thread::scope(|scope| {
+            let sides = [Side::Source, Side::Target].into_iter().cycle().take(6);
+            let threads: Vec<_> = sides.map(|side| scope.spawn(move || claim(side))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(answers.iter().all(|answer| *answer == answers[0]), "{answers:?}");
+        won[usize::from(answers[0] == THERE)] += 1;
+    }
+    let _ = writeln!(std::io::stdout(), "etcd: of 40 races the source won {}, the target {}", won[0], won[1]);
+}
+
+/// Something that answers every connection with these bytes, and with `more` for as long as somebody reads.
+fn answering(bytes: &'static [u8], more: &'static [u8]) -> Etcd {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            std::thread::spawn(move || {
+                let mut request = [0; 4096];
+                let _ = stream.read(&mut request);
+                let _ = stream.write_all(bytes);
+                while !more.is_empty() && stream.write_all(more).is_ok() {}
+            });
+        }
+    });
+    at(port)
+}
+
+#[test]
+fn what_is_no_answer_of_etcd_decides_nothing_and_takes_no_time_and_no_memory() {
+    const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n";
+    let answers: [(&str, &'static [u8], &'static [u8]); 12] = [
+        ("nothing", b"", b""),
+        ("no HTTP", b"SSH-2.0-OpenSSH_9.2\r\n", b""),
+        ("no JSON", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", b""),
+        ("other JSON", b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{\"succeeded\":true}", b""),
+        ("an error", b"HTTP/1.1 503 No\r\nContent-Length: 26\r\n\r\n{\"error\":\"no leader\\u001b\"}", b""),
+        ("not there", b"HTTP/1.1 404 Not Found\r\nContent-Length: 19\r\n\r\n404 page not found\n", b""),
+        (
+            "elsewhere",
+            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+            b"",
+        ),
+        ("cut off", b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{\"header\":{},\"succeeded\":true", b""),
+        ("endless header", b"HTTP/1.1 200 OK\r\nX: ", &[b'x'; 4096]),
+        ("endless headers", b"HTTP/1.1 200 OK\r\n", b"A: b\r\nC: d\r\nE: f\r\nG: h\r\n"),
+        ("endless body", OK, &[b'x'; 4096]),
+        ("endless JSON", b"HTTP/1.1 200 OK\r\n\r\n{\"header\":{},\"succeeded\":true,\"x\":\"", &[b'x'; 4096]),
+    ];
+    for (what, bytes, more) in answers {
+        let etcd = answering(bytes, more);
+        let began = Instant::now();
+        for word in [Word::Look, Word::Claim(Side::Source), Word::GiveBack] {
+            match etcd.say(id(3), word) {
+                Err(ArbiterError::Unreachable(why)) => {
+                    assert!(why.len() < 2000 && !why.contains('\u{1b}'), "{what}: {why}");
+                }
+                other => panic!("{what}: {other:?}"),
+            }
+        }
+        assert!(etcd.open(id(3)).is_err() && etcd.close(id(3)).is_err(), "{what}");
+        assert!(began.elapsed() < Duration::from_secs(30), "{what}: {:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn who_says_nothing_at_all_is_given_up_and_the_next_member_is_asked() {
+    let Some(process) = etcd_process::start() else { return };
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let members = [silent.local_addr().unwrap().port(), 1, process.port()];
+    let members = members.map(|port| format!("http://127.0.0.1:{port}")).to_vec();
+    let began = Instant::now();
+    let etcd = Etcd::new(members, "/test/".into(), Access::default()).unwrap();
+    etcd.open(id(4)).unwrap();
+    assert_eq!(etcd.say(id(4), Word::Claim(Side::Target)), Ok(THERE));
+    assert!(began.elapsed() < PATIENCE * 2 + Duration::from_secs(20), "{:?}", began.elapsed());
+    drop(TcpStream::connect(silent.local_addr().unwrap()));
+}
+
+/// Certificates that are none are told apart before anything is asked.
+#[test]
+fn files_that_are_no_certificates_are_refused() {
+    let build = |ca: &[u8], own: Option<(&[u8], &[u8])>| {
+        let own = own.map(|(cert, key)| (cert.to_vec(), key.to_vec()));
+        let access = Access { ca: Some(ca.to_vec()), own, user: None };
+        Etcd::new(vec!["https://127.0.0.1:1".into()], "/test/".into(), access)
+    };
+    let error = build(b"hello", None).unwrap_err();
+    assert!(format!("{error:#}").contains("ca: there is no certificate"), "{error:#}");
+    let own = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
+    let (cert, key) = (own.cert.pem(), own.signing_key.serialize_pem());
+    assert!(build(cert.as_bytes(), Some((cert.as_bytes(), b"no key"))).is_err());
+    assert!(build(cert.as_bytes(), Some((cert.as_bytes(), key.as_bytes()))).is_ok());
+}
+
+/// By https, to an etcd that asks for certificates: its own authority's, and no other's.
+#[test]
+fn an_etcd_that_asks_for_certificates_gets_them() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let (certificate, key) = ours.issue("127.0.0.1");
+    let started = etcd_process::Etcd::start_encrypted(&certificate, &key, &ours.pem);
+    let Some(process) = etcd_process::or_say_why(started) else { return };
+    let access = |trusted: &Authority, issuer: Option<&Authority>| {
+        let own = issuer.map(|issuer| issuer.issue("a.host.example"));
+        let own = own.map(|(cert, key)| (cert.into_bytes(), key.into_bytes()));
+        let access = Access { ca: Some(trusted.pem.clone().into_bytes()), own, user: None };
+        Etcd::new(vec![format!("https://127.0.0.1:{}", process.port())], "/test/".into(), access).unwrap()
+    };
+    let etcd = access(&ours, Some(&ours));
+    etcd.open(id(1)).unwrap();
+    assert_eq!(etcd.say(id(1), Word::Claim(Side::Target)), Ok(THERE));
+    for (stranger, why) in [
+        (access(&theirs, Some(&ours)), "an etcd that is not trusted"),
+        (access(&ours, Some(&theirs)), "a certificate that it does not know"),
+        (access(&ours, None), "no certificate"),
+    ] {
+        let said = stranger.say(id(1), Word::Claim(Side::Source));
+        assert!(matches!(said, Err(ArbiterError::Unreachable(_))), "{why}: {said:?}");
+    }
+    assert_eq!(etcd.say(id(1), Word::Look), Ok(THERE));
+}
+
+/// With users, by a token that etcd forgets.
+#[test]
+fn an_etcd_that_asks_for_a_password_gets_it_again_and_again() {
+    let Some(process) = etcd_process::start() else { return };
+    let root = at(process.port());
+    let asked = |path: &str, body: Value| root.request(&root.endpoints[0], path, &body, None).unwrap();
+    asked("auth/user/add", json!({ "name": "root", "password": "r" }));
+    asked("auth/user/grant", json!({ "user": "root", "role": "root" }));
+    asked("auth/user/add", json!({ "name": "host", "password": "secret" }));
+    asked("auth/role/add", json!({ "name": "fence" }));
+    let (from, to) = (BASE64.encode("/test/"), BASE64.encode("/test0"));
+    let perm = json!({ "permType": "READWRITE", "key": from, "range_end": to });
+    asked("auth/role/grant", json!({ "name": "fence", "perm": perm }));
+    asked("auth/user/grant", json!({ "user": "host", "role": "fence" }));
+    asked("auth/enable", json!({}));
+    let login = |prefix: &str, password: &str| {
+        let access = Access { user: Some(("host".into(), password.into())), ..Access::default() };
+        Etcd::new(root.endpoints.clone(), prefix.into(), access).unwrap()
+    };
+    let etcd = login("/test/", "secret");
+    etcd.open(id(1)).unwrap();
+    assert_eq!(etcd.say(id(1), Word::Claim(Side::Source)), Ok(Ruling::Source));
+    // As after its time has run out.
+    *etcd.login.as_ref().unwrap().token() = Some("forgotten.1".into());
+    assert_eq!(etcd.say(id(1), Word::Claim(Side::Target)), Ok(Ruling::Source));
+    for (other, words) in [
+        (at(process.port()), "user name is empty"),
+        (login("/test/", "wrong"), "as user host: 400 Bad Request: etcdserver: authentication failed"),
+        (login("/elsewhere/", "secret"), "permission denied"),
+    ] {
+        let said = other.say(id(1), Word::Look);
+        assert!(
+            matches!(&said, Err(ArbiterError::Unreachable(why)) if why.contains(words)),
+            "{words}: {said:?}"
+        );
+    }
+}

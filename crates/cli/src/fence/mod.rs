@@ -1,0 +1,237 @@
+//! `--fence`: who decides who owns a guest of which neither side of a migration can know.
+
+mod answer;
+mod etcd;
+
+use anyhow::{Context, Result, bail};
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Side, Word};
+
+/// Where registers are unless something else is said.
+const PREFIX: &str = "/vmferry/";
+/// Most addresses of one cluster, and most bytes of a prefix.
+const MOST_ENDPOINTS: usize = 16;
+const MOST_PREFIX: usize = 256;
+
+/// A fence as the command line says it: `etcd:URL[,URL...][,prefix=PREFIX][,ca=FILE][,cert=FILE,key=FILE][,user=NAME,password=FILE]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FenceArg {
+    endpoints: Vec<String>,
+    prefix: String,
+    ca: Option<PathBuf>,
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    user: Option<String>,
+    password: Option<PathBuf>,
+}
+
+impl FromStr for FenceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let form = "write etcd:http://127.0.0.1:2379, or etcd:https://one:2379,https://two:2379,ca=FILE";
+        let rest = text.strip_prefix("etcd:").ok_or_else(|| format!("'{text}' is no fence; {form}"))?;
+        let (ca, cert, key, user, password) = (None, None, None, None, None);
+        let mut arg = Self { endpoints: Vec::new(), prefix: PREFIX.into(), ca, cert, key, user, password };
+        for part in rest.split(',') {
+            match part.split_once('=') {
+                Some(("prefix", prefix)) => arg.prefix = self::prefix(prefix)?,
+                Some(("ca", file)) => arg.ca = Some(file.into()),
+                Some(("cert", file)) => arg.cert = Some(file.into()),
+                Some(("key", file)) => arg.key = Some(file.into()),
+                Some(("user", name)) => arg.user = Some(name.into()),
+                Some(("password", file)) => arg.password = Some(file.into()),
+                _ => arg.endpoints.push(endpoint(part).ok_or_else(|| format!("'{part}' is no URL; {form}"))?),
+            }
+        }
+        if arg.endpoints.is_empty() || arg.endpoints.len() > MOST_ENDPOINTS {
+            return Err(format!("1 to {MOST_ENDPOINTS} URLs of one etcd are wanted; {form}"));
+        }
+        if arg.cert.is_some() != arg.key.is_some() {
+            return Err("cert= and key= belong together".into());
+        }
+        if arg.user.is_some() != arg.password.is_some() {
+            return Err("user= and password= (a file that holds it) belong together".into());
+        }
+        if arg.ca.is_none() && (arg.cert.is_some() || arg.endpoints.iter().any(|at| at.starts_with("https:")))
+        {
+            return Err("an etcd at https needs ca=FILE: whose certificates are trusted".into());
+        }
+        Ok(arg)
+    }
+}
+
+/// Folder-like: what two prefixes hold is apart.
+fn prefix(text: &str) -> Result<String, String> {
+    let prefix = format!("{}/", text.trim_end_matches('/'));
+    if prefix.len() > MOST_PREFIX || !prefix.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(format!(
+            "a prefix has at most {MOST_PREFIX} bytes, none of them a space or beyond ASCII"
+        ));
+    }
+    Ok(prefix)
+}
+
+/// A URL without a path.
+fn endpoint(text: &str) -> Option<String> {
+    let (scheme, rest) = text.split_once("://")?;
+    let authority = rest.strip_suffix('/').unwrap_or(rest);
+    let plain = |c: char| c.is_ascii_alphanumeric() || ".-_:[]".contains(c);
+    let fits = matches!(scheme, "http" | "https") && !authority.is_empty() && authority.chars().all(plain);
+    fits.then(|| format!("{scheme}://{authority}"))
+}
+
+impl fmt::Display for FenceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "etcd:{},prefix={}", self.endpoints.join(","), self.prefix)?;
+        for (name, file) in [("ca", &self.ca), ("cert", &self.cert), ("key", &self.key)] {
+            if let Some(file) = file {
+                write!(f, ",{name}={}", file.display())?;
+            }
+        }
+        match (&self.user, &self.password) {
+            (Some(user), Some(file)) => write!(f, ",user={user},password={}", file.display()),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl FenceArg {
+    /// The fence, not yet asked for anything. Plain connections to other hosts only if `insecure`: whoever can change what etcd says
+    /// decides who runs the guest.
+    pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
+        for at in &self.endpoints {
+            if !insecure && at.starts_with("http:") && !is_loopback(at) {
+                bail!(
+                    "--fence: {at} is not on this host, and plain connections can be read and changed on the way; use https, or say \
+                     --insecure to allow it"
+                );
+            }
+        }
+        let read = |file: &Option<PathBuf>| {
+            let read = |file: &PathBuf| {
+                std::fs::read(file).with_context(|| format!("--fence: cannot read {}", file.display()))
+            };
+            file.as_ref().map(read).transpose()
+        };
+        let (ca, cert, key) = (read(&self.ca)?, read(&self.cert)?, read(&self.key)?);
+        let password = read(&self.password)?.map(String::from_utf8).transpose();
+        let password = password.context("--fence: the password is not UTF-8")?;
+        let password = password.map(|text| text.trim_end_matches(['\r', '\n']).to_owned());
+        let access = etcd::Access { ca, own: cert.zip(key), user: self.user.clone().zip(password) };
+        let etcd = etcd::Etcd::new(self.endpoints.clone(), self.prefix.clone(), access);
+        Ok(Arc::new(etcd.context("--fence")?))
+    }
+}
+
+fn is_loopback(endpoint: &str) -> bool {
+    let authority = endpoint.split_once("://").map_or("", |(_, rest)| rest);
+    let host = match authority.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => authority.split(':').next().unwrap_or_default(),
+    };
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
+}
+
+/// A fence that is asked for people, on a thread of its own: whoever serves the control socket has no business with other hosts.
+#[derive(Debug, Clone)]
+pub(crate) struct Asked {
+    arbiter: Arc<dyn Arbiter>,
+    claims: Sender<(MigrationId, Sender<Result<Ruling, ArbiterError>>)>,
+}
+
+impl Asked {
+    /// Starts the thread, which ends with this. By the owner, who may start it.
+    ///
+    /// # Errors
+    /// If the host has no thread for it.
+    pub(crate) fn start(arbiter: Arc<dyn Arbiter>) -> Result<Self> {
+        let (claims, asked) = channel::<(MigrationId, Sender<_>)>();
+        let at = Arc::clone(&arbiter);
+        let work = move || {
+            for (migration, answer) in asked {
+                // Who has asked may have gone.
+                let _ = answer.send(at.say(migration, Word::Claim(Side::Source)));
+            }
+        };
+        vmferry_thread::spawn(vmferry_thread::Role::Fence, "fence-people", work)?;
+        Ok(Self { arbiter, claims })
+    }
+
+    fn claim(&self, migration: MigrationId) -> Result<Ruling, ArbiterError> {
+        let (answer, answered) = channel();
+        let gone = || ArbiterError::Unreachable("the thread that asks it has ended".into());
+        self.claims.send((migration, answer)).map_err(|_| gone())?;
+        answered.recv().map_err(|_| gone())?
+    }
+}
+
+/// Whom a migration of this process asks, and which migration that is.
+#[derive(Debug, Clone)]
+pub(crate) struct Fence(pub(crate) Asked, pub(crate) MigrationId);
+
+impl Fence {
+    /// Claims the guest for its source, for a person who wants it here. It is not, unless this returns well.
+    pub(crate) fn take(&self) -> Result<()> {
+        let Self(asked, migration) = self;
+        let register = asked.arbiter.register(*migration);
+        match asked.claim(*migration) {
+            Ok(Ruling::Source) => Ok(()),
+            Ok(ruling) => bail!("the fence {ruling}, and must not run here as well ({register})"),
+            Err(error) => bail!("{error}; nobody can know that it does not run on the target ({register})"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fence_is_named_in_one_word() {
+        let arg: FenceArg = "etcd:http://127.0.0.1:2379".parse().unwrap();
+        assert_eq!(arg.to_string(), "etcd:http://127.0.0.1:2379,prefix=/vmferry/");
+        assert_eq!(arg.to_string().parse(), Ok(arg));
+        let all =
+            "etcd:https://a:1/,https://[::1]:2,prefix=/x/y,ca=c.crt,cert=o.crt,key=o.key,user=u,password=p";
+        let arg: FenceArg = all.parse().unwrap();
+        assert_eq!((arg.endpoints.len(), arg.prefix.as_str()), (2, "/x/y/"));
+        assert_eq!(arg.to_string().parse(), Ok(arg));
+        for wrong in [
+            "http://127.0.0.1:2379",
+            "etcd:",
+            "etcd:127.0.0.1:2379",
+            "etcd:ftp://a:1",
+            "etcd:http://user:pass@a:1",
+            "etcd:http://a:1/path",
+            "etcd:https://a:1",
+            "etcd:http://a:1,cert=x",
+            "etcd:http://a:1,user=x",
+            "etcd:http://a:1,prefix=a b",
+            "etcd:http://a:1,what=x",
+        ] {
+            assert!(wrong.parse::<FenceArg>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_plain_connection_to_another_host_has_to_be_allowed() {
+        for (at, here) in [
+            ("http://127.0.0.1:1", true),
+            ("http://[::1]:1", true),
+            ("http://localhost", true),
+            ("http://192.0.2.1:1", false),
+            ("http://127.0.0.1.example:1", false),
+        ] {
+            assert_eq!(is_loopback(at), here, "{at}");
+            let arg: FenceArg = format!("etcd:{at}").parse().unwrap();
+            assert_eq!(arg.build(false).is_ok(), here, "{at}");
+            assert!(arg.build(true).is_ok(), "{at}");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! `--sandbox` and `--jail`: what a `run` is left with.
+
+use crate::args::{GuestKind, RunArgs};
+use crate::choices::IncomingArg;
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use std::net::ToSocketAddrs;
+use std::path::{Component, Path, PathBuf};
+use vmferry_confine::{Capability, Confinement, File, Jail, Measure, Mode, Plan, Ports, Use};
+use vmferry_engine::Uri;
+
+/// Whether the process confines itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum SandboxArg {
+    /// Confined as far as the host can do it (`status` says how far); a forbidden system call fails
+    #[default]
+    On,
+    /// The same, but a forbidden system call ends the process, and its guest
+    Kill,
+    /// Nothing is forbidden; the kernel logs the system calls that would have been
+    Log,
+    /// Not confined
+    Off,
+}
+
+impl SandboxArg {
+    const fn mode(self) -> Mode {
+        match self {
+            Self::On => Mode::On,
+            Self::Kill => Mode::Kill,
+            Self::Log => Mode::Log,
+            Self::Off => Mode::Off,
+        }
+    }
+
+    /// As it is written.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Kill => "kill",
+            Self::Log => "log",
+            Self::Off => "off",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct SandboxArgs {
+    /// Confine the process before the guest runs and before a peer is heard, to the files, ports and system calls that it needs
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) sandbox: SandboxArg,
+    /// Where `migrate` and `migrate-incoming` may find and make file:PATH and unix:PATH; may be given several times
+    #[arg(long = "migrate-dir", value_name = "DIR")]
+    migrate_dirs: Vec<PathBuf>,
+    /// Started as root: take a root of its own, mounted at this empty folder, with nothing in it but what is named here
+    #[arg(long, value_name = "DIR", requires_all = ["uid", "gid"])]
+    jail: Option<PathBuf>,
+    /// Who the process is in its jail
+    #[arg(long, value_name = "NUMBER", requires = "jail")]
+    uid: Option<u32>,
+    /// And its group
+    #[arg(long, value_name = "NUMBER", requires = "jail")]
+    gid: Option<u32>,
+}
+
+/// What every process reads that runs a guest: what the kernel tells of the process, of processors and of memory.
+const HOST: [&str; 5] =
+    ["/proc", "/sys/devices/system/cpu", "/sys/devices/system/node", "/sys/kernel/mm", "/sys/fs/cgroup"];
+/// How a peer is found by its name.
+const RESOLVER: [&str; 7] = [
+    "/etc/hosts",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/run/systemd/resolve",
+];
+/// Ports below this are for those who may ([`Capability::CAP_NET_BIND_SERVICE`]).
+const PRIVILEGED: u16 = 1024;
+
+/// Confines the process, which has one thread, as far as it can be while it still sets up.
+///
+/// # Errors
+/// If there cannot be a jail that was asked for.
+pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
+    let plan = plan(args);
+    if plan.mode != Mode::Off || plan.jail.is_some() {
+        // Has the resolver load its modules, which is not possible later, and looks nothing up.
+        let _ = ("localhost", 0).to_socket_addrs();
+    }
+    let confinement = Confinement::begin(&plan)?;
+    let in_force = confinement.in_force();
+    if in_force.mode.forbids() {
+        for (name, measure) in in_force.measures() {
+            if !measure.in_force && matches!(name, "seccomp" | "landlock") {
+                tracing::warn!("this process is not confined by {name}: {}", measure.detail);
+            }
+        }
+    }
+    Ok(confinement)
+}
+
+/// Fails if this process has put `uri`, to which its guest is to go, out of its own reach. A Unix socket that is there it can connect to:
+/// landlock does not forbid that before Linux 7.1; but in a jail there is none.
+pub(crate) fn goes_to(uri: &Uri, args: &SandboxArgs) -> Result<()> {
+    match uri {
+        Uri::Unix(_) if args.jail.is_none() => Ok(()),
+        _ => reachable(uri, args),
+    }
+}
+
+/// Likewise for one where it is to wait for a guest.
+pub(crate) fn reachable(uri: &Uri, args: &SandboxArgs) -> Result<()> {
+    let (Uri::File(path) | Uri::Unix(path)) = uri else { return Ok(()) };
+    if !args.sandbox.mode().forbids() && args.jail.is_none() {
+        return Ok(());
+    }
+    let folder = folder_of(path).canonicalize().unwrap_or_else(|_| folder_of(path));
+    let within = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| folder.starts_with(dir));
+    let upwards = path.components().any(|part| part == Component::ParentDir);
+    if !upwards && args.migrate_dirs.iter().any(within) {
+        return Ok(());
+    }
+    bail!(
+        "cannot use {uri}: this vmferry is confined to what its command line names, and that is in no --migrate-dir; start it with \
+         --migrate-dir {}, or with --sandbox off",
+        folder.display()
+    );
+}
+
+fn plan(args: &RunArgs) -> Plan {
+    let sandbox = &args.sandbox;
+    let mut plan = Plan::new(sandbox.sandbox.mode());
+    plan.files = files(args);
+    plan.ports = ports(args);
+    plan.keep = keep(&plan.ports);
+    if let (Some(folder), Some(uid), Some(gid)) = (sandbox.jail.clone(), sandbox.uid, sandbox.gid) {
+        plan.jail = Some(Jail { folder, uid, gid });
+    }
+    plan
+}
+
+/// Everything that the command line names, and what each guest needs of its host.
+fn files(args: &RunArgs) -> Vec<File> {
+    let read = |path: &Path| File::new(path, Use::Read);
+    let mut files: Vec<_> = HOST.into_iter().chain(RESOLVER).map(|path| read(path.as_ref())).collect();
+    // The text of a panic's backtrace.
+    files.extend(std::env::current_exe().ok().map(|path| read(&path)));
+    files.push(File::new("/dev/null", Use::Device));
+    files.push(File::new("/dev/userfaultfd", Use::Device));
+    if bool::from(args.stay_awake) {
+        files.push(File::new("/dev/cpu_dma_latency", Use::Write));
+    }
+    if args.guest == GuestKind::Kvm {
+        files.push(File::new("/dev/kvm", Use::Device));
+    }
+    if !args.nets.is_empty() {
+        files.push(File::new("/dev/net/tun", Use::Device));
+    }
+    files.extend(args.kernel.iter().chain(&args.initrd).chain(args.tls.files()).map(|path| read(path)));
+    files.extend(args.disks.iter().map(|disk| File::new(disk.path(), disk.use_for())));
+    let serial = args.serial.as_deref().filter(|to| *to != "stdio");
+    files.extend(serial.map(|path| File::new(path, Use::Output)));
+    files.extend(args.api.iter().map(|path| File::new(folder_of(path), Use::Sockets)));
+    match &args.incoming {
+        Some(IncomingArg::At(Uri::Unix(path))) => files.push(File::new(folder_of(path), Use::Sockets)),
+        Some(IncomingArg::At(Uri::File(path))) => files.push(read(path)),
+        _ => {}
+    }
+    files.extend(args.sandbox.migrate_dirs.iter().map(|path| File::new(path, Use::Folder)));
+    files
+}
+
+fn ports(args: &RunArgs) -> Ports {
+    let incoming = match &args.incoming {
+        Some(IncomingArg::Defer) => return Ports::Any,
+        Some(IncomingArg::At(Uri::Tcp { port, .. })) => Some(*port),
+        _ => None,
+    };
+    Ports::Only(incoming.into_iter().chain(args.metrics.map(|address| address.port())).collect())
+}
+
+/// What root keeps, if it is root.
+fn keep(ports: &Ports) -> Vec<vmferry_confine::Kept> {
+    let mut keep = Vec::new();
+    if !Path::new("/dev/userfaultfd").exists() {
+        keep.push((Capability::CAP_SYS_PTRACE, "(userfaultfd, for want of /dev/userfaultfd)"));
+    }
+    let low = |port: &u16| (1..PRIVILEGED).contains(port);
+    if matches!(ports, Ports::Only(ports) if ports.iter().any(low)) || *ports == Ports::Any {
+        keep.push((Capability::CAP_NET_BIND_SERVICE, "(to listen at a port below 1024)"));
+    }
+    keep
+}
+
+fn folder_of(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// What this host can do of it, for `check`.
+pub(crate) fn available() -> [Result<String, String>; 2] {
+    let result = |measure: Measure| if measure.in_force { Ok(measure.detail) } else { Err(measure.detail) };
+    vmferry_confine::available().map(result)
+}
