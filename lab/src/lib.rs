@@ -12,6 +12,7 @@
 //! | [`record`] | how one scenario ended |
 //! | [`runner`] | one scenario after the other, each in a process of its own, within its time |
 //! | [`scenarios`] | what is tried |
+//! | [`violation`] | whether a vmferry did what its confinement forbids |
 //! | [`told`] | what a Linux guest tells of itself |
 //! | [`summary`] | the records as a table, as JSON, as JUnit's XML |
 
@@ -26,3 +27,4 @@ pub mod runner;
 pub mod scenarios;
 pub mod summary;
 pub mod told;
+pub mod violation;

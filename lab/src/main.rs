@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compat;
 mod host;
 
 use anyhow::Result;
@@ -20,6 +21,14 @@ struct Cli {
 enum Chore {
     /// Run vmferry with real guests on a real KVM: the host's own, or that of an emulated machine
     Lab(LabArgs),
+    /// Move guests between the command of another revision and this one, both ways: what is frozen stays so
+    Compat {
+        /// The other revision, as git knows it
+        revision: String,
+        /// Write what came of it as JSON to this file
+        #[arg(long, value_name = "FILE")]
+        json: Option<std::path::PathBuf>,
+    },
     /// Become another program that ends together with the process that started it
     #[command(name = host::machine::LEASH, hide = true)]
     Leash {
@@ -69,6 +78,7 @@ fn main() -> ExitCode {
         Chore::Lab(LabArgs { errand: Some(Errand::Exits), .. }) => host::exits::exits(),
         Chore::Lab(LabArgs { errand: Some(Errand::Shell { script }), .. }) => host::shell(script.as_deref()),
         Chore::Lab(args) => host::lab(&args),
+        Chore::Compat { revision, json } => compat::compat(&revision, json.as_deref()),
         Chore::Leash { parent, command } => host::machine::leash(parent, &command),
     };
     finish(result)

@@ -16,6 +16,8 @@ pub struct Plan {
     pub vmferry: PathBuf,
     /// The kernel that Linux guests boot.
     pub kernel: PathBuf,
+    /// The same kernel as an ELF file.
+    pub vmlinux: PathBuf,
     /// Their initramfs.
     pub initrd: PathBuf,
     /// An empty file system for a guest's disk, if one could be made.

@@ -7,6 +7,7 @@ use crate::emulator::Watch;
 use crate::plan::Plan;
 use crate::record::{CURRENT, Outcome, Record};
 use crate::scenarios::{self, Lab, Scenario, Verdict};
+use crate::violation;
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -124,13 +125,18 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Re
         let why = format!("not done after {} s; see {name}/{LOG}", limit.as_secs());
         return Ok(Record::new(name, Outcome::Failed, Some(why), 0.0));
     };
-    match std::fs::read(folder.join(RECORD)).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
-        Some(record) => Ok(record),
-        None => {
-            let why = format!("its process ended without a word ({status}); see {name}/{LOG}");
-            Ok(Record::new(name, Outcome::Failed, Some(why), 0.0))
-        }
-    }
+    let record =
+        match std::fs::read(folder.join(RECORD)).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
+            Some(record) => record,
+            None => {
+                let why = format!("its process ended without a word ({status}); see {name}/{LOG}");
+                Record::new(name, Outcome::Failed, Some(why), 0.0)
+            }
+        };
+    Ok(match violation::found(&folder)? {
+        Some(line) => Record { outcome: Outcome::Failed, why: Some(line), ..record },
+        None => record,
+    })
 }
 
 /// Runs one scenario here and leaves its record in its folder.

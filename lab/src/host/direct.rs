@@ -23,6 +23,7 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, share: &Path) -> Plan {
         results: share.join("results"),
         vmferry: inside("vmferry"),
         kernel: inside("kernel"),
+        vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),
         fsck: Some(inside("e2fsck")),
@@ -72,7 +73,7 @@ pub(crate) fn run(
     command.arg("run").arg(path).stdin(Stdio::null());
     command.stdout(std::fs::File::create(folder.join("agent.log"))?);
     let mut agent = Ended(command.spawn().context("cannot start lab-agent")?);
-    let mut watch = Watch::new(plan.results.clone(), Instant::now());
+    let mut watch = Watch::new(plan.results.clone(), Instant::now())?;
     while agent.0.try_wait()?.is_none() && Instant::now() < end {
         watch.look()?;
         std::thread::sleep(TICK);

@@ -1,7 +1,7 @@
 //! The scenarios in emulated machines: one, or two with a link between them.
 
 use super::machine::{Machine, Setup};
-use super::run::{Watch, own_record, under_way};
+use super::run::{Watch, own_record, seconds_until, under_way};
 use super::{Whole, initramfs, write};
 use anyhow::{Result, bail};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use vmferry_lab::peer;
 use vmferry_lab::plan::Plan;
-use vmferry_lab::record::{self, Record};
+use vmferry_lab::record::{self, CURRENT, Record};
 
 /// How long the machine may take until its first scenario begins.
 const BOOT: Duration = Duration::from_secs(120);
@@ -40,6 +40,7 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, two: bool) -> Plan {
         results: "/share/results".into(),
         vmferry: inside("vmferry"),
         kernel: inside("kernel"),
+        vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),
         fsck: Some(inside("e2fsck")),
@@ -118,7 +119,7 @@ fn card(server: &str, link: &Path, number: u8) -> Vec<String> {
     ]
 }
 
-/// Boots the machines and waits for the first.
+/// Runs the plan in the machines; what is left of it once more, if the emulator lost the first machine.
 pub(crate) fn run(
     folder: &Path,
     share: &Path,
@@ -129,11 +130,64 @@ pub(crate) fn run(
     let initrd = folder.join("initrd");
     write(&initrd, &initramfs::outer(&whole.outer, &whole.busybox)?)?;
     let hall = Hall { folder, share, whole, initrd };
+    let mut machines = once(&hall, two, end)?;
+    if let Some(lost) = lost(&said(&hall.serial(MACHINE))) {
+        println!("the emulator lost the machine ({lost}): another one goes on");
+        leave(&hall, end)?;
+        machines = once(&hall, two, end)?;
+        for record in &mut machines {
+            record.figures.insert("emulator_lost_a_machine".into(), lost.clone().into());
+        }
+    }
+    let results = share.join("results");
+    machines.extend(record::read(&results)?);
+    let under_way = under_way(&results, &machines);
+    machines.extend(under_way);
+    Ok(machines)
+}
+
+/// What an outer kernel says that the emulator lost, if it did: see [`vmferry_lab::emulator`]. Behind `vmrun` nothing can interrupt it, and no
+/// exception can be its own before it has loaded its own segments; whoever has one there got it from its guest.
+fn lost(serial: &str) -> Option<String> {
+    let mut lines = serial.lines().skip_while(|line| !line.contains("BUG:"));
+    let first = lines.next()?;
+    let ended = lines.clone().any(|line| line.contains("Kernel panic"));
+    let there = lines.any(|line| line.contains(" svm_vcpu_enter_exit+") && !line.contains('?'));
+    (there && ended).then(|| first.trim().to_owned())
+}
+
+/// Plans what is left for another machine. What the first had to show stays beside what that one will.
+fn leave(hall: &Hall<'_>, end: Instant) -> Result<()> {
+    let path = hall.share.join("plan.json");
+    let mut plan = Plan::read(&path)?;
+    let results = hall.share.join("results");
+    let done = record::read(&results)?;
+    plan.scenarios.retain(|name| done.iter().all(|record| &record.scenario != name));
+    plan.seconds = seconds_until(end);
+    plan.write(&path)?;
+    for name in [MACHINE, OTHER] {
+        let log = hall.serial(name);
+        if log.exists() {
+            std::fs::rename(&log, log.with_extension("lost.log"))?;
+        }
+    }
+    for name in plan.scenarios {
+        let shown = results.join(&name);
+        if shown.exists() {
+            std::fs::rename(&shown, shown.with_extension("lost"))?;
+        }
+    }
+    write(&results.join(CURRENT), b"")?;
+    let _ = std::fs::remove_file(hall.link());
+    Ok(())
+}
+
+/// Boots the machines and waits for the first; the records of the machines.
+fn once(hall: &Hall<'_>, two: bool, end: Instant) -> Result<Vec<Record>> {
     let began = Instant::now();
     let mut machine = hall.first(two)?;
     let other = two.then(|| hall.other()).transpose()?;
-    let results = share.join("results");
-    let mut watch = Watch::new(results.clone(), began);
+    let mut watch = Watch::new(hall.share.join("results"), began)?;
     let why = wait(&mut machine, &mut watch, end)?;
     drop(machine);
     let mut records = vec![{
@@ -142,7 +196,7 @@ pub(crate) fn run(
         if let Some(begun) = watch.begun() {
             record.figures.insert("boot_s".into(), begun.as_secs_f64().into());
         }
-        record.figures.insert("kernel".into(), whole.outer.version.clone().into());
+        record.figures.insert("kernel".into(), hall.whole.outer.version.clone().into());
         record
     }];
     if let Some(mut other) = other {
@@ -151,8 +205,6 @@ pub(crate) fn run(
         let why = why.or_else(|| trouble(&said(&hall.serial(OTHER)), false));
         records.push(own_record(OTHER, why, began.elapsed()));
     }
-    records.extend(record::read(&results)?);
-    records.extend(under_way(&results, &records));
     Ok(records)
 }
 
@@ -200,5 +252,20 @@ mod tests {
         assert!(trouble("[ 1.0] all is well\n", true).unwrap().contains("before it was done"));
         assert_eq!(trouble("[ 1.0] all is well\n", false), None);
         assert!(trouble("LAB ended with status 1\n", true).is_some());
+    }
+
+    #[test]
+    fn a_machine_is_lost_only_behind_vmrun() {
+        let crash = |place: &str| {
+            format!(
+                "[ 1.0] fine\n[ 7.1] BUG: TASK stack guard page was hit\n[ 7.2]  ? svm_vcpu_enter_exit+0x1/0x80\n\
+                 [ 7.3]  {place}+0x4a/0x80 [kvm_amd]\n[ 7.4] Kernel panic - not syncing: Fatal exception\n"
+            )
+        };
+        let found = lost(&crash("svm_vcpu_enter_exit"));
+        assert_eq!(found.as_deref(), Some("[ 7.1] BUG: TASK stack guard page was hit"));
+        assert_eq!(lost(&crash("tun_get_user")), None);
+        assert_eq!(lost(crash("svm_vcpu_enter_exit").split("[ 7.4]").next().unwrap()), None);
+        assert_eq!(lost("LAB ended with status 0\n"), None);
     }
 }

@@ -1,5 +1,5 @@
 //! `cargo xtask lab exits`: what a Linux guest costs under vmferry and under QEMU's microvm, in what emulation does not distort: exits,
-//! system calls, switches of threads.
+//! system calls, and how often a thread was woken or waited.
 
 use super::parts::{self, tool};
 use anyhow::{Context, Result, ensure};
@@ -88,8 +88,8 @@ impl Counted {
         let mut table = Table::new();
         table.set_header(["for each".to_owned(), "count".to_owned()].into_iter().chain(vmms.iter().cloned()));
         for ((what, counter), by) in &self.0 {
-            if what == "boot" && counter.starts_with("call-") || by.values().all(|number| number.abs() < 0.05)
-            {
+            let detail = counter.starts_with("call-") || counter.contains("-of-");
+            if what == "boot" && detail || by.values().all(|number| number.abs() < 0.05) {
                 continue;
             }
             let number = |vmm| by.get(vmm).map_or_else(String::new, |n| format!("{n:.2}"));
@@ -142,6 +142,7 @@ fn call(counter: &str) -> String {
         Some("327") => "preadv2",
         Some("328") => "pwritev2",
         Some("426") => "io_uring_enter",
+        _ if counter.contains("-of-") => return format!("  {counter}"),
         _ => return counter.to_owned(),
     };
     format!("  {name}")

@@ -1,17 +1,31 @@
 # Counts, in the outer machine, what a Linux guest costs under vmferry and under QEMU's microvm, with the same kernel: exits from the
-# guest, system calls and voluntary switches of the process. Says so line by line in /share/exits.txt: VMM WHAT COUNTER NUMBER.
+# guest, and of each thread of the process system calls, wakeups, and switches because it waits. Says so line by line in /share/exits.txt:
+# VMM WHAT COUNTER NUMBER.
 #
 # What is asked of the guest is typed on its console, which costs exits itself; so each thing is done a few times and many times, and what
 # counts is the difference, divided by that of the times.
+#
+# The kernel counts in histograms by thread. What /proc has of a thread goes with it, and QEMU's workers end when they had nothing to do for
+# ten seconds: a sum over those that are there would fall.
 out=/share/exits.txt
 : >$out
 mount -t debugfs debugfs /sys/kernel/debug
 mount -t tracefs tracefs /sys/kernel/tracing
-calls=/sys/kernel/tracing/events/raw_syscalls/sys_enter
-echo 'hist:keys=common_pid,id:size=32768' >$calls/trigger || exit 1
-# Every process that this script starts takes room in it.
+events=/sys/kernel/tracing/events
+# histogram EVENT KEYS [FILTER]
+histogram() {
+    echo "$events/$1/trigger hist:keys=$2:size=32768 $3" >>/tmp/histograms
+    echo "hist:keys=$2:size=32768 $3" >$events/$1/trigger || exit 1
+}
+histogram raw_syscalls/sys_enter common_pid,id
+histogram sched/sched_wakeup pid
+# Neither preempted (256) nor still running (0).
+histogram sched/sched_switch prev_pid "if prev_state > 0 && prev_state < 256"
+# Every process that this script starts takes room in them.
 forget() {
-    echo 'hist:keys=common_pid,id:size=32768:clear' >>$calls/trigger
+    while read -r trigger keys filter; do
+        echo "$keys:clear $filter" >>$trigger
+    done </tmp/histograms
 }
 cp -r /share/qemu /tmp/qemu
 for tap in tap0 tap1; do
@@ -23,14 +37,26 @@ losetup /dev/loop0 /lab/disk.img
 
 # count NAME: what process $pid has cost so far, into /tmp/NAME.
 count() {
-    ls /proc/$pid/task >/tmp/tasks
+    # Of threads that have ended since, too.
+    for task in /proc/$pid/task/*; do
+        echo "${task##*/} $(tr ' /' '--' <$task/comm)"
+    done >>/tmp/tasks
     {
         echo exits $(cat /sys/kernel/debug/kvm/$pid-*/exits)
-        echo wakeups $(cat /proc/$pid/task/*/status | awk '/^voluntary_ctxt/ { n += $2 } END { print n }')
-        tr -d '{}:,' <$calls/hist | awk 'NR == FNR { own[$1] = 1; next }
+        awk '{ print "ms", $1 * 1000 }' /proc/uptime
+        tr -d '{}:,' <$events/raw_syscalls/sys_enter/hist | awk 'NR == FNR { own[$1] = 1; next }
             $1 == "common_pid" && own[$2] { n += $6; id[$4] += $6 }
             END { print "syscalls", n; for (i in id) print "call-" i, id[i] }' /tmp/tasks -
+        by_thread wakeups $events/sched/sched_wakeup/hist
+        by_thread waits $events/sched/sched_switch/hist
     } >/tmp/$1
+}
+
+# by_thread COUNTER HISTOGRAM
+by_thread() {
+    tr -d '{}:,' <$2 | awk -v counter=$1 'NR == FNR { name[$1] = $2; next }
+        ($1 == "pid" || $1 == "prev_pid") && ($2 in name) { n += $4; of[name[$2]] += $4 }
+        END { print counter, n + 0; for (i in of) print counter "-of-" i, of[i] }' /tmp/tasks -
 }
 
 # until TEXT: waits for it on the console, N times.
@@ -58,18 +84,18 @@ do_times() {
     awk 'NR == FNR { was[$1] = $2; next } { print $1, $2 - was[$1] }' /tmp/before /tmp/after >/tmp/cost
 }
 
-# measure WHAT COMMAND
+# measure WHAT COMMAND FEW MANY
 measure() {
-    do_times "$2" 100 && cp /tmp/cost /tmp/few && do_times "$2" 1100 || { echo "$vmm $1 failed"; return; }
-    awk -v vmm=$vmm -v what="$1" 'NR == FNR { few[$1] = $2; next } { print vmm, what, $1, ($2 - few[$1]) / 1000 }' \
-        /tmp/few /tmp/cost >>$out
+    do_times "$2" $3 && cp /tmp/cost /tmp/few && do_times "$2" $4 || { echo "$vmm $1 failed"; return; }
+    awk -v vmm=$vmm -v what="$1" -v times=$(($4 - $3)) 'NR == FNR { few[$1] = $2; next }
+        { print vmm, what, $1, ($2 - few[$1]) / times }' /tmp/few /tmp/cost >>$out
 }
 
 # run VMM NET COMMAND...: boots a guest in it and measures.
 run() {
     vmm=$1 net=$2 said=0
     shift 2
-    rm -f /tmp/keys /tmp/console
+    rm -f /tmp/keys /tmp/console /tmp/tasks
     mkfifo /tmp/keys
     # Opened for both, so that neither end waits for the other.
     exec 3<>/tmp/keys
@@ -79,12 +105,17 @@ run() {
     sleep 1
     until_says COUNT-UP 1 || { cat /tmp/errors; kill $pid; return 1; }
     count boot
-    awk -v vmm=$vmm '{ print vmm, "boot", $1, $2 }' /tmp/boot >>$out
+    # The clock was not read before.
+    awk -v vmm=$vmm '$1 != "ms" { print vmm, "boot", $1, $2 }' /tmp/boot >>$out
     sleep 2
     do_times "ip addr add 10.9.$net.2/24 dev eth0; ip link set eth0 up; ping -c 1 10.9.$net.1 >/dev/null" 1
-    measure read "dd if=/dev/vda of=/dev/null bs=4k count=TIMES iflag=direct 2>/dev/null"
-    measure write "dd if=/dev/zero of=/dev/vda bs=4k count=TIMES oflag=direct conv=notrunc 2>/dev/null"
-    measure ping "ping -A -q -c TIMES 10.9.$net.1 >/dev/null"
+    measure read "dd if=/dev/vda of=/dev/null bs=4k count=TIMES iflag=direct 2>/dev/null" 100 1100
+    measure write "dd if=/dev/zero of=/dev/vda bs=4k count=TIMES oflag=direct conv=notrunc 2>/dev/null" 100 1100
+    measure ping "ping -A -q -c TIMES 10.9.$net.1 >/dev/null" 100 1100
+    # Ten a second: as seldom for the one as for the other, and everybody sleeps in between.
+    measure spaced-ping "ping -i 0.1 -q -c TIMES 10.9.$net.1 >/dev/null" 20 220
+    # What the guest's own timers cost.
+    measure idle-second "sleep TIMES" 2 12
     # What it costs beside the guest's memory.
     awk -v vmm=$vmm '/^Pss:/ { n += $2 } END { print vmm, "whole", "pss_kib", n }' /proc/$pid/smaps_rollup >>$out
     echo "poweroff -f" >&3
@@ -107,6 +138,7 @@ ours() {
 }
 theirs() {
     run $1 1 /tmp/qemu/ld.so --library-path /tmp/qemu /tmp/qemu/qemu-system-x86_64 -L /tmp/qemu -M microvm -accel kvm \
+        -name lab,debug-threads=on \
         -cpu host -m 192M -smp 1 -nodefaults -no-user-config -display none -serial stdio -kernel /lab/kernel \
         -initrd /lab/initrd -append "$line" -drive id=d,file=$2,format=raw,if=none -device virtio-blk-device,drive=d \
         -netdev tap,id=n,ifname=tap1,script=no,downscript=no -device virtio-net-device,netdev=n -device virtio-rng-device \

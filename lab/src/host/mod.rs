@@ -9,8 +9,9 @@ pub(crate) mod fetch;
 mod initramfs;
 pub(crate) mod machine;
 mod modules;
-mod parts;
+pub(crate) mod parts;
 mod run;
+mod vmlinux;
 
 use crate::LabArgs;
 use anyhow::{Context, Result, bail};
@@ -121,6 +122,11 @@ fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     let image = &whole.guest.image;
     std::fs::copy(image, inside.join("kernel"))
         .with_context(|| format!("cannot copy {}", image.display()))?;
+    let elf = std::fs::read(image).map_err(Into::into).and_then(|image| vmlinux::of(&image));
+    write(
+        &inside.join("vmlinux"),
+        &elf.with_context(|| format!("cannot take the ELF file out of {}", image.display()))?,
+    )?;
     let fsck = &whole.fsck;
     std::fs::copy(fsck, inside.join("e2fsck")).with_context(|| format!("cannot copy {}", fsck.display()))?;
     disk(&inside.join("disk.img"))

@@ -4,8 +4,9 @@
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// The modules of one kernel.
 #[derive(Debug)]
@@ -90,23 +91,33 @@ fn name_of(path: &Path) -> Option<String> {
 
 /// A module's bytes, unpacked: busybox's insmod loads nothing else.
 fn read(path: &Path) -> Result<Vec<u8>> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let unpacker = match path.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
         Some("zst") => "zstd",
         Some("gz") => "gzip",
-        _ => return std::fs::read(path).with_context(|| format!("cannot read {}", path.display())),
+        _ => return Ok(bytes),
     };
-    let output = Command::new(unpacker)
+    unpack(unpacker, &bytes).with_context(|| format!("cannot unpack {}", path.display()))
+}
+
+/// What `program -dc` makes of `bytes`.
+pub(crate) fn unpack(program: &str, bytes: &[u8]) -> Result<Vec<u8>> {
+    let mut child = Command::new(program)
         .arg("-dc")
-        .arg(path)
-        .output()
-        .with_context(|| format!("cannot run {unpacker}, which {} needs", path.display()))?;
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {program}"))?;
+    let mut input = child.stdin.take().context("it has no input")?;
+    let output = std::thread::scope(|scope| {
+        // A program that wants no more says why on its own.
+        scope.spawn(move || drop(input.write_all(bytes)));
+        child.wait_with_output()
+    })?;
     if !output.status.success() {
-        bail!(
-            "{unpacker} cannot unpack {}: {}",
-            path.display(),
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        bail!("{program} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(output.stdout)
 }

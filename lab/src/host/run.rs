@@ -38,7 +38,7 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     fill(&share, whole, &programs)?;
     let names: Vec<_> = chosen.iter().map(|scenario| scenario.name.to_owned()).collect();
     let two = chosen.iter().any(|scenario| scenario.machines > 1);
-    let seconds = end.saturating_duration_since(Instant::now() + RESERVE).as_secs();
+    let seconds = seconds_until(end);
     let path = share.join("plan.json");
     println!("built in {:.0} s", built.as_secs_f64());
     let own = direct::plan(names.clone(), seconds, &share);
@@ -66,6 +66,11 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     summary.write(&folder)?;
     println!("\n{}\nlogs and summaries: {}", summary.table(), folder.display());
     Ok(summary.is_good())
+}
+
+/// For how long scenarios may run, in seconds.
+pub(crate) fn seconds_until(end: Instant) -> u64 {
+    end.saturating_duration_since(Instant::now() + RESERVE).as_secs()
 }
 
 /// The scenarios that were asked for.
@@ -121,8 +126,10 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn new(results: PathBuf, start: Instant) -> Self {
-        Self { results, start, seen: 0, current: String::new(), begun: None }
+    /// Of what is done from now on.
+    pub(crate) fn new(results: PathBuf, start: Instant) -> Result<Self> {
+        let seen = record::read(&results)?.len();
+        Ok(Self { results, start, seen, current: String::new(), begun: None })
     }
 
     /// How long it took until the first scenario began.

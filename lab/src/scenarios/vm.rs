@@ -227,6 +227,19 @@ impl Vm {
         }
     }
 
+    /// How long the thread of each vCPU has run, and waited for a processor although it could run: when a guest's kernel finds itself stalled,
+    /// this tells the host that had no time for it from a vCPU that was not woken. In words, for people.
+    pub(crate) fn vcpus(&self) -> Result<String> {
+        let pid = self.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
+        let script =
+            format!("for t in /proc/{pid}/task/*; do echo \"$(cat $t/comm):$(cat $t/schedstat)\"; done");
+        let request = Request::Run { command: ["sh", "-c", &script].map(str::to_owned).to_vec() };
+        let Answer::Ran(ran) = self.place.ask(request)? else { bail!("the threads cannot be looked at") };
+        let told: Vec<_> = ran.output.lines().filter_map(waited).collect();
+        ensure!(!told.is_empty(), "process {pid} has no threads of vCPUs: {}{}", ran.output, ran.errors);
+        Ok(told.join(", "))
+    }
+
     /// Where it waits for a guest.
     pub(crate) fn uri(&self) -> Result<String> {
         self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
@@ -337,5 +350,31 @@ impl Vm {
         let Answer::Read(bytes) = self.place.ask(request)? else { bail!("the console cannot be read") };
         self.read.set(self.read.get() + bytes.len() as u64);
         Ok(bytes)
+    }
+}
+
+/// A line of `NAME:RAN WAITED SLICES`, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst), if it is a vCPU's.
+fn waited(line: &str) -> Option<String> {
+    let (name, times) = line.split_once(':').filter(|(name, _)| name.starts_with("vcpu"))?;
+    let mut times =
+        times.split_whitespace().map_while(|word| word.parse::<u64>().ok()).map(Duration::from_nanos);
+    let (ran, waited) = (times.next()?, times.next()?);
+    Some(format!(
+        "{name} ran {:.1} s and waited {:.1} s for a processor",
+        ran.as_secs_f64(),
+        waited.as_secs_f64()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_threads_times_are_those_of_a_vcpu() {
+        let told = waited("vcpu 1:2500000000 12300000000 77").unwrap();
+        assert_eq!(told, "vcpu 1 ran 2.5 s and waited 12.3 s for a processor");
+        assert_eq!(waited("net-0:1 2 3"), None);
+        assert_eq!(waited("vcpu 1:"), None);
     }
 }

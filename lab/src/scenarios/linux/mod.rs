@@ -39,7 +39,14 @@ const fn scenario(
 }
 
 pub(super) const SCENARIOS: &[Scenario] = &[
-    scenario("linux-boot", "boots, has a shell on its console, and powers off", true, 20, boots),
+    scenario("linux-boot", "boots, has a shell on its console, and powers off", true, 20, |lab| {
+        boots(&mut Rig::new(lab))
+    }),
+    scenario("linux-elf", "boots from the ELF file (PVH) instead of the bzImage", false, 15, |lab| {
+        let mut rig = Rig::new(lab);
+        rig.boot.kernel.clone_from(&rig.lab.plan.vmlinux);
+        boots(&mut rig)
+    }),
     scenario("linux-precopy-ring", "moves by precopy, found by dirty rings", true, 30, |lab| {
         moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 1)
     }),
@@ -160,17 +167,17 @@ impl Rig<'_> {
 fn ready(vm: &Vm) -> Result<Seen> {
     vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
     let seen = vm.verified("verify")?;
+    println!("{}", vm.vcpus()?);
     judge::content(&seen.told)?;
     Ok(seen)
 }
 
-fn boots(lab: &mut Lab) -> Result<Verdict> {
-    let mut rig = Rig::new(lab);
+fn boots(rig: &mut Rig<'_>) -> Result<Verdict> {
     let guest = Guest { cpus: 2, ..Guest::usual() };
     let vm = rig.boot(&guest)?;
     let told = ready(&vm)?.told;
     ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
-    ensure!(told.complaints.is_empty(), "its kernel complains: {:?}", told.complaints);
+    ensure!(told.complaints.is_empty(), "its kernel complains: {:?}; {}", told.complaints, vm.vcpus()?);
     vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;
     rig.power_off(&vm)?;
     Ok(Verdict::Passed)

@@ -4,23 +4,27 @@ use super::judge::Move;
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::desk::{Answer, Request};
 use crate::scenarios::vm::{Guest, Vm};
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::time::{Duration, Instant};
 
 /// So slow that the first pass takes until it is called off.
 const SLOW: [&str; 6] = ["--mode", "precopy", "--max-bandwidth", "4M/s", "--downtime-limit", "1ms"];
 
-/// Called off by `vmferry cancel`.
+/// Called off by `vmferry cancel`. In the end the guest is asked to shut down, does not, and is ended.
 pub(super) fn cancelled(lab: &mut Lab) -> Result<Verdict> {
-    stopped(lab, |source, _| source.command(&["cancel"]).map(drop))
+    stopped(lab, |source, _| source.command(&["cancel"]).map(drop), |rig, vm| rig.terminate(vm))
 }
 
 /// Its target is killed.
 pub(super) fn killed(lab: &mut Lab) -> Result<Verdict> {
-    stopped(lab, |_, target| target.kill())
+    stopped(lab, |_, target| target.kill(), |rig, vm| rig.power_off(vm))
 }
 
-fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
+fn stopped(
+    lab: &mut Lab,
+    stop: fn(&Vm, &Vm) -> Result<()>,
+    end: fn(&Rig<'_>, &Vm) -> Result<()>,
+) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = Guest { dirty_ring: true, ..Guest::usual() };
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
@@ -44,11 +48,34 @@ fn stopped(lab: &mut Lab, stop: fn(&Vm, &Vm) -> Result<()>) -> Result<Verdict> {
     // And now in earnest.
     let next = rig.awaiting(&guest)?;
     rig.carry(&source, &next, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
-    rig.power_off(&next)?;
+    end(&rig, &next)?;
     Ok(Verdict::Passed)
 }
 
 impl Rig<'_> {
+    /// SIGTERM presses the power button, which this guest's kernel hears and nobody acts on: it goes on. The second SIGTERM ends it.
+    fn terminate(&self, vm: &Vm) -> Result<()> {
+        let pid = vm.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
+        let signal = || {
+            let command = ["sh", "-c", &format!("kill -TERM {pid}")].map(str::to_owned).to_vec();
+            match self.here.ask(Request::Run { command })? {
+                Answer::Ran(ran) if ran.status == 0 => Ok(()),
+                other => bail!("the process cannot be signalled: {other:?}"),
+            }
+        };
+        signal()?;
+        let deadline = Instant::now() + seconds(30);
+        while !vm.said().contains("the guest was asked to shut down") {
+            ensure!(vm.ended()?.is_none() && Instant::now() < deadline, "it was not asked: {}", vm.said());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        vm.shell("echo still-$kept", "still-42")?;
+        signal()?;
+        let status = vm.end(self.patience())?;
+        ensure!(status == 0, "after a second SIGTERM the process ended with status {status}: {}", vm.said());
+        Ok(())
+    }
+
     /// Begins a move that takes long; returns the number of its process.
     fn begin(&mut self, source: &Vm, uri: &str) -> Result<u32> {
         let mut command = source.subcommand("migrate");

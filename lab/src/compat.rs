@@ -1,0 +1,212 @@
+//! `cargo xtask compat REVISION`: guests move between the command of that revision and this one, both ways, and through files.
+//!
+//! What is frozen (docs/compatibility.md) is shown here, with the programs that people have, not with their parts.
+
+use crate::host;
+use anyhow::{Context, Result, bail, ensure};
+use comfy_table::{Table, presets};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(20);
+const MEMORY: &str = "64M";
+const LOAD: &str = "uniform,ws=4M,data=24M,rate=5k,fill=random";
+const WAYS: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
+
+/// A build of the command.
+#[derive(Debug)]
+struct Build {
+    name: String,
+    program: PathBuf,
+}
+
+/// A `vmferry run`, ended when it is dropped, or with this process.
+struct Side<'a> {
+    build: &'a Build,
+    child: Child,
+    api: PathBuf,
+}
+
+impl<'a> Side<'a> {
+    fn start(build: &'a Build, folder: &Path, name: &str, guest: &str, more: &[&str]) -> Result<Self> {
+        let api = folder.join(name);
+        let log = folder.join(format!("{name}.log"));
+        let child = Command::new(&build.program)
+            .args(["run", "--die-with-parent", "--guest", guest, "--memory", MEMORY, "--migrate-dir"])
+            .arg(folder)
+            .arg("--api")
+            .arg(&api)
+            .args(more)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&log)?)
+            .spawn()
+            .with_context(|| format!("cannot start {}", build.program.display()))?;
+        let mut side = Self { build, child, api };
+        side.wait(&format!("the {name} ({})", build.name), |_| true).with_context(|| {
+            format!("it said: {}", std::fs::read_to_string(&log).unwrap_or_default().trim())
+        })?;
+        Ok(side)
+    }
+
+    /// Runs a command of the same build against it.
+    fn say(&self, words: &[&str]) -> Result<String> {
+        let mut command = Command::new(&self.build.program);
+        let (word, rest) = words.split_first().context("nothing to say")?;
+        let output =
+            command.arg(word).arg("--api").arg(&self.api).args(rest).stdin(Stdio::null()).output()?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("{} ({}) ended with {}: {}", words.join(" "), self.build.name, output.status, said.trim());
+        }
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    fn status(&self) -> Option<Value> {
+        serde_json::from_str(&self.say(&["status"]).ok()?).ok()
+    }
+
+    fn wait(&mut self, what: &str, done: impl Fn(&Value) -> bool) -> Result<Value> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            if let Some(status) = status.as_ref().filter(|status| done(status)) {
+                return Ok(status.clone());
+            }
+            if let Some(ended) = self.child.try_wait()? {
+                bail!("waited in vain for {what}: its process ended ({ended})");
+            }
+            ensure!(Instant::now() < deadline, "waited in vain for {what}: {status:?}");
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// The guest runs here, goes on, and has found nothing wrong with its pages.
+    fn whole(&mut self) -> Result<()> {
+        let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
+        let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
+        let later = self.wait("the guest going on", |status| writes(status) > writes(&before))?;
+        let guest = &later["vm"]["guest"];
+        ensure!(guest["corrupt"] == 0, "the guest finds damaged pages: {guest}");
+        Ok(())
+    }
+}
+
+impl Drop for Side<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Moves one guest, whose every page is compared or checked on the way.
+fn once(from: &Build, to: &Build, guest: &str, way: &str, folder: &Path) -> Result<()> {
+    let _ = std::fs::remove_dir_all(folder);
+    std::fs::create_dir_all(folder)?;
+    let mut source = Side::start(from, folder, "source", guest, &["--workload", LOAD])?;
+    source.wait("the guest filling its memory", |status| status["vm"]["guest"]["state"] == "running")?;
+    if way == "file" {
+        let file = format!("file:{}", folder.join("guest").display());
+        source.say(&["migrate", &file])?;
+        return Side::start(to, folder, "target", guest, &["--incoming", &file])?.whole();
+    }
+    let mut target = Side::start(to, folder, "target", guest, &["--incoming", "tcp:127.0.0.1:0"])?;
+    let status = target.wait("the target listening", |status| status["vm"]["incoming"].is_string())?;
+    let at = status["vm"]["incoming"].as_str().context("no address")?.to_owned();
+    source.say(&["migrate", &at, "--mode", way, "--verify"])?;
+    target.whole()
+}
+
+/// The command of `revision`, built from what is committed there; that of the working tree if there is none.
+fn build(revision: Option<&str>) -> Result<Build> {
+    let root = host::parts::workspace();
+    let kept = root.join("target/compat");
+    let (name, tree) = match revision {
+        None => ("this tree".to_owned(), root.clone()),
+        Some(revision) => {
+            let commit = format!("{revision}^{{commit}}");
+            let sha = run(Command::new("git")
+                .args(["rev-parse", "--verify", "--short=12", &commit])
+                .current_dir(&root))
+            .with_context(|| format!("there is no revision '{revision}' here"))?;
+            let sha = sha.trim().to_owned();
+            let tree = kept.join(&sha);
+            if !tree.join("Cargo.toml").exists() {
+                std::fs::create_dir_all(&tree)?;
+                let archive = kept.join(format!("{sha}.tar"));
+                run(Command::new("git")
+                    .args(["archive", "--output"])
+                    .args([&archive, Path::new(&sha)])
+                    .current_dir(&root))?;
+                run(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&tree))?;
+                std::fs::remove_file(&archive)?;
+            }
+            (sha, tree)
+        }
+    };
+    eprintln!("compat: building vmferry of {name}");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    // Of its own: cargo takes the same package in two places for one.
+    let target = kept.join(format!("build-{}", name.replace(' ', "-")));
+    let mut command = Command::new(cargo);
+    command.args([
+        "build",
+        "--quiet",
+        "--locked",
+        "--package",
+        "vmferry",
+        "--bin",
+        "vmferry",
+        "--target-dir",
+    ]);
+    run(command.arg(&target).current_dir(&tree))?;
+    Ok(Build { name, program: target.join("debug/vmferry") })
+}
+
+/// What a command says, if it succeeds.
+fn run(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
+    ensure!(output.status.success(), "{command:?} ended with {}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Every way, guest and direction; true if all guests arrived.
+pub(crate) fn compat(revision: &str, json: Option<&Path>) -> Result<bool> {
+    let (old, new) = (build(Some(revision))?, build(None)?);
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY).set_header(["guest", "way", "from", "to", "result"]);
+    let (mut cases, mut good) = (Vec::new(), true);
+    let folder = std::env::temp_dir().join(format!("vmferry-compat-{}", std::process::id()));
+    for guest in ["process", "kvm"] {
+        if guest == "kvm"
+            && let Err(error) = File::options().read(true).write(true).open("/dev/kvm")
+        {
+            println!("kvm guests were not moved: /dev/kvm: {error}");
+            continue;
+        }
+        for way in WAYS {
+            for (from, to) in [(&old, &new), (&new, &old)] {
+                let moved = once(from, to, guest, way, &folder);
+                good &= moved.is_ok();
+                let result = moved.map_or_else(|error| format!("{error:#}"), |()| "arrived".into());
+                eprintln!("compat: {guest}, {way}, {} to {}: {result}", from.name, to.name);
+                table.add_row([guest, way, &from.name, &to.name, &result]);
+                cases.push(
+                    json!({ "guest": guest, "way": way, "from": from.name, "to": to.name, "result": result }),
+                );
+            }
+        }
+    }
+    let _ = std::fs::remove_dir_all(&folder);
+    println!("{table}");
+    if let Some(path) = json {
+        let document = json!({ "compat": { "old": old.name, "cases": cases } });
+        std::fs::write(path, serde_json::to_string_pretty(&document)? + "\n")
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(good)
+}
