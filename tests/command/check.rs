@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-const IDS: [&str; 13] = [
+const IDS: [&str; 15] = [
     "kvm",
     "dirty_rings",
     "ioeventfd",
@@ -19,6 +19,8 @@ const IDS: [&str; 13] = [
     "huge_pages",
     "tap",
     "network_namespaces",
+    "seccomp",
+    "landlock",
 ];
 
 fn find<'a>(document: &'a Value, id: &str) -> &'a Value {

@@ -26,7 +26,9 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     fails(&format!("tcp:{free}"), &[], &["cannot connect", "--incoming"]);
     fails("tcp:192.0.2.1:7000", &[], &["not on this host", "--insecure"]);
     fails("unix:/nonexistent/x", &[], &["cannot connect"]);
-    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x"]);
+    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x", "--migrate-dir /nonexistent"]);
+    let file = format!("file:{}", folder.path("none/x"));
+    fails(&file, &[], &["cannot use", &file]);
     // Somebody else: one that talks, one that is silent.
     let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = format!("tcp:{}", stranger.local_addr().unwrap());

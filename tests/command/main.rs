@@ -4,15 +4,25 @@
 mod authority;
 mod balloon;
 mod check;
+mod crowd;
+mod dashboard;
 mod encrypted;
 mod ends;
+mod etcd;
 mod failures;
+mod fence;
 mod generate;
 mod moves;
 mod plan;
 mod postcopy;
+#[expect(dead_code, reason = "the engine's tests use the rest")]
+#[path = "../../crates/engine/tests/it/proxy.rs"]
+mod proxy;
 mod qmp;
+mod rig;
+mod sandbox;
 mod support;
 mod terminal;
+mod threads;
 mod usage;
 mod watching;

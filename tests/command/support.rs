@@ -1,9 +1,9 @@
 //! What the tests share: processes of the command, ended and waited for whatever happens.
 
 use serde_json::Value;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -68,9 +68,13 @@ pub(crate) fn vmferry(args: &[&str]) -> Output {
     finish(spawn(args))
 }
 
+/// A system call that is on no list ends the process here, so that no test misses it.
 pub(crate) fn spawn(args: &[&str]) -> Child {
+    let runs = args.first().is_some_and(|first| *first == "run") && !args.contains(&"--sandbox");
+    let strict: &[&str] = if runs { &["--sandbox", "kill"] } else { &[] };
     Command::new(VMFERRY)
         .args(args)
+        .args(strict)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -112,7 +116,8 @@ impl Run {
 
     pub(crate) fn sized(kind: &str, memory: &str, folder: &Folder, name: &str, more: &[&str]) -> Self {
         let api = folder.path(name);
-        let mut args = vec!["run", "--guest", kind, "--memory", memory, "--api", &api];
+        let own = folder.path("");
+        let mut args = vec!["run", "--guest", kind, "--memory", memory, "--api", &api, "--migrate-dir", &own];
         args.extend(more);
         let run = Self { child: spawn(&args), api };
         run.wait("its control socket", |_| true);
@@ -172,6 +177,17 @@ impl Run {
         let mut args = vec!["migrate", "--api", &self.api, uri];
         args.extend(more);
         vmferry(&args)
+    }
+
+    /// Where its metrics are; and what else it says, which it has to be able to say.
+    pub(crate) fn metrics(&mut self) -> (String, BufReader<ChildStderr>) {
+        let mut said = BufReader::new(self.child.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("metrics at http://") {
+            line.clear();
+            assert!(said.read_line(&mut line).unwrap() > 0, "it does not say where its metrics are");
+        }
+        (line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_owned(), said)
     }
 
     /// Stops the process as it stands (`STOP`), or lets it go on (`CONT`).

@@ -1,24 +1,52 @@
 //! A terminal for the commands that want one: a pseudo-terminal, and what was written to it.
 
 use crate::support::{PATIENCE, VMFERRY};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A command on a terminal of its own; ended when dropped.
 pub(crate) struct Terminal {
     child: Child,
-    master: File,
+    master: Option<File>,
     written: Arc<Mutex<Vec<u8>>>,
+    gone: Arc<AtomicBool>,
+    reading: Option<JoinHandle<()>>,
 }
 
 impl Terminal {
     pub(crate) fn start(columns: u16, args: &[&str], environment: &[(&str, &str)]) -> Self {
+        Self::run(columns, args, environment, |command| {
+            command.process_group(0);
+        })
+    }
+
+    /// As a shell starts it: the terminal is its controlling one, and it is in the foreground.
+    pub(crate) fn foreground(args: &[&str]) -> Self {
+        Self::run(80, args, &[], |command| {
+            let lead = || {
+                rustix::process::setsid()?;
+                Ok(rustix::process::ioctl_tiocsctty(std::io::stdin())?)
+            };
+            // SAFETY: two system calls, between fork and exec; nothing is allocated and no lock is taken.
+            unsafe { command.pre_exec(lead) };
+        })
+    }
+
+    fn run(
+        columns: u16,
+        args: &[&str],
+        environment: &[(&str, &str)],
+        group: impl FnOnce(&mut Command),
+    ) -> Self {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&master).unwrap();
         unlockpt(&master).unwrap();
@@ -34,20 +62,33 @@ impl Terminal {
             .stderr(open())
             .env("TERM", "xterm-256color")
             .env_remove("NO_COLOR");
-        command.envs(environment.iter().copied()).process_group(0);
+        command.envs(environment.iter().copied());
+        group(&mut command);
         let child = command.spawn().unwrap();
         drop((command, slave));
         let master = File::from(master);
         let (mut reader, written) = (master.try_clone().unwrap(), Arc::new(Mutex::new(Vec::new())));
-        let to = Arc::clone(&written);
-        std::thread::spawn(move || {
-            let mut piece = [0; 4096];
-            // Fails when the other end is closed.
-            while let Ok(read @ 1..) = reader.read(&mut piece) {
+        let (to, gone) = (Arc::clone(&written), Arc::new(AtomicBool::new(false)));
+        let stop = Arc::clone(&gone);
+        let reading = std::thread::spawn(move || {
+            let (mut piece, tick) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
+            while !stop.load(Ordering::Acquire) {
+                if poll(&mut [PollFd::new(&reader, PollFlags::IN)], Some(&tick)).unwrap() == 0 {
+                    continue;
+                }
+                // Fails when the other end is closed.
+                let Ok(read @ 1..) = reader.read(&mut piece) else { return };
                 to.lock().unwrap().extend_from_slice(&piece[..read]);
             }
         });
-        Self { child, master, written }
+        Self { child, master: Some(master), written, gone, reading: Some(reading) }
+    }
+
+    /// As a window that is closed, or a connection that is lost: nobody has the other end any more.
+    pub(crate) fn hang_up(&mut self) {
+        self.gone.store(true, Ordering::Release);
+        self.reading.take().unwrap().join().unwrap();
+        self.master = None;
     }
 
     pub(crate) fn text(&self) -> String {
@@ -63,7 +104,7 @@ impl Terminal {
     }
 
     pub(crate) fn press(&mut self, keys: &str) {
-        self.master.write_all(keys.as_bytes()).unwrap();
+        self.master.as_mut().unwrap().write_all(keys.as_bytes()).unwrap();
     }
 
     pub(crate) fn pid(&self) -> rustix::process::Pid {

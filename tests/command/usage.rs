@@ -81,3 +81,30 @@ fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
         source.goes_on();
     }
 }
+
+#[test]
+fn more_memory_than_kvm_takes_is_refused_with_what_to_do() {
+    if !kinds().contains(&"kvm") {
+        return;
+    }
+    let output = vmferry(&["run", "--memory", "10T", "--workload", "idle"]);
+    let said = errors(&output);
+    assert!(
+        code(&output) == 1 && said.contains("MiB of guest memory") && said.contains("less memory"),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_help_explains_values_by_what_they_do() {
+    for command in ["run", "migrate", "demo"] {
+        let help = String::from_utf8_lossy(&vmferry(&[command, "--help"]).stdout).into_owned();
+        for line in help.lines() {
+            assert!(
+                !line.trim_end().ends_with("It is") && !line.trim_end().ends_with("It is not"),
+                "{command}: {line}"
+            );
+        }
+        assert!(help.contains("[possible values: on, off]"), "{help}");
+    }
+}

@@ -3,7 +3,7 @@
 use crate::support::{Folder, Run, can_track, code, errors, vmferry};
 use crate::terminal::Terminal;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
@@ -67,7 +67,9 @@ fn results_become_a_page_and_other_files_are_refused() {
 fn scrape(address: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text\r\n\r\n")
+        .unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     text
@@ -78,13 +80,7 @@ fn prometheus_is_told_of_the_guest_and_its_migration() {
     let folder = Folder::new();
     let more = ["--workload", crate::support::WORKLOAD, "--metrics", "127.0.0.1:0"];
     let mut source = Run::start("process", &folder, "source", &more);
-    let mut said = BufReader::new(source.child.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.contains("http://") {
-        line.clear();
-        assert!(said.read_line(&mut line).unwrap() > 0, "it does not say where its metrics are");
-    }
-    let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_owned();
+    let (address, _said) = source.metrics();
     source.wait("the guest running", |status| status["vm"]["guest"]["writes"].as_u64() > Some(100));
     let text = scrape(&address);
     for part in [
@@ -97,7 +93,11 @@ fn prometheus_is_told_of_the_guest_and_its_migration() {
     }
     assert!(!text.contains("vmferry_migration_state"), "{text}");
     // Nobody listens there.
-    assert_eq!(code(&source.migrate("tcp:127.0.0.1:1", &[])), 1);
+    let failed = source.migrate("tcp:127.0.0.1:1", &[]);
+    assert_eq!(code(&failed), 1);
+    // Why is said, and once.
+    let said = String::from_utf8_lossy(&failed.stdout).into_owned() + &errors(&failed);
+    assert_eq!(said.matches("refused").count(), 1, "{said}");
     let text = scrape(&address);
     assert!(text.contains("vmferry_migration_state{state=\"failed\"} 1.0"), "{text}");
     source.goes_on();
@@ -161,6 +161,13 @@ fn top_shows_guests_survives_their_end_and_leaves_the_terminal_as_it_was() {
     rustix::process::kill_process(other.pid(), rustix::process::Signal::TERM).unwrap();
     other.end();
     other.wait_for("\u{1b}[?1049l");
+    // A terminal that is gone, on which it is told so (as its session's leader) and on which it is not.
+    for started in [Terminal::foreground(&args), Terminal::start(80, &args, &[])] {
+        let mut closed = started;
+        closed.wait_for("vmferry");
+        closed.hang_up();
+        closed.end();
+    }
     let nowhere = vmferry(&["top", "--api", &nowhere]);
     assert!(code(&nowhere) == 1 && errors(&nowhere).contains("needs a terminal"), "{nowhere:?}");
 }

@@ -33,7 +33,7 @@ fn pages() -> Vec<Page> {
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
-        .chain(["README.md", "CONTRIBUTING.md", "lab/README.md"].map(|name| root.join(name)))
+        .chain(["README.md", "CONTRIBUTING.md", "SECURITY.md", "lab/README.md"].map(|name| root.join(name)))
         .collect();
     paths.sort();
     assert!(paths.len() > 10, "{paths:?}");
@@ -75,6 +75,32 @@ fn blocks_of_commands_run_as_they_stand() {
     }
     say(&format!("{ran} blocks ran"));
     assert!(ran > 0, "no block was run at all");
+}
+
+/// A threat is met where its page says, by tests that are there.
+#[test]
+fn what_the_threat_model_names_exists() {
+    let (text, mut file, mut found) = (std::fs::read_to_string(root().join("SECURITY.md")).unwrap(), None, 0);
+    for (number, line) in (1..).zip(text.lines()) {
+        for name in line.split('`').skip(1).step_by(2) {
+            let path = root().join(name);
+            if name.contains('/') {
+                assert!(path.exists(), "SECURITY.md:{number}: there is no {name}");
+                file = Some(path);
+            } else if name.contains('_') && name.chars().all(|c| c.is_ascii_lowercase() || c == '_') {
+                let file =
+                    file.as_ref().unwrap_or_else(|| panic!("SECURITY.md:{number}: {name} of which file?"));
+                let code = std::fs::read_to_string(file).unwrap();
+                assert!(
+                    code.contains(&format!("fn {name}(")),
+                    "SECURITY.md:{number}: no {name} in {}",
+                    file.display()
+                );
+                found += 1;
+            }
+        }
+    }
+    assert!(found > 20, "{found} tests are named");
 }
 
 /// The options of each command, from its help.

@@ -1,0 +1,171 @@
+//! The process that runs a guest is confined: each of its threads, before and during a migration, on both sides. What a confined thread
+//! cannot do is tested thread by thread in `crates/confine/tests`; here it is that the command's own are those threads.
+
+use crate::support::{Folder, Run, WORKLOAD, code, errors, finish, kinds, say, spawn, vmferry};
+use crate::terminal::Terminal;
+use crate::threads::{can_confine, confined, filters_around, threads};
+use std::os::unix::fs::chown;
+
+#[test]
+fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
+    if !can_confine() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let disk = folder.path("disk");
+        std::fs::write(&disk, [0; 1 << 16]).unwrap();
+        let mut more = vec!["--workload", WORKLOAD, "--metrics", "127.0.0.1:0"];
+        if kind == "kvm" {
+            more.extend(["--disk", &disk, "--cpus", "2"]);
+        }
+        let source = Run::start(kind, &folder, "source", &more);
+        let status = source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let names = confined(&source, "before");
+        let wanted = if kind == "kvm" { vec!["vcpu 0", "vcpu 1", "disk-0"] } else { vec!["vcpu-0"] };
+        for name in wanted.iter().chain(&["vmferry", "api", "metrics", "speed", "signals"]) {
+            assert!(names.iter().any(|there| there == name), "{name}: {names:?}");
+        }
+        let told = &status["vm"]["confinement"];
+        assert_eq!((&told["mode"], &told["seccomp"]["in_force"]), (&"kill".into(), &true.into()), "{told}");
+        assert_eq!(told["capabilities"]["in_force"], true, "{told}");
+        say(&format!("{kind}: {told}"));
+        if kind == "kvm" {
+            continue;
+        }
+        let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        confined(&target, "while it waits");
+        let args = ["migrate", "--api", &source.api, &uri, "--max-bandwidth", "4M/s", "--channels", "2"];
+        let migration = spawn(&args);
+        source.wait("a pass", |s| s["progress"]["pass"].as_u64() > Some(0) || s["state"] == "precopy");
+        let (here, there) = (confined(&source, "source"), confined(&target, "target"));
+        say(&format!("threads of a migration: {here:?}, {there:?}"));
+        assert!(here.iter().any(|name| name.starts_with("source-")), "{here:?}");
+        assert!(there.iter().any(|name| name.starts_with("target-")), "{there:?}");
+        assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
+        assert_eq!(code(&finish(migration)), 1);
+        source.goes_on();
+    }
+}
+
+#[test]
+fn it_can_be_left_and_what_is_not_in_force_is_said() {
+    let folder = Folder::new();
+    for (mode, in_force) in [("off", 0), ("log", 2)] {
+        let run = Run::start("process", &folder, mode, &["--workload", WORKLOAD, "--sandbox", mode]);
+        let status = run.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let told = &status["vm"]["confinement"];
+        assert_eq!(told["mode"], mode, "{told}");
+        for measure in ["seccomp", "landlock", "capabilities", "jail"] {
+            assert_eq!(told[measure]["in_force"], false, "{told}");
+            assert!(told[measure]["detail"].as_str().is_some_and(|why| why.len() > 8), "{told}");
+        }
+        let around = filters_around();
+        assert!(threads(&run).iter().all(|thread| thread.number("Seccomp_filters") >= around + in_force));
+        // Nothing is out of reach.
+        let file = format!("file:{}", folder.path(&format!("{mode}.snapshot")));
+        let output = run.migrate(&file, &["--keep-running"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+    }
+}
+
+#[test]
+fn files_are_reached_where_the_command_line_says_and_nowhere_else() {
+    let (folder, elsewhere) = (Folder::new(), Folder::new());
+    let run = Run::source("process", &folder);
+    let file = format!("file:{}", elsewhere.path("guest"));
+    let output = run.migrate(&file, &["--keep-running"]);
+    assert!(code(&output) == 1 && errors(&output).contains("--migrate-dir"), "{output:?}");
+    run.goes_on();
+    // Not upwards either.
+    let name = elsewhere.path("");
+    let name = name.trim_end_matches('/').rsplit('/').next().unwrap();
+    let output = run.migrate(&format!("file:{}/../{name}/guest", folder.path("")), &["--keep-running"]);
+    assert!(code(&output) == 1 && errors(&output).contains("--migrate-dir"), "{output:?}");
+    let file = format!("file:{}", folder.path("guest"));
+    assert_eq!(code(&run.migrate(&file, &["--keep-running"])), 0);
+    assert!(!std::path::Path::new(&elsewhere.path("guest")).exists());
+}
+
+#[test]
+fn a_console_is_set_up_read_and_left_as_it_was() {
+    if !kinds().contains(&"kvm") {
+        return say("the console: not run: no /dev/kvm");
+    }
+    let args = ["run", "--memory", "64M", "--workload", "idle", "--serial", "stdio"];
+    let mut terminal = Terminal::foreground(&args);
+    terminal.wait_for("Ctrl-] ends vmferry");
+    terminal.press("text\r");
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    terminal.press("\u{1d}");
+    assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
+}
+
+/// Whose a jailed process is.
+const SOMEBODY: u32 = 64_001;
+
+#[test]
+fn a_jail_has_nothing_but_what_was_named() {
+    let folder = Folder::new();
+    let jail = folder.path("jail");
+    let prison = ["--jail", &jail, "--uid", "64001", "--gid", "64001"];
+    if !rustix::process::geteuid().is_root() {
+        let output = vmferry(&[&["run", "--guest", "process", "--memory", "64M"], &prison[..]].concat());
+        assert!(code(&output) == 1 && errors(&output).contains("only root can make a jail"), "{output:?}");
+        return say("a jail: only its refusal was tested: this is not root");
+    }
+    let root = vmferry(&["run", "--guest", "process", "--jail", &jail, "--uid", "0", "--gid", "0"]);
+    assert!(code(&root) == 1 && errors(&root).contains("must not be root"), "{root:?}");
+    for kind in kinds() {
+        let own = Folder::new();
+        chown(own.path(""), Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+        let serial = own.path("serial");
+        let mut more = vec!["--workload", WORKLOAD];
+        more.extend(prison);
+        if kind == "kvm" {
+            // Root makes nothing in somebody else's folder.
+            let args = ["run", "--memory", "64M", "--serial", &serial];
+            let output = vmferry(&[&args[..], &prison[..]].concat());
+            assert!(code(&output) == 1 && errors(&output).contains("must be there"), "{output:?}");
+            std::fs::write(&serial, "").unwrap();
+            chown(&serial, Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+        }
+        if kind == "kvm" {
+            more.extend(["--serial", &serial]);
+        }
+        let source = Run::start(kind, &own, "source", &more);
+        source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
+        let root = format!("/proc/{}/root", source.child.id());
+        let mut there: Vec<_> = std::fs::read_dir(&root)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        there.sort();
+        say(&format!("{kind}: in the jail: {there:?}"));
+        for gone in ["root", "home", "bin", "usr/bin", "etc/passwd", "var/log"] {
+            assert!(!std::path::Path::new(&format!("{root}/{gone}")).exists(), "{gone}");
+        }
+        assert_eq!(std::fs::read_dir(&jail).unwrap().count(), 0, "the host sees an empty folder");
+        for thread in threads(&source) {
+            assert!(thread.fields["Uid"].split('\t').all(|id| id == "64001"), "{:?}", thread.fields);
+            assert_eq!(thread.fields.get("Groups").map(String::as_str).unwrap_or(""), "");
+        }
+        let told = source.status().unwrap()["vm"]["confinement"].clone();
+        assert_eq!(told["jail"]["in_force"], true, "{told}");
+        // From jail to jail: what a migration opens late is there as well.
+        let mut more = vec!["--incoming", "tcp:127.0.0.1:0"];
+        let other = folder.path("other");
+        more.extend(["--jail", &other, "--uid", "64001", "--gid", "64001"]);
+        let target = Run::start(kind, &own, "target", &more);
+        let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+        let uri = status["vm"]["incoming"].as_str().unwrap().to_owned();
+        let moved = source.migrate(&uri, &["--mode", "postcopy"]);
+        assert_eq!(code(&moved), 0, "{moved:?}");
+        target.wait("the guest being here", |s| s["vm"]["place"] == "running");
+        target.goes_on();
+        let file = format!("file:{}", own.path("copy"));
+        assert_eq!(code(&target.migrate(&file, &["--keep-running"])), 0);
+        drop((source, target));
+        assert!(!std::path::Path::new(&own.path("target")).exists(), "its socket is gone");
+    }
+}
