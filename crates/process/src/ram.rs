@@ -68,7 +68,6 @@ impl Ram {
         Ok((ram, layout))
     }
 
-    /// Word `word` of page `page` of everything usable, counters included.
     /// Which page of which region page `page` of everything usable is.
     pub(crate) fn place(&self, page: u64) -> Option<(RegionId, u64)> {
         let (mut left, mut reserved) = (page, RESERVED / PAGE_SIZE);
@@ -82,6 +81,7 @@ impl Ram {
         None
     }
 
+    /// Word `word` of page `page` of everything usable, counters included.
     #[inline]
     pub(crate) fn word(&self, page: u64, word: usize) -> &AtomicU64 {
         let mut left = page;

@@ -220,7 +220,9 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), UNREGISTER, &mut argument) } < 0 {
             return Err(SysError::last(CALL, || show(&span), common));
         }
-        Ok(())
+        // The kernel wakes who waits before it takes the mapping's lock (6.7 and later handle faults under that alone): a
+        // fault that begins between the two waits for a descriptor that has forgotten it. From here on none can begin.
+        self.wake(span)
     }
 
     /// Protects all pages of `span`, or lifts the protection of all of them. Protecting a page that is not there leaves
