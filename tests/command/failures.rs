@@ -137,7 +137,9 @@ fn the_death_of_one_side_costs_the_other_nothing() {
         let (mut target, uri) = Run::target(kind, &folder, "t2", "tcp:127.0.0.1:0");
         let child = slow(&source, &uri, &[]);
         source.kill();
-        assert_eq!(code(&finish(child)), 1);
+        let output = finish(child);
+        assert_eq!(code(&output), 3, "nobody runs it where it was: {output:?}");
+        assert!(errors(&output).contains("the process that had the guest is gone"), "{output:?}");
         assert_eq!(wait_for_end(&mut target.child), Some(1), "a guest that did not come was not run");
         assert!(!Path::new(&target.api).exists(), "no socket is left behind");
     }

@@ -1,7 +1,7 @@
 //! Who owns a guest whose handover was cut at the worst moment, decided by a real etcd: never two, and never nobody for longer than
 //! the etcd is out of reach.
 
-use crate::etcd::{self, Slow};
+use crate::etcd::{self, Etcd, Slow};
 use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, say, spawn, vmferry};
 use rustix::process::Signal;
@@ -12,6 +12,11 @@ use std::time::{Duration, Instant};
 /// The commit of a precopy, or a postcopy, is cut: it still arrives (`CutBehindCommit`), or it does not.
 const CUTS: [Harm; 2] = [Harm::CutBehindCommit, Harm::CutAllAtCommit];
 const MODES: [&str; 2] = ["precopy", "postcopy"];
+
+/// `None`, and says why, where there is none, or no guest can be moved.
+fn an_etcd() -> Option<Etcd> {
+    can_track().then(etcd::start).flatten()
+}
 
 struct Pair {
     source: Run,
@@ -85,10 +90,7 @@ fn place(run: &Run) -> Option<String> {
 
 #[test]
 fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
-    if !can_track() {
-        return;
-    }
-    let Some(etcd) = etcd::start() else { return };
+    let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
     for kind in kinds() {
         for mode in MODES {
@@ -124,10 +126,7 @@ enum Outage {
 
 #[test]
 fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
-    if !can_track() {
-        return;
-    }
-    let Some(mut etcd) = etcd::start() else { return };
+    let Some(mut etcd) = an_etcd() else { return };
     let slow = Slow::before(&etcd);
     let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
     for (outage, harm) in [
@@ -181,10 +180,7 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
 /// Without an answer for as long as the link holds the guest goes back by the target's own word.
 #[test]
 fn a_target_that_cannot_claim_gives_the_guest_back() {
-    if !can_track() {
-        return;
-    }
-    let Some(etcd) = etcd::start() else { return };
+    let Some(etcd) = an_etcd() else { return };
     for mode in MODES {
         // Only the target's way to the fence is lost, after the register was looked for.
         let slow = Slow::before(&etcd);
@@ -209,10 +205,7 @@ fn a_target_that_cannot_claim_gives_the_guest_back() {
 /// A side that stands still between being told and doing it finds out what became of the guest meanwhile.
 #[test]
 fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
-    if !can_track() {
-        return;
-    }
-    let Some(etcd) = etcd::start() else { return };
+    let Some(etcd) = an_etcd() else { return };
     for stopped in ["target", "source"] {
         let fence = etcd.fence();
         let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
@@ -240,10 +233,7 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
 
 #[test]
 fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves() {
-    if !can_track() {
-        return;
-    }
-    let (Some(etcd), Some(other)) = (etcd::start(), etcd::start()) else { return };
+    let (Some(etcd), Some(other)) = (an_etcd(), an_etcd()) else { return };
     let folder = Folder::new();
     let source = Run::source("process", &folder);
     let (plain, plain_uri) = Run::target("process", &folder, "plain", "tcp:127.0.0.1:0");
@@ -279,10 +269,7 @@ fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves(
 /// Once nobody asks any more the register decides what a person may do, and what the register says is theirs to write.
 #[test]
 fn a_person_takes_only_what_the_fence_gives() {
-    if !can_track() {
-        return;
-    }
-    let Some(etcd) = etcd::start() else { return };
+    let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
     let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
     let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];

@@ -77,10 +77,20 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
     }
 }
 
-/// A migration in `state`, with some pages sent: for so long that whoever watches it has seen the state.
+/// A migration in `state`, with some pages sent, whose command has seen that state.
 fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
-    let child = spawn(&[&["migrate", "--api", &source.api, uri], more].concat());
+    let events = format!("{}.events", source.api);
+    // Of the migration before.
+    let _ = std::fs::remove_file(&events);
+    let child = spawn(&[&["migrate", "--api", &source.api, uri, "--events", &events], more].concat());
     source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(2 << 20));
+    let seen = || std::fs::read_to_string(&events).unwrap_or_default();
+    let is_in = |line: &str| serde_json::from_str::<Value>(line).is_ok_and(|status| status["state"] == state);
+    let deadline = Instant::now() + PATIENCE;
+    while !seen().lines().any(is_in) {
+        assert!(Instant::now() < deadline, "the command saw no {state}: {}", seen());
+        std::thread::sleep(Duration::from_millis(5));
+    }
     child
 }
 

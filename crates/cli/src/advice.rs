@@ -80,10 +80,18 @@ const LOST: Failure = Failure {
     text: "the guest is lost: WHY. What runs of it at URI waits for ever for the pages that it lacks; end that process",
 };
 
+const GONE: Failure = Failure {
+    state: "unknown",
+    outcome: Some("unknown"),
+    status: 3,
+    text: "the process that had the guest is gone (WHY). Look at URI: if `vmferry status` there says that its place is `running`, the \
+           guest goes on there; else it ended with that process",
+};
+
 /// All of them, as in the table.
 #[cfg(test)]
-pub(crate) const ALL: [Failure; 8] =
-    [CANCELLED, FAILED, PAUSED_THERE, PAUSED_ANYWHERE, PAUSED_FENCED, UNKNOWN_FENCED, UNKNOWN, LOST];
+pub(crate) const ALL: [Failure; 9] =
+    [CANCELLED, FAILED, PAUSED_THERE, PAUSED_ANYWHERE, PAUSED_FENCED, UNKNOWN_FENCED, UNKNOWN, LOST, GONE];
 
 /// Which of them a migration's document tells of, if it has not completed.
 pub(crate) fn failure(report: &Value) -> Failure {
@@ -95,6 +103,7 @@ pub(crate) fn failure(report: &Value) -> Failure {
         None => PAUSED_ANYWHERE,
         Some("lost") => LOST,
         Some("cancelled") => CANCELLED,
+        Some("unknown") if report["source_gone"] == true => GONE,
         Some("unknown") => UNKNOWN,
         Some(_) => FAILED,
     }
@@ -135,6 +144,8 @@ mod tests {
         let fence = json!({ "fence": "the fence gave no answer: x" });
         let mut unknown = paused(fence.clone());
         unknown["state"] = json!("unknown");
+        let mut gone = ended("unknown");
+        gone["source_gone"] = json!(true);
         let reports = [
             ended("cancelled"),
             ended("failed"),
@@ -144,6 +155,7 @@ mod tests {
             unknown,
             ended("unknown"),
             ended("lost"),
+            gone,
         ];
         for (report, failure) in reports.iter().zip(ALL) {
             assert_eq!(super::failure(report), failure, "{report}");

@@ -1,6 +1,6 @@
 //! `vmferry migrate`: asks a running vmferry to move its guest, and watches.
 
-use crate::api::{Client, MigrateRequest};
+use crate::api::{self, Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
 use crate::progress::Progress;
 use crate::{Status, advice, output};
@@ -105,7 +105,7 @@ pub(crate) fn watch(
             Ok(status) => status,
             Err(error) => {
                 bar.finish();
-                return if handed_over { Ok(source_died(&error)) } else { Err(error) };
+                return if api::is_gone(&error) { Ok(source_died(&error, handed_over)) } else { Err(error) };
             }
         };
         on_event(&status);
@@ -132,11 +132,12 @@ pub(crate) fn watch(
     }
 }
 
-/// The document of a migration whose source is gone while the target still needed it.
-fn source_died(error: &anyhow::Error) -> Value {
-    json!({
-        "state": "lost",
-        "outcome": "lost",
-        "error": format!("the process that had the rest of the guest's memory is gone: {error:#}"),
-    })
+/// The document of a migration whose source is gone, while the target still needed it, or else nobody can tell how far it had come: it may
+/// have handed the guest over since it was last asked.
+fn source_died(error: &anyhow::Error, handed_over: bool) -> Value {
+    if handed_over {
+        let error = format!("the process that had the rest of the guest's memory is gone: {error:#}");
+        return json!({ "state": "lost", "outcome": "lost", "error": error });
+    }
+    json!({ "state": "unknown", "outcome": "unknown", "source_gone": true, "error": format!("{error:#}") })
 }

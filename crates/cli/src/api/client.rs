@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use vmferry_control::ClientError;
 
 /// How long an answer may take: longer than the other side waits for its machine, and that longer than a measurement.
 const PATIENCE: Duration = Duration::from_secs(45);
@@ -29,4 +30,9 @@ impl Client {
             .execute(&format!("{PREFIX}{command}"), arguments)
             .with_context(|| format!("{command} at {}", self.path.display()))
     }
+}
+
+/// Whether a call failed because there is nobody any more who could answer.
+pub(crate) fn is_gone(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(ClientError::Ended | ClientError::Broken(_)))
 }

@@ -13,7 +13,7 @@ mod recover;
 mod shared;
 mod tell;
 
-pub(crate) use client::Client;
+pub(crate) use client::{Client, is_gone};
 pub(crate) use machine::Api;
 pub(crate) use shared::{Errand, Order, Place, Shared};
 

@@ -5,39 +5,38 @@ use super::world::{World, has};
 use crate::source::Outcome;
 use crate::source::session::Phase;
 use crate::target::session::Outcome as TargetOutcome;
+use stateright::{Model, Property};
 
-/// What is promised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Promise {
-    OneRunner,
-    OneHolder,
-    CommitsOnce,
-    StartsAfterCommit,
-    StartsClaimed,
-    StartsOnce,
-    NotTakenBack,
-    NoPageMissed,
-    EachPageOnce,
-    KnownToRun,
-    EndsRight,
+/// What is promised, each with its words, in one list: what is in it is looked at in every state.
+macro_rules! promises {
+    ($($promise:ident: $text:literal,)*) => {
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub(super) enum Promise {
+            $($promise,)*
+        }
+
+        impl Promise {
+            pub(super) fn properties<M: Model<State = World>>() -> Vec<Property<M>> {
+                vec![$(Property::always($text, |_, world: &World| {
+                    world.broken != Some(Self::$promise)
+                }),)*]
+            }
+        }
+    };
 }
 
-impl Promise {
-    pub(super) fn text(self) -> &'static str {
-        match self {
-            Self::OneRunner => "never two runners",
-            Self::OneHolder => "disks are one side's at a time",
-            Self::CommitsOnce => "one commit, with the guest stopped",
-            Self::StartsAfterCommit => "no start before the commit",
-            Self::StartsClaimed => "with a fence, no start that it has not granted",
-            Self::StartsOnce => "one load and one start",
-            Self::NotTakenBack => "resumed after the commit only by the target's word, or the fence's",
-            Self::NoPageMissed => "no page lost, stale or damaged",
-            Self::EachPageOnce => "each page once",
-            Self::KnownToRun => "never none without a named state",
-            Self::EndsRight => "whoever says how it ended is right",
-        }
-    }
+promises! {
+    OneRunner: "never two runners",
+    OneHolder: "disks are one side's at a time",
+    CommitsOnce: "one commit, with the guest stopped",
+    StartsAfterCommit: "no start before the commit",
+    StartsClaimed: "with a fence, no start that it has not granted",
+    StartsOnce: "one load and one start",
+    NotTakenBack: "resumed after the commit only by the target's word, or the fence's",
+    NoPageMissed: "no page lost, stale or damaged",
+    EachPageOnce: "each page once",
+    KnownToRun: "never none without a named state",
+    EndsRight: "whoever says how it ended is right",
 }
 
 impl Step<'_> {

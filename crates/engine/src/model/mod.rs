@@ -184,26 +184,7 @@ impl Model for Protocol {
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
-        macro_rules! kept {
-            ($($promise:ident),*) => {
-                vec![$(Property::always(Promise::$promise.text(), |_, world: &World| {
-                    world.broken != Some(Promise::$promise)
-                })),*]
-            };
-        }
-        let mut properties = kept![
-            OneRunner,
-            OneHolder,
-            CommitsOnce,
-            StartsAfterCommit,
-            StartsClaimed,
-            StartsOnce,
-            NotTakenBack,
-            NoPageMissed,
-            EachPageOnce,
-            KnownToRun,
-            EndsRight
-        ];
+        let mut properties = Promise::properties();
         properties.push(Property::eventually(
             "in the end both sides have ended, and say how",
             |_, world: &World| world.here.ended() && world.there.ended(),
