@@ -93,6 +93,19 @@ fn peak_kib(run: &Run) -> Option<u64> {
     status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().trim_end_matches(" kB").parse().ok()
 }
 
+/// Heaps that glibc made for threads: 64 MiB of addresses each, at such an address, of which the rest is kept from use.
+fn heaps_of_threads(run: &Run) -> usize {
+    const HEAP: u64 = 64 << 20;
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", run.child.id())).unwrap();
+    let rest = |line: &&str| {
+        let (span, more) = line.split_once(' ').unwrap();
+        let (start, end) = span.split_once('-').unwrap();
+        let [start, end] = [start, end].map(|address| u64::from_str_radix(address, 16).unwrap());
+        more.starts_with("---p") && end.is_multiple_of(HEAP) && (HEAP / 2..HEAP).contains(&(end - start))
+    };
+    maps.lines().filter(rest).count()
+}
+
 #[test]
 fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
     const MOST_ADDED_KIB: u64 = 64 << 10;
@@ -127,6 +140,7 @@ fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
         assert!(before > data << 10, "the guest's content is there: {before} KiB");
         assert!(source_added <= MOST_ADDED_KIB, "{source_added} KiB at the source");
         assert!(target_added <= MOST_ADDED_KIB, "{target_added} KiB at the target");
+        assert_eq!(heaps_of_threads(&target), 0, "all of its threads share one heap");
         target.goes_on();
     }
 }

@@ -18,6 +18,8 @@ const FIXED_SPREAD: f64 = 0.15;
 /// How far what comes is off from what the model makes of figures that are right, as `bench plan` finds it.
 const TOTAL_OFF: f64 = 0.04;
 const DOWNTIME_OFF: f64 = 0.25;
+/// What the steps of the switchover wait for processors, on both hosts, all together: the mean, in seconds.
+const WAITS_S: f64 = 1.5e-3;
 /// A share of runs from which on it is a yes, and up to which it is a no.
 const SURE: f64 = 0.9;
 /// Throttling that costs the guest more than this is not recommended where postcopy would do.
@@ -190,7 +192,8 @@ fn try_out(way: Way, inputs: &Inputs, curve: &Curve, settings: &Settings) -> Mod
             };
             let run = world.run(&mut rng);
             let (total, downtime) = (rng.around(TOTAL_OFF), rng.around(DOWNTIME_OFF));
-            Run { total: run.total * total, downtime: run.downtime * downtime, ..run }
+            let waits = rng.wait(WAITS_S);
+            Run { total: run.total * total + waits, downtime: run.downtime * downtime + waits, ..run }
         })
         .collect();
     let ended: Vec<&Run> = runs.iter().filter(|run| run.ends).collect();

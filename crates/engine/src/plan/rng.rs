@@ -23,6 +23,11 @@ impl Rng {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 
+    /// A wait of `mean` that is short as a rule, and now and then long: exponential.
+    pub(crate) fn wait(&mut self, mean: f64) -> f64 {
+        -mean * (1.0 - self.unit()).ln()
+    }
+
     /// A factor around 1, off by `share` as a rule.
     pub(crate) fn around(&mut self, share: f64) -> f64 {
         (self.gauss() * share).exp()
