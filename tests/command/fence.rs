@@ -33,6 +33,15 @@ impl Pair {
         Self::with_target(kind, fences, "3s", harm)
     }
 
+    /// A precopy that ends within two seconds, and an etcd that was stopped when it had begun.
+    fn begun_without(&self, etcd: &Etcd) -> Child {
+        let child = self.migrate(&["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"]);
+        self.source
+            .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
+        etcd.signal(Signal::STOP).unwrap();
+        child
+    }
+
     /// The same, with a target that loses patience with a silent source only after so long.
     fn with_target(kind: &str, fences: [&str; 2], patience: &str, harm: Option<Harm>) -> Self {
         let folder = Folder::new();
@@ -209,11 +218,7 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
     for stopped in ["target", "source"] {
         let fence = etcd.fence();
         let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
-        let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
-        let child = pair.migrate(&slowly);
-        pair.source
-            .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
-        etcd.signal(Signal::STOP).unwrap();
+        let child = pair.begun_without(&etcd);
         let side = if stopped == "target" { &pair.target } else { &pair.source };
         side.wait("not knowing", |s| s["state"] == "unknown");
         side.signal(Signal::STOP);
@@ -272,11 +277,7 @@ fn a_person_takes_only_what_the_fence_gives() {
     let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
     let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
-    let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
-    let child = pair.migrate(&slowly);
-    pair.source
-        .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
-    etcd.signal(Signal::STOP).unwrap();
+    let child = pair.begun_without(&etcd);
     pair.source.wait("not knowing", |s| s["state"] == "unknown");
     let recover = |what: &str| vmferry(&["recover", "--api", &pair.source.api, what]);
     assert_eq!(code(&recover("--abandon")), 0);

@@ -196,6 +196,9 @@ impl World {
                 return;
             }
         }
+        if self.there.ended() {
+            self.refuse_who_waits();
+        }
     }
 
     fn perform_target(&mut self, action: Action) {

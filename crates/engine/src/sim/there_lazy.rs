@@ -343,6 +343,16 @@ impl World {
         self.disconnect_target();
         self.there.crashed = true;
         self.there.running = false;
+        self.refuse_who_waits();
+    }
+
+    /// Nobody is left who could take up a link: its kernel closes those that wait for that.
+    pub(super) fn refuse_who_waits(&mut self) {
+        for input in std::mem::take(&mut self.there.inbox) {
+            if let Input::Back(link) = input {
+                self.reply(link, false);
+            }
+        }
     }
 
     /// Somebody looks after both hosts now and then: takes up a link that nobody tries to take up any more, gives up what

@@ -182,10 +182,9 @@ impl Fault {
             (Self::KillSource, _) => &[Moved],
             // It has asked for the guest, or has not.
             (Self::KillTarget, Phase::Commit) if fenced => &[Stayed, Unknown, Lost],
-            (Self::KillTarget, Phase::Answer) if fenced => &[Unknown, Lost],
             (Self::KillTarget, Phase::Commit) => &[Unknown],
-            (Self::KillTarget, Phase::Answer) if lazy => &[Unknown, Lost],
-            (Self::KillTarget, Phase::Answer) => &[Unknown],
+            // Its word that it runs the guest is under way, and may still come.
+            (Self::KillTarget, Phase::Answer) => &[Unknown, Lost],
             (Self::KillTarget, _) => &[Lost],
             (_, Phase::Commit) if lazy || fenced => &[Moved, Stayed],
             (_, Phase::Commit) => &[Unknown, Moved, Stayed],
