@@ -110,7 +110,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
 fn summary(page: &mut Page, document: &Document) {
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
-        value => value.as_f64().map(|number| figure(&number)),
+        value => value.as_f64().map(short),
     };
     let of = |(name, value): (&String, &Value)| Some(vec![name.replace('_', " "), text(value)?]);
     let rows: Vec<Vec<String>> = document.summary.iter().filter_map(of).collect();
@@ -138,11 +138,16 @@ fn cell(case: &Case, name: &str) -> Option<String> {
     if let Some(value) = case.metrics.get(name) {
         return Some(match name {
             "converged" | "convergence_right" => if *value > 0.0 { "yes" } else { "no" }.to_owned(),
-            _ => figure(value),
+            _ => short(*value),
         });
     }
     match case.params.get(name)? {
         Value::String(text) => Some(text.clone()),
-        value => value.as_f64().map(|number| figure(&number)),
+        value => value.as_f64().map(short),
     }
+}
+
+/// A number, and a count without decimals.
+fn short(value: f64) -> String {
+    if value.fract() == 0.0 && value.abs() < 1e15 { format!("{value:.0}") } else { figure(&value) }
 }

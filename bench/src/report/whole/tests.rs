@@ -166,6 +166,8 @@ fn what_is_for_telephones_is_not_for_paper() {
     for query in queries {
         assert!(query.contains("screen") || query == "@media print", "{query}");
     }
+    // Higher than a page a chart would push its heading away, or be cut.
+    assert!(page.contains("max-height:20cm"));
     assert!(page.contains("<table class=\"few\"><thead><tr><th>pass"), "{page}");
 }
 
