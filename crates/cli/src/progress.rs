@@ -453,7 +453,12 @@ mod tests {
 
     #[test]
     fn lines_fit_into_a_narrow_terminal() {
-        let view = View::of(&precopy(&json!({"dirty_pages_per_s": 1e9})), &link(&[8e6, 9e6]));
+        let help = [
+            "a link that carries much more than this one does",
+            "--auto-converge: the guest held for most of its time",
+        ];
+        let said = json!({"dirty_pages_per_s": 1e9, "verdict": {"converging": false, "help": help}});
+        let view = View::of(&precopy(&said), &link(&[8e6, 9e6]));
         for columns in [30, 60, 120] {
             let below = view.below(columns);
             assert!(below.lines().all(|line| line.chars().count() < columns), "{columns}: {below}");

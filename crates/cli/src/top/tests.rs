@@ -97,7 +97,7 @@ fn every_size_can_be_drawn() {
         }
     }
     let narrow = drawn(&screen, (60, 15), later(5000));
-    assert!(narrow.contains("costs a fault") && narrow.contains("screen asks │"), "{narrow}");
+    assert!(narrow.contains("each page that ") && narrow.contains("screen asks "), "{narrow}");
     screen.help = false;
     let narrow = drawn(&screen, (60, 20), later(5000));
     assert!(narrow.contains("precopy") && narrow.contains("q quit"), "{narrow}");

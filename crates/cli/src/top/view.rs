@@ -361,7 +361,7 @@ fn help(frame: &mut Frame<'_>, area: Rect) {
                 \n\
                 Nothing else is changed by looking: the screen asks\n\
                 for the status four times a second.";
-    let (width, height) = (56.min(area.width), 10.min(area.height));
+    let (width, height) = (60.min(area.width), 10.min(area.height));
     let own = Rect::new((area.width - width) / 2, (area.height - height) / 2, width, height);
     frame.render_widget(Clear, own);
     frame.render_widget(Paragraph::new(text).block(Block::bordered().title("help")), own);
