@@ -22,6 +22,37 @@ MEMORY = 96 << 20
 PAGE = 4096
 
 
+# Members that the protocol's reference has and does not call optional: clients that are made from its schema refuse an answer
+# which lacks one.
+MEMBERS = {
+    "query-status": {"running": bool, "status": str},
+    "query-kvm": {"enabled": bool, "present": bool},
+    "query-cpus-fast": {"cpu-index": int, "qom-path": str, "thread-id": int, "target": str},
+    "query-dirty-rate": {
+        "status": str,
+        "start-time": int,
+        "calc-time": int,
+        "calc-time-unit": str,
+        "sample-pages": int,
+        "mode": str,
+    },
+    "ram": {
+        **dict.fromkeys(["transferred", "remaining", "total", "duplicate", "normal", "normal-bytes"], int),
+        **dict.fromkeys(["dirty-pages-rate", "dirty-sync-count", "postcopy-requests", "page-size"], int),
+        **dict.fromkeys(["multifd-bytes", "pages-per-second", "precopy-bytes", "downtime-bytes"], int),
+        **dict.fromkeys(["postcopy-bytes", "dirty-sync-missed-zero-copy"], int),
+        "mbps": float,
+    },
+}
+
+
+def whole(kind, answer):
+    """The answer, which has all that belongs to it."""
+    for name, its_type in MEMBERS[kind].items():
+        assert type(answer.get(name)) is its_type, f"{name} of {kind}: {answer}"
+    return answer
+
+
 class Guest:
     """A `vmferry run`, ended and waited for."""
 
@@ -173,14 +204,18 @@ async def queries(client, kind):
     await refused(client, "migrate", "uri", {"uri": 7})
     await refused(client, "migrate", "scheme", {"uri": "http://x"})
     await refused(client, "migrate", "Parameter 'colour' is unexpected", {"uri": "x", "colour": 1})
+    address = {"transport": "socket", "type": "inet", "host": "127.0.0.1", "port": "1", "keep-alive": True}
+    await refused(client, "migrate", "keep-alive", {"channels": [{"channel-type": "main", "addr": address}]})
+    await refused(client, "x-vmferry-pause", "'force' is unexpected", {"force": True})
     await refused(client, "balloon", "Parameter 'value' is missing")
     await refused(client, "system_powerdown", "power button")
     assert await client.execute("query-status") == {"running": True, "status": "running"}
+    whole("query-kvm", await client.execute("query-kvm"))
     assert await client.execute("query-kvm") == {"enabled": kind == "kvm", "present": os.path.exists("/dev/kvm")}
     assert await client.execute("query-name") == {}
     assert await client.execute("query-uuid") == {"UUID": "00000000-0000-0000-0000-000000000000"}
     [cpu] = await client.execute("query-cpus-fast")
-    assert cpu["cpu-index"] == 0 and cpu["target"] == "x86_64", cpu
+    assert whole("query-cpus-fast", cpu)["cpu-index"] == 0 and cpu["target"] == "x86_64", cpu
     assert os.path.exists(f"/proc/{cpu['thread-id']}"), cpu
     assert await client.execute("query-migrate") == {}
     await refused(client, "migrate-start-postcopy", "postcopy-ram")
@@ -240,6 +275,7 @@ async def dirty_rate(client):
         return info if info["status"] == "measured" else None
 
     info = await until("the dirty rate", measured)
+    whole("query-dirty-rate", info)
     # 20 k writes a second into 16 MiB: half of it at least is written within half a second.
     assert info["dirty-rate"] >= 8 and info["calc-time"] == 500 and info["mode"] == "dirty-bitmap", info
 
@@ -294,7 +330,9 @@ async def a_migration(vmferry, folder, kind):
             return info if info["status"] == "active" and info["ram"]["transferred"] > 0 else None
 
         info = await until("the migration under way", under_way)
-        assert info["ram"]["total"] == MEMORY and info["ram"]["page-size"] == PAGE, info
+        ram = whole("ram", info["ram"])
+        assert ram["total"] == MEMORY and ram["page-size"] == PAGE, info
+        assert ram["precopy-bytes"] == ram["transferred"] == ram["multifd-bytes"] > 0, info
         assert info["ram"]["remaining"] <= MEMORY and "total-time" in info, info
         assert await client.execute("query-status") == {"running": True, "status": "running"}
         await refused(second, "stop", "being moved")
@@ -311,6 +349,9 @@ async def a_migration(vmferry, folder, kind):
         await arriving.wait("RESUME")
         info = await client.execute("query-migrate")
         assert info["status"] == "completed" and info["downtime"] >= 0, info
+        ram = whole("ram", info["ram"])
+        parts = [ram["precopy-bytes"], ram["downtime-bytes"]]
+        assert all(parts) and sum(parts) == ram["transferred"] and ram["postcopy-bytes"] == 0, info
         assert info["ram"]["transferred"] > 48 << 20 and info["ram"]["total"] == MEMORY, info
         assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
         assert (await there.execute("query-migrate"))["status"] == "completed"
@@ -365,7 +406,9 @@ async def by_postcopy(vmferry, folder, kind):
         await client.execute("migrate-start-postcopy")
         await watcher.wait("MIGRATION", status="postcopy-active")
         await arriving.wait("RESUME")
-        assert (await client.execute("query-migrate"))["status"] == "postcopy-active"
+        info = await client.execute("query-migrate")
+        assert info["status"] == "postcopy-active" and whole("ram", info["ram"])["multifd-bytes"] == 0, info
+        whole("ram", (await there.execute("query-migrate"))["ram"])
         assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
         assert (await there.execute("query-status"))["running"] is True
         await refused(client, "migrate_cancel", "too late")
@@ -385,6 +428,7 @@ async def by_postcopy(vmferry, folder, kind):
         assert watcher.statuses()[-4:] == ["postcopy-active", "postcopy-paused", "postcopy-active", "completed"]
         info = await client.execute("query-migrate")
         assert info["status"] == "completed" and len(info["postcopy-vcpu-blocktime"]) == 1, info
+        assert whole("ram", info["ram"])["postcopy-bytes"] > 1 << 20, info
 
 
 async def vcpu_limits(vmferry, folder, kind):

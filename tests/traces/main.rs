@@ -1,6 +1,7 @@
 //! A migration as a collector of traces sees it, from processes that are confined: `--features otel`.
 
 mod collector;
+mod real;
 #[expect(dead_code, reason = "the command's tests use the rest")]
 #[path = "../command/support.rs"]
 mod support;
@@ -127,6 +128,9 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     let reported = report["passes"].as_array().unwrap().iter().map(|pass| pass["pages"].as_i64().unwrap());
     assert_eq!(pages, reported.collect::<Vec<_>>());
     for received in &spans {
+        let mut names = received.span.attributes.iter().map(|pair| &*pair.key);
+        let known = ["id", "mode", "outcome", "number", "pages"];
+        assert!(names.all(|name| known.contains(&name)), "{received:?}");
         assert_eq!(received.scope, "vmferry");
         assert_eq!(received.resource["service.name"], "vmferry");
         assert_eq!(received.resource["service.version"], env!("CARGO_PKG_VERSION"));
@@ -142,6 +146,36 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     for phase in phases {
         let told = report["phases"].as_array().unwrap().iter().find(|told| told["phase"] == *phase.span.name);
         say(&format!("{}: {:.1} ms, in the report {:?}", phase.span.name, ms(phase), told));
+    }
+}
+
+#[test]
+fn a_real_collector_understands_every_span() {
+    let folder = Folder::new();
+    if !can_track() {
+        return;
+    }
+    let Some(collector) = real::Otelcol::start(&folder) else { return };
+    let mut source = source(&folder, &format!("http://127.0.0.1:{}", collector.port), &[]);
+    let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    let report = migrate(&source, &uri, &["--verify"]);
+    let told = end(&mut source);
+    assert!(!told.contains("traces"), "{told}");
+    let (resource, spans) = collector.spans("migration");
+    say(&format!("a real collector: {} spans", spans.len()));
+    assert_eq!(resource["service.name"], "Str(vmferry)");
+    assert_eq!(resource["deployment.environment"], "Str(test)");
+    let migration = spans.iter().find(|span| span.is("Name") == "migration").unwrap();
+    assert_eq!(migration.attributes["id"], format!("Str({})", report["id"].as_str().unwrap()));
+    assert_eq!(migration.attributes["outcome"], "Str(completed)");
+    for span in &spans {
+        assert_eq!(span.is("Trace ID"), migration.is("Trace ID"), "{span:?}");
+        assert_eq!((span.is("Kind"), span.is("Status code")), ("Internal", "Unset"), "{span:?}");
+        let parent = spans.iter().find(|other| other.is("ID") == span.is("Parent ID"));
+        assert_eq!(parent.is_none(), span.is("Name") == "migration", "{span:?}");
+    }
+    for name in ["setup", "precopy", "pass", "switchover", "verify"] {
+        assert!(spans.iter().any(|span| span.is("Name") == name), "no {name}: {spans:?}");
     }
 }
 

@@ -24,6 +24,9 @@ impl Render for Text<'_> {
     }
 }
 
+/// Columns that fit on paper without breaking their figures.
+const FEW: usize = 8;
+
 /// One row of [`Page::shares`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Share {
@@ -112,7 +115,7 @@ impl Page {
         let group = |row: &Vec<String>| Some(row.first()?.split_once('/')?.0.to_owned());
         let first = |index: usize| index > 0 && group(&rows[index - 1]) != group(&rows[index]);
         self.add(&html! {
-            div.wide { table {
+            div.wide { table.few[head.len() <= FEW] {
                 thead { tr { @for cell in head { th { (Text(cell.as_ref())) } } } }
                 tbody {
                     @for (index, row) in rows.iter().enumerate() {

@@ -54,8 +54,15 @@ pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
 pub(crate) fn host(document: &Document) -> Vec<String> {
     let host = &document.host;
     let rounds = document.summary.get("rounds").and_then(Value::as_f64).unwrap_or(0.0);
+    // Some benches do a thing once, or as often as it takes.
+    let medians = match rounds {
+        rounds if rounds > 0.0 => {
+            format!(" Medians of {rounds} rounds; ± is how far the farthest round lies from it.")
+        }
+        _ => String::new(),
+    };
     let mut lines = vec![format!(
-        "{} cores, {} GiB, Linux {}, {}, QEMU {}. Medians of {rounds} rounds; ± is how far the farthest round lies from it.",
+        "{} cores, {} GiB, Linux {}, {}, QEMU {}.{medians}",
         host.cores,
         host.memory_bytes >> 30,
         host.kernel,

@@ -9,6 +9,9 @@ use anyhow::Result;
 use serde::Serialize;
 use std::io::Write;
 
+/// Where a finding's words begin.
+const INDENT: usize = 30;
+
 /// One thing that vmferry uses.
 #[derive(Debug, Serialize)]
 struct Finding {
@@ -36,12 +39,19 @@ impl Finding {
         Self { id, name, ok, detail, how: (!ok).then_some(otherwise) }
     }
 
-    fn line(&self) -> String {
+    /// For people: on a terminal of so many columns lines are broken between words.
+    fn text(&self, columns: Option<usize>) -> String {
         let Self { name, detail, .. } = self;
-        match self.how {
+        let text = match self.how {
             None => format!("yes  {name:24} {detail}"),
             // On a line of its own: the two together are wider than a terminal.
-            Some(how) => format!("no   {name:24} {detail}\n{:30}{how}", ""),
+            Some(how) => format!("no   {name:24} {detail}\n{:INDENT$}{how}", ""),
+        };
+        match columns {
+            Some(columns) => {
+                text.lines().map(|line| output::fold(line, columns, INDENT)).collect::<Vec<_>>().join("\n")
+            }
+            None => text,
         }
     }
 }
@@ -55,7 +65,8 @@ pub(crate) fn check(args: &CheckArgs) -> Result<Status> {
     let usable = findings.iter().any(|finding| finding.ok);
     // Standard output belongs to the document then.
     if args.json.as_deref() != Some("-".as_ref()) {
-        findings.iter().for_each(|finding| println!("{}", finding.line()));
+        let columns = output::columns(false);
+        findings.iter().for_each(|finding| println!("{}", finding.text(columns)));
     }
     if let Some(path) = &args.json {
         let document = serde_json::json!({ "version": env!("CARGO_PKG_VERSION"), "checks": findings });
@@ -133,13 +144,15 @@ mod tests {
     #[test]
     fn what_is_missing_says_what_to_do_and_what_is_there_does_not() {
         let there = Finding::new("x", "a thing", Ok("found".into()), "do this");
-        assert_eq!(there.line(), format!("yes  {:24} found", "a thing"));
+        assert_eq!(there.text(None), format!("yes  {:24} found", "a thing"));
         assert_eq!(
             serde_json::to_value(&there).unwrap(),
             serde_json::json!({ "id": "x", "ok": true, "detail": "found" })
         );
         let missing = Finding::new("x", "a thing", Err("not found".into()), "do this");
-        assert_eq!(missing.line(), format!("no   {:24} not found\n{:30}do this", "a thing", ""));
+        assert_eq!(missing.text(None), format!("no   {:24} not found\n{:30}do this", "a thing", ""));
+        let folded = format!("no   {:24} not\n{:30}found\n{:30}do this", "a thing", "", "");
+        assert_eq!(missing.text(Some(37)), folded);
         assert_eq!(serde_json::to_value(&missing).unwrap()["how"], "do this");
     }
 }

@@ -325,12 +325,12 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         report["guest"]["after_writes_per_s"] = after["writes_per_s"].clone();
         report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
         report["guest"]["checked_itself"] = json!(true);
-        output::report(&report, Out(quiet))?;
+        output::print(&report, quiet)?;
         say(format!("target       process {}: {}", pair.target.pid(), describe(&after)));
         say("The guest checked every page of its own on the other side: none is lost, old or damaged.".into());
         Status::Done
     } else {
-        output::report(&report, Out(quiet))?;
+        output::print(&report, quiet)?;
         output::exit_status(&report)
     };
     if let Some(mut out) = json_out {
@@ -417,17 +417,4 @@ fn describe(guest: &Value) -> String {
         guest["checks"],
         guest["corrupt"]
     )
-}
-
-/// Standard output, or standard error where that one is for JSON.
-struct Out(bool);
-
-impl std::io::Write for Out {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if self.0 { std::io::stderr().write(bytes) } else { std::io::stdout().write(bytes) }
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
 }

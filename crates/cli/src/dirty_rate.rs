@@ -16,6 +16,9 @@ use vmferry_dirty::{Policy, RatePoint, check_windows};
 /// The machine's owner does nothing else meanwhile.
 pub(crate) const LONGEST: Duration = Duration::from_secs(15);
 
+/// Longest line of words, on however wide a terminal.
+const WIDEST: usize = 120;
+
 #[derive(Debug, Args)]
 pub(crate) struct DirtyRateArgs {
     /// Control socket of the vmferry whose guest is measured
@@ -59,7 +62,7 @@ pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
     let result = Client::connect(&args.api)?.call("dirty-rate", serde_json::to_value(request)?)?;
     match out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&result)?)?,
-        None => println!("{}", table(&result)),
+        None => println!("{}", table(&result, output::columns(false))),
     }
     Ok(Status::Done)
 }
@@ -92,7 +95,7 @@ fn point(point: &RatePoint) -> Value {
     })
 }
 
-fn table(result: &Value) -> String {
+fn table(result: &Value, columns: Option<usize>) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
     let mut header = vec!["window".to_owned(), "working set".to_owned(), "dirty rate".to_owned()];
@@ -111,9 +114,10 @@ fn table(result: &Value) -> String {
         cells.extend(each.map(|rate| format!("{:.0}", rate.as_f64().unwrap_or(0.0))));
         table.add_row(cells);
     }
-    format!(
-        "{table}\nA page that is written twice within a window counts once, so a longer window gives a lower rate. What a \
-         migration must\nkeep up with is the rate over the time that one of its passes takes. Tracked by {}.",
+    let words = format!(
+        "A page that is written twice within a window counts once, so a longer window gives a lower rate. What a migration must keep \
+         up with is the rate over the time that one of its passes takes. Tracked by {}.",
         result["tracker"].as_str().unwrap_or("?")
-    )
+    );
+    format!("{table}\n{}", output::fold(&words, columns.unwrap_or(WIDEST).min(WIDEST), 0))
 }

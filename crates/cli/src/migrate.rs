@@ -47,7 +47,7 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
                 // It is part of what follows.
                 shown["error"].take();
             }
-            output::report(&shown, std::io::stdout())?;
+            output::print(&shown, false)?;
         }
     }
     if status != Status::Done {

@@ -3,6 +3,7 @@
 use crate::Status;
 use anyhow::{Context, Result};
 use bytesize::ByteSize;
+use rustix::termios::tcgetwinsize;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
@@ -65,8 +66,50 @@ pub(crate) fn bytes(count: u64) -> String {
     ByteSize::b(count).display().iec().to_string()
 }
 
+/// Where further lines of a report's line begin.
+pub(crate) const INDENT: usize = 13;
+/// A terminal that is narrower than this breaks lines itself.
+const NARROWEST: usize = 40;
+
+/// Columns of the terminal that standard output is, or standard error; `None` if it is none.
+pub(crate) fn columns(of_stderr: bool) -> Option<usize> {
+    let size = if of_stderr { tcgetwinsize(std::io::stderr()) } else { tcgetwinsize(std::io::stdout()) };
+    size.ok().map(|size| usize::from(size.ws_col)).filter(|columns| *columns >= NARROWEST)
+}
+
+/// Prints the report on standard output, or on standard error; on a terminal, lines are broken between words.
+pub(crate) fn print(document: &Value, on_stderr: bool) -> Result<()> {
+    let mut text = Vec::new();
+    report(document, &mut text)?;
+    let mut text = String::from_utf8_lossy(&text).into_owned();
+    if let Some(columns) = columns(on_stderr) {
+        text = text.lines().map(|line| fold(line, columns, INDENT) + "\n").collect();
+    }
+    if on_stderr {
+        std::io::stderr().write_all(text.as_bytes())?;
+    } else {
+        std::io::stdout().write_all(text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// A line as lines of at most so many characters, as long as words allow; those that follow the first are indented.
+pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {
+    let (mut text, mut at) = (String::new(), 0);
+    for word in line.split_inclusive(' ') {
+        if at + word.trim_end().chars().count() > columns && at > indent {
+            text.truncate(text.trim_end().len());
+            text.push_str(&format!("\n{:indent$}", ""));
+            at = indent;
+        }
+        text.push_str(word);
+        at += word.chars().count();
+    }
+    text
+}
+
 /// Prints the report for people.
-pub(crate) fn report(report: &Value, mut out: impl Write) -> Result<()> {
+fn report(report: &Value, mut out: impl Write) -> Result<()> {
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {
         writeln!(out, "because      {error}")?;
@@ -203,6 +246,17 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn a_line_is_broken_between_words() {
+        let line = "downtime     31.2 ms (predicted ?): pause 1.1 ms, last harvest 0.0 ms, last pages 0.0 ms";
+        assert_eq!(fold(line, 200, INDENT), line);
+        let folded = fold(line, 60, INDENT);
+        let expected = "downtime     31.2 ms (predicted ?): pause 1.1 ms, last\n             harvest 0.0 ms, last pages 0.0 ms";
+        assert_eq!(folded, expected);
+        assert_eq!(fold(&"x".repeat(90), 40, 0), "x".repeat(90));
+        assert_eq!(fold("aa bb", 3, 0), "aa\nbb");
+    }
 
     #[test]
     fn a_cause_is_said_once() {

@@ -279,14 +279,8 @@ impl Verdict {
         let remaining = count(progress, "remaining_pages") as f64 * PAGE;
         match link {
             Some(link) if link > dirty => Self { eta_s: Some(remaining / (link - dirty)), ..Self::default() },
-            Some(_) => Self {
-                converging: Some(false),
-                help: ["--auto-converge", "--mode postcopy or hybrid", "a longer --downtime-limit"]
-                    .map(str::to_owned)
-                    .into(),
-                ..Self::default()
-            },
-            None => Self::default(),
+            // That alone does not say that it will not end: the guest may write the same pages again and again.
+            _ => Self::default(),
         }
     }
 }
@@ -415,13 +409,9 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_its_link_is_told_with_what_would_help() {
+    fn a_guest_that_outruns_its_link_is_given_up_by_the_engine_alone() {
         let view = View::of(&precopy(&json!({"dirty_pages_per_s": 1e6})), &link(&[8e6]));
-        assert_eq!(view.verdict, Some(false));
-        assert!(
-            view.lines[1].contains("does not converge") && view.lines[1].contains("--auto-converge"),
-            "{view:?}"
-        );
+        assert_eq!((view.verdict, view.lines[1].as_str()), (None, "ETA ?"));
         assert!(!view.lines[0].contains("channels"));
     }
 
@@ -463,7 +453,12 @@ mod tests {
 
     #[test]
     fn lines_fit_into_a_narrow_terminal() {
-        let view = View::of(&precopy(&json!({"dirty_pages_per_s": 1e9})), &link(&[8e6, 9e6]));
+        let help = [
+            "a link that carries much more than this one does",
+            "--auto-converge: the guest held for most of its time",
+        ];
+        let said = json!({"dirty_pages_per_s": 1e9, "verdict": {"converging": false, "help": help}});
+        let view = View::of(&precopy(&said), &link(&[8e6, 9e6]));
         for columns in [30, 60, 120] {
             let below = view.below(columns);
             assert!(below.lines().all(|line| line.chars().count() < columns), "{columns}: {below}");

@@ -5,6 +5,7 @@
 //! | module | what |
 //! |---|---|
 //! | `framer` | bytes -> texts of JSON objects, with hard limits |
+//! | `json` | texts -> values, each name once |
 //! | `message` | texts -> requests; answers, errors, events and the greeting -> lines |
 //! | `session` | one client's conversation as a state machine without sockets, threads or clocks |
 //! | `events` | from whoever has something to tell to all clients |
@@ -20,6 +21,7 @@ mod events;
 mod framer;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
+mod json;
 mod machine;
 mod message;
 mod server;

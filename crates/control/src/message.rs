@@ -1,11 +1,15 @@
 //! Texts to requests; answers, errors, events and the greeting to lines.
 
+use crate::json;
 use serde::Serialize;
 use serde_json::ser::Formatter;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Most characters of a description, which may repeat what a client or a peer said.
+const LONGEST_DESC: usize = 2000;
 
 /// The kinds of errors that the protocol knows, by its names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -130,8 +134,7 @@ pub(crate) struct BadRequest {
 /// Reads a request.
 pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
     let bad = |id, desc: String| BadRequest { id, error: QmpError::generic(desc) };
-    let value =
-        serde_json::from_slice(text).map_err(|error| bad(None, format!("JSON parse error, {error}")))?;
+    let value = json::read(text).map_err(|error| bad(None, format!("JSON parse error, {error}")))?;
     let Value::Object(mut members) = value else {
         return Err(bad(None, "QMP input must be a JSON object".into()));
     };
@@ -165,7 +168,13 @@ pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
 pub(crate) fn answer(result: Result<Value, QmpError>, id: Option<Value>) -> Vec<u8> {
     let mut answer = match result {
         Ok(value) => json!({ "return": value }),
-        Err(error) => json!({ "error": error }),
+        Err(mut error) => {
+            if let Some((end, _)) = error.desc.char_indices().nth(LONGEST_DESC) {
+                error.desc.truncate(end);
+                error.desc.push('…');
+            }
+            json!({ "error": error })
+        }
     };
     if let Some(id) = id {
         answer["id"] = id;
@@ -228,6 +237,8 @@ mod tests {
             (r#"{"execute": "a", "arguments": []}"#, None, "'arguments' must be an object"),
             (r#"{"execute": "a", "b": 1, "id": null}"#, Some(Value::Null), "'b' is unexpected"),
             (r#"{"execute": 'a'}"#, None, "JSON parse error"),
+            (r#"{"execute": "stop", "execute": "cont"}"#, None, "duplicate key 'execute'"),
+            (r#"{"execute": "a", "arguments": {"b": 1, "b": 2}}"#, None, "duplicate key 'b'"),
             ("{]", None, "JSON parse error"),
         ] {
             let bad = parse(text.as_bytes()).unwrap_err();
@@ -244,6 +255,8 @@ mod tests {
         let error = QmpError { class: ErrorClass::KvmMissingCap, desc: "no".into() };
         let value: Value = serde_json::from_slice(&answer(Err(error), Some(json!(5)))).unwrap();
         assert_eq!(value, json!({"error": {"class": "KVMMissingCap", "desc": "no"}, "id": 5}));
+        let long = QmpError::generic("é".repeat(60_000));
+        assert!(answer(Err(long), None).len() < 7 * LONGEST_DESC);
         let at = UNIX_EPOCH + Duration::from_micros(1_000_002);
         let event = Event { name: "STOP".into(), data: Value::Null, at };
         let timestamp = json!({"seconds": 1, "microseconds": 2});

@@ -1,10 +1,11 @@
 //! One run of a bench: its own tables and charts, medians with spread, and every figure.
 
+use super::others;
 use crate::json::{Case, Document};
 use crate::report::html::Page;
 use crate::report::ranges::{Range, Ranges};
 use crate::report::svg::Tone;
-use crate::report::{plain, tables};
+use crate::report::tables;
 
 /// Metric, what it is, whether its axis is logarithmic.
 type Key = (&'static str, &'static str, bool);
@@ -36,6 +37,23 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
             ("total_ms", "migration, total time in ms", false),
         ],
     ),
+    (
+        "plan",
+        &[
+            ("error_total_pct", "error of the predicted total time in %", false),
+            ("error_downtime_ms", "error of the predicted downtime in ms", false),
+        ],
+    ),
+    (
+        "limits",
+        &[
+            ("speed_kept", "share of its speed that the guest kept", false),
+            ("downtime_ms", "downtime in ms", true),
+        ],
+    ),
+    ("soak", &[("rss_kib_late", "resident memory after all moves, in KiB", false)]),
+    ("faults", &[("decided_ms", "until it was decided who has the guest, in ms", true)]),
+    ("exits", &[("exits", "exits", true), ("syscalls", "system calls", true), ("wakeups", "wakeups", true)]),
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];
 
@@ -54,11 +72,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "postcopy" => crate::postcopy::section(page, document),
         "free-page" => crate::free_page::section(page, document),
         "density" => crate::density::section(page, document),
-        // A bench of another version: its figures speak for themselves.
-        _ => {
-            tables::host(document).iter().for_each(|line| page.note(line));
-            plain::remarks(page, document);
-        }
+        _ => others::section(page, document),
     }
     let rows: Vec<Vec<String>> = document.cases.iter().flat_map(figures).chain(summary(document)).collect();
     page.more(&format!("All {} figures", rows.len()), |page| {

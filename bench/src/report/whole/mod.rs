@@ -3,6 +3,7 @@
 mod benches;
 mod compare;
 mod migration;
+mod others;
 
 use super::html::Page;
 use super::input::Found;

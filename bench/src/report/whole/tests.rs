@@ -156,6 +156,21 @@ fn the_json_and_the_events_of_one_migration_are_one() {
     assert!(page.contains("Left to send") && page.contains(">Passes<"), "{page}");
 }
 
+#[test]
+fn what_is_for_telephones_is_not_for_paper() {
+    // A sheet may be narrower than the width below which charts keep theirs and scroll: there they would be cut off.
+    let page = page(vec![("one.json".into(), found(&migration("ab", "running")))]);
+    let queries: Vec<&str> =
+        page.match_indices("@media").map(|(at, _)| page[at..].split('{').next().unwrap()).collect();
+    assert!(queries.iter().any(|query| query.contains("max-width")), "{queries:?}");
+    for query in queries {
+        assert!(query.contains("screen") || query == "@media print", "{query}");
+    }
+    // Higher than a page a chart would push its heading away, or be cut.
+    assert!(page.contains("max-height:20cm"));
+    assert!(page.contains("<table class=\"few\"><thead><tr><th>pass"), "{page}");
+}
+
 fn archived() -> Vec<PathBuf> {
     let runs = Path::new(env!("CARGO_MANIFEST_DIR")).join("runs");
     let paths = std::fs::read_dir(runs).unwrap().map(|entry| entry.unwrap().path());
@@ -177,6 +192,10 @@ fn every_archived_run_has_its_part() {
                 for case in &document.cases {
                     assert!(page.contains(&crate::report::escape(&case.name)), "{} of {path:?}", case.name);
                 }
+                // What is printed: without the list of all figures.
+                let printed = page.split("<details>").next().unwrap();
+                assert!(printed.contains("<thead>"), "{path:?} has no table");
+                assert!(!printed.contains("Medians of 0 rounds"), "{path:?}");
                 well_formed(&page);
                 alone(&page);
             }
@@ -194,7 +213,21 @@ fn every_archived_run_has_its_part() {
 fn a_bench_of_another_version_and_absurd_figures_are_shown_too() {
     let host = json!({"cpu": "x", "cores": 1, "memory_bytes": 1, "kernel": "6", "kvm": "none", "qemu": null,
         "congestion_control": "bbr", "thp": "never", "load_1m": 0.0, "date": "2026"});
-    for bench in ["scan", "rtt", "migrate", "reaper", "postcopy", "free-page", "density", "novel"] {
+    for bench in [
+        "scan",
+        "rtt",
+        "migrate",
+        "reaper",
+        "postcopy",
+        "free-page",
+        "density",
+        "plan",
+        "limits",
+        "soak",
+        "faults",
+        "exits",
+        "novel",
+    ] {
         let value = json!({"bench": bench, "host": host, "version": "9", "summary": {"goals": 7, "links": {"x": 1}, "published": [1]},
         "cases": [
             {"name": "a/<b>", "params": {}, "metrics": {"total_ms": 1e17, "rtt_us": -5.0, "mean_us": 0.0, "x_min": 3.0},

@@ -1,6 +1,7 @@
 //! The commands of the control socket, as its server asks for them.
 
 use super::Shared;
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
@@ -63,6 +64,44 @@ const fn in_band(name: &'static str) -> Command {
 
 const fn urgent(name: &'static str) -> Command {
     Command { name, oob: true }
+}
+
+/// What those of our own commands may be told that are not read as a whole elsewhere.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Nothing {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Recover {
+    #[serde(rename = "take")]
+    _take: Option<bool>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Balloon {
+    #[serde(rename = "target")]
+    _target: Option<u64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Verify {
+    #[serde(rename = "request")]
+    _request: u64,
+}
+
+/// Refuses what a command of ours would ignore: whoever said it believes that it is heeded.
+fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
+    let arguments = arguments.clone();
+    match name {
+        "migrate" | "dirty-rate" | "plan" => Ok(()),
+        "recover" => arguments.read::<Recover>().map(drop),
+        "balloon" => arguments.read::<Balloon>().map(drop),
+        "verify-guest" => arguments.read::<Verify>().map(drop),
+        _ => arguments.read::<Nothing>().map(drop),
+    }
 }
 
 /// Executes commands for clients of the control socket.
@@ -134,6 +173,7 @@ impl Api {
     }
 
     fn own(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError> {
+        check(name, &arguments)?;
         let value = self
             .0
             .answer(name, &Value::Object(arguments.0))
@@ -146,5 +186,38 @@ impl Api {
         // The process may end as soon as somebody has the report.
         let shared = Arc::clone(&self.0);
         Ok(answer.on_sent(move || shared.audience.saw()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_our_own_commands_would_ignore_is_refused() {
+        let check = |name: &str, value: Value| match value {
+            Value::Object(map) => check(name, &Arguments(map)),
+            _ => panic!(),
+        };
+        for (name, value) in [
+            ("status", json!({})),
+            ("recover", json!({"take": null})),
+            ("recover", json!({"take": false})),
+            ("balloon", json!({"target": 5})),
+            ("verify-guest", json!({"request": 1})),
+        ] {
+            check(name, value).unwrap();
+        }
+        for (name, value, says) in [
+            ("pause", json!({"x": 1}), "'x' is unexpected"),
+            ("quit", json!({"force": true}), "'force' is unexpected"),
+            ("recover", json!({"take": "x"}), "'take'"),
+            ("recover", json!({"abandon": true}), "'abandon' is unexpected"),
+            ("balloon", json!({"value": 5}), "'value' is unexpected"),
+            ("verify-guest", json!({}), "'request' is missing"),
+        ] {
+            let error = check(name, value).unwrap_err();
+            assert!(error.desc.contains(says), "{name}: {error}");
+        }
     }
 }

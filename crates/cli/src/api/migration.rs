@@ -1,6 +1,8 @@
 //! Migrations by the protocol's commands.
 
 use super::machine::Api;
+use super::options::Options;
+use super::ram::{Ram, number};
 use super::{Order, Place};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -9,9 +11,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_control::{Answer, Arguments, QmpError};
 use vmferry_engine::{MigrationState, Progress};
-
-/// Bytes of a page.
-const PAGE: u64 = 4096;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -48,14 +47,14 @@ struct Channel {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "transport", rename_all = "kebab-case")]
+#[serde(tag = "transport", rename_all = "kebab-case", deny_unknown_fields)]
 enum Address {
     Socket(Socket),
     File { filename: String },
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "kebab-case")]
+#[serde(tag = "type", rename_all = "kebab-case", deny_unknown_fields)]
 enum Socket {
     Inet { host: String, port: String },
     Unix { path: String },
@@ -181,12 +180,11 @@ impl Api {
     /// `query-migrate`.
     pub(super) fn query_migrate(&self) -> Answer {
         let shared = &self.0;
+        let (total, options) = (shared.memory(), shared.options());
         let (value, ended) = match shared.latest() {
-            (Some(report), _) => {
-                (of_report(&report, shared.memory(), shared.options().has("postcopy-blocktime")), true)
-            }
+            (Some(report), _) => (of_report(&report, total, &options), true),
             (None, Some(monitor)) => {
-                (of_progress(&monitor.progress(), shared.memory(), monitor.cancelled()), false)
+                (of_progress(&monitor.progress(), total, &options, monitor.cancelled()), false)
             }
             (None, None) => (self.of_arrival(), false),
         };
@@ -203,9 +201,7 @@ impl Api {
         let shared = &self.0;
         let at = shared.incoming();
         if let Some(rest) = shared.rest() {
-            let left = rest.left * PAGE;
-            let ram = json!({ "remaining": left, "total": shared.memory(), "page-size": PAGE,
-                "postcopy-requests": rest.postcopy.requests });
+            let ram = Ram::of_rest(rest.left, rest.postcopy.requests, shared.memory());
             return json!({ "status": status(rest.state), "ram": ram });
         }
         match (at, shared.place()) {
@@ -264,13 +260,8 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to what fits")]
-fn whole(number: f64) -> u64 {
-    number.clamp(0.0, 1e18) as u64
-}
-
 /// While it is under way. An end that has no report yet is none yet.
-fn of_progress(progress: &Progress, total: u64, cancelled: bool) -> Value {
+fn of_progress(progress: &Progress, total: u64, options: &Options, cancelled: bool) -> Value {
     let state = match progress.state {
         _ if cancelled && !progress.runs_there => "cancelling",
         MigrationState::Completed if progress.runs_there => "postcopy-active",
@@ -278,27 +269,7 @@ fn of_progress(progress: &Progress, total: u64, cancelled: bool) -> Value {
         MigrationState::Unknown | MigrationState::Lost => "postcopy-paused",
         state => status(state),
     };
-    let left = progress.left_pages.unwrap_or(progress.remaining_pages);
-    let mut ram = json!({
-        "transferred": progress.wire_bytes,
-        "remaining": left * PAGE,
-        "total": total,
-        "duplicate": progress.zero_pages,
-        "skipped": 0,
-        "normal": progress.raw_pages,
-        "normal-bytes": progress.raw_pages * PAGE,
-        "dirty-pages-rate": whole(progress.dirty_pages_per_s),
-        "dirty-sync-count": u64::from(progress.pass) + 1,
-        "page-size": PAGE,
-        "postcopy-requests": 0,
-        "multifd-bytes": progress.wire_bytes,
-        "mbps": 0.0,
-        "pages-per-second": 0,
-    });
-    if let Some(bandwidth) = progress.bandwidth {
-        ram["mbps"] = json!(bandwidth * 8e-6);
-        ram["pages-per-second"] = json!(whole(bandwidth) / PAGE);
-    }
+    let ram = Ram::of_progress(progress, total, options.has("multifd"));
     let mut info = json!({ "status": state, "total-time": millis(progress.elapsed), "ram": ram });
     if let Some(downtime) = progress.predicted_downtime {
         info["expected-downtime"] = json!(millis(downtime));
@@ -310,41 +281,21 @@ fn of_progress(progress: &Progress, total: u64, cancelled: bool) -> Value {
 }
 
 /// After its end.
-fn of_report(report: &Value, total: u64, blocktime: bool) -> Value {
-    let number = |value: &Value| value.as_u64().unwrap_or_else(|| whole(value.as_f64().unwrap_or(0.0)));
+fn of_report(report: &Value, total: u64, options: &Options) -> Value {
     let state = status_of(report);
-    let bytes = &report["bytes"];
-    let (wire, raw, zero) =
-        (number(&bytes["wire"]), number(&bytes["raw_pages"]), number(&bytes["zero_pages"]));
-    let passes = report["passes"].as_array().map_or(0, Vec::len);
-    let mbps = report["throughput_mbps"].as_f64().unwrap_or(0.0);
     let mut info = json!({
         "status": state,
         "total-time": number(&report["total_ms"]),
         "setup-time": number(&report["setup_ms"]),
-        "ram": {
-            "transferred": wire,
-            "remaining": 0,
-            "total": total,
-            "duplicate": zero,
-            "skipped": 0,
-            "normal": raw,
-            "normal-bytes": raw * PAGE,
-            "dirty-pages-rate": 0,
-            "mbps": mbps,
-            "dirty-sync-count": passes,
-            "postcopy-requests": number(&report["postcopy"]["requests"]),
-            "page-size": PAGE,
-            "multifd-bytes": wire,
-            "pages-per-second": whole(mbps * 1e6 / 8.0) / PAGE,
-        },
+        "ram": Ram::of_report(report, total, options.has("multifd")),
     });
     if state == "completed" {
         info["downtime"] = json!(number(&report["downtime_ms"]));
     } else if let Some(why) = report["error"].as_str() {
         info["error-desc"] = json!(why);
     }
-    if let Some(vcpus) = report["postcopy"]["vcpus"].as_array().filter(|_| blocktime) {
+    if let Some(vcpus) = report["postcopy"]["vcpus"].as_array().filter(|_| options.has("postcopy-blocktime"))
+    {
         let each: Vec<_> = vcpus.iter().map(|vcpu| number(&vcpu["blocked_us"]) / 1000).collect();
         // The last is everybody who is no vCPU.
         let each = &each[..each.len().saturating_sub(1)];

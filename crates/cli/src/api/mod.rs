@@ -8,6 +8,7 @@ mod devices;
 mod machine;
 mod migration;
 mod options;
+mod ram;
 mod rate;
 mod recover;
 mod shared;

@@ -107,9 +107,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
     match out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&plan)?)?,
         None => {
-            // Only a terminal has columns.
-            let columns = rustix::termios::tcgetwinsize(std::io::stdout()).ok().map(|size| size.ws_col);
-            println!("{}", table::text(&plan, columns.filter(|columns| *columns > 0)));
+            println!("{}", table::text(&plan, output::columns(false)));
         }
     }
     Ok(Status::Done)

@@ -1,40 +1,57 @@
 //! A plan as people read it.
 
-use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
+use crate::output::{self, INDENT};
+use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde_json::Value;
+
+const HEAD: [&str; 7] = ["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"];
 
 /// A figure for people.
 type Shown = fn(f64) -> String;
 
 /// The table, at most so many columns wide if there is a terminal, and what it means in words.
-pub(super) fn text(plan: &Value, columns: Option<u16>) -> String {
+pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
     let mut table = modes(plan, " ");
     if let Some(columns) =
         columns.filter(|columns| table.to_string().lines().any(|line| wider(line, *columns)))
     {
         table = modes(plan, "\n");
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(columns);
-        if let Some(names) = table.column_mut(0) {
-            names.set_constraint(ColumnConstraint::ContentWidth);
-        }
+        let width = u16::try_from(columns).unwrap_or(u16::MAX);
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+        table.set_constraints(HEAD.map(least));
     }
+    let fold = |line: String, indent: usize| match columns {
+        Some(columns) => output::fold(&line, columns, indent),
+        None => line,
+    };
     let text = |name: &str| plan[name].as_str().unwrap_or("?").to_owned();
-    format!(
-        "{table}\nExpected, and in brackets between what nine of ten runs on paper lie.\n\nrecommended  {}: {}\nhow sure     {}\n\
-         measured     {}\nthat cost    {}",
-        text("recommended"),
-        text("reason"),
-        text("certainty"),
-        measured(&plan["inputs"]),
-        cost(&plan["guest_cost"]),
-    )
+    let means = fold("Expected, and in brackets between what nine of ten runs on paper lie.".into(), 0);
+    let words = [
+        format!("recommended  {}: {}", text("recommended"), text("reason")),
+        format!("how sure     {}", text("certainty")),
+        format!("measured     {}", measured(&plan["inputs"])),
+        format!("that cost    {}", cost(&plan["guest_cost"])),
+    ];
+    format!("{table}\n{means}\n\n{}", words.map(|line| fold(line, INDENT)).join("\n"))
+}
+
+/// How narrow a column may become: no word of its head is broken, and no mode's name.
+fn least(title: &str) -> ColumnConstraint {
+    if title == HEAD[0] {
+        return ColumnConstraint::ContentWidth;
+    }
+    let word = title.split(' ').map(str::len).max().unwrap_or(0);
+    // Nor is a time in brackets taken apart from its unit.
+    let word = if title == "total" { "to 1.3 s)".len() } else { word };
+    // What surrounds it counts.
+    ColumnConstraint::LowerBoundary(Width::Fixed(u16::try_from(word + 2).unwrap_or(u16::MAX)))
 }
 
 /// How each way would go; `between` stands before what is in brackets.
 fn modes(plan: &Value, between: &str) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"]);
+    table.set_header(HEAD);
     for mode in plan["modes"].as_array().into_iter().flatten() {
         let name = mode["mode"].as_str().unwrap_or("?");
         let star = if plan["recommended"] == mode["mode"] { "* " } else { "  " };
@@ -54,8 +71,8 @@ fn modes(plan: &Value, between: &str) -> Table {
     table
 }
 
-fn wider(line: &str, columns: u16) -> bool {
-    line.chars().count() > usize::from(columns)
+fn wider(line: &str, columns: usize) -> bool {
+    line.chars().count() > columns
 }
 
 fn converges(mode: &Value) -> String {
@@ -150,9 +167,11 @@ mod tests {
             "recommended": "hybrid", "reason": "because", "certainty": "not very",
             "inputs": { "link": { "bytes_per_s": 1e8, "measured": false } },
         });
-        let narrow = super::text(&plan, Some(76));
-        let table = || narrow.lines().take_while(|line| !line.starts_with("Expected"));
-        assert!(table().all(|line| !wider(line, 76)) && narrow.contains("1.0 s"), "{narrow}");
+        let narrow = super::text(&plan, Some(78));
+        assert!(narrow.lines().all(|line| !wider(line, 78)) && narrow.contains("1.0 s"), "{narrow}");
+        for word in ["converges", "downtime", "slowed", "passes"] {
+            assert!(narrow.contains(word), "{word} is broken: {narrow}");
+        }
         let text = super::text(&plan, None);
         for part in [
             "perhaps (40 %)",

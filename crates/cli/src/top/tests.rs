@@ -70,8 +70,10 @@ fn a_precopy_shows_its_pass_its_rates_and_the_guests_memory() {
 
 #[test]
 fn a_target_shows_how_long_its_guest_waits() {
+    let small = drawn(&screen(&["target"]), (80, 24), later(5000));
+    assert!(small.contains("99 % 1688 us"), "{small}");
     let text = drawn(&screen(&["target"]), (120, 40), later(5000));
-    for part in ["completed", "waits for a page: mean 135 us, 99 % 1688 us", "running"] {
+    for part in ["completed", "waits: mean 135 us, 99 % 1688 us", "running"] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
 }
@@ -94,6 +96,8 @@ fn every_size_can_be_drawn() {
             }
         }
     }
+    let narrow = drawn(&screen, (60, 15), later(5000));
+    assert!(narrow.contains("each page that ") && narrow.contains("screen asks "), "{narrow}");
     screen.help = false;
     let narrow = drawn(&screen, (60, 20), later(5000));
     assert!(narrow.contains("precopy") && narrow.contains("q quit"), "{narrow}");

@@ -297,7 +297,7 @@ fn memory(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
 fn faults(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     let faults = guest.faults();
     let us = |name: &str| guest.number(&["postcopy", name]).map_or("-".into(), short);
-    let title = format!("waits for a page: mean {} us, 99 % {} us", us("mean_us"), us("p99_us"));
+    let title = format!("waits: mean {} us, 99 % {} us", us("mean_us"), us("p99_us"));
     let room = area.width.saturating_sub(2);
     let each = room / u16::try_from(faults.len()).unwrap_or(u16::MAX).max(1);
     let width = each.saturating_sub(1).clamp(BAR.0, BAR.1);
@@ -352,15 +352,16 @@ fn curve(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
 }
 
 fn help(frame: &mut Frame<'_>, area: Rect) {
+    // Short lines: the least terminal with this help on it has 60 columns.
     let text = "q, Esc, Ctrl-C   leave\n\
                 up, down, Tab    choose a guest\n\
-                d                measure its dirty rate: for a second each page\n\
-                \u{20}                that it writes costs it a fault\n\
+                d                measure its dirty rate: each page that\n\
+                \u{20}                it writes in a second costs a fault\n\
                 ?                this help\n\
                 \n\
-                Nothing else is changed by looking: the screen asks for the\n\
-                status four times a second.";
-    let (width, height) = (66.min(area.width), 10.min(area.height));
+                Nothing else is changed by looking: the screen asks\n\
+                for the status four times a second.";
+    let (width, height) = (60.min(area.width), 10.min(area.height));
     let own = Rect::new((area.width - width) / 2, (area.height - height) / 2, width, height);
     frame.render_widget(Clear, own);
     frame.render_widget(Paragraph::new(text).block(Block::bordered().title("help")), own);

@@ -59,6 +59,7 @@ impl Spans {
             // Where in the source a span begins, and how long its thread was in it, are no news of a migration.
             .with_location(false)
             .with_threads(false)
+            .with_target(false)
             .with_tracked_inactivity(false)
             .with_filter(LevelFilter::INFO)
     }

@@ -193,6 +193,7 @@ mod tests {
             fixed: Duration::from_millis(5),
             limit: Duration::from_millis(300),
             throttled: false,
+            lazy: false,
         };
         let elapsed = Duration::from_secs(10);
         Seen { passes: 3, elapsed, stuck, verdict: standing.judge(), standing, advised: false }

@@ -44,6 +44,8 @@ pub struct Standing {
     pub limit: Duration,
     /// Whether the guest is slowed already.
     pub throttled: bool,
+    /// Whether it may go over to postcopy.
+    pub lazy: bool,
 }
 
 impl Standing {
@@ -122,7 +124,11 @@ impl Standing {
             ms(needed * 1.1),
             ms(self.limit.as_secs_f64())
         ));
-        help.push("--mode postcopy or hybrid: the guest moves, and the rest follows".to_owned());
+        help.push(if self.lazy {
+            "`vmferry switch`: it goes over to postcopy at once".to_owned()
+        } else {
+            "--mode postcopy or hybrid: the guest moves, and the rest follows".to_owned()
+        });
         if !self.throttled {
             help.push(format!(
                 "--auto-converge: the guest held for about {:.0} % of its time",
@@ -169,6 +175,7 @@ mod tests {
         fixed: Duration::from_millis(5),
         limit: Duration::from_millis(300),
         throttled: false,
+        lazy: false,
     };
 
     #[test]
@@ -198,6 +205,8 @@ mod tests {
         }
         let throttled = Standing { left: 98_000, throttled: true, ..STANDING }.judge();
         assert!(!throttled.help.join("; ").contains("auto-converge"));
+        let lazy = Standing { left: 98_000, lazy: true, ..STANDING }.judge().help.join("; ");
+        assert!(lazy.contains("vmferry switch") && !lazy.contains("--mode"), "{lazy}");
     }
 
     #[test]

@@ -43,6 +43,7 @@ impl Session {
             fixed: self.fixed_costs(),
             limit: self.settings.downtime_limit,
             throttled: self.shares.iter().any(|share| *share > 0.0),
+            lazy: self.settings.may_be_lazy(),
         };
         let verdict = standing.judge();
         let stuck = verdict.converging != Some(true)
