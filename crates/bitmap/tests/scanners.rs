@@ -195,6 +195,7 @@ proptest! {
 
 /// Longer than what is in a cache (2^20 words): the way that is for memory alone, and runs over many batches.
 #[test]
+#[cfg_attr(miri, ignore = "a million words take Miri an hour; the same code is run by the tests above")]
 fn a_bitmap_that_fills_no_cache_is_found_whole() {
     let words: u64 = (1 << 20) + 5000;
     let len = words * 64 - 7;
