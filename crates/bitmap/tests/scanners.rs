@@ -46,7 +46,9 @@ fn naive_runs(bits: &[u64]) -> Vec<Range<u64>> {
 
 /// Words of one kind for some length: what real bitmaps are made of, and what the paths differ by.
 fn stretch() -> impl Strategy<Value = Vec<u64>> {
-    let length = prop_oneof![0usize..10, 0usize..200, 0usize..2500];
+    // Miri is shown two blocks of 64 words, as long as its patience lasts.
+    let (some, many) = if cfg!(miri) { (20usize, 80usize) } else { (200, 2500) };
+    let length = prop_oneof![0usize..10, 0..some, 0..many];
     let kind = prop_oneof![
         3 => Just(0),                     // empty
         2 => Just(1),                     // full
@@ -87,12 +89,14 @@ fn stretch() -> impl Strategy<Value = Vec<u64>> {
 
 /// Words, and how many to leave out at the front so that the rest is not aligned to anything.
 fn pattern() -> impl Strategy<Value = (Vec<u64>, usize)> {
-    (prop::collection::vec(stretch(), 0..8), 0usize..9).prop_map(|(parts, skip)| {
-        let mut words: Vec<u64> = parts.concat();
-        words.truncate(MAX_WORDS);
-        let skip = skip.min(words.len());
-        (words, skip)
-    })
+    (prop::collection::vec(stretch(), 0..if cfg!(miri) { 3 } else { 8 }), 0usize..9).prop_map(
+        |(parts, skip)| {
+            let mut words: Vec<u64> = parts.concat();
+            words.truncate(MAX_WORDS);
+            let skip = skip.min(words.len());
+            (words, skip)
+        },
+    )
 }
 
 /// Ends of a range, as shares of what there is; sometimes at the ends of words.
@@ -195,6 +199,7 @@ proptest! {
 
 /// Longer than what is in a cache (2^20 words): the way that is for memory alone, and runs over many batches.
 #[test]
+#[cfg_attr(miri, ignore = "a million words take Miri an hour; the same code is run by the tests above")]
 fn a_bitmap_that_fills_no_cache_is_found_whole() {
     let words: u64 = (1 << 20) + 5000;
     let len = words * 64 - 7;

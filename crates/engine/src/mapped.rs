@@ -56,3 +56,42 @@ impl GuestMemory for MappedMemory {
         Ok(unsafe { Window::new(start, len) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::UnsafeCell;
+    use vmferry_memory::{Gpa, PAGE_BYTES, PageIndex};
+
+    #[repr(align(4096))]
+    struct Pages<const N: usize>(UnsafeCell<[[u8; PAGE_BYTES]; N]>);
+
+    impl<const N: usize> Pages<N> {
+        fn region(&self, id: u32, gpa: u64) -> (Region, NonNull<u8>) {
+            let region = Region { id: RegionId(id), gpa: Gpa(gpa), len: size_of::<Self>() as u64 };
+            (region, NonNull::new(self.0.get().cast()).unwrap())
+        }
+    }
+
+    #[test]
+    fn windows_are_where_their_region_is_and_no_further() {
+        let zeros = || UnsafeCell::new([[0; PAGE_BYTES]; 3]);
+        let (low, high) = (Pages::<3>(zeros()), Pages::<3>(zeros()));
+        // Named in another order than they lie in.
+        let regions = [high.region(1, 1 << 20), low.region(0, 0)];
+        // SAFETY: both outlive `memory`, and are reached through it alone.
+        let memory = unsafe { MappedMemory::new(&regions) }.unwrap();
+        let run = |first, count| PageRun { first: PageIndex(first), count };
+        for (id, value) in [(0, 7), (1, 8)] {
+            let window = memory.window(RegionId(id), run(1, 2)).unwrap();
+            window.write_page(1, &[value; PAGE_BYTES]);
+            let mut page = [0; PAGE_BYTES];
+            assert!(!memory.window(RegionId(id), run(2, 1)).unwrap().copy_page(0, &mut page));
+            assert_eq!(page, [value; PAGE_BYTES]);
+            assert!(memory.window(RegionId(id), run(2, 2)).is_err(), "beyond the end");
+        }
+        assert!(memory.window(RegionId(2), run(0, 1)).is_err());
+        drop(memory);
+        assert_eq!((high.0.into_inner()[2][9], low.0.into_inner()[2][9]), (8, 7));
+    }
+}

@@ -156,10 +156,19 @@ mod tests {
         let layout = Layout::from_size_align(pages * PAGE_BYTES, PAGE_BYTES).unwrap();
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
-        // SAFETY: the allocation is page-aligned, lives until `dealloc`, and no reference to it is made.
-        test(unsafe { Window::new(start, pages * PAGE_BYTES) });
-        // SAFETY: allocated above with the same layout.
-        unsafe { dealloc(start.as_ptr(), layout) };
+        let memory = Memory(start, layout);
+        // SAFETY: the allocation is page-aligned, lives as long as `memory`, and no reference to it is made.
+        test(unsafe { Window::new(memory.0, pages * PAGE_BYTES) });
+    }
+
+    /// Given back also when a test panics, as one must.
+    struct Memory(NonNull<u8>, Layout);
+
+    impl Drop for Memory {
+        fn drop(&mut self) {
+            // SAFETY: allocated by `with_window` with this layout.
+            unsafe { dealloc(self.0.as_ptr(), self.1) };
+        }
     }
 
     proptest! {

@@ -94,3 +94,30 @@ pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What Miri can see of it: addresses keep to what they were made of, and no borrow is broken.
+    #[test]
+    fn bytes_go_in_and_out_across_buffers() {
+        let (mut head, mut page) = ([1, 2, 3], [0; 8]);
+        let mut bufs = [IoBuf::from_bytes_mut(&mut head), IoBuf::from_bytes_mut(&mut page)];
+        consume(&mut bufs, 1);
+        assert_eq!(bufs[0].put(&[7, 8, 9]), 2);
+        assert_eq!(skip_empty(&mut bufs).map(|rest| rest.len()), Some(1));
+        consume(&mut bufs, 3);
+        assert_eq!((bufs[0].is_empty(), bufs[1].len()), (true, 5));
+        assert_eq!((bufs[1].put(&[4; 5]), bufs[1].put(&[5])), (5, 0));
+        assert!(skip_empty(&mut bufs).is_none());
+        assert_eq!((head, page), ([1, 7, 8], [0, 0, 0, 4, 4, 4, 4, 4]));
+
+        let mut buf = IoBuf::from_bytes(&page);
+        let mut to = [9; 6];
+        assert_eq!((buf.take(&mut to), buf.len()), (6, 2));
+        assert_eq!(to, [0, 0, 0, 4, 4, 4]);
+        let moved = std::thread::scope(|scope| scope.spawn(move || buf.take(&mut [0; 3])).join().unwrap());
+        assert_eq!(moved, 2);
+    }
+}
