@@ -16,6 +16,7 @@ use crate::free::FreePages;
 use crate::lazy::LazyMemory;
 use crate::report::RingFigures;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
@@ -43,6 +44,17 @@ impl std::error::Error for VmError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.0.source()
     }
+}
+
+/// Calls `work` on a thread of the engine's. A panic in it, which may be the VM's own code's, becomes a failure like any other: whoever
+/// waits for the thread's word is told, and the guest goes on where it is.
+pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    // What was left half-way is not used again: an error ends the channel and with it the migration.
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Err(VmError::new(format!("a thread panicked: {}", text.unwrap_or("it did not say why"))).into())
+    })
 }
 
 /// The pages of a guest. Shared by every thread of the engine.

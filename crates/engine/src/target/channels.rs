@@ -8,7 +8,7 @@ use super::session::{Channels, Tokens};
 use crate::awake::Asking;
 use crate::channel::{Incoming, Stream, answer, read_message, tcp};
 use crate::monitor::thread_cpu_us;
-use crate::vm::GuestMemory;
+use crate::vm::{GuestMemory, caught};
 use crate::{MigrateError, random};
 use std::collections::VecDeque;
 use std::io;
@@ -209,6 +209,16 @@ impl Link {
     }
 }
 
+impl Drop for Link {
+    /// After a panic, which the VM's own code may cause: the source learns that its guest will not come, and the threads end.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shutdown();
+            self.control.shutdown();
+        }
+    }
+}
+
 /// A channel's thread.
 struct Serve<'a> {
     role: Role,
@@ -224,7 +234,7 @@ impl Serve<'_> {
         let (role, channel) = (self.role, self.index);
         let mut counted = 0;
         loop {
-            let result = receiver.receive();
+            let result = caught(|| receiver.receive());
             let used = thread_cpu_us();
             cpu_us.fetch_add(used - counted, Ordering::Relaxed);
             counted = used;

@@ -146,6 +146,7 @@ pub fn receive(
         let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
+        let over = Over(&done);
         let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
         let mut attempts = 0;
         let result = loop {
@@ -183,13 +184,23 @@ pub fn receive(
                 },
             }
         };
-        done.store(true, Ordering::Release);
+        drop(over);
         // Otherwise the queue ends here, and whoever still greets finds it closed.
         result.map(|(mut received, rest)| {
             received.rest = rest.map(|rest| rest.with((sender, inputs), arrival.peer_timeout));
             received
         })
     })
+}
+
+/// Sets what it holds when it goes, also by a panic, which the VM's own code may cause: a thread that is waited for looks there whether to
+/// go on.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 fn refuse(incoming: &Incoming, why: RefusalCode) {

@@ -1,9 +1,9 @@
 //! What is left to do for a guest that runs before all of its memory is here.
 
-use super::Arrival;
 use super::channels::{Link, fresh_tokens};
 use super::driver::{Input, Numbered, forward};
 use super::session::{Action, Event, Outcome, Session};
+use super::{Arrival, Over};
 use crate::channel::{Incoming, Listener, answer, send_message};
 use crate::lacking::pieces;
 use crate::monitor::MigrationState;
@@ -145,8 +145,9 @@ impl Rest {
             {
                 tracing::error!("a link that is lost cannot be taken up again: no thread for it: {error}");
             }
+            let over = Over(&done);
             self.keep_house(&inputs, arrival);
-            done.store(true, Ordering::Release);
+            drop(over);
             self.end_channels(&inputs);
             drop(inputs);
         });

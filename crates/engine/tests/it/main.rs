@@ -2,6 +2,7 @@
 
 #[path = "../../src/channel/tls/authority.rs"]
 mod authority;
+mod clumsy;
 mod encrypted;
 mod faulting;
 mod free_pages;

@@ -124,6 +124,8 @@ pub(crate) struct Board {
     /// Whether it ever ran.
     ran: AtomicBool,
     fail: Mutex<Option<(Method, u32)>>,
+    /// What it panics in.
+    clumsy: OnceLock<Method>,
     /// Where pages are that have not come yet.
     lazy: OnceLock<Arc<Faulting>>,
     /// How often which method was called.
@@ -133,6 +135,7 @@ pub(crate) struct Board {
 impl Board {
     fn trip(&self, method: Method) -> Result<(), VmError> {
         self.calls.lock().unwrap().push(method);
+        assert_ne!(self.clumsy.get(), Some(&method), "a clumsy VM");
         let mut fail = self.fail.lock().unwrap();
         match fail.as_mut() {
             Some((which, 0)) if *which == method => {
@@ -358,6 +361,7 @@ impl Toy {
             power: true.into(),
             ran: running.into(),
             fail: Mutex::new(None),
+            clumsy: OnceLock::new(),
             lazy: OnceLock::new(),
             calls: Mutex::default(),
             options,
@@ -399,6 +403,11 @@ impl Toy {
     /// From its `after`th call on (0 is the next), `method` fails once.
     pub(crate) fn fail(&self, method: Method, after: u32) {
         *self.board.fail.lock().unwrap() = Some((method, after));
+    }
+
+    /// `method` panics.
+    pub(crate) fn panics(&self, method: Method) {
+        self.board.clumsy.set(method).unwrap();
     }
 
     /// Whether the injected failure has not come up.

@@ -62,6 +62,9 @@ struct Shared {
     stamp: Option<SystemTime>,
     /// The peer said that nothing more comes.
     closed: bool,
+    /// Why nothing can be sent or opened any more. No step is made after it, from whichever thread: the connection would look at what it
+    /// has refused, or at what stands behind it, once more.
+    failed: Option<Error>,
 }
 
 struct Sending {
@@ -124,8 +127,8 @@ impl Records {
                     }
                 }
                 Err(error) => {
-                    // The peer is told why, if it listens: what is to be sent for that is given by further steps.
-                    while matches!(shared.step(), Ok(Step::More)) {}
+                    // The peer is told why, if it listens.
+                    shared.take_alert();
                     let _ = flush(&mut shared.own);
                     return Err(broken(error));
                 }
@@ -259,6 +262,7 @@ impl Shared {
             at: 0,
             stamp: None,
             closed: false,
+            failed: None,
         }
     }
 
@@ -268,6 +272,9 @@ impl Shared {
 
     /// A step of the connection; if it is open, `seal` is sealed.
     fn step_and_seal(&mut self, seal: Option<(&[u8], &mut Outgoing)>) -> Result<Step, Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         if self.at == self.plain.len() {
             self.plain.clear();
             self.at = 0;
@@ -278,7 +285,16 @@ impl Shared {
             self.conn.step(&mut self.incoming[self.start..self.end], &mut self.own, take, seal);
         self.start += done;
         self.closed |= matches!(step, Ok(Step::Closed));
+        self.failed = step.as_ref().err().cloned();
         step
+    }
+
+    /// Takes what the connection has to say of its failure, which is given before it looks at what has come: a step a message, and one
+    /// that says that this was all.
+    fn take_alert(&mut self) {
+        let error = self.failed.take();
+        while matches!(self.step(), Ok(Step::More)) {}
+        self.failed = error;
     }
 
     /// Opens records until there is a plain byte, or no whole record any more; says whether there is one.

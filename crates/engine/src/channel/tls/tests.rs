@@ -152,6 +152,15 @@ fn what_was_changed_on_the_way_is_not_taken() {
         here.send(&mut [IoBuf::from_bytes(b"evil")]).unwrap();
         let error = there.receive_bytes(&mut got).unwrap_err();
         assert_eq!((error.kind(), &got), (io::ErrorKind::InvalidData, b"good"), "{error}");
+        // Nothing is done after it, whoever asks: neither what comes behind it is taken, nor is anything sent.
+        spoil.store(false, Ordering::Release);
+        here.send(&mut [IoBuf::from_bytes(b"more")]).unwrap();
+        for _ in 0..2 {
+            let failed = there.send(&mut [IoBuf::from_bytes(b"back")]).unwrap_err();
+            assert!(failed.nothing_left, "{failed:?}");
+            let again = there.receive_bytes(&mut got).unwrap_err();
+            assert_eq!(again.to_string(), error.to_string());
+        }
         here.shutdown();
         there.shutdown();
     });

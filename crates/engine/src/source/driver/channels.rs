@@ -58,3 +58,13 @@ impl Driver<'_, '_> {
         }
     }
 }
+
+impl Drop for Driver<'_, '_> {
+    /// After a panic, which the VM's own code may cause: whoever waits for the channels' threads waits for no peer.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shutdown();
+            self.control.shutdown();
+        }
+    }
+}

@@ -4,7 +4,7 @@ use super::{Driver, Ground, Input, Job, Numbered, local};
 use crate::channel::{Stream, tcp};
 use crate::source::events::{Event, Pass};
 use crate::source::sender::{Sender, UNSENT};
-use crate::vm::{NothingToProtect, Protect};
+use crate::vm::{NothingToProtect, Protect, caught};
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -150,14 +150,14 @@ fn send_jobs(
 ) {
     let mut sender = Sender::new(ground.shared(protect), stream, index);
     while let Ok(job) = queue.recv() {
-        let result = match &job {
+        let result = caught(|| match &job {
             Job::Pages { pass, flight, first } => sender.send_pass(*pass, flight, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Rest { pass, claims, urgent } => {
                 crate::latency::give_way();
                 sender.send_rest(*pass, claims, urgent)
             }
-        };
+        });
         drop(job);
         let failed = result.is_err();
         if inputs.send((generation, Input::PassDone(result))).is_err() || failed {

@@ -8,7 +8,8 @@ use crate::source::events::Event;
 use crate::source::postcopy::{Claims, UrgentOut, lacking, serve_urgent};
 use crate::source::sender::Shared;
 use crate::source::settings::MigrationMode;
-use crate::vm::NothingToProtect;
+use crate::vm::{NothingToProtect, caught};
+use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -83,7 +84,8 @@ impl<'e> Driver<'_, 'e> {
             let (inputs, generation) = (self.inputs.0.clone(), self.generation);
             let awake = if ground.settings.stay_awake { Asking::open() } else { Asking::default() };
             let work = move || {
-                let lost = serve_urgent(&claims, &urgent[channel], channel, awake);
+                let serve = || Err::<Infallible, _>(serve_urgent(&claims, &urgent[channel], channel, awake));
+                let Err(lost) = caught(serve);
                 ground.monitor.counters.add_thread_cpu();
                 let _ = inputs.send((generation, Input::UrgentLost(lost)));
             };
