@@ -187,16 +187,16 @@ impl Records {
     ) -> io::Result<()> {
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
-            let mut shared = self.opened(raw, patience, false)?;
+            let mut shared = self.opened(raw, patience, false, bufs)?;
             let shared = &mut *shared;
-            shared.at += bufs[0].put(&shared.plain[shared.at..]);
+            shared.at += put_all(bufs, &shared.plain[shared.at..]);
         }
         Ok(())
     }
 
     /// Receives what there is, at least a byte.
     pub(in crate::channel) fn receive_some(&self, bytes: &mut [u8], raw: &RawStream) -> io::Result<usize> {
-        let mut shared = self.opened(raw, Patience::Socket, false)?;
+        let mut shared = self.opened(raw, Patience::Socket, false, &mut [])?;
         let shared = &mut *shared;
         let taken = IoBuf::from_bytes_mut(bytes).put(&shared.plain[shared.at..]);
         shared.at += taken;
@@ -211,7 +211,7 @@ impl Records {
     ) -> io::Result<Option<SystemTime>> {
         let (mut filled, mut stamp) = (0, None);
         while filled < bytes.len() {
-            let mut shared = self.opened(raw, Patience::Socket, true)?;
+            let mut shared = self.opened(raw, Patience::Socket, true, &mut [])?;
             let shared = &mut *shared;
             let taken = IoBuf::from_bytes_mut(&mut bytes[filled..]).put(&shared.plain[shared.at..]);
             shared.at += taken;
@@ -227,16 +227,17 @@ impl Records {
         shared.at < shared.plain.len() || shared.start < shared.end
     }
 
-    /// Waits until there is a plain byte.
+    /// Waits until there is a plain byte. What fits into `to` is put there at once, and nowhere else.
     fn opened(
         &self,
         raw: &RawStream,
         patience: Patience,
         stamped: bool,
+        to: &mut [IoBuf<'_>],
     ) -> io::Result<MutexGuard<'_, Shared>> {
         loop {
             let mut shared = lock(&self.shared);
-            if shared.open().map_err(broken)? {
+            if shared.open(to).map_err(broken)? {
                 return Ok(shared);
             }
             if shared.closed {
@@ -248,6 +249,18 @@ impl Records {
             }
         }
     }
+}
+
+/// Puts as much of `bytes` into `bufs` as fits, in order, and uses that of them up. Returns how many bytes that were.
+fn put_all(mut bufs: &mut [IoBuf<'_>], bytes: &[u8]) -> usize {
+    let mut put = 0;
+    while put < bytes.len()
+        && let Some(rest) = skip_empty(bufs)
+    {
+        bufs = rest;
+        put += bufs[0].put(&bytes[put..]);
+    }
+    put
 }
 
 impl Shared {
@@ -267,11 +280,16 @@ impl Shared {
     }
 
     fn step(&mut self) -> Result<Step, Error> {
-        self.step_and_seal(None)
+        self.step_with(&mut [], None)
     }
 
-    /// A step of the connection; if it is open, `seal` is sealed.
-    fn step_and_seal(&mut self, seal: Option<(&[u8], &mut Outgoing)>) -> Result<Step, Error> {
+    /// A step of the connection. What it opens goes to `to`, if nothing stands before it and as far as it fits, and otherwise to `plain`;
+    /// if it is open, `seal` is sealed.
+    fn step_with(
+        &mut self,
+        to: &mut [IoBuf<'_>],
+        seal: Option<(&[u8], &mut Outgoing)>,
+    ) -> Result<Step, Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -280,7 +298,10 @@ impl Shared {
             self.at = 0;
         }
         let plain = &mut self.plain;
-        let take = &mut |bytes: &[u8]| plain.extend_from_slice(bytes);
+        let take = &mut |bytes: &[u8]| {
+            let put = if plain.is_empty() { put_all(to, bytes) } else { 0 };
+            plain.extend_from_slice(&bytes[put..]);
+        };
         let (done, step) =
             self.conn.step(&mut self.incoming[self.start..self.end], &mut self.own, take, seal);
         self.start += done;
@@ -297,10 +318,11 @@ impl Shared {
         self.failed = error;
     }
 
-    /// Opens records until there is a plain byte, or no whole record any more; says whether there is one.
-    fn open(&mut self) -> Result<bool, Error> {
-        while self.at == self.plain.len() {
-            match self.step()? {
+    /// Opens records until there is a plain byte or `to` is full, or no whole record any more; false if it is that.
+    fn open(&mut self, to: &mut [IoBuf<'_>]) -> Result<bool, Error> {
+        let wanted = !to.is_empty();
+        while self.at == self.plain.len() && !(wanted && to.iter().all(IoBuf::is_empty)) {
+            match self.step_with(to, None)? {
                 // What the connection has to say goes out with the next bytes: nothing of it is waited for.
                 Step::More | Step::Flush => {}
                 Step::Open | Step::Blocked | Step::Closed => return Ok(false),
@@ -315,7 +337,7 @@ impl Shared {
         // Each step takes a record or a message, or was the last: so many fit into a window.
         for _ in 0..WINDOW {
             sealed.append(&mut self.own);
-            match self.step_and_seal(Some((plain, sealed)))? {
+            match self.step_with(&mut [], Some((plain, sealed)))? {
                 Step::Open => return Ok(()),
                 Step::Blocked => return Err(Error::HandshakeNotComplete),
                 // A peer that sends no more may still be sent to; the state is met once.
