@@ -1,0 +1,243 @@
+//! The toy's memory, of atomics in several regions, and how its vCPUs use it.
+
+use super::{Method, Options, Tracking};
+use crate::faulting::Faulting;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, fence};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::time::Duration;
+use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, VmError};
+use vmferry_memory::{Layout, PageRun, PageSet, Region, RegionId, Window};
+
+/// Words of a page that are stamped: its ends, so that half a page shows, and its middle.
+const STAMPED: [usize; 3] = [0, 255, 511];
+
+#[repr(align(4096))]
+pub(super) struct Page(pub(super) [AtomicU64; 512]);
+
+pub(crate) struct Ram {
+    pub(crate) region: Region,
+    pub(super) pages: Vec<Page>,
+    pub(super) marks: AtomicBitmap,
+    pub(super) protected: AtomicBitmap,
+    /// What the guest knows of each page: its last stamp, 0 for a page of zeros.
+    pub(super) ledger: Vec<AtomicU64>,
+    /// Pages that nobody reads before writing them.
+    pub(crate) free: AtomicBitmap,
+}
+
+pub(crate) struct Board {
+    pub(super) options: Options,
+    pub(super) layout: Layout,
+    pub(crate) rams: Vec<Ram>,
+    pub(super) writes: AtomicU64,
+    /// Pages that a vCPU found otherwise than it had left them.
+    pub(super) surprises: AtomicU64,
+    /// A vCPU works while it holds this for reading and finds it true.
+    pub(super) running: RwLock<bool>,
+    pub(super) power: AtomicBool,
+    /// Whether it ever ran.
+    pub(super) ran: AtomicBool,
+    pub(super) fail: Mutex<Option<(Method, u32)>>,
+    /// What it panics in.
+    pub(super) clumsy: OnceLock<Method>,
+    /// Where pages are that have not come yet.
+    pub(super) lazy: OnceLock<Arc<Faulting>>,
+    /// How often which method was called.
+    pub(super) calls: Mutex<Vec<Method>>,
+}
+
+impl Board {
+    pub(super) fn trip(&self, method: Method) -> Result<(), VmError> {
+        self.calls.lock().unwrap().push(method);
+        assert_ne!(self.clumsy.get(), Some(&method), "a clumsy VM");
+        let mut fail = self.fail.lock().unwrap();
+        match fail.as_mut() {
+            Some((which, 0)) if *which == method => {
+                *fail = None;
+                Err(VmError::new(format!("injected failure of {method:?}")))
+            }
+            Some((which, left)) if *which == method => {
+                *left -= 1;
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Sleeps until `page` is there; gives up when the power goes.
+    pub(super) fn touch(&self, ram: &Ram, page: u64) -> bool {
+        let Some(lazy) = self.lazy.get() else { return true };
+        while self.power.load(Relaxed) {
+            if lazy.touch(ram.region.id, page, Duration::from_millis(50)) {
+                return true;
+            }
+        }
+        false
+    }
+
+    pub(super) fn write(&self, ram: &Ram, page: u64, stamp: u64) {
+        let index = usize::try_from(page).unwrap();
+        if !self.touch(ram, page) {
+            return;
+        }
+        let was_free = ram.free.test_and_clear(page);
+        // It is in use before it is written: pairs with the fence of whoever looks which pages are free.
+        fence(SeqCst);
+        // What it finds there is what it wrote last.
+        let (found, known) = (ram.pages[index].0[0].load(Relaxed), ram.ledger[index].load(Relaxed));
+        if found != known && !was_free {
+            self.surprises.fetch_add(1, Relaxed);
+        }
+        for word in STAMPED {
+            ram.pages[index].0[word].store(stamp, Relaxed);
+        }
+        ram.ledger[index].store(stamp, Relaxed);
+        // Write, and then look whether the write is to be marked: pairs with the fence in `protect`.
+        fence(SeqCst);
+        if self.options.tracking == Tracking::Marks || ram.protected.test_and_clear(page) {
+            ram.marks.set(page);
+        }
+    }
+
+    pub(super) fn run_vcpu(&self, number: u64) {
+        let mut random = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        while self.power.load(Relaxed) {
+            let running = self.running.read().unwrap();
+            for _ in 0..if *running { 16 } else { 0 } {
+                random =
+                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let choice = random >> 33;
+                let which = usize::try_from(choice).unwrap() % self.rams.len();
+                let ram = &self.rams[which];
+                let used = self.options.used.min(ram.region.pages()) / self.options.writers;
+                // Each vCPU has pages of its own, so that the ledger needs no lock.
+                let page = (choice / 7 % used) * self.options.writers + number;
+                if self.options.lose == Some((which, page)) {
+                    // Were it written while it is being sent it would arrive damaged, and be sent again whatever its mark.
+                    continue;
+                }
+                let count = self.writes.fetch_add(1, Relaxed) + 1;
+                if self.options.free_one_in > 0 && (choice >> 7).is_multiple_of(self.options.free_one_in) {
+                    ram.free.set(page);
+                    continue;
+                }
+                self.write(
+                    ram,
+                    page,
+                    if choice.is_multiple_of(self.options.zero_one_in) { 0 } else { count },
+                );
+            }
+            drop(running);
+            std::thread::sleep(self.options.rest);
+        }
+    }
+
+    /// Pages that do not hold what the guest wrote.
+    pub(super) fn lost(&self) -> Vec<(RegionId, u64)> {
+        let mut lost = Vec::new();
+        for ram in &self.rams {
+            for (page, (content, want)) in ram.pages.iter().zip(&ram.ledger).enumerate() {
+                let want = want.load(Relaxed);
+                if !ram.free.test(page as u64)
+                    && STAMPED.iter().any(|word| content.0[*word].load(Relaxed) != want)
+                {
+                    lost.push((ram.region.id, page as u64));
+                }
+            }
+        }
+        lost
+    }
+
+    pub(super) fn equals(&self, other: &Self) -> bool {
+        let words = |board: &Self| -> Vec<u64> {
+            // What is free on the side that it comes from is nobody's business.
+            let counts = |(ram, page): (&Ram, usize)| {
+                other.rams.iter().any(|own| own.region.id == ram.region.id && !own.free.test(page as u64))
+            };
+            let pages = board.rams.iter().flat_map(|ram| (0..ram.pages.len()).map(move |page| (ram, page)));
+            let pages = pages.filter(|page| counts(*page)).map(|(ram, page)| &ram.pages[page]);
+            pages.flat_map(|page| page.0.iter().map(|word| word.load(Relaxed))).collect()
+        };
+        words(self) == words(other)
+    }
+}
+
+pub(super) struct Ram2Window(pub(super) Arc<Board>);
+
+impl GuestMemory for Ram2Window {
+    fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        self.0.trip(Method::Window)?;
+        let ram = self.0.rams.iter().find(|ram| ram.region.id == region);
+        let ram = ram.ok_or_else(|| VmError::new("no such region"))?;
+        let first = usize::try_from(run.first.0).unwrap();
+        let count = usize::try_from(run.count).unwrap();
+        let pages = ram.pages.get(first..first + count).ok_or_else(|| VmError::new("no such pages"))?;
+        // SAFETY: the pages live as long as the board, which self keeps; everybody else uses them as atomics.
+        Ok(unsafe { Window::new(NonNull::from(pages).cast(), count * 4096) })
+    }
+
+    fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
+        self.0.trip(Method::Touched)?;
+        let ram = self.0.rams.iter().find(|ram| ram.region.id == region);
+        let ram = ram.ok_or_else(|| VmError::new("no such region"))?;
+        fence(SeqCst);
+        for page in run.range() {
+            if ram.pages[usize::try_from(page).unwrap()].0.iter().any(|word| word.load(Relaxed) != 0) {
+                touched.set(page);
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) struct Tracker(pub(super) Arc<Board>);
+
+impl DirtyTracker for Tracker {
+    fn start(&mut self) -> Result<(), VmError> {
+        self.0.trip(Method::TrackerStart)
+    }
+
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        for ram in &self.0.rams {
+            let map = dirty.region_mut(ram.region.id).unwrap();
+            ram.marks.harvest(map);
+        }
+        if let Some((ram, page)) = self.0.options.lose {
+            dirty.region_mut(self.0.rams[ram].region.id).unwrap().test_and_clear(page);
+        }
+        self.0.trip(Method::Harvest)
+    }
+
+    fn protector(&self) -> Arc<dyn Protect> {
+        match self.0.options.tracking {
+            // The faulty method is reached by hand only.
+            Tracking::Marks => Arc::new(NothingToProtect),
+            Tracking::ByHand => Arc::new(Protector(Arc::clone(&self.0))),
+        }
+    }
+
+    fn stop(&mut self) -> Result<(), VmError> {
+        self.0.trip(Method::TrackerStop)
+    }
+}
+
+pub(super) struct Protector(pub(super) Arc<Board>);
+
+impl Protect for Protector {
+    fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        self.0.trip(Method::Protect)?;
+        let ram = self.0.rams.iter().find(|ram| ram.region.id == region).unwrap();
+        for page in pages.runs_in(chunk.range()).flatten() {
+            ram.protected.set(page);
+        }
+        fence(SeqCst);
+        Ok(())
+    }
+}
