@@ -30,7 +30,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// All of them.
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 16] = [
     // Fixed blocks; an error may carry some text.
     target("hello", vmferry_wire::hostile::drive_hello, (4 * KIB, 0)),
     // Three bytes can make a run of 24, in a list that doubles as it grows; and what came is written and read again here.
@@ -50,6 +50,8 @@ pub const TARGETS: [Target; 15] = [
     target("rng", vmferry_virtio::rng::hostile::drive, (512 * KIB, 40)),
     target("qmp", vmferry_control::hostile::drive, (512 * KIB, 40)),
     target("words", words::drive, (64 * KIB, 40)),
+    // Two connections with their windows, and what they send, on its way and there.
+    target("tls", vmferry_engine::hostile::drive_tls, (6 * MIB, 40)),
     // Two bytes of JSON make a value of 32, in a list that doubles as it grows.
     target("etcd", drive_etcd, (64 * KIB, 80)),
 ];

@@ -105,7 +105,7 @@ macro_rules! each {
 }
 each!(
     hello, messages, frames, source, target, snapshot, state, process, balloon, blk, net, rng, qmp, words,
-    etcd
+    tls, etcd
 );
 
 /// The cap is one: who asks for too much is found, also where it was refused or never touched.

@@ -4,7 +4,11 @@ use super::{Place, Shared};
 use crate::speed::Sample;
 use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
-use vmferry_guest_abi::CpuSnapshot;
+use std::time::{Duration, Instant};
+use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
+
+/// How long a vCPU may take to write its statistics, which is a matter of nanoseconds where it has a processor.
+const PATIENCE: Duration = Duration::from_millis(200);
 
 impl Shared {
     pub(crate) fn status(&self) -> Value {
@@ -26,15 +30,28 @@ impl Shared {
         status
     }
 
+    /// What the guest says of itself. A vCPU that this host keeps from its processor while it writes that is waited for, if it is to run at all.
+    fn stats(&self) -> Result<StatsSnapshot, StatsError> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.probe.stats() {
+                Err(StatsError::Busy { .. }) if self.place() == Place::Running && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                stats => return stats,
+            }
+        }
+    }
+
     /// Each vCPU's clock and writes, and nothing else: light enough to be asked for many times a second.
     pub(super) fn writes(&self) -> Result<Value> {
-        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
+        let stats = self.stats().map_err(|error| anyhow!("{error}"))?;
         Ok(json!({ "vcpus": stats.cpus().iter().map(|cpu| [cpu.t_us, cpu.writes]).collect::<Vec<_>>() }))
     }
 
     /// What each vCPU's guest says of its stalls, besides that.
     pub(super) fn stalls(&self) -> Result<Value> {
-        let stats = self.probe.stats().map_err(|error| anyhow!("{error}"))?;
+        let stats = self.stats().map_err(|error| anyhow!("{error}"))?;
         let vcpu = |cpu: &CpuSnapshot| {
             json!({
                 "t_us": cpu.t_us,
@@ -50,7 +67,7 @@ impl Shared {
 
     fn vm(&self) -> Value {
         let place = self.place();
-        let stats = match self.probe.stats() {
+        let stats = match self.stats() {
             // Its memory is there, with nothing in it: that is no guest that does nothing.
             _ if place == Place::Awaited => {
                 json!({ "state": null, "why": "the guest has not come yet" })

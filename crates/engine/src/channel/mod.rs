@@ -21,5 +21,7 @@ pub(crate) use pacer::Pacer;
 #[cfg(test)]
 pub(crate) use stream::test_pair;
 pub(crate) use stream::{SendError, Stream};
+#[cfg(feature = "hostile")]
+pub use tls::drive_tls;
 pub use tls::{Tls, TlsError};
 pub use uri::{Uri, UriError};

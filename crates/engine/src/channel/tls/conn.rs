@@ -100,13 +100,21 @@ impl Conn {
         Ok(Self::Server(Box::new(UnbufferedServerConnection::new(Arc::clone(&tls.server))?)))
     }
 
-    /// The peer's certificate, once it has shown it.
-    pub(super) fn peer(&self) -> Option<CertificateDer<'static>> {
-        let state: &CommonState = match self {
+    fn state(&self) -> &CommonState {
+        match self {
             Self::Client(connection) => connection,
             Self::Server(connection) => connection,
-        };
-        Some(state.peer_certificates()?.first()?.clone().into_owned())
+        }
+    }
+
+    /// The peer's certificate, once it has shown it.
+    pub(super) fn peer(&self) -> Option<CertificateDer<'static>> {
+        Some(self.state().peer_certificates()?.first()?.clone().into_owned())
+    }
+
+    /// Whether steps give something to be sent, before they look at what has come.
+    pub(super) fn has_to_say(&self) -> bool {
+        self.state().wants_write()
     }
 
     #[cfg(test)]

@@ -5,13 +5,16 @@
 //! random bits that only the two ends of the control channel know, and that every other channel has to begin with; and the certificate
 //! that the source showed on the control channel, which it has to show on every other one.
 
-#[cfg(test)]
+#[cfg(any(test, feature = "hostile"))]
+#[cfg_attr(not(test), expect(clippy::unwrap_used, reason = "nothing that ships has it"))]
 mod authority;
 mod conn;
 mod session;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "hostile")]
+pub use session::hostile::drive_tls;
 pub(super) use session::{Patience, Records};
 
 use rustls::client::{WebPkiServerVerifier, verify_server_name};

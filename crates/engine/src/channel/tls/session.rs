@@ -4,6 +4,9 @@
 //! are sealed or opened, and while the kernel hands over bytes that are there, and never while anybody waits: so a receiver that waits
 //! does not keep a sender waiting, nor the other way round. Order: `sending`, then `shared`.
 
+#[cfg(feature = "hostile")]
+pub(in crate::channel) mod hostile;
+
 use super::Tls;
 use super::conn::{Conn, Outgoing, Step};
 use crate::channel::iobuf::{IoBuf, skip_empty};
@@ -114,14 +117,11 @@ impl Records {
             sent
         };
         loop {
-            match shared.step() {
-                // A peer that was done first has sent something already.
-                Ok(Step::More) if shared.at < shared.plain.len() => break,
-                Ok(Step::More) => {}
+            match shared.shake_on() {
                 Ok(Step::Flush) => flush(&mut shared.own)?,
                 Ok(Step::Open) => break,
                 Ok(Step::Closed) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(Step::Blocked) => {
+                Ok(Step::Blocked | Step::More) => {
                     while !shared.take_in(raw, false)? {
                         raw.wait(Some(deadline))?;
                     }
@@ -310,25 +310,43 @@ impl Shared {
         step
     }
 
-    /// Takes what the connection has to say of its failure, which is given before it looks at what has come: a step a message, and one
-    /// that says that this was all.
+    /// Takes what the connection has to say of its failure, and does not have it look at what it has refused again.
     fn take_alert(&mut self) {
         let error = self.failed.take();
-        while matches!(self.step(), Ok(Step::More)) {}
+        while self.conn.has_to_say() && matches!(self.step(), Ok(Step::More)) {}
         self.failed = error;
     }
 
-    /// Opens records until there is a plain byte or `to` is full, or no whole record any more; false if it is that.
-    fn open(&mut self, to: &mut [IoBuf<'_>]) -> Result<bool, Error> {
-        let wanted = !to.is_empty();
-        while self.at == self.plain.len() && !(wanted && to.iter().all(IoBuf::is_empty)) {
-            match self.step_with(to, None)? {
-                // What the connection has to say goes out with the next bytes: nothing of it is waited for.
-                Step::More | Step::Flush => {}
-                Step::Open | Step::Blocked | Step::Closed => return Ok(false),
+    /// Agrees on keys as far as that goes: until there is something to be sent, or to wait for, or it is open.
+    fn shake_on(&mut self) -> Result<Step, Error> {
+        loop {
+            match self.step()? {
+                // A peer that was done first has sent something already.
+                Step::More if self.at < self.plain.len() => return Ok(Step::Open),
+                Step::More => {}
+                step => return Ok(step),
             }
         }
-        Ok(true)
+    }
+
+    /// Opens records until there is a plain byte or `to` is full, or no whole record any more; false if it is that.
+    ///
+    /// What was opened before a failure is handed out first.
+    fn open(&mut self, to: &mut [IoBuf<'_>]) -> Result<bool, Error> {
+        let wanted = !to.is_empty();
+        loop {
+            if self.at < self.plain.len() || wanted && to.iter().all(IoBuf::is_empty) {
+                return Ok(true);
+            }
+            match self.step_with(to, None) {
+                // What the connection has to say goes out with the next bytes: nothing of it is waited for.
+                Ok(Step::More | Step::Flush) => {}
+                Ok(Step::Open | Step::Blocked | Step::Closed) => return Ok(false),
+                // It comes again.
+                Err(_) if self.at < self.plain.len() => {}
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Adds `plain` to `sealed`, behind what the connection itself has to say. Opens what has come meanwhile, too: that is at most a
@@ -347,8 +365,8 @@ impl Shared {
         Err(Error::General("the connection is closed".into()))
     }
 
-    /// Takes what the kernel has; false if that is nothing yet.
-    fn take_in(&mut self, raw: &RawStream, stamped: bool) -> io::Result<bool> {
+    /// Where what comes goes.
+    fn room(&mut self) -> io::Result<&mut [u8]> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         } else if self.incoming.len() - self.start < LONGEST {
@@ -359,7 +377,12 @@ impl Shared {
         if self.end == self.incoming.len() {
             return Err(broken(Error::General("a record has no end".into())));
         }
-        let room = &mut self.incoming[self.end..];
+        Ok(&mut self.incoming[self.end..])
+    }
+
+    /// Takes what the kernel has; false if that is nothing yet.
+    fn take_in(&mut self, raw: &RawStream, stamped: bool) -> io::Result<bool> {
+        let room = self.room()?;
         let received = if stamped {
             raw.receive_stamped(room, libc::MSG_DONTWAIT)
         } else {
