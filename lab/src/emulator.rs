@@ -19,6 +19,12 @@ const NESTED_PAGE_FAULT: u32 = 0x400;
 const BEYOND: u64 = 1 << 32;
 /// Few events are enough, and of an endless loop there would be millions.
 const BUFFER_KIB: &str = "64";
+/// `SVM_EXIT_SHUTDOWN`: a triple fault.
+const SHUTDOWN: u32 = 0x7f;
+/// What guests did last, by the last events of each processor.
+const LAST: &str = "instances/last";
+const LAST_KIB: &str = "256";
+const LAST_LINES: usize = 400;
 
 /// Watches for guests that were lost.
 #[derive(Debug)]
@@ -44,7 +50,35 @@ impl Watch {
         watch.write("options/overwrite", "0")?;
         watch.write("events/kvm/kvm_exit/filter", &filter(from, until))?;
         watch.write("events/kvm/kvm_exit/enable", "1")?;
+        watch.keep_last()?;
         Ok(watch)
+    }
+
+    /// Keeps what guests do, until one ends in a triple fault: registers tell nothing of that afterwards.
+    fn keep_last(&self) -> Result<()> {
+        std::fs::create_dir_all(self.folder.join(LAST)).context("cannot make a second trace")?;
+        let set = |name: &str, value: &str| self.write(&format!("{LAST}/{name}"), value);
+        set("buffer_size_kb", LAST_KIB)?;
+        // What is taken over from the first trace is that it ends when it is full.
+        set("options/overwrite", "1")?;
+        set("events/kvm/kvm_exit/trigger", &format!("traceoff if exit_reason == {SHUTDOWN:#x}"))?;
+        for event in ["kvm_exit", "kvm_inj_virq", "kvm_inj_exception"] {
+            set(&format!("events/kvm/{event}/enable"), "1")?;
+        }
+        Ok(())
+    }
+
+    /// The last things that guests did, up to the first triple fault, since this was asked last.
+    ///
+    /// # Errors
+    /// If the trace cannot be read.
+    pub fn last(&self) -> Result<String> {
+        let trace =
+            std::fs::read_to_string(self.folder.join(LAST).join("trace")).context("cannot read the trace")?;
+        self.write(&format!("{LAST}/trace"), "")?;
+        self.write(&format!("{LAST}/tracing_on"), "1")?;
+        let lines: Vec<_> = trace.lines().collect();
+        Ok(lines[lines.len().saturating_sub(LAST_LINES)..].join("\n"))
     }
 
     /// The first exit of a lost guest since this was asked last.

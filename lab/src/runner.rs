@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(50);
 /// The file in a scenario's folder that holds its record.
 const RECORD: &str = "record.json";
+/// The file in a scenario's folder that holds what its guests did last, as KVM saw it, if it failed.
+const EXITS: &str = "exits.txt";
 /// The file in a scenario's folder that holds what it said.
 const LOG: &str = "log.txt";
 
@@ -66,6 +68,11 @@ fn tried(
     (end, watch): (Instant, Option<&Watch>),
 ) -> Result<Record> {
     let record = one(scenario, path, plan, end)?;
+    if let Some(last) = watch.map(Watch::last).transpose()?
+        && record.outcome == Outcome::Failed
+    {
+        std::fs::write(plan.folder(scenario.name).join(EXITS), last)?;
+    }
     let Some(lost) = watch.map(Watch::lost).transpose()?.flatten() else { return Ok(record) };
     println!("LAB the emulator lost a guest of {}: {lost}", scenario.name);
     if record.outcome != Outcome::Failed {
