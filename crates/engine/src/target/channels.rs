@@ -316,10 +316,10 @@ mod tests {
 
     #[test]
     fn a_source_that_is_back_before_the_loss_was_noticed_is_not_sent_away() {
-        let page = NonNull::from(&mut Box::leak(Box::new(Page([0; 4096]))).0).cast();
+        let page = NonNull::from(Box::leak(Box::new(Page([0; 4096]))));
         let region = Region { id: RegionId(0), gpa: Gpa(0), len: 4096 };
-        // SAFETY: the page is never freed, and reached in no other way.
-        let memory = unsafe { MappedMemory::new(&[(region, page)]) }.unwrap();
+        // SAFETY: the page is freed after the memory, and reached in no other way.
+        let memory = unsafe { MappedMemory::new(&[(region, page.cast())]) }.unwrap();
         let (sender, inputs) = sync_channel(1);
         let (first, _peer) = incoming(0);
         let mut link = Link::new(1, first, sender.clone(), Arc::new(memory)).unwrap();
@@ -333,5 +333,8 @@ mod tests {
         link.end_channels(&inputs);
         assert_eq!(link.late.pop_front().map(|incoming| incoming.hello.index), Some(4));
         assert!(link.late.is_empty());
+        drop(link);
+        // SAFETY: it came out of a box, and the memory is gone with its link.
+        drop(unsafe { Box::from_raw(page.as_ptr()) });
     }
 }
