@@ -296,7 +296,7 @@ mod tests {
     use vmferry_wire::Hello;
 
     #[repr(align(4096))]
-    struct Page([u8; 4096]);
+    struct Page(#[expect(dead_code, reason = "it is reached by its address")] [u8; 4096]);
 
     fn incoming(index: u16) -> (Incoming, Stream) {
         let (stream, other) = test_pair();
