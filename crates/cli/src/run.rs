@@ -1,6 +1,6 @@
 //! `vmferry run`: a guest, or a place for one.
 
-use crate::api::{Api, Errand, MigrateRequest, Order, Place, Shared};
+use crate::api::{Api, Errand, Incoming, MigrateRequest, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
 use crate::choices::{IncomingArg, ModeArg};
@@ -56,6 +56,12 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let fence = args.fence.as_ref().map(|fence| fence.build(args.insecure)).transpose()?;
     let shared = Arc::new(Shared::new((args, args.tls.load()?), fence, probe, orders, events.clone()));
+    // From the control socket's first moment on it can be said where to wait.
+    let way = match &args.incoming {
+        None => Way::Start,
+        Some(IncomingArg::At(uri)) => Way::At(uri),
+        Some(IncomingArg::Defer) => Way::Told(shared.defer()),
+    };
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
@@ -83,7 +89,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     confinement.settle()?;
     // It is set once.
     let _ = shared.confinement.set(confinement.in_force().clone());
-    let (result, restore) = match arrive(args, &mut machine, &shared) {
+    let (result, restore) = match arrive(way, args, &mut machine, &shared) {
         Ok(Arrived::Here(restore)) => (serve(&mut machine, args, &shared, &errands), restore),
         Ok(Arrived::Nobody) => (Ok(Status::Done), None),
         Err(error) => (Err(error), None),
@@ -135,18 +141,26 @@ enum Arrived {
     Here(Option<Box<LazyRestore>>),
 }
 
+/// How a guest comes to be here.
+enum Way<'a> {
+    Start,
+    At(&'a Uri),
+    /// It comes to where somebody says.
+    Told(Receiver<Incoming>),
+}
+
 /// Starts the guest, or gets it from where it is.
-fn arrive(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
-    let arrived = match &args.incoming {
-        None => machine.start().map(|()| {
+fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
+    let arrived = match way {
+        Way::Start => machine.start().map(|()| {
             eprintln!("vmferry: the guest runs{}", arriving::reached_by(args.api.as_deref()));
             Arrived::Here(None)
         }),
-        Some(IncomingArg::At(Uri::File(path))) => take_out(path, machine, shared).map(Arrived::Here),
-        Some(IncomingArg::At(uri)) => listen(uri, args.insecure, shared)
+        Way::At(Uri::File(path)) => take_out(path, machine, shared).map(Arrived::Here),
+        Way::At(uri) => listen(uri, args.insecure, shared)
             .map_err(Into::into)
             .and_then(|at| await_guest(at, machine, shared)),
-        Some(IncomingArg::Defer) => deferred(args, machine, shared),
+        Way::Told(incoming) => deferred(&incoming, args, machine, shared),
     };
     match &arrived {
         Err(_) => shared.tell.migration("failed"),
@@ -163,9 +177,12 @@ fn arrive(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result
 }
 
 /// Waits to be told where to wait.
-fn deferred(args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
-    let (sender, incoming) = sync_channel(1);
-    shared.defer(sender);
+fn deferred(
+    incoming: &Receiver<Incoming>,
+    args: &RunArgs,
+    machine: &mut Machine,
+    shared: &Arc<Shared>,
+) -> Result<Arrived> {
     loop {
         if shared.quit.load(Ordering::Acquire) {
             return Ok(Arrived::Nobody);

@@ -16,7 +16,7 @@ mod tell;
 
 pub(crate) use client::{Client, is_gone};
 pub(crate) use machine::Api;
-pub(crate) use shared::{Errand, Order, Place, Shared};
+pub(crate) use shared::{Errand, Incoming, Order, Place, Shared};
 
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};

@@ -18,7 +18,7 @@ use crate::speed::Speed;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use vmferry_confine::InForce;
@@ -243,9 +243,11 @@ impl Shared {
         Ok(())
     }
 
-    /// `sender` is told where to wait for a guest.
-    pub(crate) fn defer(&self, sender: SyncSender<Incoming>) {
+    /// Lets it be said where to wait for a guest; what is said comes out of this.
+    pub(crate) fn defer(&self) -> Receiver<Incoming> {
+        let (sender, incoming) = sync_channel(1);
         *lock(&self.deferred) = Some(Some(sender));
+        incoming
     }
 
     /// Has a target that was deferred wait at `uri`; fails if it cannot.
