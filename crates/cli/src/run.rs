@@ -56,12 +56,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let fence = args.fence.as_ref().map(|fence| fence.build(args.insecure)).transpose()?;
     let shared = Arc::new(Shared::new((args, args.tls.load()?), fence, probe, orders, events.clone()));
-    // From the control socket's first moment on it can be said where to wait.
-    let way = match &args.incoming {
-        None => Way::Start,
-        Some(IncomingArg::At(uri)) => Way::At(uri),
-        Some(IncomingArg::Defer) => Way::Told(shared.defer()),
-    };
+    let way = Way::of(args, &shared);
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
@@ -147,6 +142,17 @@ enum Way<'a> {
     At(&'a Uri),
     /// It comes to where somebody says.
     Told(Receiver<Incoming>),
+}
+
+impl<'a> Way<'a> {
+    /// To be asked before the control socket can be reached: from its first moment on it can be said where to wait.
+    fn of(args: &'a RunArgs, shared: &Shared) -> Self {
+        match &args.incoming {
+            None => Self::Start,
+            Some(IncomingArg::At(uri)) => Self::At(uri),
+            Some(IncomingArg::Defer) => Self::Told(shared.defer()),
+        }
+    }
 }
 
 /// Starts the guest, or gets it from where it is.
