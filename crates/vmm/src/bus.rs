@@ -28,7 +28,7 @@ const STRIDE: u64 = 0x1000;
 const LINES: [u32; 12] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 9, 10, 11];
 
 /// How long a device may take to finish what is under way.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The second half of loading a device: takes up what was read.
 pub(crate) type Load<'a> = Box<dyn FnOnce() -> std::result::Result<(), StateError> + 'a>;
@@ -157,13 +157,18 @@ impl Bus {
     /// # Errors
     /// If one does not come to rest. None begins anything new before [`resumed`](Self::resumed) even then.
     pub(crate) fn quiesce(&self) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        self.quiesce_by(Instant::now() + PATIENCE)
+    }
+
+    /// The same with another patience.
+    pub(crate) fn quiesce_by(&self, deadline: Instant) -> Result<()> {
+        let began = Instant::now();
         // All of them, also behind one that is busy.
         let busy: Vec<_> = self.devices.iter().filter(|device| !device.quiesce(deadline)).collect();
         match busy.first() {
             Some(device) => Err(Error::Device {
                 name: device.name(),
-                why: format!("it did not finish its work within {} s", PATIENCE.as_secs()),
+                why: format!("it did not finish its work within {:.1} s", began.elapsed().as_secs_f64()),
             }),
             None => Ok(()),
         }

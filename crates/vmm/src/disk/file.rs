@@ -1,5 +1,6 @@
 //! A raw file, or a block device, as a disk.
 
+use super::flush::Losses;
 use super::{DiskError, lease};
 use crate::options::DiskOptions;
 use rustix::fs::{Advice, FallocateFlags};
@@ -7,7 +8,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -34,6 +35,9 @@ const ZEROS: usize = 64 << 10;
 pub(super) struct RawFile {
     path: PathBuf,
     file: File,
+    /// The same file, opened for the flushes of moves ([`Losses`]).
+    moving: File,
+    losses: Losses,
     /// Bytes.
     size: u64,
     read_only: bool,
@@ -53,14 +57,12 @@ impl RawFile {
     pub(super) fn open(options: &DiskOptions, lazy: &Arc<LazySlot>) -> Result<Self, DiskError> {
         let path = options.path.clone();
         let failed = |source| DiskError::Open { path: options.path.clone(), source };
+        let mut open = File::options();
         // Without waiting: opening a pipe would, for its other end.
-        let file = File::options()
-            .read(true)
-            .write(!options.read_only)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(&path)
-            .map_err(failed)?;
-        let kind = file.metadata().map_err(failed)?.file_type();
+        open.read(true).write(!options.read_only).custom_flags(libc::O_NONBLOCK);
+        let file = open.open(&path).map_err(failed)?;
+        let meta = file.metadata().map_err(failed)?;
+        let kind = meta.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(DiskError::Kind { path });
         }
@@ -68,9 +70,16 @@ impl RawFile {
         if size == 0 || !size.is_multiple_of(SECTOR) {
             return Err(DiskError::Size { path, size });
         }
+        let moving = open.open(&path).map_err(failed)?;
+        let also = moving.metadata().map_err(failed)?;
+        if (also.dev(), also.ino()) != (meta.dev(), meta.ino()) {
+            return Err(failed(io::Error::other("another file took its place just now")));
+        }
         Ok(Self {
             path,
             file,
+            moving,
+            losses: Losses::default(),
             size,
             read_only: options.read_only,
             block_device: kind.is_block_device(),
@@ -85,7 +94,8 @@ impl RawFile {
     /// The same with another file behind it, and held.
     #[cfg(test)]
     pub(super) fn on(self, file: File) -> Self {
-        Self { file, held: true.into(), ..self }
+        let moving = file.try_clone().unwrap();
+        Self { file, moving, held: true.into(), ..self }
     }
 
     pub(super) fn size(&self) -> u64 {
@@ -160,7 +170,14 @@ impl RawFile {
         if self.read_only || !self.held.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.file.sync_data().map_err(|source| DiskError::Flush { path: self.path.clone(), source })
+        let flushed = self.moving.sync_data().inspect_err(|_| self.losses.found());
+        let whole = flushed.and_then(|()| {
+            if self.losses.untold() {
+                return Err(io::Error::other("it failed before, and the guest has not flushed it since"));
+            }
+            Ok(())
+        });
+        whole.map_err(|source| DiskError::Flush { path: self.path.clone(), source })
     }
 
     /// Has the host begin to write out what it has not, without waiting for it.
@@ -349,7 +366,10 @@ impl Disk for RawFile {
 
     fn flush(&self) -> io::Result<()> {
         self.check()?;
-        if self.read_only { Ok(()) } else { self.note("flushing", self.file.sync_data()) }
+        if self.read_only {
+            return Ok(());
+        }
+        self.note("flushing", self.losses.telling(|| self.file.sync_data()))
     }
 
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -5,11 +5,13 @@
 //! | `file` | reading and writing it, straight out of and into guest memory |
 //! | `lease` | whose it is: two sides of a move never write one disk |
 //! | `ahead` | writing out ahead of the pause of a move |
+//! | `flush` | writing out in that pause |
 //!
 //! A move does not copy disks: they are on storage that both sides reach.
 
 mod ahead;
 mod file;
+mod flush;
 mod lease;
 #[cfg(test)]
 mod tests;
@@ -22,12 +24,14 @@ use crate::state::Saved;
 use crate::virtio::{VirtioMmio, wire};
 pub(crate) use ahead::WithWriteAhead;
 use file::RawFile;
+pub(crate) use flush::sync;
 use rustix::event::EventfdFlags;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 use vmferry_fault::LazySlot;
 use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYTES, SECTOR};
 use vmferry_virtio::mmio::TransportSaved;
@@ -102,6 +106,19 @@ pub enum DiskError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// It is not known yet whether what was written is on it.
+    #[error(
+        "the disk {} did not take within {:.1} s what the guest has written to it: move the guest when it writes less, or when the \
+         storage is less busy",
+        .path.display(),
+        .within.as_secs_f64()
+    )]
+    Slow {
+        /// The file.
+        path: PathBuf,
+        /// How long it was waited for.
+        within: Duration,
     },
 }
 
@@ -275,14 +292,6 @@ pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
         all = all.and(disk.file.give_up());
     }
     all
-}
-
-/// Brings what was written to where another host finds it.
-///
-/// # Errors
-/// If that is not certain: the guest must not go anywhere then.
-pub(crate) fn sync(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
-    disks.iter().try_for_each(|disk| disk.file.sync())
 }
 
 /// The guest is over: whatever a thread still does, it writes nothing.

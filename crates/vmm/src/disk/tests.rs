@@ -310,12 +310,11 @@ fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
 }
 
 /// A loop device over a file of `len` bytes, released at the end; `None` where one cannot be had.
-struct Loop(String, Temp);
+struct Loop(String);
 
 impl Loop {
-    fn new(len: usize) -> Option<Self> {
-        let file = Temp::new(&pattern(len));
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file.0).output();
+    fn on(file: &Path) -> Option<Self> {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
         let device = output.ok().filter(|output| output.status.success());
         let Some(device) = device else {
             let _ = writeln!(
@@ -324,7 +323,7 @@ impl Loop {
             );
             return None;
         };
-        Some(Self(String::from_utf8(device.stdout).unwrap().trim().to_owned(), file))
+        Some(Self(String::from_utf8(device.stdout).unwrap().trim().to_owned()))
     }
 }
 
@@ -336,7 +335,8 @@ impl Drop for Loop {
 
 #[test]
 fn a_block_device_is_a_disk_with_its_own_size_and_ranges() {
-    let Some(device) = Loop::new(1 << 20) else { return };
+    let below = Temp::new(&pattern(1 << 20));
+    let Some(device) = Loop::on(&below.0) else { return };
     let (ram, path) = (ram(), Path::new(&device.0));
     let file = open(path, false).unwrap();
     assert_eq!(file.size(), 1 << 20);
@@ -364,9 +364,68 @@ fn a_block_device_is_a_disk_with_its_own_size_and_ranges() {
     want[8192..12288].fill(0xcd);
     want[65536..69632].fill(0);
     want[73728..74240].fill(0);
-    let is = device.1.bytes();
+    let is = below.bytes();
     assert!(is[..512 << 10] == want[..512 << 10] && is[576 << 10..] == want[576 << 10..]);
     assert_eq!(file.last_error(), None);
+}
+
+/// A file system with room for little, until this is dropped.
+struct Narrow(PathBuf);
+
+impl Narrow {
+    fn new(bytes: u64) -> Option<Self> {
+        let folder = std::env::temp_dir().join(format!("vmferry-narrow-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let narrow = Self(folder);
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "vmferry-narrow"]).arg(&narrow.0);
+        let mounted = mount.output().is_ok_and(|output| output.status.success());
+        if !mounted {
+            let _ = writeln!(std::io::stdout(), "not run: no file system can be mounted (needs root)");
+        }
+        mounted.then_some(narrow)
+    }
+}
+
+impl Drop for Narrow {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).stderr(std::process::Stdio::null()).status();
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then() {
+    let Some(narrow) = Narrow::new(1 << 20) else { return };
+    let below = narrow.0.join("sparse.img");
+    File::create(&below).unwrap().set_len(8 << 20).unwrap();
+    let Some(device) = Loop::on(&below) else { return };
+    let (ram, file) = (ram(), open(Path::new(&device.0), false).unwrap());
+    file.take().unwrap();
+    let lose = || {
+        // The host's page cache has room; what is below has not.
+        for at in 0..4 {
+            file.write(at << 20, &slices!(ram, [(0, 1 << 20)])).unwrap();
+        }
+    };
+    lose();
+    let error = file.sync().unwrap_err();
+    assert!(matches!(error, DiskError::Flush { .. }), "{error}");
+    // The kernel has said it once, and would not again.
+    let error = file.sync().unwrap_err();
+    assert!(
+        matches!(&error, DiskError::Flush { source, .. } if source.to_string().contains("before")),
+        "{error}"
+    );
+    assert!(file.flush().is_err(), "the guest is told");
+    assert!(file.last_error().unwrap().starts_with("flushing: "));
+    file.sync().unwrap();
+    // The other way round.
+    lose();
+    assert!(file.flush().is_err());
+    assert!(file.sync().is_err());
+    file.flush().unwrap();
+    file.sync().unwrap();
 }
 
 #[test]

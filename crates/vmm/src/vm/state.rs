@@ -1,12 +1,13 @@
 //! A VM's state: saved, loaded, and brought back to what it was before its first kernel.
 
 use super::{Stage, Vm};
-use crate::disk;
 use crate::error::{Error, Result};
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
 use crate::vcpu::{Command, PATIENCE};
+use crate::{bus, disk};
 use kvm_bindings::CpuId;
+use std::time::Instant;
 use vmferry_engine::Section;
 
 /// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
@@ -67,8 +68,10 @@ impl Vm {
             return Err(Error::WrongState { what, why: exit.to_string() });
         }
         // First: what is finished now sends interrupts and writes memory (traps.md 13).
-        self.shared.devices.bus().quiesce()?;
-        disk::sync(self.shared.devices.disks())?;
+        // One patience for both: the guest stands still meanwhile.
+        let deadline = Instant::now() + bus::PATIENCE;
+        self.shared.devices.bus().quiesce_by(deadline)?;
+        disk::sync(self.shared.devices.disks(), deadline)?;
         let vcpus = self.save_vcpus(what)?;
         let mut sections = Vec::with_capacity(vcpus.len() + 12);
         for (cpu, saved) in (0..).zip(&vcpus) {

@@ -1,0 +1,158 @@
+//! Bringing what was written to where another host finds it: all disks at once, for no longer than a guest may stand still, and without
+//! taking from the guest what it has to be told.
+
+use super::{DiskError, VmDisk};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Instant;
+use vmferry_thread::{Role, spawn};
+
+/// Brings what was written to `disks` to where another host finds it; requests are at rest. What is not done by `deadline` goes on without
+/// anybody who waits for it, which does no harm: it writes what was written before.
+///
+/// # Errors
+/// If it is not certain of a disk: the guest must not go anywhere then.
+pub(crate) fn sync(disks: &[VmDisk], deadline: Instant) -> Result<(), DiskError> {
+    all(
+        disks.iter().map(|disk| {
+            let file = Arc::clone(&disk.file);
+            (file.path().to_owned(), move || file.sync())
+        }),
+        deadline,
+    )
+}
+
+/// Does all of `flushes`, each on a thread of its own.
+fn all<F>(flushes: impl Iterator<Item = (PathBuf, F)>, deadline: Instant) -> Result<(), DiskError>
+where
+    F: FnOnce() -> Result<(), DiskError> + Send + 'static,
+{
+    let began = Instant::now();
+    let mut under_way = Vec::new();
+    for (path, flush) in flushes {
+        let (done, awaited) = channel();
+        let flushing = spawn(Role::Disk, "flush", move || {
+            // Nobody may wait for it any more.
+            let _ = done.send(flush());
+        });
+        match flushing {
+            Ok(_) => under_way.push((path, awaited)),
+            Err(source) => return Err(DiskError::Flush { path, source }),
+        }
+    }
+    under_way.into_iter().try_for_each(|(path, awaited)| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        awaited.recv_timeout(left).unwrap_or_else(|_| Err(DiskError::Slow { path, within: began.elapsed() }))
+    })
+}
+
+/// Whether the guest was told of writes that are lost.
+///
+/// The kernel says once for each time that a file was opened that something could not be written out, and counts it as clean from then on.
+/// So the flush of a move has the file opened for itself, and does not take the guest's answer away; but a guest that has moved would get
+/// it no more. Until a flush of its own has come after the move's, the guest stays.
+#[derive(Debug, Default)]
+pub(super) struct Losses {
+    /// Flushes of moves that have failed.
+    found: AtomicU32,
+    /// How many of those the guest has flushed after: it was told then, or had been before.
+    told: AtomicU32,
+}
+
+impl Losses {
+    pub(super) fn found(&self) {
+        self.found.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Does the guest's `flush`, which tells of what was found before it.
+    pub(super) fn telling<T>(&self, flush: impl FnOnce() -> T) -> T {
+        let found = self.found.load(Ordering::Acquire);
+        let flushed = flush();
+        self.told.fetch_max(found, Ordering::AcqRel);
+        flushed
+    }
+
+    pub(super) fn untold(&self) -> bool {
+        self.found.load(Ordering::Acquire) > self.told.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+    use std::time::Duration;
+
+    type Flush = Box<dyn FnOnce() -> Result<(), DiskError> + Send>;
+
+    fn flush(name: &str, flush: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> (PathBuf, Flush) {
+        (name.into(), Box::new(flush))
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(30)
+    }
+
+    #[test]
+    fn disks_are_flushed_at_once_and_not_one_after_the_other() {
+        let (first, second) = (channel(), channel());
+        // Each waits for the other.
+        let both = [
+            flush("one", move || {
+                first.0.send(()).unwrap();
+                second.1.recv_timeout(Duration::from_secs(20)).unwrap();
+                Ok(())
+            }),
+            flush("other", move || {
+                second.0.send(()).unwrap();
+                first.1.recv_timeout(Duration::from_secs(20)).unwrap();
+                Ok(())
+            }),
+        ];
+        all(both.into_iter(), soon()).unwrap();
+    }
+
+    #[test]
+    fn a_slow_disk_is_named_and_not_waited_for() {
+        let (go_on, held) = channel::<()>();
+        let (said, hears) = channel();
+        let flushes = [
+            flush("quick.img", || Ok(())),
+            flush("slow.img", move || {
+                let _ = held.recv();
+                said.send("done late").unwrap();
+                Ok(())
+            }),
+        ];
+        let error = all(flushes.into_iter(), Instant::now() + Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
+        // It goes on.
+        drop(go_on);
+        assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok("done late"));
+    }
+
+    #[test]
+    fn what_the_host_refuses_and_a_panic_are_errors() {
+        let refused = || {
+            Err(DiskError::Flush { path: "bad.img".into(), source: io::Error::from_raw_os_error(libc::EIO) })
+        };
+        let error = all([flush("bad.img", refused)].into_iter(), soon()).unwrap_err();
+        assert!(matches!(error, DiskError::Flush { .. }), "{error}");
+        let error = all([flush("bad.img", || panic!("on purpose"))].into_iter(), soon()).unwrap_err();
+        assert!(error.to_string().contains("bad.img"), "{error}");
+    }
+
+    #[test]
+    fn a_loss_is_untold_until_a_flush_that_began_after_it_was_found() {
+        let losses = Losses::default();
+        assert!(!losses.untold());
+        losses.telling(|| losses.found());
+        assert!(losses.untold(), "that flush may have been answered already");
+        losses.telling(|| {});
+        assert!(!losses.untold());
+        losses.found();
+        assert!(losses.untold());
+    }
+}
