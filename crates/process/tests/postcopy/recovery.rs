@@ -1,6 +1,6 @@
 //! Lost links that are taken up by hand, given up, or not needed any more.
 
-use crate::rig::{View, can_fault, go, say, settings, stands_still, wait, whole, writes};
+use crate::rig::{View, asleep, can_fault, go, say, settings, stands_still, wait, whole, writes};
 use std::time::{Duration, Instant};
 use vmferry_engine::{MigrationMode, MigrationState, Settings};
 use vmferry_wire::Role;
@@ -93,8 +93,7 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
         let rest = moved.received.unwrap();
         assert_eq!((rest.state, rest.left), (MigrationState::PostcopyPaused, left), "nothing is made up");
         assert!(left > 0);
-        // Whoever waits must not be given zeros: its threads are left asleep on purpose.
-        std::mem::forget(moved.target);
+        asleep(moved.target);
     }
 }
 
@@ -170,7 +169,7 @@ fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
     let rest = moved.received.unwrap();
     assert!(rest.left > 0 && rest.state != MigrationState::Completed, "{rest:?}");
     stands_still(&moved.source, "stopped");
-    std::mem::forget(moved.target);
+    asleep(moved.target);
 }
 
 /// Cancelled before the handover it stays; the target has not run it.

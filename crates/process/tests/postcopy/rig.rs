@@ -90,6 +90,13 @@ pub(crate) fn stands_still(guest: &ProcessGuest, what: &str) {
 }
 
 /// Slow enough that the harm comes in the middle.
+/// Keeps a guest that lacks pages until this process ends: whoever waits for one must not be given zeros, so its threads sleep on.
+pub(crate) fn asleep(guest: ProcessGuest) {
+    // Not forgotten: what nothing leads to any more would count as leaked.
+    static ASLEEP: Mutex<Vec<ProcessGuest>> = Mutex::new(Vec::new());
+    ASLEEP.lock().unwrap().push(guest);
+}
+
 pub(crate) fn settings(mode: MigrationMode) -> Settings {
     Settings {
         mode,
