@@ -486,6 +486,9 @@ pub(crate) struct BenchArgs {
     /// Which of the cases of `faults --quick` are run: each fault at each moment once, in a mode and with a guest that this chooses
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
+    /// So many cases of `faults` at a time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub(crate) jobs: u8,
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

@@ -15,6 +15,8 @@ use plan::{End, FAULTS, Fault, NOT_DONE};
 use run::{Case, Ran};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use vmferry_bench::density::Budget;
 use vmferry_bench::etcd::Etcd;
 use vmferry_bench::host::Host;
@@ -59,16 +61,18 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
     all
 }
 
+/// Started when the first case needs it: it writes to the disk.
+type LazyEtcd = OnceLock<Result<Etcd, String>>;
+
 /// What makes a case impossible here.
-fn impossible(case: Case, etcd: &mut Option<Result<Etcd, String>>) -> Option<String> {
+fn impossible(case: Case, etcd: &LazyEtcd) -> Option<String> {
     if case.guest == "kvm"
         && let Some(why) = guest::no_kvm()
     {
         return Some(why);
     }
     if case.fenced {
-        // Only where it is needed: it writes to the disk.
-        let etcd = etcd.get_or_insert_with(|| Etcd::start().map_err(|why| why.to_string()));
+        let etcd = etcd.get_or_init(|| Etcd::start().map_err(|why| why.to_string()));
         if let Err(why) = etcd {
             return Some(why.clone());
         }
@@ -83,60 +87,97 @@ fn impossible(case: Case, etcd: &mut Option<Result<Etcd, String>>) -> Option<Str
     }
 }
 
+/// What is said of a case that was run.
+struct Told {
+    line: Line,
+    row: String,
+    end: Option<End>,
+    failure: Option<String>,
+}
+
+fn words(ends: &[End]) -> String {
+    ends.iter().map(End::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+fn one(case: Case, etcd: &LazyEtcd) -> Told {
+    let name = case.to_string();
+    if let Some(why) = impossible(case, etcd) {
+        return Told { line: Line::skipped(&name, why), row: String::new(), end: None, failure: None };
+    }
+    let allowed = case.fault.allowed(case.mode, case.phase, case.fenced);
+    let line = Line::new(&name)
+        .param("guest", case.guest)
+        .param("mode", case.mode)
+        .param("phase", case.phase.to_string())
+        .param("fault", case.fault.to_string())
+        .param("fence", case.fenced);
+    let fence = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.fence()));
+    let ran = if case.phase == Phase::Save {
+        disk::run(case)
+    } else {
+        run::run(case, fence.as_deref().filter(|_| case.fenced))
+    };
+    match ran {
+        Ok(Ran { end, took, killed }) => {
+            let allowed = if killed { case.fault.allowed_if_killed(case.phase) } else { allowed };
+            let text = words(allowed);
+            let mut line = line
+                .param("killed_for_memory", killed)
+                .param("allowed", text.clone())
+                .param("outcome", end.to_string());
+            line.metric("decided_ms", took.as_secs_f64() * 1e3);
+            let failure = (!allowed.contains(&end)).then(|| format!("{name}: {end}, allowed is {text}"));
+            let took = format!("{:.1} s", took.as_secs_f64());
+            Told { line, row: format!("{name:<42} {end:<8} {took:>7}  {text}\n"), end: Some(end), failure }
+        }
+        Err(error) => {
+            let text = words(allowed);
+            Told {
+                line: line.param("allowed", text.clone()).param("outcome", "broken"),
+                row: format!("{name:<42} {:<8} {:>7}  {text}\n", "BROKEN", ""),
+                end: None,
+                failure: Some(format!("{name}: {error:#}")),
+            }
+        }
+    }
+}
+
+/// All of them, `jobs` at a time: most of a case is waiting for what somebody's patience is.
+fn all(cases: &[Case], jobs: usize) -> Vec<Told> {
+    let (etcd, next) = (LazyEtcd::new(), AtomicUsize::new(0));
+    let told: Vec<OnceLock<Told>> = cases.iter().map(|_| OnceLock::new()).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    let Some((case, told)) = cases.get(number).zip(told.get(number)) else { break };
+                    eprintln!("bench faults: {}/{} {case}", number + 1, cases.len());
+                    let first = told.set(one(*case, &etcd));
+                    assert!(first.is_ok(), "{case} is told twice");
+                }
+            });
+        }
+    });
+    told.into_iter().filter_map(OnceLock::into_inner).collect()
+}
+
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let cases = cases(args);
     let mut document = Document::new("faults", Host::describe());
-    let mut etcd = None;
     let (mut failures, mut counts) = (Vec::new(), BTreeMap::<String, u64>::new());
     let mut table = format!("{:<42} {:<8} {:>7}  allowed\n", "case", "guest", "after");
-    for (number, case) in cases.iter().enumerate() {
-        let name = case.to_string();
-        eprintln!("bench faults: {}/{} {name}", number + 1, cases.len());
-        if let Some(why) = impossible(*case, &mut etcd) {
-            document.cases.push(Line::skipped(&name, why));
-            continue;
-        }
-        let allowed = case.fault.allowed(case.mode, case.phase, case.fenced);
-        let text = allowed.iter().map(End::to_string).collect::<Vec<_>>().join(" or ");
-        let mut line = Line::new(&name)
-            .param("guest", case.guest)
-            .param("mode", case.mode)
-            .param("phase", case.phase.to_string())
-            .param("fault", case.fault.to_string())
-            .param("fence", case.fenced)
-            .param("allowed", text.clone());
-        let fence = etcd.as_ref().and_then(|etcd| Some(etcd.as_ref().ok()?.fence()));
-        let ran = if case.phase == Phase::Save {
-            disk::run(*case)
-        } else {
-            run::run(*case, fence.as_deref().filter(|_| case.fenced))
-        };
-        match ran {
-            Ok(Ran { end, took, killed }) => {
-                let allowed = if killed { case.fault.allowed_if_killed(case.phase) } else { allowed };
-                let text = allowed.iter().map(End::to_string).collect::<Vec<_>>().join(" or ");
-                line = line.param("killed_for_memory", killed).param("allowed", text.clone());
-                line = line.param("outcome", end.to_string());
-                line.metric("decided_ms", took.as_secs_f64() * 1e3);
-                *counts.entry(end.to_string()).or_default() += 1;
-                if !allowed.contains(&end) {
-                    failures.push(format!("{name}: {end}, allowed is {text}"));
-                }
-                let took = format!("{:.1} s", took.as_secs_f64());
-                table.push_str(&format!("{name:<42} {end:<8} {took:>7}  {text}\n"));
-            }
-            Err(error) => {
-                failures.push(format!("{name}: {error:#}"));
-                line = line.param("outcome", "broken");
-                table.push_str(&format!("{name:<42} {:<8} {:>7}  {text}\n", "BROKEN", ""));
-            }
-        }
+    for Told { line, row, end, failure } in all(&cases, args.jobs.into()) {
         document.cases.push(line);
+        table.push_str(&row);
+        end.into_iter().for_each(|end| *counts.entry(end.to_string()).or_default() += 1);
+        failures.extend(failure);
     }
     for (what, why) in NOT_DONE {
         document.cases.push(Line::skipped(what, why));
     }
     document.summary.insert("seed".into(), json!(args.seed));
+    document.summary.insert("jobs".into(), json!(args.jobs));
     document.summary.insert("outcomes".into(), json!(counts));
     document.summary.insert("failures".into(), json!(failures));
     let table = format!("{table}{}{}", document.skipped_text(), document.failures_text());

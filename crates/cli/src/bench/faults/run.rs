@@ -127,8 +127,8 @@ fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
         mode,
         max_bandwidth: Some(60_000_000),
         // Passes go on until the clock ends them, so that there are later ones, and what follows is the mode's own end: stopping takes
-        // longer than that, however little a guest writes on a busy host.
-        downtime_limit_ms: 1,
+        // longer than nothing, however little a guest writes on a busy host.
+        downtime_limit_ms: 0,
         timeout_ms: Some(2500),
         on_timeout: if case.mode == "hybrid" { OnTimeoutArg::Postcopy } else { OnTimeoutArg::Switch },
         peer_timeout_ms: 1000,
