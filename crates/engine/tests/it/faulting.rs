@@ -1,5 +1,6 @@
 //! Memory whose pages come later, without a kernel: whoever touches a page that is missing sleeps on a condition.
 
+use crate::toy::Method;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
@@ -27,6 +28,8 @@ pub(crate) struct Faulting {
     state: Mutex<State>,
     changed: Condvar,
     write: Write,
+    /// What it panics in.
+    clumsy: Option<Method>,
     pub(crate) touches: AtomicU64,
 }
 
@@ -37,8 +40,8 @@ impl std::fmt::Debug for Faulting {
 }
 
 impl Faulting {
-    pub(crate) fn new(write: Write) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), write, touches: 0.into() }
+    pub(crate) fn new(write: Write, clumsy: Option<Method>) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), write, clumsy, touches: 0.into() }
     }
 
     /// Sleeps until `page` is there, at most `within`; says whether it is.
@@ -116,6 +119,7 @@ impl LazyMemory for Faulting {
     }
 
     fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        assert_ne!(self.clumsy, Some(Method::NextFault), "a clumsy VM");
         let deadline = Instant::now() + within;
         let mut state = self.state.lock().unwrap();
         loop {
@@ -136,6 +140,7 @@ impl LazyMemory for Faulting {
     }
 
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
+        assert_ne!(self.clumsy, Some(Method::Place), "a clumsy VM");
         assert_eq!(bytes.len() as u64, run.bytes());
         self.put(region, run, Some(bytes))
     }

@@ -37,6 +37,9 @@ pub(crate) enum Method {
     TrackerStop,
     Load,
     Start,
+    /// Of memory whose pages come later.
+    Place,
+    NextFault,
 }
 
 /// How writes are found.
@@ -348,7 +351,8 @@ impl TargetVm for Toy {
                 word.store(u64::from_le_bytes(bytes.try_into().unwrap()), Relaxed);
             }
         };
-        Ok(self.board.lazy.get_or_init(|| Arc::new(Faulting::new(Box::new(write)))).clone())
+        let clumsy = self.board.clumsy.get().copied();
+        Ok(self.board.lazy.get_or_init(|| Arc::new(Faulting::new(Box::new(write), clumsy))).clone())
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
