@@ -5,6 +5,7 @@ mod channel;
 mod error;
 pub mod fence;
 mod free;
+mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
 mod lacking;

@@ -21,6 +21,7 @@ use super::skip::Skipping;
 use super::timings::Timings;
 use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
 use crate::fence::Asker;
+use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
@@ -94,6 +95,8 @@ pub(super) struct Driver<'s, 'e> {
     session: Session,
     inputs: (SyncSender<Numbered>, Receiver<Numbered>),
     control: Arc<Stream>,
+    /// What speaks for this side while the VM is at work.
+    heart: Option<Heartbeat>,
     /// Its reader has ended: no last word is to be waited for.
     control_lost: bool,
     /// What the control channel can be taken up again with.
@@ -158,6 +161,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             session,
             inputs,
             control: Arc::new(control),
+            heart: None,
             control_lost: false,
             resume: Token::NONE,
             streams: Streams::default(),
@@ -183,7 +187,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             state_deadline: None,
         };
         ground.monitor.update(|progress| progress.id = ground.migration.to_string());
-        let outcome = driver.read_control().map_or_else(
+        let outcome = driver.listen().map_or_else(
             |error| {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
             },
@@ -197,6 +201,23 @@ impl<'s, 'e> Driver<'s, 'e> {
             driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held);
         driver.report_free(&mut report);
         report
+    }
+
+    fn listen(&mut self) -> io::Result<()> {
+        self.heart = Some(Heartbeat::of_source(self.ground.settings.peer_timeout)?);
+        self.read_control()
+    }
+
+    /// Has the VM do something; the target hears of this side meanwhile.
+    fn busy<T>(
+        &mut self,
+        work: impl FnOnce(&mut dyn SourceVm, &mut dyn DirtyTracker, &mut Pending) -> T,
+    ) -> T {
+        let (vm, tracker, pending) = (&mut *self.vm, &mut *self.tracker, &mut self.pending);
+        match &self.heart {
+            Some(heart) => heart.during(&self.control, || work(vm, tracker, pending)),
+            None => work(vm, tracker, pending),
+        }
     }
 
     fn read_control(&self) -> io::Result<()> {
@@ -340,13 +361,13 @@ impl<'s, 'e> Driver<'s, 'e> {
                 self.timings.pausing(predicted);
                 self.switch_bandwidth();
                 self.stop_asking();
-                let paused = self.vm.pause();
+                let paused = self.busy(|vm, _, _| vm.pause());
                 self.paused = paused.is_ok();
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
             }
             Action::Save => {
-                let saved = self.vm.save();
+                let saved = self.busy(|vm, _, _| vm.save());
                 self.timings.saved();
                 self.state_deadline = Instant::now().checked_add(self.ground.settings.peer_timeout);
                 Some(saved.map_or_else(
@@ -355,7 +376,7 @@ impl<'s, 'e> Driver<'s, 'e> {
                 ))
             }
             Action::Release => {
-                let released = self.vm.release();
+                let released = self.busy(|vm, _, _| vm.release());
                 Some(released.map_or_else(
                     |error| local("letting go of what the target needs", &error),
                     |()| Event::Released,
@@ -425,7 +446,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         // Before anything is read, and even if it fails half-way there is something to stop.
         self.tracking = true;
         self.dirtied_since = Instant::now();
-        if let Err(error) = self.tracker.start() {
+        if let Err(error) = self.busy(|_, tracker, _| tracker.start()) {
             return local("starting to track dirty pages", &error);
         }
         self.protect = Some(self.tracker.protector());
@@ -437,16 +458,18 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
     fn rehearse(&mut self) -> Event {
-        let began = Instant::now();
-        let paused = self.vm.pause();
-        let pause = began.elapsed();
-        let saved = paused.and_then(|()| self.vm.save());
-        let save = began.elapsed().saturating_sub(pause);
-        let resumed = self.vm.resume();
-        match saved.and(resumed) {
-            Ok(()) => Event::Rehearsed { fixed: pause + save * 2 },
-            Err(error) => local("rehearsing the pause", &error),
-        }
+        self.busy(|vm, _, _| {
+            let began = Instant::now();
+            let paused = vm.pause();
+            let pause = began.elapsed();
+            let saved = paused.and_then(|()| vm.save());
+            let save = began.elapsed().saturating_sub(pause);
+            let resumed = vm.resume();
+            match saved.and(resumed) {
+                Ok(()) => Event::Rehearsed { fixed: pause + save * 2 },
+                Err(error) => local("rehearsing the pause", &error),
+            }
+        })
     }
 
     fn show(&self) {

@@ -132,7 +132,8 @@ pub struct Settings {
     pub free_pages: bool,
     /// Compare every page's digest while the guest is stopped.
     pub verify: bool,
-    /// How long the peer may be silent before it is given up.
+    /// How long the peer may be silent before it is given up. A side whose VM takes longer for something says that it is there meanwhile,
+    /// for three times this.
     pub peer_timeout: Duration,
     /// Plain connections to other hosts, which anyone on the way can read and change.
     pub insecure: bool,

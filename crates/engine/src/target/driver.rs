@@ -12,6 +12,7 @@ use super::{Arrival, Received};
 use crate::MigrateError;
 use crate::channel::{Incoming, answer, send_message};
 use crate::fence::{Asker, Word};
+use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::lazy::LazyMemory;
 use crate::monitor::thread_cpu_us;
@@ -63,6 +64,8 @@ pub(super) struct Driver<'a> {
     /// Sources that came while this attempt was being wound up: they are served next.
     waiting: Vec<Incoming>,
     link: Link,
+    /// What speaks for this side while the VM is at work.
+    heart: Option<Heartbeat>,
     /// The control channel's reader has ended: no last word is to be waited for.
     control_lost: bool,
     load: Duration,
@@ -95,6 +98,7 @@ impl<'a> Driver<'a> {
             inputs,
             waiting: Vec::new(),
             link,
+            heart: None,
             control_lost: false,
             load: Duration::ZERO,
             lazy_memory: None,
@@ -108,7 +112,10 @@ impl<'a> Driver<'a> {
             .control
             .set_timeouts(timeout, timeout)
             .and_then(|()| answer(&driver.link.control, &hello, Ok(())))
-            .and_then(|()| driver.link.read_control(arrival.peer_timeout));
+            .and_then(|()| {
+                driver.heart = Some(Heartbeat::of_target(arrival.peer_timeout)?);
+                driver.link.read_control(arrival.peer_timeout)
+            });
         let outcome = match greeted {
             Ok(()) => driver.drive(),
             Err(error) => {
@@ -382,6 +389,15 @@ impl<'a> Driver<'a> {
         all_here.then(|| Event::AllHere(lazy.figures()))
     }
 
+    /// Has the VM do something; the source hears of this side meanwhile.
+    fn busy<T>(&mut self, work: impl FnOnce(&mut dyn TargetVm) -> T) -> T {
+        let vm = &mut *self.vm;
+        match &self.heart {
+            Some(heart) => heart.during(&self.link.control, || work(vm)),
+            None => work(vm),
+        }
+    }
+
     fn load(&mut self, sections: &[Section]) -> Event {
         // From here on nobody may write the guest's memory but the guest: what a source still sends is refused.
         if self.link.arrivals.lazy().is_none() && !self.link.arrivals.seal() {
@@ -389,7 +405,7 @@ impl<'a> Driver<'a> {
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
         let began = Instant::now();
-        let loaded = self.vm.load(sections);
+        let loaded = self.busy(|vm| vm.load(sections));
         if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
             // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
             let peer = &self.link.control.peer;
@@ -412,7 +428,7 @@ impl<'a> Driver<'a> {
             return failed("the link was lost before the guest was started on the target".to_owned());
         }
         let began = Instant::now();
-        match self.vm.start() {
+        match self.busy(|vm| vm.start()) {
             Ok(()) => {
                 let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
                 Event::Started { micros: micros(began.elapsed()), cpu_us }

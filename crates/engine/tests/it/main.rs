@@ -14,6 +14,7 @@ mod proxy;
 mod recorded;
 mod renounced;
 mod rig;
+mod slow;
 mod snapshots;
 mod strangers;
 mod toy;

@@ -138,6 +138,7 @@ impl Toy {
             ran: running.into(),
             fail: Mutex::new(None),
             clumsy: OnceLock::new(),
+            slow: OnceLock::new(),
             lazy: OnceLock::new(),
             calls: Mutex::default(),
             options,
@@ -184,6 +185,11 @@ impl Toy {
     /// `method` panics.
     pub(crate) fn panics(&self, method: Method) {
         self.board.clumsy.set(method).unwrap();
+    }
+
+    /// `method` takes `time`.
+    pub(crate) fn takes(&self, method: Method, time: Duration) {
+        self.board.slow.set((method, time)).unwrap();
     }
 
     /// Whether the injected failure has not come up.

@@ -28,7 +28,7 @@ impl Driver<'_, '_> {
         self.unthrottle();
         self.stop_asking();
         self.paused = false;
-        let resumed = self.vm.resume();
+        let resumed = self.busy(|vm, _, _| vm.resume());
         self.timings.resumed();
         self.shutdown();
         resumed.map_or_else(|error| local("resuming the guest", &error), |()| Event::Resumed)

@@ -19,7 +19,7 @@ impl<'e> Driver<'_, 'e> {
         // The questions of the pass end with it: an answer that comes after the harvest may name what it found.
         self.stop_asking();
         self.pending.land();
-        if let Err(error) = self.tracker.harvest(self.pending.since()) {
+        if let Err(error) = self.busy(|_, tracker, pending| tracker.harvest(pending.since())) {
             return local("harvesting dirty pages", &error);
         }
         if self.paused {

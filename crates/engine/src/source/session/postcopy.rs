@@ -31,6 +31,12 @@ pub(super) struct Recovery {
     /// Why the link is lost.
     pub(super) why: String,
     pub(super) interruptions: u64,
+    /// Pages that the target lacked when the link was last taken up again.
+    pub(super) left: Option<u64>,
+    /// As many as the time before: the link in between was of no use.
+    pub(super) stalled: bool,
+    /// When pages were last sent again.
+    pub(super) resumed: Duration,
 }
 
 impl Session {
@@ -148,6 +154,8 @@ impl Session {
             (State::Hearing, Event::Message(ToSource::Lacking(piece))) => vec![Action::TakeLacking(piece)],
             (State::Hearing, Event::Message(ToSource::Resume { pages, bulk, urgent })) => {
                 self.recovery.running = true;
+                self.recovery.stalled =
+                    self.recovery.left.replace(pages).is_some_and(|before| pages >= before);
                 if pages == 0 {
                     // `Complete` follows.
                     return Vec::new();
@@ -155,9 +163,9 @@ impl Session {
                 self.state = State::Reopening { opened: false, up: false };
                 vec![Action::ServeAgain { pages }, Action::OpenChannels { bulk, urgent }]
             }
-            (State::Reopening { up, .. }, Event::ChannelsOpened) => self.reopening(true, up),
+            (State::Reopening { up, .. }, Event::ChannelsOpened) => self.reopening(now, true, up),
             (State::Reopening { opened, .. }, Event::Message(ToSource::ChannelsUp)) => {
-                self.reopening(opened, true)
+                self.reopening(now, opened, true)
             }
             (_, Event::PeerLost(why) | Event::NotSent(why)) => self.suspend(now, why),
             (_, Event::LocalFailure(why)) => self.suspend(now, why.to_string()),
@@ -206,12 +214,13 @@ impl Session {
         self.ping(now)
     }
 
-    fn reopening(&mut self, opened: bool, up: bool) -> Vec<Action> {
+    fn reopening(&mut self, now: Duration, opened: bool, up: bool) -> Vec<Action> {
         self.state = State::Reopening { opened, up };
         if !(opened && up) {
             return Vec::new();
         }
         self.state = State::Postcopy;
+        self.recovery.resumed = now;
         self.pass += 1;
         vec![Action::SendRest { number: self.pass }]
     }
@@ -220,8 +229,12 @@ impl Session {
     pub(super) fn suspend(&mut self, now: Duration, why: String) -> Vec<Action> {
         // From the first loss on, not from each failed attempt to make it good.
         if matches!(self.state, State::Postcopy | State::Committed) {
-            self.recovery.since = now;
-            self.recovery.pause = FIRST_TRY;
+            // A link that can be taken up again and again, and brings nothing, is one attempt: something fails that time does not mend.
+            let held = now.saturating_sub(self.recovery.resumed);
+            if !self.recovery.stalled || held > self.settings.reconnect_for {
+                self.recovery.since = now;
+                self.recovery.pause = FIRST_TRY;
+            }
             self.recovery.waiting = false;
             self.recovery.interruptions += 1;
         }

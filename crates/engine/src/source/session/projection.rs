@@ -34,7 +34,19 @@ impl Session {
             lazy,
             lacking,
             left_before,
-            recovery: postcopy::Recovery { running, since, pause, waiting, why: _, interruptions: _ },
+            // Whether the last link was of any use decides for how long it is tried again, and nothing else.
+            recovery:
+                postcopy::Recovery {
+                    running,
+                    since,
+                    pause,
+                    waiting,
+                    why: _,
+                    interruptions: _,
+                    left: _,
+                    stalled: _,
+                    resumed,
+                },
             figures: _,
             writers,
             shares,
@@ -64,6 +76,7 @@ impl Session {
             stopped,
             since,
             pause,
+            resumed,
             &mut last_ping.1,
         ] {
             *stamp = Duration::ZERO;

@@ -157,6 +157,44 @@ fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() 
     assert_eq!(again, [Action::Reconnect { after: Duration::ZERO }]);
 }
 
+/// Loses the link of a guest that runs there at once whenever it was taken up again; for how long that is tried. The target lacks as many
+/// pages as `lacks` says, by the attempt.
+fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
+    let mut session = passing(Settings { mode: crate::MigrationMode::Hybrid, ..Settings::default() });
+    session.lazy = true;
+    session.running_lazily(MS);
+    let (mut now, mut attempts) = (2 * MS, 0);
+    session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
+    let most = Duration::from_secs(3600);
+    while now < most && session.interrupted().is_some_and(|(waiting, _)| !waiting) {
+        now += MS;
+        let [Action::Reconnect { after }] = session.handle(now, Event::Tick)[..] else { continue };
+        now += after;
+        session.handle(now, Event::Reconnected);
+        attempts += 1;
+        let resume =
+            ToSource::Resume { pages: lacks(attempts), bulk: Token([1; 16]), urgent: Token([2; 16]) };
+        session.handle(now, Event::Message(resume));
+        session.handle(now, Event::ChannelsOpened);
+        assert!(matches!(
+            session.handle(now, Event::Message(ToSource::ChannelsUp))[..],
+            [Action::SendRest { .. }]
+        ));
+        session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
+    }
+    assert!(u128::from(attempts) < now.as_millis() / 20, "{attempts} attempts in {now:?}");
+    now
+}
+
+#[test]
+fn links_that_bring_nothing_are_not_taken_up_for_ever() {
+    let tried = tried_for(|_| 100);
+    let patience = Settings::default().reconnect_for;
+    assert!((patience..patience + Duration::from_secs(5)).contains(&tried), "{tried:?}");
+    // As long as pages come it goes on.
+    assert_eq!(tried_for(|attempt| (1 << 40) - attempt).as_secs(), 3600);
+}
+
 #[test]
 fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
     let mut session = passing(Settings::default());

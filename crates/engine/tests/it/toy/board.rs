@@ -43,6 +43,8 @@ pub(crate) struct Board {
     pub(super) fail: Mutex<Option<(Method, u32)>>,
     /// What it panics in.
     pub(super) clumsy: OnceLock<Method>,
+    /// What takes so long.
+    pub(super) slow: OnceLock<(Method, Duration)>,
     /// Where pages are that have not come yet.
     pub(super) lazy: OnceLock<Arc<Faulting>>,
     /// How often which method was called.
@@ -53,6 +55,9 @@ impl Board {
     pub(super) fn trip(&self, method: Method) -> Result<(), VmError> {
         self.calls.lock().unwrap().push(method);
         assert_ne!(self.clumsy.get(), Some(&method), "a clumsy VM");
+        if let Some((_, time)) = self.slow.get().filter(|(slow, _)| *slow == method) {
+            std::thread::sleep(*time);
+        }
         let mut fail = self.fail.lock().unwrap();
         match fail.as_mut() {
             Some((which, 0)) if *which == method => {

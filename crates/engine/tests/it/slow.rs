@@ -1,0 +1,54 @@
+//! VMs that take longer for something than either side bears silence: a slow disk that is flushed, vCPUs that do not stop at once. The other
+//! side hears meanwhile that its peer is there.
+
+use crate::rig::{Ended, attempt, check_owner, unix_uri};
+use crate::toy::{Method, Options, Toy, Tracking};
+use std::time::{Duration, Instant};
+use vmferry_engine::{Listener, MigrationState, Monitor, Settings};
+
+const PEER_TIMEOUT: Duration = Duration::from_millis(600);
+
+/// Moves a guest between VMs of which one takes `time` for `method`.
+fn moved(method: Method, time: Duration) -> (Toy, Toy, Ended) {
+    let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
+    let mut target = source.target();
+    let there = matches!(method, Method::Load | Method::Start);
+    (if there { &target } else { &source }).takes(method, time);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    // A guest that stands still for that long is no reason to go on.
+    let settings = Settings {
+        peer_timeout: PEER_TIMEOUT,
+        downtime_limit: Duration::from_secs(60),
+        ..Settings::default()
+    };
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    (source, target, ended)
+}
+
+#[test]
+fn what_a_vm_takes_long_for_is_no_silence() {
+    use Method::{Harvest, Load, Pause, Save, Start, TrackerStart};
+    std::thread::scope(|scope| {
+        for method in [TrackerStart, Harvest, Pause, Save, Load, Start] {
+            scope.spawn(move || {
+                let (_source, target, ended) = moved(method, PEER_TIMEOUT * 2);
+                assert_eq!(ended.state(), Some(MigrationState::Completed), "{method:?}: {}", ended.error());
+                assert!(target.works(), "{method:?}");
+                assert_eq!(target.lost(), [], "{method:?}");
+            });
+        }
+    });
+}
+
+#[test]
+fn a_vm_that_hangs_is_not_waited_for_for_ever() {
+    for method in [Method::Save, Method::Load] {
+        let began = Instant::now();
+        let (source, _target, ended) = moved(method, PEER_TIMEOUT * 8);
+        assert_eq!(ended.state(), Some(MigrationState::Failed), "{method:?}: {}", ended.error());
+        assert!(source.works(), "{method:?}: the guest stands still");
+        assert!(began.elapsed() < PEER_TIMEOUT * 8 + Duration::from_secs(5), "{method:?}");
+    }
+}
