@@ -22,6 +22,8 @@ pub struct Plan {
     pub initrd: PathBuf,
     /// An empty file system for a guest's disk, if one could be made.
     pub disk: Option<PathBuf>,
+    /// A block device with the same that takes hardly half a megabyte a second, if there is one.
+    pub slow_disk: Option<PathBuf>,
     /// What checks a file system, if it is there.
     pub fsck: Option<PathBuf>,
     /// Where the other machine's agent listens, if there is one.

@@ -26,6 +26,7 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, share: &Path) -> Plan {
         vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),
+        slow_disk: None,
         fsck: Some(inside("e2fsck")),
         peer: None,
         seconds,

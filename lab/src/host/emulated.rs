@@ -43,6 +43,7 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, two: bool) -> Plan {
         vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),
+        slow_disk: Some("/dev/vda".into()),
         fsck: Some(inside("e2fsck")),
         peer: two.then_some(SocketAddr::from((OTHER_ADDRESS, peer::PORT))),
         seconds,
@@ -68,6 +69,7 @@ impl Hall<'_> {
     }
 
     fn start(&self, name: &str, memory_mib: u32, options: String, network: Vec<String>) -> Result<Machine> {
+        let slow = self.share.join(super::SLOW_DISK);
         Machine::start(&Setup {
             qemu: &self.whole.qemu,
             kernel: &self.whole.outer,
@@ -78,6 +80,8 @@ impl Hall<'_> {
             options,
             serial: Some(self.serial(name)),
             network,
+            // One machine writes it.
+            slow: (name == MACHINE).then_some(&*slow),
         })
     }
 

@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// The hidden chore by which a QEMU ends with us, however we end.
 pub(crate) const LEASH: &str = "leash";
 
+/// Bytes a second that a slow disk takes.
+const SLOW: u32 = 400_000;
+
 /// How a machine is to be.
 #[derive(Debug)]
 pub(crate) struct Setup<'a> {
@@ -28,6 +31,8 @@ pub(crate) struct Setup<'a> {
     pub(crate) serial: Option<PathBuf>,
     /// Arguments for its network, if it has one.
     pub(crate) network: Vec<String>,
+    /// What its disk is kept in, which the emulator makes slow.
+    pub(crate) slow: Option<&'a Path>,
 }
 
 /// A running one. When this is dropped it ends.
@@ -56,6 +61,10 @@ impl Machine {
             None => command.args(["-chardev", "stdio,id=terminal,signal=off", "-serial", "chardev:terminal"]),
         };
         command.args(&setup.network);
+        if let Some(path) = setup.slow {
+            let limit = format!("if=none,id=slow,format=raw,throttling.bps-write={SLOW},file=");
+            command.arg("-drive").arg(option(&limit, path)).args(["-device", "virtio-blk-pci,drive=slow"]);
+        }
         let child = command.spawn().context("cannot start QEMU")?;
         Ok(Self { child })
     }

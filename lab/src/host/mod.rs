@@ -23,6 +23,9 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 use vmferry_lab::scenarios;
 
+/// In the shared folder: what the slow disk is kept in.
+const SLOW_DISK: &str = "slow.img";
+
 /// The parts, none of which is missing.
 struct Whole {
     qemu: PathBuf,
@@ -106,6 +109,7 @@ pub(crate) fn shell(script: Option<&Path>) -> Result<bool> {
         options: format!("quiet lab.mode={mode}"),
         serial: None,
         network: vec!["-nic".into(), "none".into()],
+        slow: None,
     })?;
     machine.wait(Instant::now() + LONGEST)
 }
@@ -129,7 +133,8 @@ fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     )?;
     let fsck = &whole.fsck;
     std::fs::copy(fsck, inside.join("e2fsck")).with_context(|| format!("cannot copy {}", fsck.display()))?;
-    disk(&inside.join("disk.img"))
+    disk(&inside.join("disk.img"))?;
+    disk(&share.join(SLOW_DISK))
 }
 
 /// An empty file system, for a guest's disk.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 /// Modules without which a kernel cannot be the outer machine's.
-pub(crate) const OUTER_MODULES: [&str; 8] =
-    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "tun", "bridge", "loop"];
+pub(crate) const OUTER_MODULES: [&str; 9] =
+    ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "virtio_blk", "tun", "bridge", "loop"];
 /// Modules that a Linux guest under vmferry needs.
 pub(crate) const GUEST_MODULES: [&str; 7] =
     ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4", "button", "evdev"];

@@ -202,6 +202,7 @@ mod tests {
 
     fn lab() -> Lab {
         let plan = crate::plan::Plan {
+            slow_disk: None,
             scenarios: Vec::new(),
             results: "/nowhere".into(),
             vmferry: "/nowhere".into(),

@@ -77,6 +77,14 @@ impl<'a> Rig<'a> {
 
 /// Moves the guest and returns the document of that, which must tell of a good move.
 pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Value> {
+    let (report, status) = attempt(source, uri, arguments)?;
+    judge(&report)?;
+    ensure!(status == 0, "`vmferry migrate` ended with status {status}");
+    Ok(report)
+}
+
+/// Has the guest move, and returns the document of that, and the command's status.
+pub(crate) fn attempt(source: &Vm, uri: &str, arguments: &[&str]) -> Result<(Value, i32)> {
     let mut all = vec!["migrate", uri, "--json", "-"];
     all.extend(arguments);
     if !uri.contains("127.0.0.1") {
@@ -93,9 +101,7 @@ pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Valu
         .next()
         .context("no document")?
         .context("the report is no JSON")?;
-    judge(&report)?;
-    ensure!(ran.status == 0, "`vmferry migrate` ended with status {}", ran.status);
-    Ok(report)
+    Ok((report, ran.status))
 }
 
 /// Whether vmferry's own document tells of a move in which every page that was compared was the same.

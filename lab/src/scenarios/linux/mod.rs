@@ -69,6 +69,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         45,
         storage::disk,
     ),
+    scenario(
+        "linux-slow-disk",
+        "what the disk does not take in time keeps it from moving, and later it moves",
+        false,
+        150,
+        storage::slow,
+    ),
     scenario("linux-tcp", "a connection survives a move", true, 45, network::tcp),
     scenario(
         "linux-free-pages",

@@ -1,10 +1,13 @@
 //! A disk that is written to while its guest moves.
 
-use super::{Lab, Rig, Verdict};
+use super::judge::Move;
+use super::{Lab, Rig, Verdict, ready, seconds};
+use crate::scenarios::rig::attempt;
 use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
 /// Records are flushed all the time; after the move each of them is there, and the file system is clean.
 pub(super) fn disk(lab: &mut Lab) -> Result<Verdict> {
@@ -43,6 +46,70 @@ fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
     match checker {
         Some(checker) => check(&checker, image)?,
         None => rig.lab.figure("fsck", "not run: no static e2fsck"),
+    }
+    Ok(Verdict::Passed)
+}
+
+/// A move whose pause comes while much that was written has yet to get to a slow disk: it is given up in time, the guest goes on, and moves
+/// when the disk has caught up.
+pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
+    /// Takes the disk longer than the move, and than the guest may stand still for it.
+    const MIB: u32 = 16;
+    let Some(device) = lab.plan.slow_disk.clone() else {
+        return Ok(Verdict::Skipped("there is no disk that is slow; the emulated machine has one".into()));
+    };
+    let checker = lab.plan.fsck.clone();
+    let mut rig = Rig::new(lab);
+    let guest = Guest {
+        dirty_ring: true,
+        options: "lab.stress_mib=8 lab.records=/disk/records".into(),
+        devices: vec!["--disk".into(), device.to_string_lossy().into_owned()],
+        ..Guest::usual()
+    };
+    let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
+    let before = ready(&source)?;
+    // In the background: its end waits for the disk.
+    source.enter(&format!(
+        "(dd if=/dev/zero of=/disk/much bs=1M count={MIB} conv=fsync 2>/dev/null; touch /tmp/there) &"
+    ))?;
+    let whole = format!("[ \"$(stat -c %s /disk/much)\" = {} ]", MIB << 20);
+    source.shell(&format!("until {whole}; do sleep 1; done; echo all-written"), "all-written")?;
+    let began = Instant::now();
+    let (report, status) = attempt(&source, &target.uri()?, &["--mode", "precopy", "--tracker", "ring"])?;
+    rig.lab.figure("given_up_after_s", began.elapsed().as_secs_f64());
+    let why = report["error"].as_str().unwrap_or_default().to_owned();
+    // The rest of the words are the same each time.
+    rig.lab.figure("given_up", why.rsplit(": ").next().unwrap_or_default());
+    ensure!(
+        (status, report["outcome"].as_str()) == (1, Some("failed")),
+        "it ended with status {status} as {}, though the disk was not ready: {why}",
+        report["outcome"]
+    );
+    ensure!(why.contains("within"), "the error does not say for how long it waited: {why}");
+    source.shell("echo kept-$kept", "kept-42")?;
+    let after = source.verified("verify")?;
+    Move {
+        before: &before,
+        after: &after,
+        // For so long it may have stood still.
+        downtime_ms: 12_000.0,
+        slack: rig.slack(),
+        emulated: rig.lab.plan.emulated,
+        stall: rig.stall(),
+    }
+    .judge()?;
+    source.skip()?;
+    source.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
+    source.wait("the disk", seconds(120), |said| said.trim_start().starts_with("all-there").then_some(()))?;
+    let target = rig.awaiting(&guest)?;
+    rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
+    let told = target.verified("stop-records")?.told;
+    super::judge::content(&told)?;
+    rig.lab.figure("records", told.records.unwrap_or(0));
+    target.shell("umount /disk && echo unmounted", "unmounted")?;
+    rig.power_off(&target)?;
+    if let Some(checker) = checker {
+        check(&checker, &device)?;
     }
     Ok(Verdict::Passed)
 }
