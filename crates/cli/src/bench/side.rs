@@ -1,7 +1,7 @@
 //! A process of this very command with a guest, or waiting for one, as operators start it; for benches that do harm to it.
 
 use crate::api::Client;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
@@ -139,6 +139,23 @@ impl Side {
             if Instant::now() > deadline {
                 bail!("waited in vain for {what}: {}", status.unwrap_or_default());
             }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// It ends by itself, in a failure, and never has a guest that runs.
+    pub(super) fn refuses(&mut self) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                ensure!(!status.success(), "it ended well: {}", self.said());
+                self.dead = true;
+                return Ok(());
+            }
+            let status = self.status();
+            let runs = status.as_ref().is_some_and(|status| status["vm"]["place"] == "running");
+            ensure!(!runs, "it runs: {status:?}");
+            ensure!(Instant::now() < deadline, "it does not end: {status:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

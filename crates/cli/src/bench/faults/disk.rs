@@ -4,7 +4,7 @@ use super::plan::{End, Fault};
 use super::run::{Case, LOAD, Ran};
 use crate::api::MigrateRequest;
 use crate::bench::side::{Folder, Side, Start};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ pub(super) fn run(case: Case) -> Result<Ran> {
         // What is there of it must not be taken for a guest.
         let args = vec!["--incoming".into(), uri];
         if let Ok(mut target) = Side::start(Start { args, ..case.start() }, &folder.0, "target") {
-            bail!("half a guest was taken out of a file: {:?}", target.status());
+            target.refuses().context("half a guest in a file")?;
         }
         return Ok(Ran { end: End::Died, took: began.elapsed(), killed: false });
     }

@@ -113,18 +113,19 @@ fn one(case: Case, etcd: &LazyEtcd) -> Told {
         .param("fence", case.fenced);
     let fence = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.fence()));
     let ran = if case.phase == Phase::Save {
-        disk::run(case)
+        disk::run(case).map(|ran| (ran, 1))
     } else {
         run::run(case, fence.as_deref().filter(|_| case.fenced))
     };
     match ran {
-        Ok(Ran { end, took, killed }) => {
+        Ok((Ran { end, took, killed }, attempt)) => {
             let allowed = if killed { case.fault.allowed_if_killed(case.phase) } else { allowed };
             let text = words(allowed);
             let mut line = line
                 .param("killed_for_memory", killed)
                 .param("allowed", text.clone())
-                .param("outcome", end.to_string());
+                .param("outcome", end.to_string())
+                .param("attempt", attempt);
             line.metric("decided_ms", took.as_secs_f64() * 1e3);
             let failure = (!allowed.contains(&end)).then(|| format!("{name}: {end}, allowed is {text}"));
             let took = format!("{:.1} s", took.as_secs_f64());

@@ -42,6 +42,24 @@ pub(super) struct Ran {
     pub(super) killed: bool,
 }
 
+/// A migration that ended before its moment: nothing was done to it yet, but on a busy host a second of silence comes by itself.
+#[derive(Debug)]
+struct Early {
+    phase: Phase,
+    status: Value,
+}
+
+impl std::fmt::Display for Early {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "it never came to {}: {}", self.phase, self.status)
+    }
+}
+
+impl std::error::Error for Early {}
+
+/// So often is such a one begun. What was begun again is counted and said.
+const ATTEMPTS: u32 = 3;
+
 impl Case {
     /// What both sides have of it.
     pub(super) fn start(self) -> Start<'static> {
@@ -56,8 +74,21 @@ impl std::fmt::Display for Case {
     }
 }
 
-/// Does the harm at its moment, and finds out what became of the guest.
-pub(super) fn run(case: Case, fence: Option<&str>) -> Result<Ran> {
+/// Does the harm at its moment, and finds out what became of the guest; and in which attempt.
+pub(super) fn run(case: Case, fence: Option<&str>) -> Result<(Ran, u32)> {
+    let mut attempt = 1;
+    loop {
+        match once(case, fence) {
+            Err(error) if attempt < ATTEMPTS && error.is::<Early>() => {
+                eprintln!("bench faults: {case} once more: {error:#}");
+                attempt += 1;
+            }
+            ended => return Ok((ended?, attempt)),
+        }
+    }
+}
+
+fn once(case: Case, fence: Option<&str>) -> Result<Ran> {
     let folder = Folder::new()?;
     let fence: Vec<String> = fence.into_iter().flat_map(|fence| ["--fence".into(), fence.into()]).collect();
     let with =
@@ -99,7 +130,7 @@ fn reach(case: Case, link: &Link, source: &mut Side) -> Result<()> {
     });
     source.say("migrate", serde_json::to_value(request(case, link)?)?)?;
     if !link.reached(PATIENCE) {
-        bail!("it never came to {}: {}", case.phase, source.status().unwrap_or_default());
+        bail!(Early { phase: case.phase, status: source.status().unwrap_or_default() });
     }
     if matches!(case.phase, Phase::Paused | Phase::Recovery) {
         link.harm(Harm::Cut, None);
