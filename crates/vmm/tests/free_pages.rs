@@ -163,8 +163,8 @@ fn what_a_guest_has_touched_and_freed_stays_behind() {
         assert!(all.bytes.wire > FREED / 2, "it was touched: {}", all.bytes.wire);
         for hints in [HintMode::Demand, HintMode::Incremental] {
             let report = moved(&case(hints, true));
-            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED, "{report:?}");
             // What channels have taken is sent, whatever the guest says then: some chunks of 8 MiB.
+            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED * 3 / 4, "{report:?}");
             assert!(report.bytes.wire * 2 < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
         }
     }
