@@ -18,7 +18,7 @@ use crate::report::RingFigures;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Layout, PageRun, PageSet, RegionId, Window};
 pub use vmferry_wire::{MachineConfig, Section};
@@ -55,6 +55,29 @@ pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -
         let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Err(VmError::new(format!("a thread panicked: {}", text.unwrap_or("it did not say why"))).into())
     })
+}
+
+/// What it takes to stop a guest.
+pub(crate) struct Rehearsal {
+    pub(crate) pause: Duration,
+    pub(crate) save: Duration,
+    /// For how long it stood still.
+    pub(crate) stood: Duration,
+    pub(crate) sections: Vec<Section>,
+}
+
+/// Stops the guest for an instant, to learn what that takes. It goes on whatever fails.
+pub(crate) fn rehearse(vm: &mut dyn SourceVm) -> Result<Rehearsal, VmError> {
+    let began = Instant::now();
+    let paused = vm.pause();
+    let pause = began.elapsed();
+    let saved = paused.and_then(|()| vm.save());
+    let save = began.elapsed().saturating_sub(pause);
+    let resumed = vm.resume();
+    let stood = began.elapsed();
+    let sections = saved?;
+    resumed?;
+    Ok(Rehearsal { pause, save, stood, sections })
 }
 
 /// The pages of a guest. Shared by every thread of the engine.

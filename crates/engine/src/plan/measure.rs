@@ -7,7 +7,7 @@ use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
 use crate::free::FreeReport;
 use crate::random;
-use crate::vm::{DirtyTracker, GuestMemory, SourceVm, TrackerKind, VmError};
+use crate::vm::{self, DirtyTracker, GuestMemory, SourceVm, TrackerKind, VmError};
 use serde::Serialize;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
@@ -232,18 +232,11 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
 fn rehearse(vm: &mut dyn SourceVm) -> Result<(f64, f64, f64, Duration), VmError> {
     let (mut pause_s, mut save_s, mut bytes, mut stood) = (f64::INFINITY, f64::INFINITY, 0.0, Duration::ZERO);
     for _ in 0..REHEARSALS {
-        let began = Instant::now();
-        let paused = vm.pause();
-        let pause = began.elapsed();
-        let saved = paused.and_then(|()| vm.save());
-        let save = began.elapsed().saturating_sub(pause);
-        let resumed = vm.resume();
-        stood += began.elapsed();
-        let sections = saved?;
-        resumed?;
-        pause_s = f64::min(pause_s, pause.as_secs_f64());
-        save_s = f64::min(save_s, save.as_secs_f64());
-        bytes = sections.iter().map(|section| section.payload.len() as f64).sum();
+        let once = vm::rehearse(vm)?;
+        stood += once.stood;
+        pause_s = f64::min(pause_s, once.pause.as_secs_f64());
+        save_s = f64::min(save_s, once.save.as_secs_f64());
+        bytes = once.sections.iter().map(|section| section.payload.len() as f64).sum();
     }
     Ok((pause_s, save_s, bytes, stood))
 }

@@ -25,7 +25,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
-use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
+use crate::vm::{self, DirtyTracker, GuestMemory, Protect, SourceVm};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
@@ -458,18 +458,10 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
     fn rehearse(&mut self) -> Event {
-        self.busy(|vm, _, _| {
-            let began = Instant::now();
-            let paused = vm.pause();
-            let pause = began.elapsed();
-            let saved = paused.and_then(|()| vm.save());
-            let save = began.elapsed().saturating_sub(pause);
-            let resumed = vm.resume();
-            match saved.and(resumed) {
-                Ok(()) => Event::Rehearsed { fixed: pause + save * 2 },
-                Err(error) => local("rehearsing the pause", &error),
-            }
-        })
+        match self.busy(|vm, _, _| vm::rehearse(vm)) {
+            Ok(once) => Event::Rehearsed { fixed: once.pause + once.save * 2 },
+            Err(error) => local("rehearsing the pause", &error),
+        }
     }
 
     fn show(&self) {

@@ -157,6 +157,22 @@ impl Rig<'_> {
         Ok(report)
     }
 
+    /// After a move that did not come about: the guest goes on where it was, with all that it had `before`, and stood still for no longer
+    /// than that.
+    fn stays(&self, source: &Vm, before: &Seen, downtime_ms: f64) -> Result<()> {
+        source.shell("echo kept-$kept", "kept-42")?;
+        let after = source.verified("verify")?;
+        Move {
+            before,
+            after: &after,
+            downtime_ms,
+            slack: self.slack(),
+            emulated: self.lab.plan.emulated,
+            stall: self.stall(),
+        }
+        .judge()
+    }
+
     /// Figures of a move.
     fn note(&mut self, report: &Value, after: &Told) {
         for name in ["total_ms", "downtime_ms", "tracker"] {

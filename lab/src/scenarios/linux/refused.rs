@@ -1,6 +1,5 @@
 //! Moves that do not come about: the guest goes on where it was, and can be moved afterwards.
 
-use super::judge::Move;
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::desk::{Answer, Request};
 use crate::scenarios::vm::{Guest, Vm};
@@ -34,17 +33,7 @@ fn stopped(
     stop(&source, &target)?;
     let status = ended(&rig, mover)?;
     ensure!(status == 1, "`vmferry migrate` ended with status {status}, not 1: the guest is where it was");
-    source.shell("echo kept-$kept", "kept-42")?;
-    let after = source.verified("verify")?;
-    Move {
-        before: &before,
-        after: &after,
-        downtime_ms: 0.0,
-        slack: rig.slack(),
-        emulated: rig.lab.plan.emulated,
-        stall: rig.stall(),
-    }
-    .judge()?;
+    rig.stays(&source, &before, 0.0)?;
     // And now in earnest.
     let next = rig.awaiting(&guest)?;
     rig.carry(&source, &next, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;

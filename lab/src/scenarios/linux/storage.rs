@@ -1,9 +1,8 @@
 //! A disk that is written to while its guest moves.
 
-use super::judge::Move;
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::scenarios::rig::attempt;
-use crate::scenarios::vm::Guest;
+use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -22,31 +21,15 @@ pub(super) fn disk(lab: &mut Lab) -> Result<Verdict> {
 }
 
 fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
-    let checker = lab.plan.fsck.clone();
     let mut rig = Rig::new(lab);
-    let guest = Guest {
-        dirty_ring: true,
-        options: "lab.stress_mib=16 lab.records=/disk/records".into(),
-        devices: vec!["--disk".into(), image.to_string_lossy().into_owned()],
-        ..Guest::usual()
-    };
+    let guest = writer(image, 16);
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
     let before = source.told()?.records.context("it writes no records")?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     // A second one writes on where the first went on.
     let next = rig.awaiting(&guest)?;
     rig.carry(&target, &next, &["--mode", "postcopy", "--pace", "off"])?;
-    let after = next.verified("stop-records")?.told;
-    let records = after.records.unwrap_or(0);
-    ensure!(records > before, "it wrote {before} records before its moves and none since");
-    super::judge::content(&after)?;
-    rig.lab.figure("records", records);
-    next.shell("umount /disk && echo unmounted", "unmounted")?;
-    rig.power_off(&next)?;
-    match checker {
-        Some(checker) => check(&checker, image)?,
-        None => rig.lab.figure("fsck", "not run: no static e2fsck"),
-    }
+    finish(&mut rig, &next, before, image)?;
     Ok(Verdict::Passed)
 }
 
@@ -58,14 +41,8 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
     let Some(device) = lab.plan.slow_disk.clone() else {
         return Ok(Verdict::Skipped("there is no disk that is slow; the emulated machine has one".into()));
     };
-    let checker = lab.plan.fsck.clone();
     let mut rig = Rig::new(lab);
-    let guest = Guest {
-        dirty_ring: true,
-        options: "lab.stress_mib=8 lab.records=/disk/records".into(),
-        devices: vec!["--disk".into(), device.to_string_lossy().into_owned()],
-        ..Guest::usual()
-    };
+    let guest = writer(&device, 8);
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
     let before = ready(&source)?;
     // In the background: its end waits for the disk.
@@ -86,32 +63,40 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
         report["outcome"]
     );
     ensure!(why.contains("within"), "the error does not say for how long it waited: {why}");
-    source.shell("echo kept-$kept", "kept-42")?;
-    let after = source.verified("verify")?;
-    Move {
-        before: &before,
-        after: &after,
-        // For so long it may have stood still.
-        downtime_ms: 12_000.0,
-        slack: rig.slack(),
-        emulated: rig.lab.plan.emulated,
-        stall: rig.stall(),
-    }
-    .judge()?;
+    rig.stays(&source, &before, 12_000.0)?;
     source.skip()?;
     source.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
     source.wait("the disk", seconds(120), |said| said.trim_start().starts_with("all-there").then_some(()))?;
     let target = rig.awaiting(&guest)?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
-    let told = target.verified("stop-records")?.told;
-    super::judge::content(&told)?;
-    rig.lab.figure("records", told.records.unwrap_or(0));
-    target.shell("umount /disk && echo unmounted", "unmounted")?;
-    rig.power_off(&target)?;
-    if let Some(checker) = checker {
-        check(&checker, &device)?;
-    }
+    finish(&mut rig, &target, before.told.records.unwrap_or(0), &device)?;
     Ok(Verdict::Passed)
+}
+
+/// A guest that writes records to the disk `path`.
+fn writer(path: &Path, stress_mib: u32) -> Guest {
+    Guest {
+        dirty_ring: true,
+        options: format!("lab.stress_mib={stress_mib} lab.records=/disk/records"),
+        devices: vec!["--disk".into(), path.to_string_lossy().into_owned()],
+        ..Guest::usual()
+    }
+}
+
+/// Ends the guest: all of its records are on the disk `path`, more than `before` its moves, and the file system is clean.
+fn finish(rig: &mut Rig<'_>, vm: &Vm, before: u64, path: &Path) -> Result<()> {
+    let told = vm.verified("stop-records")?.told;
+    let records = told.records.unwrap_or(0);
+    ensure!(records > before, "it wrote {before} records before its moves and none since");
+    super::judge::content(&told)?;
+    rig.lab.figure("records", records);
+    vm.shell("umount /disk && echo unmounted", "unmounted")?;
+    rig.power_off(vm)?;
+    match rig.lab.plan.fsck.clone() {
+        Some(checker) => check(&checker, path)?,
+        None => rig.lab.figure("fsck", "not run: no static e2fsck"),
+    }
+    Ok(())
 }
 
 fn check(checker: &Path, image: &Path) -> Result<()> {
