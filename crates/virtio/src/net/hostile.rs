@@ -11,6 +11,8 @@ use vm_memory::{Bytes, GuestAddress};
 
 /// Most steps that are taken; bytes behind them are not looked at.
 const STEPS: usize = 256;
+/// Most frames that wait on the wire: what is asked of memory is to be the device's, not this network's.
+const WAITING: usize = 32;
 
 /// Does to a network interface what `bytes` say.
 ///
@@ -64,7 +66,10 @@ fn step(guest: &mut NetGuest, choices: &mut Choices<'_>) {
             let mut frame = vec![0; HEADER];
             frame.resize(HEADER + len, choices.byte());
             (frame[0], frame[1]) = (choices.byte() & 3, choices.byte() & 0x83);
-            lock(&guest.wire().coming).push_back(frame);
+            let coming = &mut *lock(&guest.wire().coming);
+            if coming.len() < WAITING {
+                coming.push_back(frame);
+            }
         }
         7 | 8 => drop(guest.receive()),
         9 | 10 => drop(guest.transmit()),

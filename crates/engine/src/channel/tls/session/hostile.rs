@@ -4,7 +4,7 @@ use super::super::authority::Authority;
 use super::*;
 use std::sync::OnceLock;
 
-/// Most that an end sends.
+/// Most that an end sends, and about what waits on the wire: what is asked of memory is to be the connection's, not the wire's.
 const MOST: usize = 256 << 10;
 
 /// One end, and what is on its way to the other.
@@ -163,7 +163,7 @@ pub fn drive_tls(bytes: &[u8]) {
                 from.way.splice(..0, new.iter().copied());
             }
             // A record comes twice.
-            5 if len > 5 => {
+            5 if (6..MOST).contains(&len) => {
                 let record = 5 + usize::from(from.way[3]) * 256 + usize::from(from.way[4]);
                 if let Some(record) = from.way.get(..record).map(<[u8]>::to_vec) {
                     from.way.splice(..0, record);
