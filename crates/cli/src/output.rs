@@ -162,6 +162,12 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
             parts.map(part).join(", ")
         )?;
     }
+    if let times @ 1.. = count(&report["put_off"]) {
+        writeln!(
+            out,
+            "put off      {times} times: the guest went on, because its I/O did not come to rest within the limit"
+        )?;
+    }
     let data = &report["bytes"];
     let passes = report["passes"].as_array().map_or(0, Vec::len);
     writeln!(

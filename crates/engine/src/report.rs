@@ -51,6 +51,8 @@ pub struct Report {
     pub pace: Option<PaceFigures>,
     /// How often the link was lost in postcopy, and taken up again.
     pub interruptions: u64,
+    /// How often the guest could not be stopped, or went on after it was, because its I/O did not come to rest in time.
+    pub put_off: u64,
     /// How free pages were learnt of; `None` if nobody could be asked, or was to be.
     pub free_pages: Option<FreePagesFigures>,
     /// How the guest was slowed; `None` if it never was.

@@ -25,24 +25,38 @@ pub use vmferry_wire::{MachineConfig, Section};
 
 /// What went wrong inside a VMM's implementation, in its own words.
 #[derive(Debug)]
-pub struct VmError(Box<dyn std::error::Error + Send + Sync>);
+pub struct VmError {
+    source: Box<dyn std::error::Error + Send + Sync>,
+    busy: bool,
+}
 
 impl VmError {
     /// Wraps any error, or a text.
     pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
-        Self(error.into())
+        Self { source: error.into(), busy: false }
+    }
+
+    /// The same of something that is well and only takes longer than it was given: see [`SourceVm::settle`].
+    pub fn busy(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self { source: error.into(), busy: true }
+    }
+
+    /// Whether it may succeed if it is tried again later.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.busy
     }
 }
 
 impl fmt::Display for VmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.source.fmt(f)
     }
 }
 
 impl std::error::Error for VmError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.source()
+        self.source.source()
     }
 }
 
@@ -63,19 +77,29 @@ pub(crate) struct Rehearsal {
     pub(crate) save: Duration,
     /// For how long it stood still.
     pub(crate) stood: Duration,
-    pub(crate) sections: Vec<Section>,
+    /// Its state; or why its I/O did not come to rest in time, which is all that can be wrong.
+    pub(crate) sections: Result<Vec<Section>, VmError>,
 }
 
-/// Stops the guest for an instant, to learn what that takes. It goes on whatever fails.
-pub(crate) fn rehearse(vm: &mut dyn SourceVm) -> Result<Rehearsal, VmError> {
+/// Brings to rest what the guest's devices have under way, within that time, and saves the state.
+pub(crate) fn save(vm: &mut dyn SourceVm, within: Duration) -> Result<Vec<Section>, VmError> {
+    vm.settle(within)?;
+    vm.save()
+}
+
+/// Stops the guest for an instant, to learn what that takes; its I/O has so long to come to rest. It goes on whatever fails.
+pub(crate) fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Rehearsal, VmError> {
     let began = Instant::now();
     let paused = vm.pause();
     let pause = began.elapsed();
-    let saved = paused.and_then(|()| vm.save());
+    let saved = paused.and_then(|()| save(vm, within));
     let save = began.elapsed().saturating_sub(pause);
     let resumed = vm.resume();
     let stood = began.elapsed();
-    let sections = saved?;
+    let sections = match saved {
+        Err(error) if !error.is_busy() => return Err(error),
+        saved => saved,
+    };
     resumed?;
     Ok(Rehearsal { pause, save, stood, sections })
 }
@@ -245,7 +269,20 @@ pub trait SourceVm: Send {
     /// If a vCPU does not stop. The engine then calls `resume`.
     fn pause(&mut self) -> Result<(), VmError>;
 
-    /// Drains I/O in flight and saves vCPUs, interrupt controllers and devices. Called between pause and resume;
+    /// Brings what devices have under way to its end, and what they wrote to where the target finds it. Nothing new is begun before
+    /// [`resume`](Self::resume). Called between pause and save; may write guest memory, as what is under way does.
+    ///
+    /// `within` is for how long the guest may stand still for that: what cannot be done in this time goes on, and is not waited for.
+    ///
+    /// # Errors
+    /// [`VmError::busy`] if it takes longer: the engine calls `resume`, and tries to stop the guest again later. Any other error ends the
+    /// migration, and the engine calls `resume`, too.
+    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
+        let _ = within;
+        Ok(())
+    }
+
+    /// Saves vCPUs, interrupt controllers and devices, which have [come to rest](Self::settle). Called between pause and resume;
     /// may write guest memory, which the following harvest finds.
     ///
     /// # Errors

@@ -166,10 +166,7 @@ impl Bus {
         // All of them, also behind one that is busy.
         let busy: Vec<_> = self.devices.iter().filter(|device| !device.quiesce(deadline)).collect();
         match busy.first() {
-            Some(device) => Err(Error::Device {
-                name: device.name(),
-                why: format!("it did not finish its work within {:.1} s", began.elapsed().as_secs_f64()),
-            }),
+            Some(device) => Err(Error::Busy { name: device.name(), within: began.elapsed() }),
             None => Ok(()),
         }
     }

@@ -5,6 +5,7 @@ use crate::disk::DiskError;
 use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
+use std::time::Duration;
 use vmferry_sys::tap::TapError;
 
 /// What went wrong: what failed, where, and what to do where that is known.
@@ -111,6 +112,14 @@ pub enum Error {
         /// Why.
         why: String,
     },
+    /// A device has work under way that takes longer than it was given.
+    #[error("{name}: it did not finish its work within {:.1} s", .within.as_secs_f64())]
+    Busy {
+        /// Which device.
+        name: &'static str,
+        /// How long it was waited for.
+        within: Duration,
+    },
     /// A vCPU did not answer.
     #[error("vCPU {cpu} did not {what} within {} ms", crate::vcpu::PATIENCE.as_millis())]
     Unresponsive {
@@ -130,6 +139,12 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether nothing is wrong but that I/O takes its time.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy { .. } | Self::Disk(DiskError::Slow { .. }))
+    }
+
     /// The failure of ioctl `what`.
     pub(crate) fn kvm(what: impl Into<String>, source: kvm_ioctls::Error) -> Self {
         Self::Kvm { what: what.into(), source: io::Error::from_raw_os_error(source.errno()) }

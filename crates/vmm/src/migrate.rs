@@ -108,8 +108,13 @@ impl SourceVm for Vm {
         Self::pause(self).map_err(VmError::new)
     }
 
+    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
+        Self::settle(self, within)
+            .map_err(|error| if error.is_busy() { VmError::busy(error) } else { VmError::new(error) })
+    }
+
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        self.save_state().map_err(VmError::new)
+        self.save_rested().map_err(VmError::new)
     }
 
     fn release(&mut self) -> Result<(), VmError> {

@@ -23,6 +23,10 @@ pub(super) fn failure() -> Refusal {
     Refusal::new(RefusalCode::Other, "a step failed")
 }
 
+fn still_busy() -> Event {
+    Event::Busy { stood: Duration::ZERO, why: "requests are under way".into() }
+}
+
 fn lost() -> String {
     "the link is lost".into()
 }
@@ -133,6 +137,10 @@ impl Step<'_> {
         }
     }
 
+    fn busy(&mut self) -> bool {
+        self.goes_wrong(Mishap::Busy(self.at))
+    }
+
     fn step_fails(&mut self) -> bool {
         self.goes_wrong(Mishap::StepFails(self.at))
     }
@@ -149,7 +157,8 @@ impl Step<'_> {
                 (self.world.here.protected, self.world.here.marked) = (0, ALL);
                 Event::TrackerStarted
             }
-            Action::Rehearse => Event::Rehearsed { fixed: Duration::ZERO },
+            Action::Rehearse { .. } if self.busy() => return Some(still_busy()),
+            Action::Rehearse { .. } => Event::Rehearsed { fixed: Duration::ZERO },
             Action::Harvest => self.harvest(),
             Action::SendPass { number, pass } => return self.begin_pass(number, pass),
             Action::Pause => {
@@ -157,7 +166,12 @@ impl Step<'_> {
                 self.world.here.paused = true;
                 Event::Paused
             }
-            Action::Save => {
+            Action::Save { .. } if self.busy() => {
+                // What ended in the meantime has written memory.
+                self.save();
+                return Some(still_busy());
+            }
+            Action::Save { .. } => {
                 if !self.flaw(Flaw::HarvestsBeforeSaving) {
                     self.save();
                 }
@@ -188,6 +202,15 @@ impl Step<'_> {
                 return None;
             }
             Action::ServeAgain { pages } => return self.serve_again(pages),
+            Action::GoOn => {
+                let ours = !self.world.here.committed;
+                self.promise(Promise::NotTakenBack, ours);
+                if !self.step_fails() {
+                    self.run_here();
+                    return Some(Event::Resumed);
+                }
+                return Some(failed);
+            }
             Action::Resume => return Some(self.resume()),
             Action::Fence { word, .. } => {
                 self.ask_fence(Side::Source, word);

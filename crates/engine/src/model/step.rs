@@ -64,6 +64,8 @@ pub(super) enum Mishap {
     SourceDiesBefore(u8),
     TargetDiesBefore(u8),
     StepFails(u8),
+    /// The guest's I/O does not come to rest in time.
+    Busy(u8),
     /// A message to a lost link: it is known that nothing of it left; or that it failed. Else it is taken for sent.
     NotSent(u8),
     SendFails(u8),

@@ -81,6 +81,7 @@ fn mishap_told(mishap: Mishap) -> &'static str {
     match mishap {
         Mishap::SourceDiesBefore(_) | Mishap::TargetDiesBefore(_) => "AND DIES in the middle",
         Mishap::StepFails(_) => "WHICH FAILS",
+        Mishap::Busy(_) => "AND FINDS ITS I/O BUSY",
         Mishap::NotSent(_) => "the answer does not leave",
         Mishap::SendFails(_) => "the answer fails to be sent",
         Mishap::BreaksAfter(_) => "LINK CUT as it answers",

@@ -21,6 +21,8 @@ const PLACES: usize = 64;
 const SAMPLE: u64 = 2048;
 /// How long a guest may take to say what is free.
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
+/// How long the guest may stand still for its I/O to come to rest: what a migration's downtime may be, unless it is said.
+const SETTLES: Duration = Duration::from_millis(300);
 /// Rehearsals of the pause: the shortest counts, as in earnest.
 const REHEARSALS: u32 = 2;
 /// What a first write to a protected page costs the guest, in seconds: measured on two kinds of hosts (docs/dirty-tracking.md).
@@ -232,11 +234,12 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
 fn rehearse(vm: &mut dyn SourceVm) -> Result<(f64, f64, f64, Duration), VmError> {
     let (mut pause_s, mut save_s, mut bytes, mut stood) = (f64::INFINITY, f64::INFINITY, 0.0, Duration::ZERO);
     for _ in 0..REHEARSALS {
-        let once = vm::rehearse(vm)?;
+        let once = vm::rehearse(vm, SETTLES)?;
+        let sections = once.sections?;
         stood += once.stood;
         pause_s = f64::min(pause_s, once.pause.as_secs_f64());
         save_s = f64::min(save_s, once.save.as_secs_f64());
-        bytes = once.sections.iter().map(|section| section.payload.len() as f64).sum();
+        bytes = sections.iter().map(|section| section.payload.len() as f64).sum();
     }
     Ok((pause_s, save_s, bytes, stood))
 }

@@ -10,6 +10,8 @@ pub(super) struct Faults {
     pub(super) calm: bool,
     /// Local steps that fail, in a thousand.
     pub(super) step_fails: u64,
+    /// Times that the guest's I/O does not come to rest, in a thousand.
+    pub(super) busy: u64,
     /// Pages that are damaged on the way, in a thousand.
     pub(super) damage: u64,
     /// The link is cut when this many more control messages have been sent.
@@ -42,6 +44,9 @@ impl World {
         }
         if self.rng.per_mille(300) {
             self.faults.step_fails = 1 + self.rng.below(60);
+        }
+        if self.rng.per_mille(200) {
+            self.faults.busy = [50, 300, 900][self.rng.index(3)];
         }
         if self.rng.per_mille(300) {
             self.faults.damage = 1 + self.rng.below(150);

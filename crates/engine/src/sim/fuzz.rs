@@ -135,7 +135,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 events.extend([Event::ChannelsOpened, Event::Message(ToSource::ChannelsUp)]);
             }
             Action::StartTracker => events.push(Event::TrackerStarted),
-            Action::Rehearse => events.push(Event::Rehearsed { fixed: Duration::from_micros(50) }),
+            Action::Rehearse { .. } => events.push(Event::Rehearsed { fixed: Duration::from_micros(50) }),
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
@@ -150,9 +150,9 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 }
             }
             Action::Pause => events.push(Event::Paused),
-            Action::Save => events.push(Event::Saved { sections: vec![section()] }),
+            Action::Save { .. } => events.push(Event::Saved { sections: vec![section()] }),
             Action::Release => events.push(Event::Released),
-            Action::Resume => events.push(Event::Resumed),
+            Action::Resume | Action::GoOn => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
             // Every page: nothing is left to compare.
             Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES, skipped: 0 }),
@@ -220,7 +220,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
                 Action::Send(ToTarget::Commit) => {
                     assert!(!std::mem::replace(&mut committed, true), "a second commit");
                 }
-                Action::Resume | Action::Rehearse | Action::Pause => {
+                Action::Resume | Action::GoOn | Action::Rehearse { .. } | Action::Pause => {
                     assert!(!committed || returned, "{action:?} after the commit");
                     assert!(!ran, "{action:?} of a guest that runs there");
                 }

@@ -293,7 +293,7 @@ impl World {
                 self.transmit(TO_TARGET, Cargo::Eof);
             }
             step => {
-                if step == Action::Rehearse {
+                if matches!(step, Action::Rehearse { .. }) {
                     self.here.running = false;
                 }
                 if let Action::OpenChannels { bulk, urgent } = step {
@@ -370,7 +370,12 @@ impl World {
                 self.memory.start_tracking();
                 Event::TrackerStarted
             }
-            Action::Rehearse => {
+            Action::Rehearse { within } if self.rng.per_mille(self.faults.busy) => {
+                self.memory.write_in_use(&mut self.rng);
+                self.resume();
+                still_busy(within)
+            }
+            Action::Rehearse { .. } => {
                 self.resume();
                 Event::Rehearsed { fixed: Duration::from_micros(self.rng.below(500)) }
             }
@@ -380,7 +385,19 @@ impl World {
                 (self.here.running, self.here.paused) = (false, true);
                 Event::Paused
             }
-            Action::Save => {
+            Action::Save { within } if self.rng.per_mille(self.faults.busy) => {
+                self.memory.write_in_use(&mut self.rng);
+                still_busy(within)
+            }
+            Action::GoOn => {
+                let ours = !self.here.committed;
+                self.promise(ours, |_| "went on after the commit".into());
+                if !failed {
+                    self.resume();
+                }
+                Event::Resumed
+            }
+            Action::Save { .. } => {
                 // Saving may write guest memory, with the guest stopped.
                 self.memory.write_in_use(&mut self.rng);
                 let section =
@@ -513,6 +530,10 @@ impl World {
         self.count_control();
         self.transmit(TO_SOURCE, Cargo::ToSource(message));
     }
+}
+
+fn still_busy(within: Duration) -> Event {
+    Event::Busy { stood: within.min(Duration::from_secs(10)), why: "requests are under way".into() }
 }
 
 fn failure(what: &str) -> Event {

@@ -58,6 +58,7 @@ impl World {
             resent: self.here.session.suspects_resent,
             skipped: self.here.pending.skipped_count(),
             dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
+            put_off: self.here.session.put_off(),
             interruptions: self.here.session.interruptions(),
             course: self.here.session.course().iter().map(|change| change.what.clone()).collect(),
             crashed: gone,

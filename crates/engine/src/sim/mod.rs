@@ -105,7 +105,7 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 28] = [
+const KINDS: [Kind; 30] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -138,6 +138,8 @@ const KINDS: [Kind; 28] = [
     ("claimed by a target that died", |end| {
         end.unknown() && end.ruling == Some(Ruling::Target { runs: false })
     }),
+    ("moved by precopy once its I/O was at rest", |end| end.moved() && !end.lazy && end.put_off > 0),
+    ("moved by postcopy once its I/O was at rest", |end| end.moved() && end.lazy && end.put_off > 0),
     ("moved over a narrow link", |end| end.moved() && end.slow),
     ("moved through a stall", |end| end.moved() && end.stalls > 0),
     ("moved though a stall was taken for a loss", |end| end.moved() && end.outlasted > 0 && end.lazy),

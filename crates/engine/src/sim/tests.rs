@@ -4,7 +4,7 @@
 use super::*;
 use std::time::Instant;
 
-const SEEDS: u64 = 60_000;
+const SEEDS: u64 = 80_000;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())

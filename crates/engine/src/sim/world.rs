@@ -65,6 +65,8 @@ pub(super) struct Ending {
     /// Answers about free pages that were dropped.
     pub(super) dropped: u64,
     pub(super) interruptions: u64,
+    /// Times that the guest's I/O was too busy to stop it.
+    pub(super) put_off: u64,
     /// What the migration did by itself.
     pub(super) course: Vec<String>,
     /// A host died, or was told to stop with a guest that was not whole.

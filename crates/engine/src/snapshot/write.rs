@@ -2,7 +2,7 @@
 
 use super::{pio, threads};
 use crate::monitor::Monitor;
-use crate::vm::{GuestMemory, SourceVm, VmError};
+use crate::vm::{self, GuestMemory, SourceVm, VmError};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -58,7 +58,7 @@ pub(super) fn write(
     let pausing = Instant::now();
     vm.pause()?;
     let paused = Instant::now();
-    let (state, state_sum) = encode_state(&vm.save()?)?;
+    let (state, state_sum) = encode_state(&vm::save(vm, Duration::MAX)?)?;
     let saved = Instant::now();
     let memory = vm.memory();
     let map = SnapshotMap::new(memory.layout(), machine_sum.bytes, state_sum.bytes);

@@ -25,7 +25,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
-use crate::vm::{self, DirtyTracker, GuestMemory, Protect, SourceVm};
+use crate::vm::{self, DirtyTracker, GuestMemory, Protect, Rehearsal, SourceVm};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
@@ -349,7 +349,7 @@ impl<'s, 'e> Driver<'s, 'e> {
                 None
             }
             Action::StartTracker => Some(self.start_tracker()),
-            Action::Rehearse => Some(self.rehearse()),
+            Action::Rehearse { within } => Some(self.rehearse(within)),
             Action::Harvest => Some(self.harvest()),
             Action::SendPass { number, pass } => self.send_pass(number, pass),
             Action::Throttle(shares) => {
@@ -366,15 +366,8 @@ impl<'s, 'e> Driver<'s, 'e> {
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
             }
-            Action::Save => {
-                let saved = self.busy(|vm, _, _| vm.save());
-                self.timings.saved();
-                self.state_deadline = Instant::now().checked_add(self.ground.settings.peer_timeout);
-                Some(saved.map_or_else(
-                    |error| local("saving the device state", &error),
-                    |sections| Event::Saved { sections },
-                ))
-            }
+            Action::Save { within } => Some(self.save(within)),
+            Action::GoOn => Some(self.go_on()),
             Action::Release => {
                 let released = self.busy(|vm, _, _| vm.release());
                 Some(released.map_or_else(
@@ -457,10 +450,36 @@ impl<'s, 'e> Driver<'s, 'e> {
     }
 
     /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
-    fn rehearse(&mut self) -> Event {
-        match self.busy(|vm, _, _| vm::rehearse(vm)) {
+    fn rehearse(&mut self, within: Duration) -> Event {
+        match self.busy(|vm, _, _| vm::rehearse(vm, within)) {
+            Ok(Rehearsal { sections: Err(busy), stood, .. }) => Event::Busy { stood, why: busy.to_string() },
             Ok(once) => Event::Rehearsed { fixed: once.pause + once.save * 2 },
             Err(error) => local("rehearsing the pause", &error),
+        }
+    }
+
+    fn save(&mut self, within: Duration) -> Event {
+        let saved = self.busy(|vm, _, _| vm::save(vm, within));
+        self.timings.saved();
+        self.state_deadline = Instant::now().checked_add(self.ground.settings.peer_timeout);
+        match saved {
+            Ok(sections) => Event::Saved { sections },
+            Err(busy) if busy.is_busy() => Event::Busy { stood: self.timings.stood(), why: busy.to_string() },
+            Err(error) => local("saving the device state", &error),
+        }
+    }
+
+    /// As before the pause.
+    fn go_on(&mut self) -> Event {
+        let resumed = self.busy(|vm, _, _| vm.resume());
+        self.timings.went_on();
+        self.ground.pacer.set(self.ground.settings.max_bandwidth);
+        match resumed {
+            Ok(()) => {
+                self.paused = false;
+                Event::Resumed
+            }
+            Err(error) => local("letting the guest go on", &error),
         }
     }
 

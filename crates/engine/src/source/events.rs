@@ -13,6 +13,11 @@ pub(crate) enum Event {
     Rehearsed {
         fixed: Duration,
     },
+    /// The guest's I/O did not come to rest within the time that it was given: it stood still for so long. After a rehearsal it runs.
+    Busy {
+        stood: Duration,
+        why: String,
+    },
     PassSent {
         bytes: u64,
     },
@@ -116,7 +121,10 @@ pub(crate) enum Action {
         pages: u64,
     },
     StartTracker,
-    Rehearse,
+    /// Stop the guest for an instant, in which its I/O has so long to come to rest.
+    Rehearse {
+        within: Duration,
+    },
     Harvest,
     SendPass {
         number: u32,
@@ -125,7 +133,12 @@ pub(crate) enum Action {
     /// Have each vCPU stand still for its share of the time; the last stands for all further ones.
     Throttle(Vec<f64>),
     Pause,
-    Save,
+    /// Save the state, for which the guest's I/O has so long to come to rest.
+    Save {
+        within: Duration,
+    },
+    /// Let the guest run on: it is stopped again later.
+    GoOn,
     /// Let go of what only the side that runs the guest may hold.
     Release,
     /// Say this to the fence after a while, and report [`Event::Ruled`].

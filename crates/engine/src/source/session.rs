@@ -9,6 +9,7 @@
 //! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes; or the fence's
 //! ([`fenced`]).
 
+mod busy;
 mod ending;
 mod fenced;
 mod judge;
@@ -29,6 +30,9 @@ use vmferry_wire::{LazyFigures, MachineConfig, Refusal, RefusalCode, RunName, To
 const MAX_RESENDS: u32 = 4;
 /// How long after a rehearsal that found the pause too long for the limit it is tried again; then twice as long, and so on.
 const REHEARSE_AGAIN: Duration = Duration::from_millis(250);
+/// A longer wait than that, or than this many times what the rehearsal took, would only keep a guest whose time has come.
+const LONGEST_BETWEEN_REHEARSALS: Duration = Duration::from_secs(30);
+const REHEARSALS_SHARE: u32 = 100;
 
 #[cfg_attr(test, derive(Hash))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,8 +51,12 @@ enum State {
     },
     Harvesting,
     Rehearsing,
+    /// Nearly nothing is left to send, and the guest cannot be stopped yet: passes would only cost it faults.
+    Resting,
     Pausing,
     Saving,
+    /// The guest's I/O is busy, and it is let run on.
+    GoingOn,
     LastHarvest,
     LastPass {
         sent: bool,
@@ -114,11 +122,17 @@ pub(crate) struct Session {
     /// When that was measured, and how long after that it may be again.
     rehearsed: Duration,
     rehearse_after: Duration,
+    /// Why the guest could not be brought to rest in time when that was tried last.
+    busy: Option<String>,
+    /// How often that was so.
+    put_off: u64,
     harvest_began: Duration,
     last_harvest: Duration,
     switch_wanted: bool,
     /// Somebody, or the timeout, wants the guest to run on the target before the rest of its memory is there.
     postcopy_wanted: bool,
+    /// The same of the migration itself, which can wait.
+    postcopy_advised: bool,
     /// This switchover is of that kind.
     lazy: bool,
     /// Pages that the target was told it lacks.
@@ -183,10 +197,13 @@ impl Session {
             fixed: None,
             rehearsed: now,
             rehearse_after: REHEARSE_AGAIN / 2,
+            busy: None,
+            put_off: 0,
             harvest_began: now,
             last_harvest: Duration::ZERO,
             switch_wanted: false,
             postcopy_wanted: false,
+            postcopy_advised: false,
             lazy: false,
             lacking: 0,
             left_before: None,
@@ -216,9 +233,10 @@ impl Session {
     pub(crate) fn phase(&self) -> Phase {
         match self.state {
             State::AwaitAccept | State::Opening { .. } | State::StartingTracker => Phase::Setup,
-            State::Passing { .. } | State::Harvesting | State::Rehearsing => Phase::Precopy,
+            State::Passing { .. } | State::Harvesting | State::Rehearsing | State::Resting => Phase::Precopy,
             State::Pausing
             | State::Saving
+            | State::GoingOn
             | State::LastHarvest
             | State::LastPass { .. }
             | State::HandingOver
@@ -335,16 +353,21 @@ impl Session {
             (State::Rehearsing, Event::Rehearsed { fixed }) => {
                 // A busy host makes it longer, never shorter.
                 self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
-                self.rehearsed = now;
-                // Each stops the guest: a VM that really takes longer than the limit is not stopped again and again.
-                self.rehearse_after = self.rehearse_after.saturating_mul(2);
+                self.busy = None;
+                self.was_stopped(now, fixed);
+                self.decide(now)
+            }
+            (State::Rehearsing, Event::Busy { stood, why }) => {
+                self.found_busy(now, stood, why);
                 self.decide(now)
             }
             (State::Pausing, Event::Paused) => {
                 self.state = State::Saving;
                 self.stopped = now;
-                vec![Action::Save]
+                vec![Action::Save { within: self.settle_within() }]
             }
+            (State::Saving, Event::Busy { stood, why }) => self.go_on(now, stood, why),
+            (State::GoingOn, Event::Resumed) => self.send_live(now, false),
             (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
             (State::LastHarvest, Event::Harvested { pages, .. }) if self.lazy => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
@@ -494,11 +517,11 @@ impl Session {
         self.round_trip = self.round_trip.min(self.harvest_began.saturating_sub(self.pass_began));
         // What stopping costs is measured, by stopping for an instant, not guessed. Once; but a host that was busy at that
         // instant must not keep the guest from ever fitting its limit.
-        let again = self.fixed.is_some_and(|fixed| fixed > self.settings.downtime_limit)
-            && now.saturating_sub(self.rehearsed) > self.rehearse_after;
-        if self.fixed.is_none() || again {
+        let never = self.fixed.is_none() && self.busy.is_none();
+        let again = self.cannot_stop() && now.saturating_sub(self.rehearsed) > self.rehearse_after;
+        if never || again {
             self.state = State::Rehearsing;
-            return vec![Action::Rehearse];
+            return vec![Action::Rehearse { within: self.settings.downtime_limit }];
         }
         self.decide(now)
     }
@@ -512,12 +535,17 @@ impl Session {
         let decision = self.policy.decide(outcome, self.fixed_costs());
         self.pass += 1;
         self.judge(now, outcome, decision);
-        if decision == Decision::Switch || self.switch_wanted {
+        let ready = self.busy.is_none() || self.insisted();
+        if (decision == Decision::Switch && ready) || self.switch_wanted {
             return self.pause();
         }
-        if self.wants_postcopy() {
+        if self.wants_postcopy() && ready {
             self.lazy = true;
             return self.pause();
+        }
+        if self.rests() {
+            self.state = State::Resting;
+            return Vec::new();
         }
         let mut actions: Vec<_> = self.slow_down(outcome).map(Action::Throttle).into_iter().collect();
         actions.extend(self.send_live(now, false));

@@ -99,6 +99,17 @@ impl Timings {
         self.saved = Some(Instant::now());
     }
 
+    /// How long the guest has stood still.
+    pub(super) fn stood(&self) -> Duration {
+        between(self.pause, Some(Instant::now()))
+    }
+
+    /// The pause was none: the guest runs on.
+    pub(super) fn went_on(&mut self) {
+        self.spans.precopy();
+        (self.pause, self.paused, self.saved, self.predicted) = (None, None, None, None);
+    }
+
     pub(super) fn throttled(&mut self, shares: Vec<f64>) {
         self.highest = shares.iter().copied().fold(self.highest, f64::max);
         self.shares = shares;
@@ -250,6 +261,7 @@ impl Timings {
             pace: ground.monitor.pace(),
             free_pages: None,
             interruptions: session.interruptions(),
+            put_off: session.put_off(),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),

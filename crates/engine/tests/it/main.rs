@@ -2,6 +2,7 @@
 
 #[path = "../../src/channel/tls/authority.rs"]
 mod authority;
+mod busy;
 mod clumsy;
 mod encrypted;
 mod faulting;

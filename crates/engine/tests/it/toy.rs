@@ -139,6 +139,8 @@ impl Toy {
             fail: Mutex::new(None),
             clumsy: OnceLock::new(),
             slow: OnceLock::new(),
+            busy: Mutex::default(),
+            settles: Mutex::default(),
             lazy: OnceLock::new(),
             calls: Mutex::default(),
             options,
@@ -190,6 +192,16 @@ impl Toy {
     /// `method` takes `time`.
     pub(crate) fn takes(&self, method: Method, time: Duration) {
         self.board.slow.set((method, time)).unwrap();
+    }
+
+    /// Whether its I/O is busy, each time that it is asked.
+    pub(crate) fn busy(&self, times: &[bool]) {
+        self.board.busy.lock().unwrap().extend(times);
+    }
+
+    /// How long its I/O was given to come to rest, each time.
+    pub(crate) fn settles(&self) -> Vec<Duration> {
+        self.board.settles.lock().unwrap().clone()
     }
 
     /// Whether the injected failure has not come up.
@@ -304,6 +316,16 @@ impl SourceVm for Toy {
         }
         *self.board.running.write().unwrap() = false;
         self.board.trip(Method::Pause)
+    }
+
+    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
+        self.board.settles.lock().unwrap().push(within);
+        if self.board.busy.lock().unwrap().pop_front() != Some(true) {
+            return Ok(());
+        }
+        // Of what is under way some ends meanwhile.
+        self.board.write(&self.board.rams[0], 1, self.board.writes.fetch_add(1, Relaxed) + 1);
+        Err(VmError::busy("requests are under way"))
     }
 
     fn save(&mut self) -> Result<Vec<Section>, VmError> {

@@ -7,7 +7,7 @@ use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
 use crate::vcpu::{Command, PATIENCE};
 use crate::{bus, disk};
 use kvm_bindings::CpuId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use vmferry_engine::Section;
 
 /// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
@@ -56,22 +56,43 @@ impl Vm {
         Ok(())
     }
 
-    /// Brings devices to rest and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
+    /// Brings devices to rest, and what was written to disks to where another host finds it; the guest is paused, or was never started. For no
+    /// longer than `within`, nor than 10 s. [`resume`](Self::resume) lets the devices go on.
+    ///
+    /// # Errors
+    /// One that [is busy](Error::is_busy) if that takes longer; [`Error::Disk`] if something that was written is lost; [`Error::WrongState`] if
+    /// the guest runs, or has ended.
+    pub fn settle(&mut self, within: Duration) -> Result<()> {
+        self.expect_alive("bring its devices to rest")?;
+        // What is finished now sends interrupts and writes memory (traps.md 13).
+        // One patience for both: the guest stands still meanwhile.
+        let deadline = Instant::now() + within.min(bus::PATIENCE);
+        self.shared.devices.bus().quiesce_by(deadline)?;
+        Ok(disk::sync(self.shared.devices.disks(), deadline)?)
+    }
+
+    /// [Brings devices to rest](Self::settle) and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
     /// [`resume`](Self::resume) lets the devices go on.
     ///
     /// # Errors
-    /// [`Error::Device`] if a device does not come to rest; [`Error::State`] if KVM does not give some of it; [`Error::WrongState`] if the guest runs, or has ended.
+    /// As [`settle`](Self::settle); [`Error::State`] if KVM does not give some of it.
     pub fn save_state(&mut self) -> Result<Vec<Section>> {
-        let what = "save the guest's state";
+        self.settle(bus::PATIENCE)?;
+        self.save_rested()
+    }
+
+    fn expect_alive(&self, what: &'static str) -> Result<()> {
         self.expect(what, &[Stage::Paused, Stage::Ready])?;
-        if let Some(exit) = self.shared.board.exit() {
-            return Err(Error::WrongState { what, why: exit.to_string() });
+        match self.shared.board.exit() {
+            Some(exit) => Err(Error::WrongState { what, why: exit.to_string() }),
+            None => Ok(()),
         }
-        // First: what is finished now sends interrupts and writes memory (traps.md 13).
-        // One patience for both: the guest stands still meanwhile.
-        let deadline = Instant::now() + bus::PATIENCE;
-        self.shared.devices.bus().quiesce_by(deadline)?;
-        disk::sync(self.shared.devices.disks(), deadline)?;
+    }
+
+    /// Saves it with its devices at rest.
+    pub(crate) fn save_rested(&self) -> Result<Vec<Section>> {
+        let what = "save the guest's state";
+        self.expect_alive(what)?;
         let vcpus = self.save_vcpus(what)?;
         let mut sections = Vec::with_capacity(vcpus.len() + 12);
         for (cpu, saved) in (0..).zip(&vcpus) {

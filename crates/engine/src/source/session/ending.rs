@@ -25,6 +25,9 @@ impl Session {
                 OnTimeout::Postcopy => self.postcopy_wanted = true,
             }
         }
+        if self.state == State::Resting {
+            return self.rested(now);
+        }
         if let Some(what) = self.awaited()
             && now.saturating_sub(self.last_step) > self.patience()
         {

@@ -45,15 +45,20 @@ impl Session {
             throttled: self.shares.iter().any(|share| *share > 0.0),
             lazy: self.settings.may_be_lazy(),
         };
-        let verdict = standing.judge();
+        let mut verdict = standing.judge();
+        if let Some(why) = &self.busy {
+            verdict = Verdict { converging: Some(false), help: vec![too_busy(why)], ..Verdict::default() };
+        }
         let stuck = verdict.converging != Some(true)
             && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
         self.judged.stuck = if stuck { self.judged.stuck + 1 } else { 0 };
         self.judged.verdict = Some(verdict.clone());
-        if decision == Decision::Switch || self.switch_wanted || self.postcopy_wanted {
+        if decision == Decision::Switch || self.switch_wanted || self.postcopy_wanted || self.postcopy_advised
+        {
             return;
         }
-        let Some(auto) = &self.settings.auto else { return };
+        // Nothing that it could do helps against I/O.
+        let Some(auto) = self.settings.auto.as_ref().filter(|_| self.busy.is_none()) else { return };
         let seen = Seen {
             passes: self.pass,
             elapsed: now.saturating_sub(self.started),
@@ -66,7 +71,7 @@ impl Session {
         self.judged.course.extend(course.change(&seen));
         match course {
             Course::Keep => {}
-            Course::Postcopy { .. } => self.postcopy_wanted = self.settings.may_be_lazy(),
+            Course::Postcopy { .. } => self.postcopy_advised = self.settings.may_be_lazy(),
             Course::Throttle { how, .. } => {
                 self.settings.auto_converge = how;
                 // What it left was written at full speed: the passes to come are judged anew.
@@ -75,4 +80,8 @@ impl Session {
             Course::Advise { .. } => self.judged.advised = true,
         }
     }
+}
+
+fn too_busy(why: &str) -> String {
+    format!("less I/O in the guest, or a longer --downtime-limit: {why}")
 }

@@ -44,7 +44,7 @@ impl Session {
     pub(super) fn wants_postcopy(&mut self) -> bool {
         let before = self.left_before.replace(self.remaining);
         let slow = before.is_some_and(|before| self.remaining as f64 > before as f64 * CONVERGING);
-        self.postcopy_wanted || (self.settings.mode == MigrationMode::Hybrid && slow)
+        self.postcopy_wanted || self.postcopy_advised || (self.settings.mode == MigrationMode::Hybrid && slow)
     }
 
     /// The state travels while the last harvest is under way.

@@ -27,10 +27,13 @@ impl Session {
             fixed,
             rehearsed,
             rehearse_after: _,
+            busy,
+            put_off: _,
             harvest_began,
             last_harvest,
             switch_wanted,
             postcopy_wanted,
+            postcopy_advised,
             lazy,
             lacking,
             left_before,
@@ -87,7 +90,8 @@ impl Session {
         assert!(*last_harvest == Duration::ZERO && fixed.is_none_or(|fixed| fixed == Duration::ZERO));
         state.hash(hasher);
         (pass, pass_bytes, remaining, fixed.is_some(), lacking, left_before).hash(hasher);
-        (switch_wanted, postcopy_wanted, lazy, running, waiting, writers).hash(hasher);
+        (switch_wanted, postcopy_wanted, postcopy_advised, busy.is_some(), lazy, running, waiting, writers)
+            .hash(hasher);
         (resends, comparing).hash(hasher);
         again.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
         verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);

@@ -33,6 +33,10 @@ fn passing(settings: Settings) -> Session {
 
 /// One live pass from `now`; what is asked for after its harvest.
 fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
+    while session.state == State::Resting {
+        *now += 20 * MS;
+        session.handle(*now, Event::Tick);
+    }
     *now += took;
     session.handle(*now, Event::PassSent { bytes });
     let received = ToSource::Received { pass: session.pass, suspects: 0, runs: Vec::new() };
@@ -40,6 +44,9 @@ fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, d
     *now += MS;
     session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() })
 }
+
+/// With as much time as the usual limit is.
+const REHEARSE: Action = Action::Rehearse { within: Duration::from_millis(300) };
 
 #[test]
 fn one_slow_answer_does_not_keep_an_idle_guest() {
@@ -52,7 +59,7 @@ fn one_slow_answer_does_not_keep_an_idle_guest() {
     session.handle(now, Event::Message(ToSource::Pong(1)));
     assert_eq!(session.round_trip, 400 * MS);
     let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    assert_eq!(asked, [Action::Rehearse]);
+    assert_eq!(asked, [REHEARSE]);
     session.handle(now, Event::Rehearsed { fixed: MS });
     assert_eq!(session.state, State::Passing { sent: false, received: false }, "3 x 400 ms do not fit 300");
     // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
@@ -63,12 +70,12 @@ fn one_slow_answer_does_not_keep_an_idle_guest() {
 fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
-    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [Action::Rehearse]);
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
     session.handle(now, Event::Rehearsed { fixed: 2000 * MS });
     let mut rehearsed = 0;
     for _ in 0..1000 {
         match pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
-            [Action::Rehearse] => {
+            [Action::Rehearse { .. }] => {
                 rehearsed += 1;
                 if session.handle(now, Event::Rehearsed { fixed: MS }) == [Action::Pause] {
                     assert_eq!(rehearsed, 1);
@@ -81,6 +88,81 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
         }
     }
     panic!("it was never tried again");
+}
+
+fn busy(stood: Duration) -> Event {
+    Event::Busy { stood, why: "requests are under way".into() }
+}
+
+#[test]
+fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
+    let mut session = passing(Settings::default());
+    let (mut now, mut stops) = (Duration::ZERO, Vec::new());
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
+    session.handle(now, busy(300 * MS));
+    assert!(session.verdict().unwrap().help[0].contains("under way"), "{:?}", session.verdict());
+    while now < Duration::from_secs(300) {
+        match pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
+            [Action::Rehearse { .. }] => {
+                stops.push(now);
+                let more = session.handle(now, busy(300 * MS));
+                assert!(!more.contains(&Action::Pause), "{more:?}");
+            }
+            ref actions => assert!(!actions.contains(&Action::Pause), "{actions:?}"),
+        }
+    }
+    assert!((10..20).contains(&stops.len()), "{stops:?}");
+    let longest = stops.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+    assert!(longest <= LONGEST_BETWEEN_REHEARSALS + 100 * MS, "{longest:?}");
+    // Once it comes to rest it moves.
+    loop {
+        if let [Action::Rehearse { .. }] = pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
+            assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+            return;
+        }
+        assert!(now < Duration::from_secs(400));
+    }
+}
+
+#[test]
+fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        let mut session = passing(Settings { mode, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        let [Action::Save { within }] = session.handle(now, Event::Paused)[..] else { panic!("it is saved") };
+        assert!(within <= 300 * MS && within > 290 * MS, "5 pages leave nearly all of the limit: {within:?}");
+        assert_eq!(session.handle(now + within, busy(within)), [Action::GoOn]);
+        now += within;
+        let more = session.handle(now, Event::Resumed);
+        assert!(
+            matches!(more[..], [Action::Send(ToTarget::Pass { .. }), Action::SendPass { .. }]),
+            "{more:?}"
+        );
+        assert_eq!((session.phase(), session.put_off()), (Phase::Precopy, 1));
+        // Not at once again; and then by a rehearsal.
+        let again = loop {
+            match &pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
+                [Action::Rehearse { .. }] => break now,
+                actions => assert!(!actions.contains(&Action::Pause), "{actions:?}"),
+            }
+        };
+        assert!(again > within + REHEARSE_AGAIN);
+        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+    }
+}
+
+#[test]
+fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    session.handle(now, Event::Rehearsed { fixed: MS });
+    session.switch_wanted = true;
+    assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: Duration::MAX }]);
+    let ended = session.handle(now, busy(10_000 * MS));
+    assert!(matches!(ended[..], [Action::Resume, Action::Send(ToTarget::Cancel(_))]), "{ended:?}");
 }
 
 #[test]
@@ -118,7 +200,10 @@ fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
     let mut session = passing(Settings { auto_converge, downtime_limit: 20 * MS, ..Settings::default() });
     let mut now = Duration::ZERO;
     let pages = (40 << 20) / 4096;
-    assert_eq!(pass(&mut session, &mut now, 40 << 20, 100 * MS, pages), [Action::Rehearse]);
+    assert_eq!(
+        pass(&mut session, &mut now, 40 << 20, 100 * MS, pages),
+        [Action::Rehearse { within: 20 * MS }]
+    );
     session.writers = writers.to_vec();
     let asked = session.handle(now, Event::Rehearsed { fixed: MS });
     asked

@@ -2,6 +2,7 @@
 
 use super::{Method, Options, Tracking};
 use crate::faulting::Faulting;
+use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU64, fence};
@@ -45,6 +46,9 @@ pub(crate) struct Board {
     pub(super) clumsy: OnceLock<Method>,
     /// What takes so long.
     pub(super) slow: OnceLock<(Method, Duration)>,
+    /// Whether its I/O is busy, each time that it is asked, and how long it was given.
+    pub(super) busy: Mutex<VecDeque<bool>>,
+    pub(super) settles: Mutex<Vec<Duration>>,
     /// Where pages are that have not come yet.
     pub(super) lazy: OnceLock<Arc<Faulting>>,
     /// How often which method was called.

@@ -1,0 +1,87 @@
+//! A guest whose I/O does not come to rest in the time that it may stand still: it goes on, and is stopped again later.
+//!
+//! Until the state is saved nothing has been said to the target of a pause, so the way back is that the guest runs and the passes go on.
+//! What was written meanwhile, by requests that ended, is the tracker's, as everything else.
+
+use super::{LONGEST_BETWEEN_REHEARSALS, REHEARSALS_SHARE, Session, State};
+use crate::source::events::{Action, Outcome};
+use crate::source::settings::MigrationMode;
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode};
+
+/// What would take less than this part of the limit to send can wait.
+const LITTLE: u32 = 4;
+
+impl Session {
+    /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right. And a
+    /// postcopy has no passes to go back to.
+    pub(super) fn insisted(&self) -> bool {
+        self.switch_wanted || self.postcopy_wanted || self.settings.mode == MigrationMode::Postcopy
+    }
+
+    /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent.
+    pub(super) fn cannot_stop(&self) -> bool {
+        self.busy.is_some() || self.fixed.is_some_and(|fixed| fixed > self.settings.downtime_limit)
+    }
+
+    /// Whether it waits for the next rehearsal with what is left.
+    pub(super) fn rests(&self) -> bool {
+        let transfer = self.policy.predict(self.remaining, Duration::ZERO);
+        let little = transfer.is_some_and(|time| time <= self.settings.downtime_limit / LITTLE);
+        self.cannot_stop() && !self.insisted() && little
+    }
+
+    /// Time has passed, and perhaps enough.
+    pub(super) fn rested(&mut self, now: Duration) -> Vec<Action> {
+        let due = self.insisted() || now.saturating_sub(self.rehearsed) > self.rehearse_after;
+        if due { self.send_live(now, false) } else { self.ping(now) }
+    }
+
+    /// How long the I/O of the guest, which stands still, has to come to rest: what the last pages leave of the limit.
+    pub(super) fn settle_within(&self) -> Duration {
+        if self.insisted() {
+            return Duration::MAX;
+        }
+        let pages = if self.lazy { 0 } else { self.remaining };
+        let transfer = self.policy.predict(pages, Duration::ZERO).unwrap_or_default();
+        self.settings.downtime_limit.saturating_sub(transfer)
+    }
+
+    /// The guest was stopped for so long, to learn what that takes. A VM that really takes longer than the limit is not stopped again and
+    /// again.
+    pub(super) fn was_stopped(&mut self, now: Duration, stood: Duration) {
+        self.rehearsed = now;
+        let longest = LONGEST_BETWEEN_REHEARSALS.max(stood.saturating_mul(REHEARSALS_SHARE));
+        self.rehearse_after = self.rehearse_after.saturating_mul(2).min(longest);
+    }
+
+    pub(super) fn found_busy(&mut self, now: Duration, stood: Duration, why: String) {
+        self.busy = Some(why);
+        self.put_off += 1;
+        self.was_stopped(now, stood);
+    }
+
+    /// The guest was to be moved, and its I/O is busy.
+    pub(super) fn go_on(&mut self, now: Duration, stood: Duration, why: String) -> Vec<Action> {
+        if self.insisted() {
+            let detail = format!("bringing the guest to rest failed: {why}");
+            return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)), true);
+        }
+        self.found_busy(now, stood, why);
+        // The next passes say anew whether they are worth while.
+        (self.lazy, self.left_before) = (false, None);
+        self.state = State::GoingOn;
+        vec![Action::GoOn]
+    }
+
+    /// Whether its I/O was too busy when it was tried last, before somebody insisted.
+    #[cfg(test)]
+    pub(crate) fn was_busy(&self) -> bool {
+        self.busy.is_some()
+    }
+
+    /// How often the guest's I/O was too busy for it to be stopped.
+    pub(crate) fn put_off(&self) -> u64 {
+        self.put_off
+    }
+}

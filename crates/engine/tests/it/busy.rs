@@ -1,0 +1,54 @@
+//! Guests whose I/O does not come to rest when they are stopped: they go on, and are moved when it does.
+
+use crate::rig::{Ended, attempt, check_owner, unix_uri};
+use crate::toy::{Options, Toy, Tracking};
+use std::time::Duration;
+use vmferry_engine::{Listener, MigrationMode, MigrationState, Monitor, Settings};
+
+/// Moves a guest whose I/O is busy when it is looked at for the times that `busy` says.
+fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
+    let mut source = Toy::new(Options { tracking: Tracking::ByHand, lazy: true, ..Options::default() }, true);
+    let mut target = source.target();
+    source.busy(busy);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let settings = Settings { mode, verify: true, ..Settings::default() };
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    (source, target, ended)
+}
+
+#[test]
+fn a_guest_goes_on_until_its_io_comes_to_rest_and_then_moves() {
+    let limit = Settings::default().downtime_limit;
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        // In the rehearsals; in the pause itself; in both.
+        for busy in [&[true, true][..], &[false, true], &[true, false, true, false, true]] {
+            let (source, target, ended) = moved(mode, busy);
+            assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode} {busy:?}: {}", ended.error());
+            assert!(target.works() && target.lost().is_empty(), "{mode} {busy:?}: {:?}", target.lost());
+            let report = ended.sent.unwrap();
+            let times = busy.iter().filter(|busy| **busy).count() as u64;
+            assert_eq!(report.put_off, times, "{mode} {busy:?}");
+            let settles = source.settles();
+            assert!(settles.len() > busy.len(), "{mode} {busy:?}: {settles:?}");
+            assert!(settles.iter().all(|within| *within <= limit), "{mode} {busy:?}: {settles:?}");
+            // Of the stop that succeeded, and not since the first.
+            let stood = Duration::from_secs_f64(report.downtime_ms / 1e3);
+            assert!(stood < limit, "{mode} {busy:?}: {stood:?}");
+        }
+    }
+}
+
+#[test]
+fn a_postcopy_has_no_passes_to_go_back_to() {
+    let (source, _target, ended) = moved(MigrationMode::Postcopy, &[true]);
+    assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
+    assert!(
+        ended.error().contains("bringing the guest to rest failed: requests are under way"),
+        "{}",
+        ended.error()
+    );
+    assert!(source.works());
+    assert_eq!(source.settles(), [Duration::MAX]);
+}
