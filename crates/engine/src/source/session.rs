@@ -521,7 +521,7 @@ impl Session {
         let again = self.cannot_stop() && now.saturating_sub(self.rehearsed) > self.rehearse_after;
         if never || again {
             self.state = State::Rehearsing;
-            return vec![Action::Rehearse { within: self.settings.downtime_limit }];
+            return vec![Action::Rehearse { within: self.patience_with_io() }];
         }
         self.decide(now)
     }

@@ -1,6 +1,6 @@
 //! A raw file, or a block device, as a disk.
 
-use super::flush::Losses;
+use super::flush::{Late, Losses};
 use super::{DiskError, lease};
 use crate::options::DiskOptions;
 use rustix::fs::{Advice, FallocateFlags};
@@ -38,6 +38,7 @@ pub(super) struct RawFile {
     /// The same file, opened for the flushes of moves ([`Losses`]).
     moving: File,
     losses: Losses,
+    late: Late,
     /// Bytes.
     size: u64,
     read_only: bool,
@@ -80,6 +81,7 @@ impl RawFile {
             file,
             moving,
             losses: Losses::default(),
+            late: Late::default(),
             size,
             read_only: options.read_only,
             block_device: kind.is_block_device(),
@@ -178,6 +180,10 @@ impl RawFile {
             Ok(())
         });
         whole.map_err(|source| DiskError::Flush { path: self.path.clone(), source })
+    }
+
+    pub(super) fn late(&self) -> &Late {
+        &self.late
     }
 
     /// Has the host begin to write out what it has not, without waiting for it.

@@ -2,10 +2,11 @@
 //! taking from the guest what it has to be told.
 
 use super::{DiskError, VmDisk};
+use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 use vmferry_thread::{Role, spawn};
 
@@ -15,37 +16,81 @@ use vmferry_thread::{Role, spawn};
 /// # Errors
 /// If it is not certain of a disk: the guest must not go anywhere then.
 pub(crate) fn sync(disks: &[VmDisk], deadline: Instant) -> Result<(), DiskError> {
-    all(
-        disks.iter().map(|disk| {
-            let file = Arc::clone(&disk.file);
-            (file.path().to_owned(), move || file.sync())
-        }),
-        deadline,
-    )
+    let flush = |disk: &VmDisk| {
+        let file = Arc::clone(&disk.file);
+        (file.path().to_owned(), move || file.sync())
+    };
+    all(disks.iter().map(|disk| (disk.file.late(), flush(disk))).collect(), deadline)
 }
 
 /// Does all of `flushes`, each on a thread of its own.
-fn all<F>(flushes: impl Iterator<Item = (PathBuf, F)>, deadline: Instant) -> Result<(), DiskError>
+fn all<F>(flushes: Vec<(&Late, (PathBuf, F))>, deadline: Instant) -> Result<(), DiskError>
 where
     F: FnOnce() -> Result<(), DiskError> + Send + 'static,
 {
     let began = Instant::now();
-    let mut under_way = Vec::new();
-    for (path, flush) in flushes {
+    let slow = |path| DiskError::Slow { path, within: began.elapsed() };
+    for (late, (path, _)) in &flushes {
+        if !late.over_by(deadline) {
+            return Err(slow(path.clone()));
+        }
+    }
+    let (mut under_way, mut result) = (Vec::new(), Ok(()));
+    for (late, (path, flush)) in flushes {
         let (done, awaited) = channel();
         let flushing = spawn(Role::Disk, "flush", move || {
             // Nobody may wait for it any more.
             let _ = done.send(flush());
         });
         match flushing {
-            Ok(_) => under_way.push((path, awaited)),
-            Err(source) => return Err(DiskError::Flush { path, source }),
+            Ok(_) => under_way.push((late, path, awaited)),
+            Err(source) => {
+                result = Err(DiskError::Flush { path, source });
+                break;
+            }
         }
     }
-    under_way.into_iter().try_for_each(|(path, awaited)| {
+    for (late, path, awaited) in under_way {
+        if result.is_err() {
+            late.keep(awaited);
+            continue;
+        }
+        result = match awaited.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(done) => done,
+            Err(RecvTimeoutError::Timeout) => {
+                late.keep(awaited);
+                Err(slow(path))
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(DiskError::Flush { path, source: io::Error::other("its thread panicked") })
+            }
+        };
+    }
+    result
+}
+
+/// A disk's flush of an attempt before that nobody waited for. There is one at most: on storage that hangs, attempt after attempt would leave a thread
+/// behind. What it says counts no more, as requests were done since.
+#[derive(Debug, Default)]
+pub(super) struct Late(Mutex<Option<Receiver<Result<(), DiskError>>>>);
+
+impl Late {
+    fn keep(&self, flush: Receiver<Result<(), DiskError>>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(flush);
+    }
+
+    /// Waits for it.
+    fn over_by(&self, deadline: Instant) -> bool {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
-        awaited.recv_timeout(left).unwrap_or_else(|_| Err(DiskError::Slow { path, within: began.elapsed() }))
-    })
+        let over = kept
+            .as_ref()
+            .is_none_or(|flush| !matches!(flush.recv_timeout(left), Err(RecvTimeoutError::Timeout)));
+        if over {
+            *kept = None;
+        }
+        over
+    }
 }
 
 /// Whether the guest was told of writes that are lost.
@@ -82,13 +127,20 @@ impl Losses {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io;
     use std::time::Duration;
 
     type Flush = Box<dyn FnOnce() -> Result<(), DiskError> + Send>;
 
     fn flush(name: &str, flush: impl FnOnce() -> Result<(), DiskError> + Send + 'static) -> (PathBuf, Flush) {
         (name.into(), Box::new(flush))
+    }
+
+    /// Of disks that have nothing under way.
+    fn apart(
+        flushes: impl IntoIterator<Item = (PathBuf, Flush)>,
+        late: &[Late],
+    ) -> Vec<(&Late, (PathBuf, Flush))> {
+        late.iter().zip(flushes).collect()
     }
 
     fn soon() -> Instant {
@@ -111,7 +163,7 @@ mod tests {
                 Ok(())
             }),
         ];
-        all(both.into_iter(), soon()).unwrap();
+        all(apart(both, &[Late::default(), Late::default()]), soon()).unwrap();
     }
 
     #[test]
@@ -126,11 +178,19 @@ mod tests {
                 Ok(())
             }),
         ];
-        let error = all(flushes.into_iter(), Instant::now() + Duration::from_millis(50)).unwrap_err();
+        let late = [Late::default(), Late::default()];
+        let brief = || Instant::now() + Duration::from_millis(50);
+        let error = all(apart(flushes, &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
-        // It goes on.
+        // It goes on, and no other begins beside it.
+        let again = || ["quick.img", "slow.img"].map(|name| flush(name, || panic!("beside another")));
+        let error = all(apart(again(), &late), brief()).unwrap_err();
+        assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         drop(go_on);
         assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok("done late"));
+        // What it says counts no more: the next is waited for.
+        let next = ["quick.img", "slow.img"].map(|name| flush(name, || Ok(())));
+        all(apart(next, &late), soon()).unwrap();
     }
 
     #[test]
@@ -138,10 +198,11 @@ mod tests {
         let refused = || {
             Err(DiskError::Flush { path: "bad.img".into(), source: io::Error::from_raw_os_error(libc::EIO) })
         };
-        let error = all([flush("bad.img", refused)].into_iter(), soon()).unwrap_err();
+        let error = all(apart([flush("bad.img", refused)], &[Late::default()]), soon()).unwrap_err();
         assert!(matches!(error, DiskError::Flush { .. }), "{error}");
-        let error = all([flush("bad.img", || panic!("on purpose"))].into_iter(), soon()).unwrap_err();
-        assert!(error.to_string().contains("bad.img"), "{error}");
+        let error =
+            all(apart([flush("bad.img", || panic!("on purpose"))], &[Late::default()]), soon()).unwrap_err();
+        assert!(matches!(error, DiskError::Flush { .. }) && error.to_string().contains("bad.img"), "{error}");
     }
 
     #[test]

@@ -12,6 +12,10 @@ use vmferry_wire::{Refusal, RefusalCode};
 /// What would take less than this part of the limit to send can wait.
 const LITTLE: u32 = 4;
 
+/// Where a guest may go over to postcopy it does so however long stopping it takes: a limit below what a flush of any storage takes must not
+/// keep it.
+const LEAST_PATIENCE: Duration = Duration::from_millis(300);
+
 impl Session {
     /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right. And a
     /// postcopy has no passes to go back to.
@@ -42,9 +46,17 @@ impl Session {
         if self.insisted() {
             return Duration::MAX;
         }
-        let pages = if self.lazy { 0 } else { self.remaining };
-        let transfer = self.policy.predict(pages, Duration::ZERO).unwrap_or_default();
+        if self.lazy {
+            return self.patience_with_io();
+        }
+        let transfer = self.policy.predict(self.remaining, Duration::ZERO).unwrap_or_default();
         self.settings.downtime_limit.saturating_sub(transfer)
+    }
+
+    /// How long I/O may take to come to rest with nothing to send.
+    pub(super) fn patience_with_io(&self) -> Duration {
+        let limit = self.settings.downtime_limit;
+        if self.settings.may_be_lazy() { limit.max(LEAST_PATIENCE) } else { limit }
     }
 
     /// The guest was stopped for so long, to learn what that takes. A VM that really takes longer than the limit is not stopped again and

@@ -154,6 +154,22 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
 }
 
 #[test]
+fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
+    for (mode, patience) in [(MigrationMode::Precopy, 0), (MigrationMode::Hybrid, 300)] {
+        let mut session = passing(Settings { mode, downtime_limit: Duration::ZERO, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 100_000);
+        assert_eq!(asked, [Action::Rehearse { within: patience * MS }], "{mode}");
+        session.handle(now, Event::Rehearsed { fixed: 20 * MS });
+        let asked = pass(&mut session, &mut now, 400 << 20, 100 * MS, 100_000);
+        assert_eq!(asked == [Action::Pause], mode == MigrationMode::Hybrid, "{asked:?}");
+        if mode == MigrationMode::Hybrid {
+            assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: 300 * MS }]);
+        }
+    }
+}
+
+#[test]
 fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
