@@ -9,6 +9,7 @@ mod free;
 mod pacing;
 mod passes;
 mod postcopy;
+mod stopping;
 
 use super::events::{Action, Event, Outcome};
 use super::flight::Flight;
@@ -25,7 +26,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
-use crate::vm::{self, DirtyTracker, GuestMemory, Protect, Rehearsal, SourceVm};
+use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
@@ -446,40 +447,6 @@ impl<'s, 'e> Driver<'s, 'e> {
         match self.start_senders() {
             Ok(()) => Event::TrackerStarted,
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
-        }
-    }
-
-    /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
-    fn rehearse(&mut self, within: Duration) -> Event {
-        match self.busy(|vm, _, _| vm::rehearse(vm, within)) {
-            Ok(Rehearsal { sections: Err(busy), stood, .. }) => Event::Busy { stood, why: busy.to_string() },
-            Ok(once) => Event::Rehearsed { fixed: once.pause + once.save * 2 },
-            Err(error) => local("rehearsing the pause", &error),
-        }
-    }
-
-    fn save(&mut self, within: Duration) -> Event {
-        let saved = self.busy(|vm, _, _| vm::save(vm, within));
-        self.timings.saved();
-        self.state_deadline = Instant::now().checked_add(self.ground.settings.peer_timeout);
-        match saved {
-            Ok(sections) => Event::Saved { sections },
-            Err(busy) if busy.is_busy() => Event::Busy { stood: self.timings.stood(), why: busy.to_string() },
-            Err(error) => local("saving the device state", &error),
-        }
-    }
-
-    /// As before the pause.
-    fn go_on(&mut self) -> Event {
-        let resumed = self.busy(|vm, _, _| vm.resume());
-        self.timings.went_on();
-        self.ground.pacer.set(self.ground.settings.max_bandwidth);
-        match resumed {
-            Ok(()) => {
-                self.paused = false;
-                Event::Resumed
-            }
-            Err(error) => local("letting the guest go on", &error),
         }
     }
 

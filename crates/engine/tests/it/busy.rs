@@ -33,9 +33,9 @@ fn a_guest_goes_on_until_its_io_comes_to_rest_and_then_moves() {
             let settles = source.settles();
             assert!(settles.len() > busy.len(), "{mode} {busy:?}: {settles:?}");
             assert!(settles.iter().all(|within| *within <= limit), "{mode} {busy:?}: {settles:?}");
-            // Of the stop that succeeded, and not since the first.
-            let stood = Duration::from_secs_f64(report.downtime_ms / 1e3);
-            assert!(stood < limit, "{mode} {busy:?}: {stood:?}");
+            // Of the stop that succeeded, and not since the first, after which it ran for a quarter of a second at least.
+            let (down, total) = (report.downtime_ms, report.total_ms);
+            assert!(down + 250.0 < total, "{mode} {busy:?}: {down} of {total} ms");
         }
     }
 }

@@ -171,25 +171,25 @@ mod tests {
         let (go_on, held) = channel::<()>();
         let (said, hears) = channel();
         let flushes = [
-            flush("quick.img", || Ok(())),
             flush("slow.img", move || {
                 let _ = held.recv();
                 said.send("done late").unwrap();
                 Ok(())
             }),
+            flush("quick.img", || Ok(())),
         ];
         let late = [Late::default(), Late::default()];
         let brief = || Instant::now() + Duration::from_millis(50);
         let error = all(apart(flushes, &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         // It goes on, and no other begins beside it.
-        let again = || ["quick.img", "slow.img"].map(|name| flush(name, || panic!("beside another")));
+        let again = || ["slow.img", "quick.img"].map(|name| flush(name, || panic!("beside another")));
         let error = all(apart(again(), &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         drop(go_on);
         assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok("done late"));
         // What it says counts no more: the next is waited for.
-        let next = ["quick.img", "slow.img"].map(|name| flush(name, || Ok(())));
+        let next = ["slow.img", "quick.img"].map(|name| flush(name, || Ok(())));
         all(apart(next, &late), soon()).unwrap();
     }
 
