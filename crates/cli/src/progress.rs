@@ -182,6 +182,7 @@ impl View {
     fn of(status: &Value, link: &Link) -> Self {
         let progress = &status["progress"];
         let (phase, counted) = match status["state"].as_str() {
+            Some("setup") if progress["busy"].is_string() => ("waiting", false),
             Some("precopy") => ("pass", true),
             Some("switchover") => ("switchover", false),
             Some("postcopy") => ("postcopy", false),
@@ -199,6 +200,9 @@ impl View {
         };
         match phase {
             "setup" => view.lines.push("connecting, agreeing, starting to track".into()),
+            "waiting" => {
+                view.lines.push(format!("{}; it runs on, and is stopped again later", busy(progress)))
+            }
             "switchover" => {
                 view.lines
                     .push(format!("{} left, the guest stands still", left(progress, "remaining_pages")));
@@ -259,6 +263,8 @@ struct Verdict {
     eta_s: Option<f64>,
     passes: Option<u64>,
     help: Vec<String>,
+    /// Why, if it is not the rates.
+    busy: Option<String>,
 }
 
 impl Verdict {
@@ -273,6 +279,7 @@ impl Verdict {
                 eta_s,
                 passes: said["passes_left"].as_u64(),
                 help: help.filter_map(|line| line.as_str().map(str::to_owned)).collect(),
+                busy: progress["busy"].is_string().then(|| busy(progress)),
             };
         }
         #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
@@ -285,11 +292,20 @@ impl Verdict {
     }
 }
 
+/// What keeps the guest from being stopped.
+fn busy(progress: &Value) -> String {
+    format!(
+        "the guest's I/O does not come to rest: {}",
+        progress["busy"].as_str().unwrap_or("no reason was given")
+    )
+}
+
 impl std::fmt::Display for Verdict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.converging, self.eta_s) {
             (Some(false), _) => {
-                f.write_str("does not converge: the guest dirties faster than the link carries it away")?;
+                let rates = "does not converge: the guest dirties faster than the link carries it away";
+                f.write_str(self.busy.as_deref().unwrap_or(rates))?;
                 if !self.help.is_empty() {
                     write!(f, "; what would help: {}", self.help.join("; "))?;
                 }
@@ -432,9 +448,18 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_that_waits_for_its_disk_is_not_said_to_outrun_its_link() {
+        let said = json!({"busy": "disk 0 is slow", "verdict": {"converging": false, "help": ["less I/O"]}});
+        let view = View::of(&precopy(&said), &link(&[8e6]));
+        let want = "the guest's I/O does not come to rest: disk 0 is slow; what would help: less I/O";
+        assert_eq!((view.verdict, view.lines[1].as_str()), (Some(false), want));
+    }
+
+    #[test]
     fn every_state_has_its_words() {
         for (state, progress, want) in [
             ("setup", json!({}), "connecting"),
+            ("setup", json!({"busy": "disk 0 is slow"}), "disk 0 is slow; it runs on"),
             ("switchover", json!({"remaining_pages": 256}), "1.0 MiB left, the guest stands still"),
             (
                 "postcopy",

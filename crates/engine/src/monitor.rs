@@ -141,6 +141,9 @@ pub struct Progress {
     pub fence: Option<String>,
     /// Whether the precopy will end by itself, as of its last pass; `None` before the first has ended, and after the guest was stopped.
     pub verdict: Option<Verdict>,
+    /// Why the guest's I/O did not come to rest in time when the guest was to be stopped last: it runs, and will be stopped again
+    /// ([`SourceVm::settle`](crate::SourceVm::settle)).
+    pub busy: Option<String>,
     /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).
     pub course: Vec<CourseChange>,
     /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].

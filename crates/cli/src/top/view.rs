@@ -199,6 +199,9 @@ fn remark(guest: &Guest, now: Instant) -> Text<'_> {
     if guest.at(&["vm", "guest", "corrupt"]).as_u64().is_some_and(|corrupt| corrupt > 0) {
         return Span::styled("the guest found damaged pages of its own", red).into();
     }
+    if let Some(why) = guest.at(&["progress", "busy"]).as_str() {
+        return Span::styled(format!("its I/O does not come to rest: {why}"), red).into();
+    }
     if guest.at(&["progress", "verdict", "converging"]) == false {
         let help = guest.at(&["progress", "verdict", "help"])[0].as_str().unwrap_or("see `vmferry migrate`");
         return Span::styled(format!("does not converge; what would help: {help}"), red).into();

@@ -96,8 +96,10 @@ impl Protocol {
         if before && !here.switch_asked && self.mode == MigrationMode::Hybrid {
             deeds.push(Deed::SwitchNow);
         }
-        if world.faults_left > 0 {
+        if world.faults_left > 0 || session.is_resting() {
             deeds.push(Deed::TickMuchLater);
+        }
+        if world.faults_left > 0 {
             if before || phase == Phase::Switchover {
                 deeds.push(Deed::Cancel);
             }

@@ -228,12 +228,10 @@ impl Protocol {
                 }),
             ]);
         } else {
-            if self.mode == MigrationMode::Hybrid {
-                reached.push(Property::sometimes("its I/O was busy, and it moves", |_, world: &World| {
-                    world.completed() && world.here.session.is.was_busy()
-                }));
-            }
             reached.extend([
+                Property::sometimes("its I/O was busy, and it moves", |_, world: &World| {
+                    world.completed() && world.here.session.is.busy().is_some()
+                }),
                 Property::sometimes("it moves over a second link", |_, world: &World| {
                     world.completed() && world.there.link > 0
                 }),

@@ -52,8 +52,9 @@ impl Step<'_> {
                 self.tell_here(AT_TIMEOUT, Event::Tick);
             }
             Deed::TickMuchLater => {
-                // A lost link may stay so for as long as it likes; else it is a fault that the peer is silent.
-                if self.world.here.connected {
+                // A lost link may stay so for as long as it likes, and a guest that is left alone goes on for so long; else it is a fault
+                // that the peer is silent.
+                if self.world.here.connected && !self.world.here.session.is.is_resting() {
                     self.fault();
                 }
                 self.tell_here(MUCH_LATER, Event::Tick);
@@ -435,7 +436,8 @@ pub(super) fn settings(mode: MigrationMode, verify: bool) -> Settings {
         channels: 1,
         urgent_channels: 1,
         pace: Pace::Off,
-        timeout: Some(TIMEOUT),
+        // Where nothing has an end but by it.
+        timeout: (mode != MigrationMode::Postcopy).then_some(TIMEOUT),
         on_timeout: if mode == MigrationMode::Precopy { OnTimeout::Switch } else { OnTimeout::Postcopy },
         ..Settings::default()
     }

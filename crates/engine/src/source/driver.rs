@@ -473,6 +473,7 @@ impl<'s, 'e> Driver<'s, 'e> {
                 None => says,
             });
             progress.verdict = session.verdict().cloned();
+            progress.busy = session.busy().map(str::to_owned);
             if progress.course.len() != session.course().len() {
                 progress.course = session.course().to_vec();
             }

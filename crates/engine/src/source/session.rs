@@ -233,6 +233,8 @@ impl Session {
     pub(crate) fn phase(&self) -> Phase {
         match self.state {
             State::AwaitAccept | State::Opening { .. } | State::StartingTracker => Phase::Setup,
+            // With nothing sent, and nothing tracked.
+            State::Resting if self.settings.mode == MigrationMode::Postcopy => Phase::Setup,
             State::Passing { .. } | State::Harvesting | State::Rehearsing | State::Resting => Phase::Precopy,
             State::Pausing
             | State::Saving
@@ -367,7 +369,7 @@ impl Session {
                 vec![Action::Save { within: self.settle_within() }]
             }
             (State::Saving, Event::Busy { stood, why }) => self.go_on(now, stood, why),
-            (State::GoingOn, Event::Resumed) => self.send_live(now, false),
+            (State::GoingOn, Event::Resumed) => self.went_on(now),
             (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
             (State::LastHarvest, Event::Harvested { pages, .. }) if self.lazy => {
                 self.last_harvest = now.saturating_sub(self.harvest_began);
@@ -483,8 +485,7 @@ impl Session {
         }
         if self.settings.mode == MigrationMode::Postcopy {
             // Nothing is sent before, so nothing need be tracked.
-            self.lazy = true;
-            return self.pause();
+            return self.pause_for_postcopy();
         }
         self.state = State::StartingTracker;
         vec![Action::StartTracker]
@@ -540,8 +541,7 @@ impl Session {
             return self.pause();
         }
         if self.wants_postcopy() && ready {
-            self.lazy = true;
-            return self.pause();
+            return self.pause_for_postcopy();
         }
         if self.rests() {
             self.state = State::Resting;

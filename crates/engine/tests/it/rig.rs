@@ -43,7 +43,7 @@ impl Ended {
     }
 }
 
-/// Migrates to `via`, which leads to where `listener` listens.
+/// Migrates to `via`, which leads to where `listener` listens, until all of the guest's memory is there.
 pub(crate) fn attempt(
     source: &mut Toy,
     target: &mut Toy,
@@ -54,7 +54,11 @@ pub(crate) fn attempt(
 ) -> Ended {
     let arrival = Arrival::new(settings.peer_timeout);
     std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| receive(target, listener, &arrival));
+        let receiving = scope.spawn(|| {
+            let mut received = receive(target, listener, &arrival)?;
+            received.rest.take().map(|rest| rest.finish(listener, &arrival));
+            Ok(received)
+        });
         let sent = migrate(source, via, None, settings, monitor);
         // A target that never heard of its source waits on; one that did ends by itself.
         let deadline = Instant::now() + settings.peer_timeout + Duration::from_secs(2);

@@ -71,9 +71,9 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     ),
     scenario(
         "linux-slow-disk",
-        "what the disk does not take in time keeps it from moving, and later it moves",
+        "what the disk does not take in time keeps it from moving, and later it moves: by precopy, then by postcopy",
         false,
-        150,
+        250,
         storage::slow,
     ),
     scenario("linux-tcp", "a connection survives a move", true, 45, network::tcp),

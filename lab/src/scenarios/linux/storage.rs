@@ -41,21 +41,30 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
     };
     let mut rig = Rig::new(lab);
     let guest = writer(&device, 8);
-    let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
+    let mut source = rig.boot(&guest)?;
     let before = source.told()?.records.context("it writes no records")?;
-    // In the background: its end waits for the disk.
-    source.enter(&format!(
-        "(dd if=/dev/zero of=/disk/much bs=1M count={MIB} conv=fsync 2>/dev/null; touch /tmp/there) &"
-    ))?;
-    let whole = format!("[ \"$(stat -c %s /disk/much)\" = {} ]", MIB << 20);
-    source.shell(&format!("until {whole}; do sleep 1; done; echo all-written"), "all-written")?;
-    let report = rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
-    let put_off = report["put_off"].as_u64().unwrap_or(0);
-    rig.lab.figure("put_off", put_off);
-    ensure!(put_off > 0, "the guest was moved at the first attempt: its disk was not slow");
-    target.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
-    target.wait("the disk", seconds(120), |said| said.trim_start().starts_with("all-there").then_some(()))?;
-    finish(&mut rig, &target, before, &device)?;
+    for move_by in [
+        &["--mode", "precopy", "--tracker", "ring", "--verify"][..],
+        &["--mode", "postcopy", "--pace", "off"],
+    ] {
+        let target = rig.awaiting(&guest)?;
+        // In the background: its end waits for the disk.
+        source.enter(&format!(
+            "rm -f /disk/much /tmp/there; (dd if=/dev/zero of=/disk/much bs=1M count={MIB} conv=fsync 2>/dev/null; touch /tmp/there) &"
+        ))?;
+        let whole = format!("[ \"$(stat -c %s /disk/much)\" = {} ]", MIB << 20);
+        source.shell(&format!("until {whole}; do sleep 1; done; echo all-written"), "all-written")?;
+        let report = rig.carry(&source, &target, move_by)?;
+        let put_off = report["put_off"].as_u64().unwrap_or(0);
+        rig.lab.figure(&format!("put_off_by_{}", move_by[1]), put_off);
+        ensure!(put_off > 0, "the guest was moved at the first attempt: its disk was not slow");
+        target.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
+        target.wait("the disk", seconds(120), |said| {
+            said.trim_start().starts_with("all-there").then_some(())
+        })?;
+        source = target;
+    }
+    finish(&mut rig, &source, before, &device)?;
     Ok(Verdict::Passed)
 }
 

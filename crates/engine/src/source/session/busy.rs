@@ -1,7 +1,8 @@
 //! A guest whose I/O does not come to rest in the time that it may stand still: it goes on, and is stopped again later.
 //!
 //! Until the state is saved nothing has been said to the target of a pause, so the way back is that the guest runs and the passes go on.
-//! What was written meanwhile, by requests that ended, is the tracker's, as everything else.
+//! What was written meanwhile, by requests that ended, is the tracker's, as everything else. A postcopy from the start has no passes, and
+//! nothing that it must know of writes: it only waits.
 
 use super::{LONGEST_BETWEEN_REHEARSALS, REHEARSALS_SHARE, Session, State};
 use crate::source::events::{Action, Outcome};
@@ -17,10 +18,13 @@ const LITTLE: u32 = 4;
 const LEAST_PATIENCE: Duration = Duration::from_millis(300);
 
 impl Session {
-    /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right. And a
-    /// postcopy has no passes to go back to.
+    /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right.
     pub(super) fn insisted(&self) -> bool {
-        self.switch_wanted || self.postcopy_wanted || self.settings.mode == MigrationMode::Postcopy
+        self.switch_wanted || self.postcopy_wanted
+    }
+
+    fn has_passes(&self) -> bool {
+        self.settings.mode != MigrationMode::Postcopy
     }
 
     /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent.
@@ -38,7 +42,11 @@ impl Session {
     /// Time has passed, and perhaps enough.
     pub(super) fn rested(&mut self, now: Duration) -> Vec<Action> {
         let due = self.insisted() || now.saturating_sub(self.rehearsed) > self.rehearse_after;
-        if due { self.send_live(now, false) } else { self.ping(now) }
+        match (due, self.has_passes()) {
+            (false, _) => self.ping(now),
+            (true, true) => self.send_live(now, false),
+            (true, false) => self.pause_for_postcopy(),
+        }
     }
 
     /// How long the I/O of the guest, which stands still, has to come to rest: what the last pages leave of the limit.
@@ -86,10 +94,24 @@ impl Session {
         vec![Action::GoOn]
     }
 
-    /// Whether its I/O was too busy when it was tried last, before somebody insisted.
+    /// It runs again.
+    pub(super) fn went_on(&mut self, now: Duration) -> Vec<Action> {
+        if self.has_passes() {
+            return self.send_live(now, false);
+        }
+        self.state = State::Resting;
+        Vec::new()
+    }
+
+    /// Why its I/O kept it from being stopped when that was tried last, before somebody insisted.
+    pub(crate) fn busy(&self) -> Option<&str> {
+        self.busy.as_deref()
+    }
+
+    /// Whether it does nothing until the next attempt.
     #[cfg(test)]
-    pub(crate) fn was_busy(&self) -> bool {
-        self.busy.is_some()
+    pub(crate) fn is_resting(&self) -> bool {
+        self.state == State::Resting
     }
 
     /// How often the guest's I/O was too busy for it to be stopped.

@@ -46,8 +46,8 @@ impl Session {
             lazy: self.settings.may_be_lazy(),
         };
         let mut verdict = standing.judge();
-        if let Some(why) = &self.busy {
-            verdict = Verdict { converging: Some(false), help: vec![too_busy(why)], ..Verdict::default() };
+        if self.busy.is_some() {
+            verdict = too_busy();
         }
         let stuck = verdict.converging != Some(true)
             && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
@@ -82,6 +82,7 @@ impl Session {
     }
 }
 
-fn too_busy(why: &str) -> String {
-    format!("less I/O in the guest, or a longer --downtime-limit: {why}")
+fn too_busy() -> Verdict {
+    let help = vec!["less I/O in the guest, or a longer --downtime-limit".into()];
+    Verdict { converging: Some(false), help, ..Verdict::default() }
 }

@@ -12,6 +12,11 @@ impl Session {
         vec![Action::Pause]
     }
 
+    pub(super) fn pause_for_postcopy(&mut self) -> Vec<Action> {
+        self.lazy = true;
+        self.pause()
+    }
+
     pub(super) fn saved(&mut self, now: Duration, sections: Vec<Section>) -> Vec<Action> {
         if self.lazy {
             return self.saved_for_postcopy(now, sections);
