@@ -29,8 +29,13 @@ impl Spans {
             // What OpenTelemetry makes a span's status.
             otel.status_code = tracing::field::Empty,
         );
-        let phase = info_span!(parent: &migration, "setup");
-        Self { migration, phase, pass: Span::none() }
+        let mut spans = Self { migration, ..Self::default() };
+        spans.setup();
+        spans
+    }
+
+    pub(super) fn setup(&mut self) {
+        self.phase = info_span!(parent: &self.migration, "setup");
     }
 
     pub(super) fn pass(&mut self, number: u32, pages: u64) {

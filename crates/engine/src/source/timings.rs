@@ -8,6 +8,7 @@ use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{
     Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
 };
+use crate::source::settings::MigrationMode;
 use crate::vm::DirtyTracker;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -104,9 +105,13 @@ impl Timings {
         between(self.pause, Some(Instant::now()))
     }
 
-    /// The pause was none: the guest runs on.
-    pub(super) fn went_on(&mut self) {
-        self.spans.precopy();
+    /// The pause was none: the guest runs on, in a `mode` that goes back to its passes if it has any.
+    pub(super) fn went_on(&mut self, mode: MigrationMode) {
+        if mode == MigrationMode::Postcopy {
+            self.spans.setup()
+        } else {
+            self.spans.precopy()
+        }
         (self.pause, self.paused, self.saved, self.predicted) = (None, None, None, None);
     }
 

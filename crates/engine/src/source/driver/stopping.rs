@@ -29,7 +29,7 @@ impl Driver<'_, '_> {
     /// As before the pause.
     pub(super) fn go_on(&mut self) -> Event {
         let resumed = self.busy(|vm, _, _| vm.resume());
-        self.timings.went_on();
+        self.timings.went_on(self.ground.settings.mode);
         self.ground.pacer.set(self.ground.settings.max_bandwidth);
         match resumed {
             Ok(()) => {
