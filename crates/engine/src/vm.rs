@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | [`GuestMemory`] | both sides, many threads | the guest's pages |
 //! | [`DirtyTracker`], [`Protect`] | the source | which pages the guest wrote since they were read |
-//! | [`SourceVm`] | the source | pause, save, resume |
+//! | [`SourceVm`] | the source | pause, settle, save, resume |
 //! | [`FreePages`] | the source | which pages the guest does not use |
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | pages that come while the guest runs |

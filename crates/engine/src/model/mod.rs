@@ -230,7 +230,7 @@ impl Protocol {
         } else {
             reached.extend([
                 Property::sometimes("its I/O was busy, and it moves", |_, world: &World| {
-                    world.completed() && world.here.session.is.busy().is_some()
+                    world.completed() && world.here.session.is.was_busy()
                 }),
                 Property::sometimes("it moves over a second link", |_, world: &World| {
                     world.completed() && world.there.link > 0

@@ -4,7 +4,7 @@
 //! What was written meanwhile, by requests that ended, is the tracker's, as everything else. A postcopy from the start has no passes, and
 //! nothing that it must know of writes: it only waits.
 
-use super::{LONGEST_BETWEEN_REHEARSALS, REHEARSALS_SHARE, Session, State};
+use super::{LONGEST_BETWEEN_REHEARSALS, Phase, REHEARSALS_SHARE, Session, State};
 use crate::source::events::{Action, Outcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
@@ -103,9 +103,15 @@ impl Session {
         Vec::new()
     }
 
-    /// Why its I/O kept it from being stopped when that was tried last, before somebody insisted.
+    /// Why its I/O kept it from being stopped when that was tried last; none from when it is stopped for good.
     pub(crate) fn busy(&self) -> Option<&str> {
-        self.busy.as_deref()
+        self.busy.as_deref().filter(|_| matches!(self.phase(), Phase::Setup | Phase::Precopy))
+    }
+
+    /// Whether its I/O was too busy when it was tried last, before somebody insisted.
+    #[cfg(test)]
+    pub(crate) fn was_busy(&self) -> bool {
+        self.busy.is_some()
     }
 
     /// Whether it does nothing until the next attempt.
