@@ -64,6 +64,7 @@ impl Driver<'_, '_> {
             tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
         }
         self.ground.monitor.update(|progress| {
+            progress.busy = None;
             progress.state = match outcome {
                 Outcome::Completed => MigrationState::Completed,
                 Outcome::Cancelled(_) => MigrationState::Cancelled,
