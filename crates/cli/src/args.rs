@@ -63,7 +63,7 @@ pub(crate) enum Command {
     Top(TopArgs),
     /// Call a migration off; the guest stays
     Cancel(ApiArgs),
-    /// Let a hybrid migration's guest go on at the target now, and the rest of its memory follow
+    /// Let the guest of a hybrid migration, or of a postcopy that waits for I/O, go on at the target now, and its memory follow
     Switch(ApiArgs),
     /// Take up a link that was lost in postcopy, or decide who owns a guest of which nobody knows
     Recover(RecoverArgs),

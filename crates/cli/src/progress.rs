@@ -201,7 +201,8 @@ impl View {
         match phase {
             "setup" => view.lines.push("connecting, agreeing, starting to track".into()),
             "waiting" => {
-                view.lines.push(format!("{}; it runs on, and is stopped again later", busy(progress)))
+                view.lines.push(format!("{}; the guest runs on, and is stopped again later", busy(progress)));
+                view.lines.push("`vmferry switch` stops it for as long as that takes, up to 10 s".into());
             }
             "switchover" => {
                 view.lines
@@ -272,15 +273,17 @@ impl Verdict {
     fn of(progress: &Value, dirty: f64, link: Option<f64>) -> Self {
         let said = &progress["verdict"];
         let eta_s = said["eta_s"].as_f64();
+        let help = || {
+            let lines = said["help"].as_array().into_iter().flatten();
+            lines.filter_map(|line| line.as_str().map(str::to_owned)).collect()
+        };
+        if progress["busy"].is_string() {
+            let busy = Some(busy(progress));
+            return Self { converging: Some(false), help: help(), busy, ..Self::default() };
+        }
         if let Some(converging) = said["converging"].as_bool() {
-            let help = said["help"].as_array().into_iter().flatten();
-            return Self {
-                converging: Some(converging),
-                eta_s,
-                passes: said["passes_left"].as_u64(),
-                help: help.filter_map(|line| line.as_str().map(str::to_owned)).collect(),
-                busy: progress["busy"].is_string().then(|| busy(progress)),
-            };
+            let (passes, help) = (said["passes_left"].as_u64(), help());
+            return Self { converging: Some(converging), eta_s, passes, help, busy: None };
         }
         #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
         let remaining = count(progress, "remaining_pages") as f64 * PAGE;
@@ -459,7 +462,7 @@ mod tests {
     fn every_state_has_its_words() {
         for (state, progress, want) in [
             ("setup", json!({}), "connecting"),
-            ("setup", json!({"busy": "disk 0 is slow"}), "disk 0 is slow; it runs on"),
+            ("setup", json!({"busy": "disk 0 is slow"}), "disk 0 is slow; the guest runs on"),
             ("switchover", json!({"remaining_pages": 256}), "1.0 MiB left, the guest stands still"),
             (
                 "postcopy",

@@ -70,7 +70,7 @@ pub(crate) fn thread_cpu_us() -> u64 {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum MigrationState {
-    /// Connecting, agreeing, starting to track.
+    /// Connecting, agreeing, starting to track; and a postcopy that waits for I/O to come to rest.
     #[default]
     Setup,
     /// The guest runs on the source while its memory is sent.
@@ -210,7 +210,8 @@ impl Monitor {
     }
 
     /// Asks for the guest to go on on the target after this pass, and the rest of its memory to follow. Has effect on a
-    /// migration that can do that: in hybrid mode, or with [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy).
+    /// migration that can do that: in hybrid mode, with [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), or of a postcopy that waits
+    /// for I/O to come to rest: the guest then stands still for as long as its VM waits for that.
     pub fn switch_now(&self) {
         self.switch.store(true, Ordering::Release);
     }

@@ -272,11 +272,12 @@ pub trait SourceVm: Send {
     /// Brings what devices have under way to its end, and what they wrote to where the target finds it. Nothing new is begun before
     /// [`resume`](Self::resume). Called between pause and save; may write guest memory, as what is under way does.
     ///
-    /// `within` is for how long the guest may stand still for that: what cannot be done in this time goes on, and is not waited for.
+    /// `within` is for how long the guest may stand still for that: what cannot be done in this time goes on, and is not waited for. It is
+    /// [`Duration::MAX`] where somebody wants the guest to go whatever that takes: then wait for as long as you think right, and no longer.
     ///
     /// # Errors
-    /// [`VmError::busy`] if it takes longer: the engine calls `resume`, and tries to stop the guest again later. Any other error ends the
-    /// migration, and the engine calls `resume`, too.
+    /// [`VmError::busy`] if it takes longer: the engine calls `resume`, and tries to stop the guest again later; after [`Duration::MAX`] that
+    /// ends the migration. Any other error ends it at once, and the engine calls `resume`, too.
     fn settle(&mut self, within: Duration) -> Result<(), VmError> {
         let _ = within;
         Ok(())

@@ -29,6 +29,9 @@ pub(super) struct RawStream {
     fd: OwnedFd,
 }
 
+/// Well below the shortest time for which firewalls and address translators are known to remember a connection that is silent.
+const KEEP_ALIVE: Duration = Duration::from_secs(60);
+
 impl AsFd for RawStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -40,6 +43,10 @@ impl RawStream {
         if !socket.local_addr()?.is_unix() {
             // Control messages are small and waited for; pages fill whole segments anyway.
             socket.set_tcp_nodelay(true)?;
+            // Channels for pages are silent for as long as a guest waits for its disk, or needs nothing: what stands between the hosts must
+            // not forget them.
+            let alive = socket2::TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE / 4);
+            socket.set_tcp_keepalive(&alive)?;
         }
         Ok(Self { fd: socket.into() })
     }

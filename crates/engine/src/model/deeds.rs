@@ -93,7 +93,7 @@ impl Protocol {
         if before && !here.timed_out && self.mode != MigrationMode::Postcopy {
             deeds.push(Deed::TickAtTimeout);
         }
-        if before && !here.switch_asked && self.mode == MigrationMode::Hybrid {
+        if before && !here.switch_asked && self.mode != MigrationMode::Precopy {
             deeds.push(Deed::SwitchNow);
         }
         if world.faults_left > 0 || session.is_resting() {

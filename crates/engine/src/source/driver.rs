@@ -367,7 +367,13 @@ impl<'s, 'e> Driver<'s, 'e> {
                 self.timings.paused();
                 Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
             }
-            Action::Save { within } => Some(self.save(within)),
+            Action::Save { within } => {
+                if within == Duration::MAX {
+                    // Somebody wants it whatever it takes, and may look at it meanwhile.
+                    self.show();
+                }
+                Some(self.save(within))
+            }
             Action::GoOn => Some(self.go_on()),
             Action::Release => {
                 let released = self.busy(|vm, _, _| vm.release());

@@ -27,7 +27,7 @@ pub enum MigrationMode {
     /// After its memory.
     #[default]
     Precopy,
-    /// At once: its memory follows, what it needs first.
+    /// At once, or as soon as its I/O comes to rest: its memory follows, what it needs first.
     Postcopy,
     /// After as many passes over its memory as are worth while; then, if the downtime would be too long, before the rest.
     Hybrid,

@@ -17,6 +17,9 @@ const LITTLE: u32 = 4;
 /// keep it.
 const LEAST_PATIENCE: Duration = Duration::from_millis(300);
 
+/// I/O comes to rest by itself some time, and must then be met.
+const BUSY_SHARE: u32 = 10;
+
 impl Session {
     /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right.
     pub(super) fn insisted(&self) -> bool {
@@ -70,15 +73,20 @@ impl Session {
     /// The guest was stopped for so long, to learn what that takes. A VM that really takes longer than the limit is not stopped again and
     /// again.
     pub(super) fn was_stopped(&mut self, now: Duration, stood: Duration) {
+        self.stopped_for(now, stood, REHEARSALS_SHARE);
+    }
+
+    /// In the long run the guest stands still for one part in `share` of its time, or less.
+    fn stopped_for(&mut self, now: Duration, stood: Duration, share: u32) {
         self.rehearsed = now;
-        let longest = LONGEST_BETWEEN_REHEARSALS.max(stood.saturating_mul(REHEARSALS_SHARE));
+        let longest = LONGEST_BETWEEN_REHEARSALS.max(stood.saturating_mul(share));
         self.rehearse_after = self.rehearse_after.saturating_mul(2).min(longest);
     }
 
     pub(super) fn found_busy(&mut self, now: Duration, stood: Duration, why: String) {
         self.busy = Some(why);
         self.put_off += 1;
-        self.was_stopped(now, stood);
+        self.stopped_for(now, stood, BUSY_SHARE);
     }
 
     /// The guest was to be moved, and its I/O is busy.
