@@ -9,6 +9,7 @@ mod free;
 mod pacing;
 mod passes;
 mod postcopy;
+mod showing;
 mod stopping;
 
 use super::events::{Action, Event, Outcome};
@@ -24,7 +25,7 @@ use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
 use crate::fence::Asker;
 use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
-use crate::monitor::{MigrationState, Monitor};
+use crate::monitor::Monitor;
 use crate::report::Report;
 use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
 use channels::Streams;
@@ -454,37 +455,6 @@ impl<'s, 'e> Driver<'s, 'e> {
             Ok(()) => Event::TrackerStarted,
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
         }
-    }
-
-    fn show(&self) {
-        let (session, elapsed) = (&self.session, self.now());
-        self.ground.monitor.update(|progress| {
-            progress.state = match session.phase() {
-                Phase::Setup => MigrationState::Setup,
-                Phase::Precopy => MigrationState::Precopy,
-                Phase::Switchover => MigrationState::Switchover,
-                Phase::Unknown => MigrationState::Unknown,
-                Phase::Postcopy => MigrationState::Postcopy,
-                Phase::PostcopyPaused => MigrationState::PostcopyPaused,
-                Phase::Ended => progress.state,
-            };
-            progress.elapsed = elapsed;
-            progress.bandwidth = session.bandwidth();
-            progress.predicted_downtime = session.predicted_downtime();
-            progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
-            progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
-            progress.runs_there = session.runs_there();
-            progress.fence = session.fence_says().map(|says| match &self.fence {
-                Some(fence) => format!("{says} ({})", fence.register()),
-                None => says,
-            });
-            progress.verdict = session.verdict().cloned();
-            progress.busy = session.busy().map(str::to_owned);
-            if progress.course.len() != session.course().len() {
-                progress.course = session.course().to_vec();
-            }
-            progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
-        });
     }
 }
 

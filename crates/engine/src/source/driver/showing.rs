@@ -1,0 +1,39 @@
+//! What whoever watches a migration is shown.
+
+use super::Driver;
+use crate::monitor::MigrationState;
+use crate::source::session::Phase;
+
+impl Driver<'_, '_> {
+    /// Tells the monitor where it stands.
+    pub(super) fn show(&self) {
+        let (session, elapsed) = (&self.session, self.now());
+        self.ground.monitor.update(|progress| {
+            progress.state = match session.phase() {
+                Phase::Setup => MigrationState::Setup,
+                Phase::Precopy => MigrationState::Precopy,
+                Phase::Switchover => MigrationState::Switchover,
+                Phase::Unknown => MigrationState::Unknown,
+                Phase::Postcopy => MigrationState::Postcopy,
+                Phase::PostcopyPaused => MigrationState::PostcopyPaused,
+                Phase::Ended => progress.state,
+            };
+            progress.elapsed = elapsed;
+            progress.bandwidth = session.bandwidth();
+            progress.predicted_downtime = session.predicted_downtime();
+            progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
+            progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
+            progress.runs_there = session.runs_there();
+            progress.fence = session.fence_says().map(|says| match &self.fence {
+                Some(fence) => format!("{says} ({})", fence.register()),
+                None => says,
+            });
+            progress.verdict = session.verdict().cloned();
+            progress.busy = session.busy().map(str::to_owned);
+            if progress.course.len() != session.course().len() {
+                progress.course = session.course().to_vec();
+            }
+            progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
+        });
+    }
+}
