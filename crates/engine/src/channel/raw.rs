@@ -46,6 +46,8 @@ impl RawStream {
             // Channels for pages are silent for as long as a guest waits for its disk, or needs nothing: what stands between the hosts must
             // not forget them.
             let alive = socket2::TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE / 4);
+            // It is not for this to say that the other side is gone: `peer_timeout` is, however long. 127 is the most (tcp(7)).
+            let alive = alive.with_retries(127);
             socket.set_tcp_keepalive(&alive)?;
         }
         Ok(Self { fd: socket.into() })
