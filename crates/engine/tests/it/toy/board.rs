@@ -140,7 +140,7 @@ impl Board {
                 );
             }
             drop(running);
-            std::thread::sleep(self.options.rest);
+            std::thread::sleep(self.options.rest * slower());
         }
     }
 
@@ -249,4 +249,12 @@ impl Protect for Protector {
         fence(SeqCst);
         Ok(())
     }
+}
+
+/// How many times as long a guest rests as its test says: under a sanitizer the engine is slow, and the guest must not outrun it.
+fn slower() -> u32 {
+    static TIMES: OnceLock<u32> = OnceLock::new();
+    *TIMES.get_or_init(|| {
+        std::env::var("VMFERRY_TEST_SLOWER").map_or(1, |times| times.parse().expect("a number"))
+    })
 }
