@@ -7,6 +7,7 @@ use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
 use crate::free::FreeReport;
 use crate::random;
+use crate::source::Settings;
 use crate::vm::{self, DirtyTracker, GuestMemory, SourceVm, TrackerKind, VmError};
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -21,8 +22,6 @@ const PLACES: usize = 64;
 const SAMPLE: u64 = 2048;
 /// How long a guest may take to say what is free.
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
-/// How long the guest may stand still for its I/O to come to rest: what a migration's downtime may be, unless it is said.
-const SETTLES: Duration = Duration::from_millis(300);
 /// Rehearsals of the pause: the shortest counts, as in earnest.
 const REHEARSALS: u32 = 2;
 /// What a first write to a protected page costs the guest, in seconds: measured on two kinds of hosts (docs/dirty-tracking.md).
@@ -234,7 +233,8 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
 fn rehearse(vm: &mut dyn SourceVm) -> Result<(f64, f64, f64, Duration), VmError> {
     let (mut pause_s, mut save_s, mut bytes, mut stood) = (f64::INFINITY, f64::INFINITY, 0.0, Duration::ZERO);
     for _ in 0..REHEARSALS {
-        let once = vm::rehearse(vm, SETTLES)?;
+        // What a migration's downtime may be, unless it is said.
+        let once = vm::rehearse(vm, Settings::default().downtime_limit)?;
         let sections = once.sections?;
         stood += once.stood;
         pause_s = f64::min(pause_s, once.pause.as_secs_f64());
