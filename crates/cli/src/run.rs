@@ -1,14 +1,17 @@
 //! `vmferry run`: a guest, or a place for one.
 
-use crate::api::{Api, Errand, Incoming, MigrateRequest, Order, Place, Shared};
+mod moving;
+
+pub(crate) use moving::tracker;
+
+use crate::api::{Api, Errand, Incoming, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
-use crate::choices::{IncomingArg, ModeArg};
+use crate::choices::IncomingArg;
 use crate::console::Console;
-use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::limit::Limiter;
-use crate::speed::{EVERY, Sample};
+use crate::speed::EVERY;
 use crate::traces::Traces;
 use crate::{Status, balloon, dirty_rate, metrics, output, plan, sandbox, signals};
 use anyhow::{Context, Result, bail};
@@ -16,13 +19,11 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
-use vmferry_dirty::Policy;
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, MigrationState, ReceiveFailure, Settings, TrackerKind, Uri, migrate,
-    receive, restore, restore_lazy, save, save_copy,
+    LazyRestore, Listener, MigrateError, ReceiveFailure, Uri, receive, restore, restore_lazy,
 };
 
 /// How often the machine's owner looks whether somebody has seen that the guest has moved.
@@ -33,9 +34,6 @@ const SELDOM: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(10);
 /// How long if somebody has said that the process is to end: whoever watches the migration looks more often.
 const LAST_GRACE: Duration = Duration::from_secs(1);
-
-/// A guest that was here for less of a migration has no speed of it.
-const SHORTEST: Duration = Duration::from_millis(50);
 /// How long it is kept for others after somebody has read it.
 const LINGER: Duration = Duration::from_millis(200);
 
@@ -309,7 +307,7 @@ fn serve(
             Order::Look => {}
             Order::Migrate(request) => {
                 limiter.give_way();
-                if begin(machine, shared, &request, &reply) == Some(Place::Moved) {
+                if moving::begin(machine, shared, &request, &reply) == Some(Place::Moved) {
                     eprintln!("vmferry: the guest has left for {}", request.uri);
                     moved = Some(Instant::now());
                 }
@@ -357,27 +355,6 @@ fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<S
     Ok(status)
 }
 
-/// Moves the guest away, if that can be begun; says where it is then. Whoever asked is answered when it has begun; how it goes on is
-/// asked for by `status`.
-fn begin(
-    machine: &mut Machine,
-    shared: &Shared,
-    request: &MigrateRequest,
-    reply: &SyncSender<Result<Value, String>>,
-) -> Option<Place> {
-    match prepare(request, shared) {
-        Ok((uri, tracker, reaper, settings)) => {
-            machine.set_reaper(reaper);
-            let _ = reply.send(Ok(json!({})));
-            Some(move_away(machine, shared, request, (&uri, tracker), &settings))
-        }
-        Err(error) => {
-            let _ = reply.send(Err(format!("{error:#}")));
-            None
-        }
-    }
-}
-
 /// Everything else that the machine's owner is asked to do.
 fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order: Order) -> Result<Value> {
     let place = match order {
@@ -423,114 +400,4 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
     }
     machine.source().resume()?;
     Ok(Place::Running)
-}
-
-fn prepare(
-    request: &MigrateRequest,
-    shared: &Shared,
-) -> Result<(Uri, Option<TrackerKind>, Policy, Settings)> {
-    if shared.place() == Place::Paused {
-        bail!("the guest is paused; resume it first, so that it runs on the other side");
-    }
-    let tracker = tracker(request.tracker.as_deref())?;
-    let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
-    let uri = request.uri.parse()?;
-    sandbox::goes_to(&uri, &shared.sandbox)?;
-    if request.keep_running && !matches!(uri, Uri::File(_)) {
-        bail!(
-            "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
-        );
-    }
-    let settings = request.settings(shared.tls.as_ref())?;
-    let fence =
-        settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
-    let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
-    shared.all_here()?;
-    let asked = settings.fence.clone().map(Asked::start).transpose()?;
-    // From here on, before the answer: whoever asks for the status next must not see an older migration's.
-    shared.begin_migration(asked);
-    Ok((uri, tracker, reaper, settings))
-}
-
-/// The tracker that a request asks for; `None` for what the guest's kind does best.
-pub(crate) fn tracker(name: Option<&str>) -> Result<Option<TrackerKind>> {
-    Ok(match name {
-        None | Some("auto") => None,
-        Some("log") => Some(TrackerKind::Log),
-        Some("ring") => Some(TrackerKind::Ring),
-        Some("wp") => Some(TrackerKind::Wp),
-        Some(other) => bail!("there is no tracker '{other}'; use auto, log, ring or wp"),
-    })
-}
-
-/// Moves the guest and says where it is then.
-fn move_away(
-    machine: &mut Machine,
-    shared: &Shared,
-    request: &MigrateRequest,
-    (uri, tracker): (&Uri, Option<TrackerKind>),
-    settings: &Settings,
-) -> Place {
-    let monitor = shared.monitor();
-    let speed_before = shared.speed.recent();
-    shared.speed.record();
-    let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
-    let mut scores = None;
-    let result = match uri {
-        Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
-        Uri::File(path) => save(machine.source(), path, &monitor),
-        _ if request.plan || request.mode == ModeArg::Auto => {
-            let planned = plan::moved(machine, shared, request, (uri, tracker), settings);
-            planned.map(|(moved, scored)| {
-                scores = Some(scored);
-                moved
-            })
-        }
-        _ => migrate(machine.source(), uri, tracker, settings, &monitor),
-    };
-    let elapsed = began.elapsed();
-    let after = shared.probe.stats().ok();
-    let (mut report, place) = match result {
-        Ok(report) => {
-            let place = match report.state {
-                MigrationState::Completed if request.keep_running => Place::Running,
-                MigrationState::Completed => Place::Moved,
-                MigrationState::Unknown => Place::Unknown,
-                // It ran elsewhere; nothing that is here of it may run.
-                MigrationState::Lost => Place::Moved,
-                _ => Place::Running,
-            };
-            (
-                serde_json::to_value(report).unwrap_or_else(|error| output::not_begun(&error.to_string())),
-                place,
-            )
-        }
-        Err(error) => (output::not_begun(&error.to_string()), Place::Running),
-    };
-    // From then on its count goes on elsewhere.
-    let left = output::left_ms(&report);
-    let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));
-    let during = before.zip(after.as_ref()).map(|(before, after)| {
-        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-        let writes = after.writes().saturating_sub(before.writes) as f64;
-        // Comparing pages stops the guest on request only: that time is nobody's downtime, and not counted here either.
-        let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
-        writes / (here.as_secs_f64() - verify).max(1e-3)
-    });
-    // A guest that left at once was not here long enough to have a speed.
-    let during = during.filter(|_| here >= SHORTEST);
-    let mut points = shared.speed.recorded(began);
-    points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
-    report["guest"] = json!({
-        "before_writes_per_s": speed_before,
-        "during_writes_per_s": during,
-        "stall_max_us": after.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
-        // Milliseconds since the beginning, writes a second.
-        "speed": { "points": points },
-    });
-    if let Some(scores) = scores {
-        report["plan"] = scores;
-    }
-    shared.end_migration(report, place);
-    place
 }

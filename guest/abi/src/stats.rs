@@ -7,6 +7,10 @@
 //! The host either sees the page as [`&StatsPage`](StatsPage) (it owns the mapping; the cast is its affair) or reads words by
 //! some other means and gives [`StatsSnapshot::read`] a function.
 
+mod error;
+
+pub use error::StatsError;
+
 use crate::stalls::HIST_BUCKETS;
 use crate::worker::{Corrupt, Report};
 use core::fmt;
@@ -283,49 +287,6 @@ impl Default for StatsPage {
         Self::new()
     }
 }
-
-/// Why a statistics page could not be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum StatsError {
-    /// There is no magic yet: the guest has not come so far.
-    NotYet,
-    /// Another layout, or no statistics page at all.
-    Invalid {
-        /// The word that cannot be.
-        word: usize,
-        /// Its value.
-        value: u64,
-    },
-    /// The vCPU was writing its block at every attempt: it is paused there, or gone. Try again when it runs.
-    Busy {
-        /// Index of the vCPU.
-        cpu: usize,
-    },
-    /// The page has not come yet: the guest runs before all of its memory is here.
-    Elsewhere,
-}
-
-impl fmt::Display for StatsError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotYet => {
-                f.write_str("the guest has not written its statistics page yet; wait for it to boot")
-            }
-            Self::Invalid { word, value } => {
-                write!(f, "word {word} of the statistics page is {value:#x}: not a guest of this version")
-            }
-            Self::Elsewhere => f.write_str(
-                "the guest's statistics page has not come yet: its memory is still being moved; read it later",
-            ),
-            Self::Busy { cpu } => {
-                write!(f, "vCPU {cpu} stopped while writing its statistics; read them when it runs again")
-            }
-        }
-    }
-}
-
-impl core::error::Error for StatsError {}
 
 /// One vCPU's block as plain numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

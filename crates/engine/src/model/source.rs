@@ -148,7 +148,6 @@ impl Step<'_> {
 
     /// The one place that says what the source's actions do.
     fn perform_here(&mut self, action: Action) -> Option<Event> {
-        let failed = Event::LocalFailure(failure());
         let done = match action {
             Action::Send(message) => return self.send_here(message),
             Action::Remember { .. } | Action::Throttle(_) => return None,
@@ -178,13 +177,7 @@ impl Step<'_> {
                 }
                 Event::Saved { sections: vec![] }
             }
-            Action::Release => {
-                if self.step_fails() {
-                    return Some(failed);
-                }
-                self.world.here.holds = self.flaw(Flaw::KeepsDisks);
-                return Some(Event::Released);
-            }
+            Action::Release => return Some(self.release()),
             Action::HandOver { also } => return Some(self.hand_over(mask_of_runs(&also))),
             Action::SendRest { number } => {
                 self.world.here.job = self.world.here.claims.map(|_| Job::Rest { pass: number });
@@ -203,15 +196,7 @@ impl Step<'_> {
                 return None;
             }
             Action::ServeAgain { pages } => return self.serve_again(pages),
-            Action::GoOn => {
-                let ours = !self.world.here.committed;
-                self.promise(Promise::NotTakenBack, ours);
-                if !self.step_fails() {
-                    self.run_here();
-                    return Some(Event::Resumed);
-                }
-                return Some(failed);
-            }
+            Action::GoOn => return Some(self.go_on()),
             Action::Resume => return Some(self.resume()),
             Action::Fence { word, .. } => {
                 self.ask_fence(Side::Source, word);
@@ -226,7 +211,25 @@ impl Step<'_> {
                 return None;
             }
         };
-        Some(if self.step_fails() { failed } else { done })
+        Some(if self.step_fails() { Event::LocalFailure(failure()) } else { done })
+    }
+
+    fn release(&mut self) -> Event {
+        if self.step_fails() {
+            return Event::LocalFailure(failure());
+        }
+        self.world.here.holds = self.flaw(Flaw::KeepsDisks);
+        Event::Released
+    }
+
+    fn go_on(&mut self) -> Event {
+        let ours = !self.world.here.committed;
+        self.promise(Promise::NotTakenBack, ours);
+        if self.step_fails() {
+            return Event::LocalFailure(failure());
+        }
+        self.run_here();
+        Event::Resumed
     }
 
     /// Saving may write guest memory, with the guest stopped.

@@ -5,7 +5,7 @@ use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use super::{fence, here_free};
-use crate::fence::{Ruling, Side};
+use crate::fence::Side;
 use crate::lacking::Collected;
 use crate::plan::{Auto, Expected};
 use crate::source::events::{Action, Event};
@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_memory::{Gpa, Layout, Region, RegionId};
-use vmferry_wire::{MachineConfig, Refusal, RefusalCode, Section, ToSource, ToTarget};
+use vmferry_wire::{MachineConfig, Refusal, RefusalCode, ToSource, ToTarget};
 
 /// What a bulk channel is sending.
 #[derive(Debug, Default)]
@@ -51,7 +51,7 @@ pub(super) struct Here {
     pub(super) holds: bool,
     pub(super) committed: bool,
     /// The target has renounced the guest, or the commit never left.
-    given_back: bool,
+    pub(super) given_back: bool,
     pub(super) resume_failed: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
@@ -346,97 +346,6 @@ impl World {
         }
     }
 
-    /// A step that took its time is done: now it has its effect.
-    pub(super) fn source_step_done(&mut self, action: Action) {
-        if self.here.ended() {
-            return;
-        }
-        let failed = self.rng.per_mille(self.faults.step_fails);
-        let event = match action {
-            Action::Reconnect { .. } => {
-                self.connect_again();
-                return;
-            }
-            Action::HandOver { also } => self.hand_over(&also),
-            Action::OpenChannels { .. } if !self.link_up() && self.here.claims.is_some() => {
-                Event::PeerLost("opening channels".into())
-            }
-            Action::OpenChannels { .. } if !self.link_up() => failure("opening channels"),
-            Action::OpenChannels { .. } => {
-                self.serve();
-                Event::ChannelsOpened
-            }
-            Action::StartTracker => {
-                self.memory.start_tracking();
-                Event::TrackerStarted
-            }
-            Action::Rehearse { within } if self.rng.per_mille(self.faults.busy) => {
-                self.memory.write_in_use(&mut self.rng);
-                self.resume();
-                still_busy(within)
-            }
-            Action::Rehearse { .. } => {
-                self.resume();
-                Event::Rehearsed { fixed: Duration::from_micros(self.rng.below(500)) }
-            }
-            Action::Harvest => self.harvest(),
-            Action::Pause => {
-                self.stop_asking();
-                (self.here.running, self.here.paused) = (false, true);
-                Event::Paused
-            }
-            Action::Save { within } if self.rng.per_mille(self.faults.busy) => {
-                self.memory.write_in_use(&mut self.rng);
-                still_busy(within)
-            }
-            Action::GoOn => {
-                let ours = !self.here.committed;
-                self.promise(ours, |_| "went on after the commit".into());
-                if !failed {
-                    self.resume();
-                }
-                Event::Resumed
-            }
-            Action::Save { .. } => {
-                // Saving may write guest memory, with the guest stopped.
-                self.memory.write_in_use(&mut self.rng);
-                let section =
-                    |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
-                Event::Saved {
-                    sections: (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect(),
-                }
-            }
-            Action::Release => {
-                self.here.holds &= failed || self.defect == Defect::KeepsDisks;
-                Event::Released
-            }
-            Action::Resume => {
-                let won = self.fence.register == Some(Ruling::Source);
-                let ours = !self.here.committed || self.here.given_back || (self.fenced() && won);
-                self.promise(ours, |_| "resumed after the commit, without the target's word".into());
-                self.here.resume_failed = failed;
-                if !failed {
-                    self.resume();
-                }
-                self.stop_senders();
-                Event::Resumed
-            }
-            other => failure(&format!("{other:?} is no step")),
-        };
-        self.here.busy = false;
-        let event = if failed { failure("a step") } else { event };
-        self.source_handle(event);
-        self.pump_source();
-    }
-
-    fn resume(&mut self) {
-        (self.here.running, self.here.paused) = (true, false);
-        let free = !self.there.holds;
-        self.promise(free, |_| "resumed without its disks".into());
-        self.here.holds = true;
-        self.check_owner();
-    }
-
     pub(super) fn start_senders(&mut self) {
         for channel in 0..self.here.jobs.len() {
             let delay = self.rng.latency(200);
@@ -513,7 +422,7 @@ impl World {
         SentPage { page, digest, content: if damaged { u64::MAX - self.rng.below(1000) } else { content } }
     }
 
-    fn stop_senders(&mut self) {
+    pub(super) fn stop_senders(&mut self) {
         if !std::mem::replace(&mut self.here.stopped, true) {
             for stream in self.streams.opened() {
                 self.transmit(stream, Cargo::Eof);
@@ -530,12 +439,4 @@ impl World {
         self.count_control();
         self.transmit(TO_SOURCE, Cargo::ToSource(message));
     }
-}
-
-fn still_busy(within: Duration) -> Event {
-    Event::Busy { stood: within.min(Duration::from_secs(10)), why: "requests are under way".into() }
-}
-
-fn failure(what: &str) -> Event {
-    Event::LocalFailure(Refusal::new(RefusalCode::Other, format!("{what} failed")))
 }

@@ -20,6 +20,7 @@ mod here;
 mod here_free;
 mod here_lazy;
 mod here_pass;
+mod here_steps;
 mod judge;
 mod link;
 mod rng;

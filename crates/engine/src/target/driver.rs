@@ -3,8 +3,9 @@
 //! Threads and what they own: the caller's thread runs the session and the VM; one thread accepts connections; one reads
 //! the control channel; one per channel receives ([`Link`]). They meet in one bounded queue of [`Input`]s.
 
+mod lazily;
+
 use super::channels::Link;
-use super::lazy::Lazy;
 use super::receiver::ReceiveError;
 use super::rest::Rest;
 use super::session::{Action, Event, Outcome, Session};
@@ -24,7 +25,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_wire::{LackingPages, Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
+use vmferry_wire::{Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
 
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);
@@ -337,56 +338,6 @@ impl<'a> Driver<'a> {
         let (inputs, attempt) = (self.link.inputs.clone(), self.link.attempt);
         // A full queue is being read.
         fence.ask(word, after, move || drop(inputs.try_send((attempt, Input::Wake))));
-    }
-
-    fn prepare_lazily(&mut self) -> Event {
-        match self.vm.lazy_memory() {
-            Ok(memory) => {
-                self.lazy_memory = Some(memory);
-                Event::Prepared
-            }
-            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Feature, error.to_string())),
-        }
-    }
-
-    fn take_lacking(&mut self, piece: &LackingPages) -> Option<Event> {
-        let wrong = self.lacking.add(piece).err()?;
-        Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, wrong)))
-    }
-
-    /// From here on memory is written by placing what was missing, and by the loading of the state.
-    fn begin_lazily(&mut self, pages: u64) -> Option<Event> {
-        let failed = |code, detail: String| Some(Event::LocalFailure(Refusal::new(code, detail)));
-        let empty = Collected::new(self.link.memory.layout());
-        let lacking = match std::mem::replace(&mut self.lacking, empty).complete(pages) {
-            Ok(lacking) => lacking,
-            Err(wrong) => return failed(RefusalCode::Protocol, wrong),
-        };
-        let Some(memory) = self.lazy_memory.clone() else {
-            return failed(
-                RefusalCode::Protocol,
-                "the source hands over a guest that it did not announce".into(),
-            );
-        };
-        if !self.link.arrivals.seal_but_for(&lacking) {
-            let detail = "a page that arrived damaged is not among those that are to come again";
-            return failed(RefusalCode::Protocol, detail.into());
-        }
-        if let Err(error) = memory.begin(&lacking) {
-            return failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}"));
-        }
-        let all_here = lacking.is_empty();
-        let mut lazy = Lazy::new(memory, &lacking, self.vm.config().vcpus);
-        lazy.origin.stay_awake = self.arrival.stay_awake;
-        let lazy = Arc::new(lazy);
-        self.link.arrivals.go_on_lazily(Arc::clone(&lazy));
-        match self.link.serve_faults() {
-            Ok(threads) => self.fault_threads = threads,
-            Err(error) => {
-                return failed(RefusalCode::Other, format!("no thread for the guest's faults: {error}"));
-            }
-        }
-        all_here.then(|| Event::AllHere(lazy.figures()))
     }
 
     /// Has the VM do something; the source hears of this side meanwhile.

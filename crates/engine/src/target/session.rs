@@ -9,6 +9,7 @@ mod fenced;
 mod lazy;
 #[cfg(test)]
 mod projection;
+mod starting;
 
 use crate::fence::{ArbiterError, Ruling, Word};
 use std::time::Duration;
@@ -282,34 +283,7 @@ impl Session {
                 Vec::new()
             }
             event if self.state == State::Claiming => self.claiming(event),
-            Event::Started { micros, cpu_us } if self.state == State::Starting && self.lazy => {
-                self.started_lazily(micros, cpu_us)
-            }
-            Event::Started { micros, cpu_us } if self.state == State::Starting => {
-                self.state = State::Done;
-                let running = Action::Send(ToSource::Running { start_us: micros, cpu_us });
-                let finish = Action::Finish(Outcome::Completed);
-                [running].into_iter().chain(self.runs()).chain([finish]).collect()
-            }
-            Event::StartFailed(why)
-                if self.state == State::Starting && (self.lazy || self.fenced.is_some()) =>
-            {
-                let given_back = self.renounce(why.clone());
-                // On a link that is known to be lost nothing can be said.
-                let told = if self.lost { Action::Disconnect } else { Action::Send(ToSource::Returned(why)) };
-                [told].into_iter().chain(given_back).collect()
-            }
-            Event::StartFailed(why) if self.state == State::Starting => {
-                self.state = State::Done;
-                vec![Action::Send(ToSource::Returned(why.clone())), Action::Finish(Outcome::Failed(why))]
-            }
-            // Once the commit is here nothing else counts, neither the source nor what a channel still reports: the
-            // guest is ours and is being started, and only that start may say that it failed.
-            Event::PeerLost(_) | Event::LocalFailure(_) if self.state == State::Starting => {
-                self.lost = true;
-                Vec::new()
-            }
-            _ if self.state == State::Starting => Vec::new(),
+            event if self.state == State::Starting => self.starting(event),
             Event::Message(message) => self.message(message),
             Event::Prepared if self.state == State::Preparing => self.accept(),
             Event::ChannelUp => self.channel_up(),

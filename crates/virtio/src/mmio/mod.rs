@@ -3,12 +3,13 @@
 #[cfg(test)]
 mod rest_tests;
 mod saved;
+mod state;
 #[cfg(test)]
 mod tests;
 
 pub use saved::{LoadError, QueueSaved, TransportSaved};
 
-use crate::device::{Device, Progress, QueueSpec, Resume};
+use crate::device::{Device, QueueSpec, Resume};
 use crate::queue::{RingError, VirtQueue};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -363,166 +364,4 @@ fn bank(features: u128, select: u32) -> u32 {
     let bytes = features.to_le_bytes();
     let at = usize::try_from(select).unwrap_or(usize::MAX).saturating_mul(4);
     bytes.get(at..at.saturating_add(4)).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
-}
-
-impl<D: Device> Core<D> {
-    fn offered(&self) -> u128 {
-        self.device.features() | TRANSPORT_FEATURES
-    }
-
-    /// The driver is there and the device works for it.
-    fn running(&self) -> bool {
-        self.status & (DRIVER_OK | VIRTIO_CONFIG_S_FAILED | NEEDS_RESET) == DRIVER_OK
-    }
-
-    /// Features and queues may be changed: by a driver that is there, until it is ready.
-    fn negotiating(&self) -> bool {
-        self.status & FEATURES_OK == 0
-    }
-
-    fn selected(&self) -> Option<&Slot> {
-        self.slots.iter().find(|slot| u32::from(slot.setup.spec.index) == self.queue_select)
-    }
-
-    fn selected_mut(&mut self) -> Option<&mut Slot> {
-        let select = self.queue_select;
-        self.slots.iter_mut().find(|slot| u32::from(slot.setup.spec.index) == select)
-    }
-
-    fn accept(&mut self, bits: u32) {
-        if self.negotiating() && self.driver_select < 4 {
-            let shift = self.driver_select * 32;
-            self.driver_features &= !(u128::from(u32::MAX) << shift);
-            self.driver_features |= u128::from(bits) << shift;
-        }
-    }
-
-    /// The status as the driver writes it: 0 is a reset, everything else adds bits (2.1.1: a driver must not clear one).
-    fn set_status(&mut self, value: u32, signals: &Signals) {
-        if value == 0 {
-            self.reset(signals);
-            return;
-        }
-        let mut added = value & DRIVERS & !self.status;
-        if added & FEATURES_OK != 0 && !self.acceptable(self.driver_features) {
-            tracing::debug!(features = self.driver_features, "a driver's features are refused");
-            added &= !FEATURES_OK;
-        }
-        if (self.status | added) & FEATURES_OK == 0 {
-            // Ready without features agreed upon: refused, too (3.1.1).
-            added &= !DRIVER_OK;
-        }
-        self.status |= added;
-        if added & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0 {
-            signals.set_live(true);
-            let event_idx = self.driver_features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-            let mut ready = Vec::new();
-            for slot in &mut self.slots {
-                if let Some(queue) = &mut slot.queue {
-                    queue.queue_mut().set_event_idx(event_idx);
-                    // A driver may have put buffers in and notified before it was ready (Linux does, for statistics); the device
-                    // must not look at them until now (2.1.2), so it does now.
-                    slot.due = true;
-                    ready.push(queue.index());
-                }
-            }
-            self.device.activate(self.driver_features, &ready);
-        }
-    }
-
-    /// Only what is offered, and not a legacy driver's choice.
-    fn acceptable(&self, features: u128) -> bool {
-        features & !self.offered() == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0
-    }
-
-    /// The guest is about to run: the device goes on, and all queues are due.
-    fn resumed(&mut self, how: Resume) -> Result<(), String> {
-        self.device.resumed(how)?;
-        self.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
-        Ok(())
-    }
-
-    fn reset(&mut self, signals: &Signals) {
-        signals.set_live(false);
-        self.status = 0;
-        (self.device_select, self.driver_select, self.queue_select) = (0, 0, 0);
-        self.driver_features = 0;
-        for slot in &mut self.slots {
-            *slot = Slot { setup: Setup::new(slot.setup.spec), queue: None, due: false };
-        }
-        self.device.reset();
-    }
-
-    /// Addresses and size of the selected queue, which must not be ready.
-    fn set_up(&mut self, at: u32, value: u32) {
-        let Some(Slot { setup, queue: None, .. }) = self.selected_mut() else { return };
-        match at {
-            register::VIRTIO_MMIO_QUEUE_NUM => setup.size = value,
-            register::VIRTIO_MMIO_QUEUE_DESC_LOW => set_low(&mut setup.descriptors, value),
-            register::VIRTIO_MMIO_QUEUE_DESC_HIGH => set_high(&mut setup.descriptors, value),
-            register::VIRTIO_MMIO_QUEUE_AVAIL_LOW => set_low(&mut setup.driver, value),
-            register::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => set_high(&mut setup.driver, value),
-            register::VIRTIO_MMIO_QUEUE_USED_LOW => set_low(&mut setup.device, value),
-            register::VIRTIO_MMIO_QUEUE_USED_HIGH => set_high(&mut setup.device, value),
-            _ => {}
-        }
-    }
-
-    /// Makes the selected queue ready, between FEATURES_OK and DRIVER_OK; or takes it away, at any time, which is what drivers do
-    /// before they reset a device.
-    fn set_ready<M: GuestMemory>(&mut self, value: u32, memory: &M, signals: &Signals) {
-        let may = self.status & (FEATURES_OK | DRIVER_OK | NEEDS_RESET) == FEATURES_OK;
-        let Some(slot) = self.selected_mut() else { return };
-        match value {
-            0 => {
-                let index = slot.setup.spec.index;
-                (slot.queue, slot.due) = (None, false);
-                self.device.taken_away(index);
-            }
-            1 if may && slot.queue.is_none() => match slot.setup.queue(memory) {
-                Ok(queue) => slot.queue = Some(VirtQueue::new(slot.setup.spec.index, queue)),
-                Err(error) => self.rest(&error, signals),
-            },
-            _ => {}
-        }
-    }
-
-    /// The device cannot go on: it says so and waits for a reset (2.1.2).
-    fn rest(&mut self, error: &RingError, signals: &Signals) {
-        tracing::debug!(%error, device = D::ID, "a virtio device rests until its driver resets it");
-        self.status |= NEEDS_RESET;
-        self.device.broken(error);
-        signals.config_changed();
-    }
-
-    /// Serves a portion of each queue that is due; says whether any still is.
-    fn serve_due<M: GuestMemory>(&mut self, memory: &M, signals: &Signals) -> bool {
-        if !self.running() {
-            return false;
-        }
-        let mut failed = None;
-        for slot in &mut self.slots {
-            let (Some(queue), true) = (&mut slot.queue, slot.due) else { continue };
-            match self.device.serve(queue, memory) {
-                Ok(progress) => slot.due = progress == Progress::More,
-                Err(error) => {
-                    failed = Some(error);
-                    break;
-                }
-            }
-        }
-        if let Some(error) = failed {
-            self.rest(&error, signals);
-            return false;
-        }
-        self.slots.iter().any(|slot| slot.due && slot.queue.is_some())
-    }
-}
-
-fn set_low(address: &mut u64, value: u32) {
-    *address = *address >> 32 << 32 | u64::from(value);
-}
-
-fn set_high(address: &mut u64, value: u32) {
-    *address = *address & u64::from(u32::MAX) | u64::from(value) << 32;
 }

@@ -1,6 +1,7 @@
 //! Tests of a device with a thread of its own: it completes requests while the vCPUs go on, comes to rest, and goes on.
 
 use super::*;
+use crate::device::Progress;
 use crate::queue::Buffer;
 use crate::signals::Interrupt;
 use crate::testing::{Memory, rings};

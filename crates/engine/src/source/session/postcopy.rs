@@ -128,16 +128,8 @@ impl Session {
                 self.recovery.waiting = true;
                 actions
             }
-            (State::Suspended, Event::Tick) if !self.recovery.waiting => self.try_again(now),
-            (State::Suspended, Event::Recover) => {
-                self.recovery.waiting = false;
-                self.recovery.since = now;
-                self.recovery.pause = Duration::ZERO;
-                self.try_again(now)
-            }
             (State::Suspended | State::Hearing | State::Reopening { .. }, Event::Abandon) => self.abandon(),
-            // Late news of channels that were closed.
-            (State::Suspended, _) => Vec::new(),
+            (State::Suspended, event) => self.suspended(now, event),
             (State::Reconnecting, Event::Reconnected) => {
                 self.state = State::Hearing;
                 Vec::new()
@@ -179,6 +171,20 @@ impl Session {
                 self.suspend(now, format!("the target sent {name}, which does not fit this moment"))
             }
             // Too late to keep the guest, and nothing to recover.
+            _ => Vec::new(),
+        }
+    }
+
+    fn suspended(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Tick if !self.recovery.waiting => self.try_again(now),
+            Event::Recover => {
+                self.recovery.waiting = false;
+                self.recovery.since = now;
+                self.recovery.pause = Duration::ZERO;
+                self.try_again(now)
+            }
+            // Late news of channels that were closed.
             _ => Vec::new(),
         }
     }

@@ -1,0 +1,114 @@
+//! The source's host in the simulation: the steps that take their time.
+
+use super::world::{Defect, World};
+use crate::fence::Ruling;
+use crate::source::events::{Action, Event};
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode, Section};
+
+impl World {
+    /// A step that took its time is done: now it has its effect.
+    pub(super) fn source_step_done(&mut self, action: Action) {
+        if self.here.ended() {
+            return;
+        }
+        let failed = self.rng.per_mille(self.faults.step_fails);
+        let event = match action {
+            Action::Reconnect { .. } => {
+                self.connect_again();
+                return;
+            }
+            Action::HandOver { also } => self.hand_over(&also),
+            Action::OpenChannels { .. } => self.open_channels(),
+            Action::StartTracker => {
+                self.memory.start_tracking();
+                Event::TrackerStarted
+            }
+            Action::Rehearse { within } if self.rng.per_mille(self.faults.busy) => {
+                self.memory.write_in_use(&mut self.rng);
+                self.resume();
+                still_busy(within)
+            }
+            Action::Rehearse { .. } => {
+                self.resume();
+                Event::Rehearsed { fixed: Duration::from_micros(self.rng.below(500)) }
+            }
+            Action::Harvest => self.harvest(),
+            Action::Pause => {
+                self.stop_asking();
+                (self.here.running, self.here.paused) = (false, true);
+                Event::Paused
+            }
+            Action::Save { within } if self.rng.per_mille(self.faults.busy) => {
+                self.memory.write_in_use(&mut self.rng);
+                still_busy(within)
+            }
+            Action::GoOn => {
+                let ours = !self.here.committed;
+                self.promise(ours, |_| "went on after the commit".into());
+                if !failed {
+                    self.resume();
+                }
+                Event::Resumed
+            }
+            Action::Save { .. } => {
+                // Saving may write guest memory, with the guest stopped.
+                self.memory.write_in_use(&mut self.rng);
+                let section =
+                    |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
+                Event::Saved {
+                    sections: (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect(),
+                }
+            }
+            Action::Release => {
+                self.here.holds &= failed || self.defect == Defect::KeepsDisks;
+                Event::Released
+            }
+            Action::Resume => {
+                self.take_back(failed);
+                Event::Resumed
+            }
+            other => failure(&format!("{other:?} is no step")),
+        };
+        self.here.busy = false;
+        let event = if failed { failure("a step") } else { event };
+        self.source_handle(event);
+        self.pump_source();
+    }
+
+    fn open_channels(&mut self) -> Event {
+        if self.link_up() {
+            self.serve();
+            return Event::ChannelsOpened;
+        }
+        let why = "opening channels";
+        if self.here.claims.is_some() { Event::PeerLost(why.into()) } else { failure(why) }
+    }
+
+    fn take_back(&mut self, failed: bool) {
+        let won = self.fence.register == Some(Ruling::Source);
+        let ours = !self.here.committed || self.here.given_back || (self.fenced() && won);
+        self.promise(ours, |_| "resumed after the commit, without the target's word".into());
+        self.here.resume_failed = failed;
+        if !failed {
+            self.resume();
+        }
+        self.stop_senders();
+    }
+
+    fn resume(&mut self) {
+        (self.here.running, self.here.paused) = (true, false);
+        let free = !self.there.holds;
+        self.promise(free, |_| "resumed without its disks".into());
+        self.here.holds = true;
+        self.check_owner();
+    }
+}
+
+fn still_busy(within: Duration) -> Event {
+    Event::Busy { stood: within.min(Duration::from_secs(10)), why: "requests are under way".into() }
+}
+
+fn failure(what: &str) -> Event {
+    Event::LocalFailure(Refusal::new(RefusalCode::Other, format!("{what} failed")))
+}
