@@ -1,6 +1,7 @@
 //! Who owns a guest whose handover was cut at the worst moment, decided by a real etcd: never two, and never nobody for longer than
 //! the etcd is out of reach.
 
+use crate::authority::Authority;
 use crate::etcd::{self, Etcd, Slow};
 use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, say, spawn, vmferry};
@@ -306,4 +307,37 @@ fn a_person_takes_only_what_the_fence_gives() {
         pair.source.goes_on();
     }
     pair.one_owner("a person");
+}
+
+/// By https and with a certificate of its own, on processes that are confined: `run` may read the files that it was given, and needs none of
+/// those that `migrate` was.
+#[test]
+fn a_fence_with_certificates_is_reached_from_within_the_sandbox() {
+    if !can_track() {
+        return;
+    }
+    let (folder, authority) = (Folder::new(), Authority::new());
+    let (certificate, key) = authority.issue("127.0.0.1");
+    let started = Etcd::start_encrypted(&certificate, &key, &authority.pem);
+    let Some(etcd) = etcd::or_say_why(started) else { return };
+    let fence = |name: &str| {
+        let (certificate, key) = authority.issue(name);
+        let files = [("ca", &authority.pem), ("cert", &certificate), ("key", &key)].map(|(what, text)| {
+            let path = folder.path(&format!("{name}.{what}"));
+            std::fs::write(&path, text).unwrap();
+            format!("{what}={path}")
+        });
+        format!("etcd:https://127.0.0.1:{},{}", etcd.port(), files.join(","))
+    };
+    let source = Run::source("process", &folder);
+    let more = ["--incoming", "tcp:127.0.0.1:0", "--fence", &fence("target.example")];
+    let target = Run::start("process", &folder, "target", &more);
+    let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    let uri = status["vm"]["incoming"].as_str().unwrap();
+    let missing = fence("source.example").replace("source.example.key", "nobody.key");
+    let refused = source.migrate(uri, &["--fence", &missing]);
+    assert!(code(&refused) == 1 && errors(&refused).contains("nobody.key"), "{refused:?}");
+    let output = source.migrate(uri, &["--fence", &fence("source.example")]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    target.goes_on();
 }

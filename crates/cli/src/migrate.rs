@@ -2,6 +2,7 @@
 
 use crate::api::{self, Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
+use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
 use crate::{Status, advice, output};
 use anyhow::{Context, Result};
@@ -79,10 +80,17 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         verify: args.verify,
         keep_running: args.keep_running,
         insecure: args.insecure,
-        fence: args.fence.as_ref().map(ToString::to_string),
+        fence: args.fence.as_ref().map(fence).transpose()?,
         tls: args.tls.texts()?,
         peer_timeout_ms: millis(args.peer_timeout),
     })
+}
+
+fn fence(arg: &FenceArg) -> Result<FenceRequest> {
+    let texts = arg.texts()?;
+    // Said here, where the files are known, and not by somebody who was given texts. Whether plain connections may be is said there.
+    texts.build(true)?;
+    Ok(FenceRequest::Texts(Box::new(texts)))
 }
 
 pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {

@@ -2,6 +2,7 @@
 
 use crate::args::{GuestKind, RunArgs};
 use crate::choices::IncomingArg;
+use crate::fence::FenceArg;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -160,7 +161,8 @@ fn files(args: &RunArgs) -> Vec<File> {
     if !args.nets.is_empty() {
         files.push(File::new("/dev/net/tun", Use::Device));
     }
-    files.extend(args.kernel.iter().chain(&args.initrd).chain(args.tls.files()).map(|path| read(path)));
+    let certificates = args.tls.files().chain(args.fence.iter().flat_map(FenceArg::files));
+    files.extend(args.kernel.iter().chain(&args.initrd).chain(certificates).map(|path| read(path)));
     files.extend(args.disks.iter().map(|disk| File::new(disk.path(), disk.use_for())));
     let serial = args.serial.as_deref().filter(|to| *to != "stdio");
     files.extend(serial.map(|path| File::new(path, Use::Output)));

@@ -21,15 +21,13 @@ pub(crate) use shared::{Errand, Incoming, Order, Place, Shared};
 use crate::Status;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
-use crate::fence::FenceArg;
+use crate::fence::FenceRequest;
 use crate::tls::TlsTexts;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
-use vmferry_engine::fence::Arbiter;
 use vmferry_engine::{Settings, Tls};
 
 /// What `migrate` is asked to do.
@@ -79,7 +77,7 @@ pub(crate) struct MigrateRequest {
     pub(crate) tls: Option<TlsTexts>,
     /// As `--fence` says it; what the process was started with if it is left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) fence: Option<String>,
+    pub(crate) fence: Option<FenceRequest>,
     pub(crate) peer_timeout_ms: u64,
 }
 
@@ -164,16 +162,9 @@ impl MigrateRequest {
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,
-            fence: self.fence.as_deref().map(|text| self.fenced(text)).transpose()?,
+            fence: self.fence.as_ref().map(|fence| fence.build(self.insecure)).transpose()?,
             ..Settings::default()
         })
-    }
-}
-
-impl MigrateRequest {
-    fn fenced(&self, text: &str) -> Result<Arc<dyn Arbiter>> {
-        let arg: FenceArg = text.parse().map_err(|error: String| anyhow!("--fence: {error}"))?;
-        arg.build(self.insecure)
     }
 }
 

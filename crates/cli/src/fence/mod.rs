@@ -3,7 +3,8 @@
 mod answer;
 mod etcd;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -101,31 +102,112 @@ impl fmt::Display for FenceArg {
     }
 }
 
+/// The same with what its files say: it is given to the process that has the guest, which need not be able to read them.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct FenceTexts {
+    endpoints: Vec<String>,
+    #[serde(default = "default_prefix")]
+    prefix: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    authorities: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    certificate: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    user: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    password: Option<String>,
+}
+
+/// A fence in a request: with the contents of its files, or as the command line says it, whose files the process that has the guest reads.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum FenceRequest {
+    Texts(Box<FenceTexts>),
+    Said(String),
+}
+
+fn default_prefix() -> String {
+    PREFIX.into()
+}
+
+impl fmt::Debug for FenceTexts {
+    // Keys and passwords are not for logs.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FenceTexts").field("endpoints", &self.endpoints).finish_non_exhaustive()
+    }
+}
+
 impl FenceArg {
-    /// The fence, not yet asked for anything. Plain connections to other hosts only if `insecure`: whoever can change what etcd says
-    /// decides who runs the guest.
-    pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
-        for at in &self.endpoints {
-            if !insecure && at.starts_with("http:") && !is_loopback(at) {
-                bail!(
-                    "--fence: {at} is not on this host, and plain connections can be read and changed on the way; use https, or say \
-                     --insecure to allow it"
-                );
-            }
-        }
+    /// The files that are named.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.ca, &self.cert, &self.key, &self.password].into_iter().flatten()
+    }
+
+    /// With what they say.
+    pub(crate) fn texts(&self) -> Result<FenceTexts> {
         let read = |file: &Option<PathBuf>| {
             let read = |file: &PathBuf| {
-                std::fs::read(file).with_context(|| format!("--fence: cannot read {}", file.display()))
+                std::fs::read_to_string(file)
+                    .with_context(|| format!("--fence: cannot read {}", file.display()))
             };
             file.as_ref().map(read).transpose()
         };
-        let (ca, cert, key) = (read(&self.ca)?, read(&self.cert)?, read(&self.key)?);
-        let password = read(&self.password)?.map(String::from_utf8).transpose();
-        let password = password.context("--fence: the password is not UTF-8")?;
-        let password = password.map(|text| text.trim_end_matches(['\r', '\n']).to_owned());
-        let access = etcd::Access { ca, own: cert.zip(key), user: self.user.clone().zip(password) };
-        let etcd = etcd::Etcd::new(self.endpoints.clone(), self.prefix.clone(), access);
-        Ok(Arc::new(etcd.context("--fence")?))
+        Ok(FenceTexts {
+            endpoints: self.endpoints.clone(),
+            prefix: self.prefix.clone(),
+            authorities: read(&self.ca)?,
+            certificate: read(&self.cert)?,
+            key: read(&self.key)?,
+            user: self.user.clone(),
+            password: read(&self.password)?.map(|text| text.trim_end_matches(['\r', '\n']).to_owned()),
+        })
+    }
+
+    /// The fence, not yet asked for anything: see [`FenceTexts::build`].
+    pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
+        self.texts()?.build(insecure)
+    }
+}
+
+impl FenceRequest {
+    pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
+        match self {
+            Self::Texts(texts) => texts.build(insecure),
+            Self::Said(text) => {
+                let arg: FenceArg = text.parse().map_err(|error: String| anyhow!("--fence: {error}"))?;
+                arg.build(insecure)
+            }
+        }
+    }
+}
+
+impl FenceTexts {
+    /// The fence, not yet asked for anything. Plain connections to other hosts only if `insecure`: whoever can change what etcd says
+    /// decides who runs the guest.
+    pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
+        let plain = |at: &&String| at.starts_with("http:") && !is_loopback(at);
+        if let Some(at) = self.endpoints.iter().find(plain).filter(|_| !insecure) {
+            bail!(
+                "--fence: {at} is not on this host, and plain connections can be read and changed on the way; use https, or say \
+                 --insecure to allow it"
+            );
+        }
+        // A request's are checked as those of a command line are.
+        let endpoints = self.endpoints.iter().map(|at| endpoint(at)).collect::<Option<Vec<_>>>();
+        let endpoints = endpoints
+            .filter(|all| !all.is_empty() && all.len() <= MOST_ENDPOINTS)
+            .with_context(|| format!("--fence: 1 to {MOST_ENDPOINTS} URLs of one etcd are wanted"))?;
+        let prefix = self::prefix(&self.prefix).map_err(|error| anyhow!("--fence: {error}"))?;
+        let bytes = |text: &Option<String>| text.as_ref().map(|text| text.clone().into_bytes());
+        let access = etcd::Access {
+            ca: bytes(&self.authorities),
+            own: bytes(&self.certificate).zip(bytes(&self.key)),
+            user: self.user.clone().zip(self.password.clone()),
+        };
+        Ok(Arc::new(etcd::Etcd::new(endpoints, prefix, access).context("--fence")?))
     }
 }
 
