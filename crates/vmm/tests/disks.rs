@@ -1,6 +1,8 @@
 //! Whose a disk is while its guest moves. (The guest of these tests does not use it: what happens on it is tested with the device and in
 //! Linux guests.)
 
+mod confined;
+
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +17,7 @@ const MEMORY: u64 = 64 << 20;
 
 fn kvm() -> bool {
     // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     let text = match open_kvm() {
         Ok(_) => "KVM: ran".to_owned(),
         Err(error) => format!("KVM: not run: {error}"),
@@ -170,7 +172,7 @@ fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
     let mut target = Vm::new(disk.options(true)).unwrap();
     let restored = restore(&mut target, &path);
     std::fs::remove_file(&path).unwrap();
-    restored.unwrap();
+    let _ = restored.unwrap();
     assert!(disk.taken() && goes_on(&target.handle()));
 }
 

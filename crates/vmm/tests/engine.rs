@@ -1,5 +1,7 @@
 //! A KVM guest moved by the real engine, and what happens when a page is withheld on purpose.
 
+mod confined;
+
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +28,7 @@ fn say(text: &str) {
 
 fn kvm() -> bool {
     // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     let text = match open_kvm() {
         Ok(_) => "KVM: ran".to_owned(),
         Err(error) => format!("KVM: not run: {error}"),

@@ -1,5 +1,7 @@
 //! KVM guests on huge pages of the host's pool (hugetlbfs), moved by the real engine.
 
+mod confined;
+
 #[path = "../../sys/tests/pool/mod.rs"]
 mod pool;
 #[expect(dead_code, reason = "of what it can do to a link, one thing is done here")]
@@ -43,7 +45,7 @@ fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
 
 /// Huge pages for so many guests; `None`, and a line that says why, where this host has no KVM or none of them.
 fn pool(guests: u64) -> Option<Pool> {
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     let pool = open_kvm()
         .map_err(|error| error.to_string())
         .and_then(|_| Pool::with(guests * MEMORY / HUGE_PAGE_BYTES));
@@ -122,7 +124,7 @@ fn moved_over(
         });
         let report = migrate(source, uri, kind, settings, &Monitor::new()).unwrap();
         if report.state != MigrationState::Completed {
-            arrival.stop();
+            arrival.abandon();
         }
         receiving.join().unwrap();
         report

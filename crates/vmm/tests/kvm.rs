@@ -2,6 +2,8 @@
 //!
 //! Every test prints `KVM: ran`, or `KVM: not run` and why.
 
+mod confined;
+
 use std::io::Write;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
@@ -16,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Whether this host has a KVM that may be used. Says so either way, where the test harness cannot hide it.
 fn kvm() -> bool {
     // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     let opened = open_kvm();
     let line = match &opened {
         Ok(_) => "KVM: ran".to_owned(),

@@ -1,5 +1,7 @@
 //! A KVM guest that runs before its memory has come.
 
+mod confined;
+
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -45,7 +47,7 @@ struct Move {
 
 /// `None`, and a line that says why, where this host cannot do it.
 fn moving(backing: Backing) -> Option<Move> {
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     if let Err(error) = open_kvm() {
         say(&format!("KVM: not run: {error}"));
         return None;

@@ -1,5 +1,7 @@
 //! All trackers give the same answer: the pages that the guest wrote, by its own account.
 
+mod confined;
+
 use std::io::Write;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
@@ -170,7 +172,7 @@ fn check(kind: TrackerKind) {
 
 #[test]
 fn each_tracker_reports_what_the_guest_wrote() {
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     if let Err(error) = open_kvm() {
         return say(&format!("KVM: not run: {error}"));
     }
@@ -189,7 +191,7 @@ fn each_tracker_reports_what_the_guest_wrote() {
 /// The choice between ring and log is made when the VM starts (traps.md 2).
 #[test]
 fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
-    vmferry_confine::confine_threads().unwrap();
+    confined::threads();
     if let Err(error) = open_kvm() {
         return say(&format!("KVM: not run: {error}"));
     }
