@@ -29,6 +29,13 @@ const FAILED: Failure = Failure {
     text: "the guest was not moved and goes on where it was: WHY",
 };
 
+const HELD: Failure = Failure {
+    state: "failed",
+    outcome: Some("failed"),
+    status: 1,
+    text: "the guest was not moved, and stands still here because it could not be resumed: WHY. `vmferry resume` tries that again",
+};
+
 const PAUSED_THERE: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
@@ -90,8 +97,18 @@ const GONE: Failure = Failure {
 
 /// All of them, as in the table.
 #[cfg(test)]
-pub(crate) const ALL: [Failure; 9] =
-    [CANCELLED, FAILED, PAUSED_THERE, PAUSED_ANYWHERE, PAUSED_FENCED, UNKNOWN_FENCED, UNKNOWN, LOST, GONE];
+pub(crate) const ALL: [Failure; 10] = [
+    CANCELLED,
+    FAILED,
+    HELD,
+    PAUSED_THERE,
+    PAUSED_ANYWHERE,
+    PAUSED_FENCED,
+    UNKNOWN_FENCED,
+    UNKNOWN,
+    LOST,
+    GONE,
+];
 
 /// Which of them a migration's document tells of, if it has not completed.
 pub(crate) fn failure(report: &Value) -> Failure {
@@ -103,6 +120,7 @@ pub(crate) fn failure(report: &Value) -> Failure {
         None => PAUSED_ANYWHERE,
         Some("lost") => LOST,
         Some("cancelled") => CANCELLED,
+        Some("failed") if report["stands_still"] == true => HELD,
         Some("unknown") if report["source_gone"] == true => GONE,
         Some("unknown") => UNKNOWN,
         Some(_) => FAILED,
@@ -146,9 +164,12 @@ mod tests {
         unknown["state"] = json!("unknown");
         let mut gone = ended("unknown");
         gone["source_gone"] = json!(true);
+        let mut held = ended("failed");
+        held["stands_still"] = json!(true);
         let reports = [
             ended("cancelled"),
             ended("failed"),
+            held,
             paused(json!({ "runs_there": true })),
             paused(json!({})),
             paused(fence),
@@ -169,7 +190,7 @@ mod tests {
             let named = failure.text.matches("URI").count();
             assert_eq!(text.matches("tcp:there:7000").count(), named, "{text}");
         }
-        assert!(advice(&reports[5], &uri).contains("(URI broke; the fence gave no answer: x)"));
+        assert!(advice(&reports[6], &uri).contains("(URI broke; the fence gave no answer: x)"));
     }
 
     #[test]

@@ -165,7 +165,8 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     if let times @ 1.. = count(&report["put_off"]) {
         writeln!(
             out,
-            "put off      {times} times: the guest went on, because its I/O did not come to rest in the time that it may stand still"
+            "put off      {times} times: the guest went on, because its I/O did not come to rest in the time that it may stand still ({} in all)",
+            ms(&report["put_off_ms"])
         )?;
     }
     let data = &report["bytes"];

@@ -49,6 +49,7 @@ pub use vm::{
     DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
 };
+pub use vmferry_wire::{Refusal, RefusalCode, WireError};
 
 /// Random bits from the kernel: by its system call, whatever the C library has. (Crates that look for a function of that name find none in a
 /// static program, and then open a file, which a confined process may not.)

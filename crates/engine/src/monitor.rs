@@ -294,7 +294,7 @@ impl Monitor {
 
     fn tell(&self, change: Change) {
         if let Watcher(Some(watcher)) = &self.watcher {
-            watcher(change);
+            crate::vm::shielded("whoever watches the migration", || watcher(change));
         }
     }
 

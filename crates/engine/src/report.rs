@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use vmferry_wire::{FaultLatency, LazyFigures};
 
 /// Everything that is known of a migration after its end.
+#[must_use = "its `state` says who owns the guest"]
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
@@ -16,6 +17,8 @@ pub struct Report {
     pub outcome: Option<String>,
     /// What went wrong, in words; `None` if nothing did.
     pub error: Option<String>,
+    /// The guest is this side's and stands still: it could not be resumed, as the error says. Nobody else runs it.
+    pub stands_still: bool,
     /// The target cannot do what was asked for, and has taken nothing: it can be asked for less.
     #[serde(skip)]
     pub refused_feature: bool,
@@ -53,6 +56,8 @@ pub struct Report {
     pub interruptions: u64,
     /// How often the guest could not be stopped, or went on after it was, because its I/O did not come to rest in time.
     pub put_off: u64,
+    /// For how long it stood still for that, all together, in ms. No part of the downtime.
+    pub put_off_ms: f64,
     /// How free pages were learnt of; `None` if nobody could be asked, or was to be.
     pub free_pages: Option<FreePagesFigures>,
     /// How the guest was slowed; `None` if it never was.

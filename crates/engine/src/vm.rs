@@ -41,6 +41,12 @@ impl VmError {
         Self { source: error.into(), busy: true }
     }
 
+    /// What it wraps.
+    #[must_use]
+    pub fn get_ref(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
+        &*self.source
+    }
+
     /// Whether it may succeed if it is tried again later.
     #[must_use]
     pub fn is_busy(&self) -> bool {
@@ -71,9 +77,37 @@ pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -
     })
 }
 
+/// Calls code of the VM's, or of whoever watches, on which nothing depends any more: a panic in it must not take away what the caller is
+/// about to be told of its guest.
+pub(crate) fn shielded<T: Default>(what: &str, work: impl FnOnce() -> T) -> T {
+    caught(|| Ok::<_, VmError>(work())).unwrap_or_else(|error| {
+        tracing::error!("{what}: {error}");
+        T::default()
+    })
+}
+
+/// Protects the pages of `run` that are set in `pages`, in pieces that `protect` takes.
+pub(crate) fn protect_run(
+    protect: &dyn Protect,
+    region: RegionId,
+    run: PageRun,
+    pages: &Bitmap,
+) -> Result<(), VmError> {
+    let piece = protect.chunk_pages().max(1);
+    let mut first = run.first.0;
+    while first < run.end() {
+        let end = run.end().min((first / piece + 1) * piece);
+        protect.protect(region, PageRun::from(first..end), pages)?;
+        first = end;
+    }
+    Ok(())
+}
+
 /// What it takes to stop a guest.
 pub(crate) struct Rehearsal {
     pub(crate) pause: Duration,
+    /// Until its I/O was at rest.
+    pub(crate) settle: Duration,
     pub(crate) save: Duration,
     /// For how long it stood still.
     pub(crate) stood: Duration,
@@ -92,8 +126,10 @@ pub(crate) fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Rehear
     let began = Instant::now();
     let paused = vm.pause();
     let pause = began.elapsed();
-    let saved = paused.and_then(|()| save(vm, within));
-    let save = began.elapsed().saturating_sub(pause);
+    let settled = paused.and_then(|()| vm.settle(within));
+    let settle = began.elapsed().saturating_sub(pause);
+    let saved = settled.and_then(|()| vm.save());
+    let save = began.elapsed().saturating_sub(pause + settle);
     let resumed = vm.resume();
     let stood = began.elapsed();
     let sections = match saved {
@@ -101,7 +137,7 @@ pub(crate) fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Rehear
         saved => saved,
     };
     resumed?;
-    Ok(Rehearsal { pause, save, stood, sections })
+    Ok(Rehearsal { pause, settle, save, stood, sections })
 }
 
 /// The pages of a guest. Shared by every thread of the engine.
@@ -195,17 +231,18 @@ pub trait DirtyTracker: Send {
         None
     }
 
-    /// Stops tracking and lets the guest run at its full speed.
+    /// Stops tracking and lets the guest run at its full speed. Nobody calls [`Protect::protect`] any more.
     ///
     /// # Errors
     /// If the host refuses; the guest still runs, perhaps slower.
     fn stop(&mut self) -> Result<(), VmError>;
 }
 
-/// Protects pages right before they are read; see [`DirtyTracker`].
+/// Protects pages right before they are read; see [`DirtyTracker`]. Called by all bulk channels' threads at once, and by the thread
+/// that migrates.
 pub trait Protect: Send + Sync {
-    /// Which runs `protect` works on best: aligned to this many pages, a power of two. The engine calls it with runs
-    /// that start at a multiple and are no longer than this.
+    /// Which runs `protect` works on best: aligned to this many pages, a power of two, and the same for as long as this lives. No run
+    /// that the engine calls it with crosses a multiple of this.
     fn chunk_pages(&self) -> u64 {
         512
     }
@@ -229,7 +266,14 @@ impl Protect for NothingToProtect {
     }
 }
 
-/// A VM that can be moved away.
+/// A VM that can be moved away. Its guest runs when that begins.
+///
+/// The guest is stopped more often than once: before it goes the engine learns what that takes by `pause`, `settle`, `save`, `resume`,
+/// throwing away what was saved; a guest whose I/O is busy goes on; and whatever fails up to the commit ends with `resume`, as it does
+/// after it if the target, or the fence, gives the guest back.
+///
+/// While one of these calls takes its time, the other side hears that this one is there, for three times
+/// [`Settings::peer_timeout`](crate::Settings::peer_timeout); then it is given up.
 pub trait SourceVm: Send {
     /// What the target must be like to take this guest.
     fn config(&self) -> MachineConfig;
@@ -284,7 +328,9 @@ pub trait SourceVm: Send {
     }
 
     /// Saves vCPUs, interrupt controllers and devices, which have [come to rest](Self::settle). Called between pause and resume;
-    /// may write guest memory, which the following harvest finds.
+    /// may write guest memory, which the following harvest finds, and must change nothing else: what it gives may be thrown away.
+    ///
+    /// A section may have 4 MiB, less 64 bytes, with its name, all of them 64 MiB, and there may be 65,536.
     ///
     /// # Errors
     /// If some state cannot be read. The engine then calls `resume`.
@@ -312,7 +358,10 @@ pub trait SourceVm: Send {
 
 /// An empty VM that takes a guest.
 ///
-/// Its memory reads as zeros and its vCPUs have not run.
+/// Its memory reads as zeros and its vCPUs have not run: pages that the guest never touched are not sent.
+///
+/// [`load`](Self::load) and [`start`](Self::start) have three times the peer's timeout (30 s) each. A guest whose `load` takes longer goes on
+/// at its source. One whose `start` does, in precopy without a fence, is given up there as one of which nobody knows where it runs.
 pub trait TargetVm: Send {
     /// What this machine is like; must equal the source's.
     fn config(&self) -> MachineConfig;

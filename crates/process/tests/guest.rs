@@ -291,7 +291,7 @@ fn the_engine_moves_it_and_every_page_agrees() {
     let report = std::thread::scope(|scope| {
         let target = scope.spawn(|| receive(&mut target, &listener, &Arrival::new(settings.peer_timeout)));
         let report = migrate(&mut source, &uri, None, &settings, &Monitor::new());
-        target.join().unwrap().unwrap();
+        let _ = target.join().unwrap().unwrap();
         report.unwrap()
     });
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");

@@ -11,6 +11,8 @@ pub const CONTROL_HEADER_BYTES: usize = 16;
 pub const MAX_CONTROL_BYTES: usize = 4 << 20;
 /// Most bytes of all device state of a guest.
 pub const MAX_STATE_BYTES: usize = 64 << 20;
+/// Sections of device state that a target takes.
+pub const MAX_SECTIONS: usize = 65_536;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 

@@ -23,8 +23,8 @@ mod snapshot;
 pub use bounded::{MAX_BUCKETS, MAX_FEATURES, MAX_LATENCIES, MAX_NAME_BYTES, MAX_NAMED_RUNS, MAX_PROPERTIES};
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
-    MAX_LACKING_BYTES, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget, decode_control,
-    encode_control,
+    MAX_LACKING_BYTES, MAX_SECTIONS, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget,
+    decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{

@@ -382,7 +382,7 @@ impl Shared {
             );
         }
         self.quit.store(true, Ordering::Release);
-        self.arrival.stop();
+        self.arrival.abandon();
         self.look();
     }
 

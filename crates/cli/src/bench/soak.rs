@@ -143,7 +143,7 @@ fn once(mut source: Machine, target: &RunArgs, number: u32) -> Result<(Machine, 
         });
         let report = migrate(source.source(), &uri, None, &settings, &monitor);
         if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
-            arrival.stop();
+            arrival.abandon();
         }
         match taking.join() {
             Ok(taken) => taken.and_then(|_| Ok(report?)),

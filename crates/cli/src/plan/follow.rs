@@ -84,6 +84,7 @@ fn document(made: &Made, taken: Way, report: &Report, refused: Option<String>) -
         "others": plan.modes.iter().filter(|mode| mode.mode != taken).collect::<Vec<&ModePlan>>(),
         "refused": refused,
         "guest_cost": made.cost,
+        "busy": made.busy,
         "tracker": made.tracker,
         "inputs": plan.inputs,
     })

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_engine::plan::{GuestCost, Link, Plan, measure, probe};
+use vmferry_engine::plan::{GuestCost, Link, Looked, Plan, measure, probe};
 use vmferry_engine::{Settings, TrackerKind, Uri};
 
 /// How long making one takes at most: the link, the guest's writes, and its answer to what is free.
@@ -118,6 +118,7 @@ struct Made {
     plan: Plan,
     cost: GuestCost,
     tracker: String,
+    busy: Option<String>,
 }
 
 impl Made {
@@ -125,6 +126,7 @@ impl Made {
         let mut value = serde_json::to_value(&self.plan)?;
         value["guest_cost"] = serde_json::to_value(self.cost)?;
         value["tracker"] = json!(self.tracker);
+        value["busy"] = json!(self.busy);
         Ok(value)
     }
 }
@@ -181,7 +183,8 @@ fn make(
     stop: &dyn Fn() -> bool,
 ) -> Result<Made> {
     let link = way.look(settings)?;
-    let looked = measure(machine.source(), tracker, watch, link, settings.free_pages, stop)
+    let looked = measure(machine.source(), tracker, watch, link, settings, stop)
         .context("the guest could not be looked at")?;
-    Ok(Made { plan: Plan::make(looked.inputs, settings), cost: looked.cost, tracker: looked.tracker })
+    let Looked { inputs, cost, tracker, busy } = looked;
+    Ok(Made { plan: Plan::make(inputs, settings), cost, tracker, busy })
 }

@@ -32,7 +32,11 @@ pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
         format!("measured     {}", measured(&plan["inputs"])),
         format!("that cost    {}", cost(&plan["guest_cost"])),
     ];
-    format!("{table}\n{means}\n\n{}", words.map(|line| fold(line, INDENT)).join("\n"))
+    let busy = plan["busy"].as_str().map(|why| {
+        format!("but          {why}; the plan is for when its I/O is at rest, and the guest is not stopped for longer before")
+    });
+    let words = words.into_iter().chain(busy).map(|line| fold(line, INDENT));
+    format!("{table}\n{means}\n\n{}", words.collect::<Vec<_>>().join("\n"))
 }
 
 /// How narrow a column may become: no word of its head is broken, and no mode's name.
@@ -121,6 +125,7 @@ fn count(value: f64) -> String {
 
 fn measured(inputs: &Value) -> String {
     let number = |name: &str| inputs[name].as_f64().unwrap_or(0.0);
+    let cost = |name: &str| inputs["costs"][name].as_f64().unwrap_or(0.0);
     let link = &inputs["link"];
     let said = if link["measured"] == true { "" } else { " (as was said)" };
     let last = inputs["curve"].as_array().and_then(|curve| curve.last()).cloned().unwrap_or_default();
@@ -132,9 +137,7 @@ fn measured(inputs: &Value) -> String {
         link["round_trip_s"].as_f64().unwrap_or(0.0) * 1e3,
         size(last["pages"].as_f64().unwrap_or(0.0) * 4096.0),
         time(last["window_s"].as_f64().unwrap_or(0.0) * 1e3),
-        (inputs["costs"]["pause_s"].as_f64().unwrap_or(0.0)
-            + 2.0 * inputs["costs"]["save_s"].as_f64().unwrap_or(0.0))
-            * 1e3,
+        (cost("pause_s") + cost("settle_s") + 2.0 * cost("save_s")) * 1e3,
     )
 }
 

@@ -136,6 +136,7 @@ fn move_away(
 
 fn place_after(report: &Report, keep_running: bool) -> Place {
     match report.state {
+        _ if report.stands_still => Place::Paused,
         MigrationState::Completed if keep_running => Place::Running,
         // Where it is lost it ran elsewhere; nothing that is here of it may run.
         MigrationState::Completed | MigrationState::Lost => Place::Moved,

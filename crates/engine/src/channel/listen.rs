@@ -6,7 +6,7 @@ use crate::MigrateError;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -39,6 +39,9 @@ pub(crate) struct Incoming {
 
 impl Listener {
     /// Listens at `uri`; with `insecure` also where other hosts can connect.
+    ///
+    /// A [`Uri::Fd`] hands its descriptor over: it is closed when this is dropped, and must be named once only. A number that is no stream
+    /// socket is left alone.
     ///
     /// # Errors
     /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be listened on.
@@ -76,11 +79,7 @@ impl Listener {
                 socket.bind(&SockAddr::unix(path).map_err(failed)?).map_err(failed)?;
                 (socket, Some(path.clone()))
             }
-            Uri::Fd(fd) => {
-                // SAFETY: whoever named the descriptor on the command line handed it to us; a number that is not an
-                // open socket fails in `listen` below without harm.
-                (unsafe { Socket::from_raw_fd(*fd) }, None)
-            }
+            Uri::Fd(fd) => (taken_over(*fd).map_err(failed)?, None),
             Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
         };
         let listener = Self { socket, uri: uri.clone(), insecure, tls, greeting: Mutex::default(), made };
@@ -134,6 +133,20 @@ impl Listener {
             greeting.add(socket, peer);
         }
     }
+}
+
+/// A socket that somebody handed to this process by its number.
+fn taken_over(fd: RawFd) -> io::Result<Socket> {
+    if fd < 0 {
+        return Err(io::Error::from_raw_os_error(libc::EBADF));
+    }
+    // SAFETY: only asked what it is, which any number may be: the kernel says if it is not open.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    if socket2::SockRef::from(&borrowed).r#type()? != Type::STREAM {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the descriptor is no stream socket"));
+    }
+    // SAFETY: it is an open socket, and whoever named it hands it over.
+    Ok(unsafe { Socket::from_raw_fd(fd) })
 }
 
 impl Drop for Listener {

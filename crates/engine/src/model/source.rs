@@ -23,6 +23,10 @@ pub(super) fn failure() -> Refusal {
     Refusal::new(RefusalCode::Other, "a step failed")
 }
 
+fn rehearsed() -> Event {
+    Event::Rehearsed { fixed: Duration::ZERO, settle: Duration::ZERO, stood: Duration::ZERO }
+}
+
 fn still_busy() -> Event {
     Event::Busy { stood: Duration::ZERO, why: "requests are under way".into() }
 }
@@ -158,7 +162,7 @@ impl Step<'_> {
                 Event::TrackerStarted
             }
             Action::Rehearse { .. } if self.busy() => return Some(still_busy()),
-            Action::Rehearse { .. } => Event::Rehearsed { fixed: Duration::ZERO },
+            Action::Rehearse { .. } => rehearsed(),
             Action::Harvest => self.harvest(),
             Action::SendPass { number, pass } => return self.begin_pass(number, pass),
             Action::Pause => {

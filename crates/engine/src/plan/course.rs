@@ -40,6 +40,8 @@ pub struct Seen {
     pub passes: u32,
     /// Since the migration began.
     pub elapsed: Duration,
+    /// How much of that it waited for the guest's I/O, with nothing else to do.
+    pub rested: Duration,
     /// Passes in a row, up to the last, that made no headway.
     pub stuck: u32,
     /// The last one.
@@ -147,7 +149,7 @@ impl Auto {
             ));
         }
         let longest = self.expected?.longest;
-        let late = seen.elapsed.as_secs_f64() > longest.as_secs_f64() * OVERRUN;
+        let late = seen.elapsed.saturating_sub(seen.rested).as_secs_f64() > longest.as_secs_f64() * OVERRUN;
         // One that is about to end is not worth a change.
         let near = seen.verdict.converging == Some(true)
             && seen.verdict.eta_s.is_some_and(|eta| eta < longest.as_secs_f64());
@@ -196,7 +198,15 @@ mod tests {
             lazy: false,
         };
         let elapsed = Duration::from_secs(10);
-        Seen { passes: 3, elapsed, stuck, verdict: standing.judge(), standing, advised: false }
+        Seen {
+            passes: 3,
+            elapsed,
+            rested: Duration::ZERO,
+            stuck,
+            verdict: standing.judge(),
+            standing,
+            advised: false,
+        }
     }
 
     const POSTCOPY: Auto = Auto { postcopy: true, throttle: AutoConverge::Off, expected: None };

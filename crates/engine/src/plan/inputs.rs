@@ -54,6 +54,9 @@ pub enum Protection {
 pub struct Costs {
     /// Stopping all vCPUs.
     pub pause_s: f64,
+    /// Bringing I/O to rest.
+    #[serde(default)]
+    pub settle_s: f64,
     /// Saving the device state; loading it is taken to be as long.
     pub save_s: f64,
     /// How large that state is, in bytes.
@@ -66,6 +69,14 @@ pub struct Costs {
     pub protect_page_s: f64,
     /// What the guest pays for its first write to a protected page.
     pub fault_s: f64,
+}
+
+impl Costs {
+    /// Stopping the guest here and loading its state there.
+    #[must_use]
+    pub fn stopping_s(&self) -> f64 {
+        self.pause_s + self.settle_s + 2.0 * self.save_s
+    }
 }
 
 /// A part of memory, in the order in which a pass sends it.

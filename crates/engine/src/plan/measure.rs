@@ -1,7 +1,8 @@
 //! Looks at a guest that runs: what it dirties within several times, what of its memory counts, what stopping it takes.
 //!
 //! What that costs the guest: a fault for each page that it writes while it is tracked, once, as in the first pass of a migration;
-//! and two pauses of a millisecond or so. It is told with the result.
+//! and two pauses of a millisecond or so, or of as long as its I/O takes to come to rest, up to the downtime limit or a second each. It is
+//! told with the result.
 
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
@@ -24,6 +25,10 @@ const SAMPLE: u64 = 2048;
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
 /// Rehearsals of the pause: the shortest counts, as in earnest.
 const REHEARSALS: u32 = 2;
+/// For no longer than this, whatever its downtime may be once it moves.
+const LONGEST_REHEARSAL: Duration = Duration::from_secs(1);
+/// What saving a small guest takes, where it could not be tried.
+const USUAL_SAVE_S: f64 = 1e-3;
 /// What a first write to a protected page costs the guest, in seconds: measured on two kinds of hosts (docs/dirty-tracking.md).
 const FAULT_S: [(TrackerKind, f64); 3] =
     [(TrackerKind::Log, 2.4e-6), (TrackerKind::Ring, 2.4e-6), (TrackerKind::Wp, 1.3e-6)];
@@ -87,6 +92,9 @@ pub struct Looked {
     pub cost: GuestCost,
     /// How writes were found.
     pub tracker: String,
+    /// Why the guest's I/O did not come to rest within the downtime limit, or a second, if it never did: what stopping takes is then guessed, and the plan
+    /// one for when it does.
+    pub busy: Option<String>,
 }
 
 /// What was dirtied, and where.
@@ -98,8 +106,8 @@ struct Watched {
     written: Option<PageSet>,
 }
 
-/// Looks at the guest of `vm`, which runs, for as long as `watch` says, or as long as is worth while for `link`; `free` if what it says is
-/// free is to be left out. `stop` ends it earlier, with what was seen by then.
+/// Looks at the guest of `vm`, which runs and is to be moved by `settings`, for as long as `watch` says, or as long as is worth while for
+/// `link`. `stop` ends it earlier, with what was seen by then.
 ///
 /// # Errors
 /// If the guest cannot be tracked, paused or read. It runs in any case, unless it cannot be resumed.
@@ -108,7 +116,7 @@ pub fn measure(
     tracker: Option<TrackerKind>,
     watch: Option<Duration>,
     link: Link,
-    free: bool,
+    settings: &Settings,
     stop: impl Fn() -> bool,
 ) -> Result<Looked, VmError> {
     let memory = vm.memory();
@@ -123,8 +131,9 @@ pub fn measure(
     let stopped = tracker.stop();
     let (watched, protect_page_s, touched) = watched?;
     stopped?;
-    let (pause_s, save_s, state_bytes, paused) = rehearse(vm)?;
-    let free_pages = if free { ask_what_is_free(vm, &touched) } else { 0 };
+    let Stopping { pause_s, settle_s, save_s, state_bytes, stood, busy } =
+        rehearse(vm, settings.downtime_limit.min(LONGEST_REHEARSAL))?;
+    let free_pages = if settings.free_pages { ask_what_is_free(vm, &touched) } else { 0 };
     let (looked, zero) = count_zeros(&*memory, &touched)?;
     let pages = touched.count();
     let layout = memory.layout();
@@ -133,6 +142,7 @@ pub fn measure(
     let faults = watched.written.as_ref().map_or(0, PageSet::count);
     let costs = Costs {
         pause_s,
+        settle_s,
         save_s,
         state_bytes,
         harvest_s: watched.harvest_s,
@@ -159,9 +169,9 @@ pub fn measure(
         faults,
         faults_ms: faults as f64 * fault_s * 1e3,
         pauses: REHEARSALS,
-        paused_ms: paused.as_secs_f64() * 1e3,
+        paused_ms: stood.as_secs_f64() * 1e3,
     };
-    Ok(Looked { inputs, cost, tracker: kind.to_string() })
+    Ok(Looked { inputs, cost, tracker: kind.to_string(), busy })
 }
 
 /// Protects everything, and counts what is written by the end of each window.
@@ -229,19 +239,47 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
     Ok(touched)
 }
 
-/// Stops the guest for an instant, to learn what that takes.
-fn rehearse(vm: &mut dyn SourceVm) -> Result<(f64, f64, f64, Duration), VmError> {
-    let (mut pause_s, mut save_s, mut bytes, mut stood) = (f64::INFINITY, f64::INFINITY, 0.0, Duration::ZERO);
+/// What stopping the guest takes.
+struct Stopping {
+    pause_s: f64,
+    settle_s: f64,
+    save_s: f64,
+    state_bytes: f64,
+    /// For how long it stood still, all together.
+    stood: Duration,
+    busy: Option<String>,
+}
+
+/// Stops the guest for an instant, to learn what that takes; its I/O has so long to come to rest.
+fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
+    let (mut best, mut busy): (Option<Stopping>, _) = (None, None);
+    let (mut pause_s, mut stood) = (f64::INFINITY, Duration::ZERO);
     for _ in 0..REHEARSALS {
-        // What a migration's downtime may be, unless it is said.
-        let once = vm::rehearse(vm, Settings::default().downtime_limit)?;
-        let sections = once.sections?;
+        let once = vm::rehearse(vm, within)?;
         stood += once.stood;
-        pause_s = f64::min(pause_s, once.pause.as_secs_f64());
-        save_s = f64::min(save_s, once.save.as_secs_f64());
-        bytes = sections.iter().map(|section| section.payload.len() as f64).sum();
+        pause_s = pause_s.min(once.pause.as_secs_f64());
+        let sections = match once.sections {
+            Ok(sections) => sections,
+            Err(why) => {
+                busy = Some(why.to_string());
+                continue;
+            }
+        };
+        let (settle_s, save_s) = (once.settle.as_secs_f64(), once.save.as_secs_f64());
+        let before =
+            best.as_ref().map_or((f64::INFINITY, f64::INFINITY), |best| (best.settle_s, best.save_s));
+        best = Some(Stopping {
+            pause_s,
+            settle_s: settle_s.min(before.0),
+            save_s: save_s.min(before.1),
+            state_bytes: sections.iter().map(|section| section.payload.len() as f64).sum(),
+            stood,
+            busy: None,
+        });
     }
-    Ok((pause_s, save_s, bytes, stood))
+    // Of a guest that could not be saved, what saving usually takes.
+    let guess = Stopping { pause_s, settle_s: 0.0, save_s: USUAL_SAVE_S, state_bytes: 0.0, stood, busy };
+    Ok(best.map_or(guess, |best| Stopping { pause_s, stood, ..best }))
 }
 
 /// How many of `touched` the guest says are free. A guest that cannot be asked, or does not answer in time, has none.

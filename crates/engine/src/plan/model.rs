@@ -123,7 +123,7 @@ impl World<'_> {
     fn downtime(&self, pages: f64, before: f64) -> f64 {
         let costs = &self.inputs.costs;
         let state = costs.state_bytes / self.bandwidth;
-        self.fixed * (costs.pause_s + 2.0 * costs.save_s + costs.harvest_s)
+        self.fixed * (costs.stopping_s() + costs.harvest_s)
             + state
             + 3.0 * self.round_trip
             + PASS_S
@@ -175,15 +175,14 @@ impl State<'_, '_> {
         let (world, settings) = (self.world, self.world.settings);
         let mut policy = Convergence::of(settings);
         let costs = &world.inputs.costs;
-        let fixed =
-            world.fixed * (costs.pause_s + 2.0 * costs.save_s + costs.harvest_s) + 3.0 * world.round_trip;
+        let fixed = world.fixed * (costs.stopping_s() + costs.harvest_s) + 3.0 * world.round_trip;
         let horizon = settings.timeout.map_or(HORIZON_S, |timeout| timeout.as_secs_f64());
         let mut left_before: Option<f64> = None;
         for pass in 0..MOST_PASSES {
             let (bytes, elapsed) = self.pass(pass == 0);
             self.now += costs.harvest_s;
             if pass == 0 {
-                self.now += costs.pause_s + costs.save_s;
+                self.now += costs.pause_s + costs.settle_s + costs.save_s;
             }
             let left: f64 = self.dirty.iter().sum();
             let outcome =
@@ -296,7 +295,7 @@ impl State<'_, '_> {
         let names = world.inputs.memory_pages as f64 / 8.0 / world.bandwidth;
         let harvest = if passes == 0 { 0.0 } else { costs.harvest_s };
         // What loading and starting touch has to be fetched first.
-        let downtime = world.fixed * (costs.pause_s + 2.0 * costs.save_s + harvest)
+        let downtime = world.fixed * (costs.stopping_s() + harvest)
             + costs.state_bytes / world.bandwidth
             + names
             + 4.0 * world.round_trip

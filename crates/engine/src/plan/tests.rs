@@ -35,6 +35,7 @@ fn guest(rate: f64) -> Inputs {
         },
         costs: Costs {
             pause_s: 2e-4,
+            settle_s: 0.0,
             save_s: 1e-3,
             state_bytes: 1e4,
             harvest_s: 1e-4,

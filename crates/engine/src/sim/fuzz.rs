@@ -98,7 +98,10 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
-        7 => Event::Rehearsed { fixed: Duration::from_micros(rng.below(1000)) },
+        7 => {
+            let fixed = Duration::from_micros(rng.below(1000));
+            Event::Rehearsed { fixed, settle: fixed / 2, stood: fixed }
+        }
         8 => Event::PassSent { bytes: rng.next() },
         9 => Event::Harvested { pages: rng.below(PAGES), writers: vec![rng.below(9), rng.below(9)] },
         10 => Event::Paused,
@@ -135,7 +138,10 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 events.extend([Event::ChannelsOpened, Event::Message(ToSource::ChannelsUp)]);
             }
             Action::StartTracker => events.push(Event::TrackerStarted),
-            Action::Rehearse { .. } => events.push(Event::Rehearsed { fixed: Duration::from_micros(50) }),
+            Action::Rehearse { .. } => {
+                let fixed = Duration::from_micros(50);
+                events.push(Event::Rehearsed { fixed, settle: fixed, stood: fixed });
+            }
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;

@@ -31,7 +31,8 @@ impl World {
             }
             Action::Rehearse { .. } => {
                 self.resume();
-                Event::Rehearsed { fixed: Duration::from_micros(self.rng.below(500)) }
+                let fixed = Duration::from_micros(self.rng.below(500));
+                Event::Rehearsed { fixed, settle: fixed / 2, stood: fixed }
             }
             Action::Harvest => self.harvest(),
             Action::Pause => {

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 /// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
 /// page that has not come: keep it until [`wait`](Self::wait) says that all is there.
+#[must_use = "dropping it stops the pages that the guest waits for"]
 #[derive(Debug)]
 pub struct LazyRestore {
     received: Received,
@@ -51,7 +52,6 @@ impl Drop for Filling {
 
 impl LazyRestore {
     /// The guest; its `pages` are those that were there when it began to run.
-    #[must_use]
     pub fn received(&self) -> &Received {
         &self.received
     }

@@ -36,7 +36,7 @@ enum Afterwards {
 
 /// Moves the guest of `vm` into the file at `path`: it stops, and its memory and state are written. When this returns
 /// with [`MigrationState::Completed`], the guest is in the file and must not run here any more; with any other, it runs
-/// here again.
+/// here again, unless the report says that it [stands still](Report::stands_still).
 ///
 /// # Errors
 /// If nothing was begun, because the file cannot be made.
@@ -45,7 +45,7 @@ pub fn save(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Rep
 }
 
 /// Copies the guest of `vm` into the file at `path`: it stands still while it is written, and then goes on here, whatever
-/// became of the file. The file says that it is a copy, and each restore of it gets an identity of its own.
+/// became of the file, unless the report says that it [stands still](Report::stands_still). The file says that it is a copy, and each restore of it gets an identity of its own.
 ///
 /// # Errors
 /// As for [`save`].
@@ -89,6 +89,7 @@ fn store(
         Err(_) => (Report::default(), MigrationState::Failed),
     };
     let why = written.err().map(|stop| stop.to_string());
+    report.stands_still = resumed.is_err();
     report.error = match resumed {
         Ok(()) => why,
         Err(error) => {

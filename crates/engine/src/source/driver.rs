@@ -27,14 +27,14 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::Monitor;
 use crate::report::Report;
-use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm};
+use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm, shielded};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::thread::Scope;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use vmferry_memory::PageSet;
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
@@ -107,6 +107,8 @@ pub(super) struct Driver<'s, 'e> {
     /// The number of this set of channels.
     generation: u64,
     jobs: Vec<SyncSender<Job<'e>>>,
+    /// Whoever may still protect pages.
+    senders: Vec<ScopedJoinHandle<'s, ()>>,
     missing: usize,
     /// Once the guest was handed over with pages lacking.
     claims: Option<Arc<Claims>>,
@@ -169,6 +171,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             streams: Streams::default(),
             generation: 0,
             jobs: Vec::new(),
+            senders: Vec::new(),
             missing: 0,
             claims: None,
             handed_over: None,
@@ -198,7 +201,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         driver.timings.ended(&outcome);
         driver.close(&outcome);
         driver.close_fence();
-        let held = driver.vm.throttled();
+        let held = shielded("how long the guest was slowed is not known", || driver.vm.throttled());
         let mut report =
             driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held);
         driver.report_free(&mut report);
@@ -450,7 +453,13 @@ impl<'s, 'e> Driver<'s, 'e> {
         if let Err(error) = self.busy(|_, tracker, _| tracker.start()) {
             return local("starting to track dirty pages", &error);
         }
-        self.protect = Some(self.tracker.protector());
+        let protect = self.tracker.protector();
+        if !protect.chunk_pages().is_power_of_two() {
+            let wrong =
+                format!("its chunks are of {} pages, which is no power of two", protect.chunk_pages());
+            return local("starting to track dirty pages", &crate::VmError::new(wrong));
+        }
+        self.protect = Some(protect);
         match self.start_senders() {
             Ok(()) => Event::TrackerStarted,
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),

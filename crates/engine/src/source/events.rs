@@ -10,8 +10,12 @@ pub(crate) enum Event {
     Message(ToSource),
     ChannelsOpened,
     TrackerStarted,
+    /// The guest stood still for `stood`, and runs. Of that bringing I/O to rest took `settle`; `fixed` is what stopping costs here and
+    /// loading there without it.
     Rehearsed {
         fixed: Duration,
+        settle: Duration,
+        stood: Duration,
     },
     /// The guest's I/O did not come to rest within the time that it was given: it stood still for so long. After a rehearsal it runs.
     Busy {

@@ -32,9 +32,12 @@ use vmferry_wire::{MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
 ///
-/// The guest runs on while its memory is sent, stops for the downtime, and then runs either on the target
-/// ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here again (`Cancelled`, `Failed`); in the one
-/// case in which nobody can know (`Unknown`), it stays stopped here. Which it was is in the report.
+/// The guest, which has to run when this is called, runs on while its memory is sent, is stopped once or more to learn what that takes,
+/// stops for the downtime, and then runs either on the target ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here
+/// again (`Cancelled`, `Failed`; or is this side's and [stands still](Report::stands_still)); in the one case in which nobody can know
+/// (`Unknown`), it stays stopped here. Which it was is in the report.
+///
+/// A postcopy whose link is lost, and stays lost for [`Settings::reconnect_for`], waits for [`Monitor::recover`] or [`Monitor::abandon`].
 ///
 /// # Errors
 /// If nothing was begun: the target cannot be reached or refuses, the settings are impossible, the tracker cannot be

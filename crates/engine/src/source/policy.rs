@@ -68,6 +68,11 @@ impl Convergence {
         }
     }
 
+    /// Forgets what passes left, and not what the link carries.
+    pub(crate) fn begin_anew(&mut self) {
+        (self.previous, self.earlier) = (None, None);
+    }
+
     /// Bytes a second that the link was seen to carry.
     pub(crate) fn bandwidth(&self) -> Option<f64> {
         self.bandwidth

@@ -7,7 +7,7 @@
 use super::flight::{Flight, Turn};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
-use crate::vm::{GuestMemory, Protect, VmError};
+use crate::vm::{GuestMemory, Protect, VmError, protect_run};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -118,6 +118,9 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             self.touched = Bitmap::new(region.pages());
         }
         for chunk in self.chunks(position, region) {
+            if self.shared.stop.load(Ordering::Relaxed) {
+                return Err(SenderError::Stopped);
+            }
             if flight.take(position, turn, chunk.clone(), &mut mine) {
                 self.send_chunk(pass, region.id, &mine, chunk, first)?;
             }
@@ -137,7 +140,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         first: bool,
     ) -> Result<(), SenderError> {
         let run = PageRun::from(chunk.clone());
-        self.shared.protect.protect(region, run, map)?;
+        protect_run(self.shared.protect, region, run, map)?;
         if !first {
             return map.runs_in(chunk).try_for_each(|run| self.send_run(pass, region, run.into()));
         }

@@ -120,13 +120,21 @@ pub(crate) struct Session {
     /// Pages harvested and not yet handed to a pass.
     remaining: u64,
     fixed: Option<Duration>,
+    /// What bringing I/O to rest took besides.
+    settle: Duration,
     /// When that was measured, and how long after that it may be again.
     rehearsed: Duration,
     rehearse_after: Duration,
     /// Why the guest could not be brought to rest in time when that was tried last.
     busy: Option<String>,
-    /// How often that was so.
+    /// How often that was so, and for how long it stood still for that.
     put_off: u64,
+    put_off_for: Duration,
+    /// How long it has rested so far, and since when it does.
+    rested: Duration,
+    rests_since: Duration,
+    /// The next harvest is of such a rest, and no pass's.
+    after_rest: bool,
     harvest_began: Duration,
     last_harvest: Duration,
     switch_wanted: bool,
@@ -155,6 +163,8 @@ pub(crate) struct Session {
     last_ping: (u64, Duration),
     round_trip: Duration,
     ended: Option<Outcome>,
+    /// The guest is ours, and could not be resumed.
+    stands_still: bool,
     /// Pages of all regions.
     pages: u64,
     /// What a verification has to cover.
@@ -196,10 +206,15 @@ impl Session {
             pass_bytes: 0,
             remaining: 0,
             fixed: None,
+            settle: Duration::ZERO,
             rehearsed: now,
             rehearse_after: REHEARSE_AGAIN / 2,
             busy: None,
             put_off: 0,
+            put_off_for: Duration::ZERO,
+            rested: Duration::ZERO,
+            rests_since: now,
+            after_rest: false,
             harvest_began: now,
             last_harvest: Duration::ZERO,
             switch_wanted: false,
@@ -218,6 +233,7 @@ impl Session {
             last_ping: (0, now),
             round_trip: Duration::ZERO,
             ended: None,
+            stands_still: false,
             pages,
             comparing: None,
             last_step: now,
@@ -277,6 +293,10 @@ impl Session {
     }
 
     fn fixed_costs(&self) -> Duration {
+        self.settle + self.costs_without_io()
+    }
+
+    fn costs_without_io(&self) -> Duration {
         // Harvest once more, and three waits for the target: last pages, load, commit.
         self.fixed.unwrap_or_default() + self.last_harvest + self.round_trip * 3
     }
@@ -298,13 +318,7 @@ impl Session {
         if self.state == State::Resuming {
             return match event {
                 Event::Resumed => self.finish(),
-                Event::LocalFailure(why) => {
-                    self.ended = Some(Outcome::Failed(Refusal::new(
-                        RefusalCode::Other,
-                        format!("{why}; the guest is paused here and must be resumed by hand"),
-                    )));
-                    self.finish()
-                }
+                Event::LocalFailure(why) => self.not_resumed(&why),
                 _ => Vec::new(),
             };
         }
@@ -353,11 +367,8 @@ impl Session {
                 self.writers = writers;
                 self.harvested(now, pages)
             }
-            (State::Rehearsing, Event::Rehearsed { fixed }) => {
-                // A busy host makes it longer, never shorter.
-                self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
-                self.busy = None;
-                self.was_stopped(now, fixed);
+            (State::Rehearsing, Event::Rehearsed { fixed, settle, stood }) => {
+                self.learnt(now, fixed, settle, stood);
                 self.decide(now)
             }
             (State::Rehearsing, Event::Busy { stood, why }) => {

@@ -4,7 +4,7 @@ use super::flight::{Flight, Turn};
 use super::pending::Pending;
 use crate::free::{Answer, Answers, FreePages, FreeReport};
 use crate::report::FreePagesFigures;
-use crate::vm::{Protect, VmError};
+use crate::vm::{Protect, VmError, protect_run};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Layout, PageRun, PageSet};
@@ -328,12 +328,12 @@ impl Skipping {
         }
         // They are in no set now, and nobody else protects or reads them. Whatever comes of it they are given back.
         #[cfg(not(test))]
-        let protected = protect.protect(id, chunk, &self.mine);
+        let protected = protect_run(protect, id, chunk, &self.mine);
         #[cfg(test)]
         let protected = match self.flaw {
             Flaw::ProtectsLate => Ok(()),
             Flaw::ProtectsSent => protect.protect(id, chunk, worth),
-            _ => protect.protect(id, chunk, &self.mine),
+            _ => protect_run(protect, id, chunk, &self.mine),
         };
         for at in words {
             flight.put_off(position, at * 64, word(&self.mine, at));

@@ -9,7 +9,7 @@ use crate::report::{
     Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
 };
 use crate::source::settings::MigrationMode;
-use crate::vm::DirtyTracker;
+use crate::vm::{DirtyTracker, shielded};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_wire::{RefusalCode, ToSource, ToTarget};
@@ -258,6 +258,7 @@ impl Timings {
             state,
             outcome: word(state),
             error,
+            stands_still: session.stands_still(),
             refused_feature: self.passes.is_empty()
                 && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
             id: ground.migration.to_string(),
@@ -267,6 +268,7 @@ impl Timings {
             free_pages: None,
             interruptions: session.interruptions(),
             put_off: session.put_off(),
+            put_off_ms: ms(session.put_off_for()),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
@@ -282,7 +284,7 @@ impl Timings {
             passes: self.passes(ground.began),
             phases: self.phases(ground.began, end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
-            ring: tracker.ring(),
+            ring: shielded("how the rings did is not known", || tracker.ring()),
             throttle: self.throttle(held),
             course: session.course().to_vec(),
             cpu_ms: Cpu {

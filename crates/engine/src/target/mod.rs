@@ -34,6 +34,7 @@ const POLL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Arrival {
     stop: AtomicBool,
+    abandon: AtomicBool,
     peer_timeout: Duration,
     stay_awake: bool,
     fence: Option<Arc<dyn Arbiter>>,
@@ -44,8 +45,8 @@ impl Arrival {
     /// With how long a source may be silent before it is given up.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
-        let (stop, undecided) = (AtomicBool::new(false), Mutex::default());
-        Self { stop, peer_timeout, stay_awake: true, fence: None, undecided }
+        let (stop, abandon, undecided) = (AtomicBool::default(), AtomicBool::default(), Mutex::default());
+        Self { stop, abandon, peer_timeout, stay_awake: true, fence: None, undecided }
     }
 
     /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
@@ -85,12 +86,24 @@ impl Arrival {
         self.stop.store(true, Ordering::Release);
     }
 
+    /// The same, and [`Rest::finish`] gives up a guest that runs here and whose memory is not all here: whoever waits for a page does so
+    /// for ever.
+    pub fn abandon(&self) {
+        self.abandon.store(true, Ordering::Release);
+        self.stop();
+    }
+
     fn stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
+    }
+
+    fn abandoned(&self) -> bool {
+        self.abandon.load(Ordering::Acquire)
     }
 }
 
 /// A guest that has arrived and runs.
+#[must_use = "if not all of its memory is here, `rest` has to be finished"]
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Received {
@@ -106,7 +119,7 @@ pub struct Received {
     pub load_ms: f64,
     /// CPU time of the engine's threads, in ms.
     pub cpu_ms: f64,
-    /// What is still to come, if the guest runs before all of its memory is here.
+    /// What is still to come, if the guest runs before all of its memory is here: call [`Rest::finish`], on a thread of its own.
     #[serde(skip)]
     pub rest: Option<Rest>,
 }
@@ -130,6 +143,9 @@ pub enum ReceiveFailure {
 ///
 /// Strangers, sources of another version and sources whose machine differs are refused and cost nothing: the wait goes
 /// on. Once a fitting guest was announced, its fate ends the call.
+///
+/// `vm`'s memory has to read as zeros: pages that the guest never touched are not sent. One into which a guest was received in vain
+/// ([`ReceiveFailure::Failed`]) is of no further use.
 ///
 /// # Errors
 /// [`ReceiveFailure`]: the guest has not run here.

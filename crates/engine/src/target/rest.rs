@@ -56,6 +56,7 @@ struct Watched {
 }
 
 /// How a [`Rest`] is doing.
+#[must_use = "it may not have come to its end"]
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct RestState {
@@ -73,7 +74,6 @@ pub struct RestState {
 
 impl RestWatch {
     /// How it is doing now.
-    #[must_use]
     pub fn now(&self) -> RestState {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(lazy) = &self.0.lazy {
@@ -130,10 +130,10 @@ impl Rest {
     }
 
     /// Keeps house until all is here and the source knows it, over new connections at `listener` if the link is lost. A
-    /// link that stays lost is waited for, because the guest cannot do without its pages; until `arrival` is told to stop:
-    /// then the guest must not run on, and whoever waits for a page does so for ever.
+    /// link that stays lost is waited for, because the guest cannot do without its pages; until `arrival` is told to
+    /// [abandon](Arrival::abandon) it: then the guest must not run on, and whoever waits for a page does so for ever.
     ///
-    /// Says how it went; `Completed`, unless it was told to stop.
+    /// Says how it went; `Completed`, unless it was abandoned.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
         let done = AtomicBool::new(false);
@@ -156,7 +156,7 @@ impl Rest {
 
     fn keep_house(&mut self, inputs: &Receiver<Numbered>, arrival: &Arrival) {
         let mut actions = VecDeque::new();
-        while !arrival.stopped() {
+        while !arrival.abandoned() {
             while let Some(action) = actions.pop_front() {
                 if action == Action::Finish(Outcome::Completed) {
                     self.watch.update(|state| state.state = MigrationState::Completed);

@@ -14,12 +14,9 @@ mod starting;
 use crate::fence::{ArbiterError, Ruling, Word};
 use std::time::Duration;
 use vmferry_wire::{
-    LackingPages, LazyFigures, MAX_STATE_BYTES, MachineConfig, Mode, PageName, Refusal, RefusalCode, RunName,
-    Section, ToSource, ToTarget, Token,
+    LackingPages, LazyFigures, MAX_SECTIONS, MAX_STATE_BYTES, MachineConfig, Mode, PageName, Refusal,
+    RefusalCode, RunName, Section, ToSource, ToTarget, Token,
 };
-
-/// Most sections of device state: far more than any machine has devices.
-const MAX_SECTIONS: usize = 65_536;
 
 /// What happened, reported by the driver.
 #[derive(Debug)]

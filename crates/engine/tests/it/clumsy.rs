@@ -127,7 +127,7 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
-            arrival.stop();
+            arrival.abandon();
             (sending.join().unwrap(), receiving.join().unwrap())
         });
         let runs = (source.running(), target.running());

@@ -300,7 +300,7 @@ fn machines_that_differ_are_told_so_and_the_target_waits_on() {
         assert!(!receiving.is_finished() && source.works());
         let report = vmferry_engine::migrate(&mut right, &uri, None, &quick(), &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
-        receiving.join().unwrap().unwrap();
+        let _ = receiving.join().unwrap().unwrap();
     });
     assert_eq!(target.lost(), []);
 }

@@ -66,7 +66,7 @@ pub(crate) fn attempt(
         while !receiving.is_finished() && !waits && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
-        arrival.stop();
+        arrival.abandon();
         Ended { sent, received: receiving.join().unwrap() }
     })
 }

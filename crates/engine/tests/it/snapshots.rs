@@ -151,7 +151,7 @@ fn a_touched_page_comes_before_all_others() {
     let folder = Folder::new();
     let options = Options { pages: vec![20_000], used: 20_000, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
     let restored = restore_lazy(&mut target, &folder.file()).unwrap();
     // The page, its neighbours at most, and nothing of the 19,984 before. Perhaps none by the count, which comes after the
@@ -168,7 +168,7 @@ fn pages_of_zeros_come_when_they_are_touched() {
     // The guest itself touches nothing that it did not use.
     let options = Options { pages: vec![20_000], used: 4, writers: 1, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
     let restored = restore_lazy(&mut target, &folder.file()).unwrap();
     done(&restored);
@@ -184,11 +184,11 @@ fn pages_of_zeros_come_when_they_are_touched() {
 fn a_vm_without_faults_says_so_and_can_be_filled_first() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let mut target = source.target();
     let error = restore_lazy(&mut target, &folder.file()).unwrap_err();
     assert!(matches!(&error, MigrateError::NotLazy { why } if why.contains("no faults")), "{error}");
-    restore(&mut target, &folder.file()).unwrap();
+    let _ = restore(&mut target, &folder.file()).unwrap();
     goes_on(&target);
 }
 
@@ -245,8 +245,9 @@ fn memory_that_changes_while_it_is_written_is_noticed() {
         let mut source = Restless(Toy::new(options, true));
         let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
         if report.state == MigrationState::Completed {
-            restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &folder.file())
-                .unwrap();
+            let _ =
+                restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &folder.file())
+                    .unwrap();
             continue;
         }
         noticed += 1;
@@ -283,7 +284,7 @@ fn an_interrupted_save_leaves_nothing_behind() {
     // An older snapshot of that name stays as it was.
     std::fs::write(folder.file(), b"older").unwrap();
     source.fail(Method::Touched, 1);
-    save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let _ = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
     assert_eq!((folder.names().len(), std::fs::read(folder.file()).unwrap()), (1, b"older".to_vec()));
     goes_on(&source);
 }
@@ -324,7 +325,7 @@ fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
 fn damage_before_the_tables_is_found_before_the_guest_runs() {
     let folder = Folder::new();
     let mut source = Toy::new(lazy(Options::default()), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let (header, map) = map(&folder.file());
     let parts = [
         ("header", 8, SNAPSHOT_HEADER_BYTES as u64, "header"),
@@ -348,14 +349,14 @@ fn damage_before_the_tables_is_found_before_the_guest_runs() {
     flip(&folder.file(), 3);
     refused(&folder.file(), &source, "magic", &["no snapshot"]);
     flip(&folder.file(), 3);
-    restore(&mut source.target(), &folder.file()).unwrap();
+    let _ = restore(&mut source.target(), &folder.file()).unwrap();
 }
 
 #[test]
 fn files_that_were_cut_off_or_never_finished_are_refused() {
     let folder = Folder::new();
     let mut source = Toy::new(lazy(Options::default()), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let (_, map) = map(&folder.file());
     let copy = folder.0.join("copy");
     let lengths = (0..map.len).step_by(usize::try_from(map.len / 50).unwrap() | 1);
@@ -391,7 +392,7 @@ fn a_damaged_table_is_found() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let (_, map) = map(&folder.file());
     // Pages 512 to 599 of the first region are in its second table.
     for at in (0..4096).step_by(173) {
@@ -429,7 +430,7 @@ fn a_damaged_page_is_named_and_never_placed() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let (_, map) = map(&folder.file());
     let page = 0x123;
     flip(&folder.file(), map.regions[1].data + page * 4096 + 77);
@@ -459,7 +460,7 @@ fn a_page_that_the_state_needs_and_nobody_has_ends_the_restore() {
     let folder = Folder::new();
     let options = Options { zero_one_in: u64::MAX, ..lazy(Options::default()) };
     let mut source = Toy::new(options.clone(), true);
-    saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &folder.file());
     let (_, map) = map(&folder.file());
     flip(&folder.file(), map.regions[0].data + 5 * 4096);
     let mut target = Toy::new(Options { load_touches: Some((0, 5)), ..options.clone() }, false);

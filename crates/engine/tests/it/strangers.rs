@@ -72,7 +72,7 @@ fn then_the_real_source(strange: impl FnOnce(&Uri)) {
         strange(&uri);
         let report = migrate(&mut source, &uri, None, &quick(), &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
-        receiving.join().unwrap().unwrap();
+        let _ = receiving.join().unwrap().unwrap();
     });
     assert_eq!((target.arrived_equal(), target.lost()), (Some(true), vec![]));
 }
@@ -363,7 +363,7 @@ fn nothing_is_written_after_the_last_pass() {
         evil.say(&ToTarget::Commit);
         assert!(matches!(hear(&mut evil.control), Some(ToSource::Running { .. })));
         evil.frame(1, 1102, |_, _, _| {});
-        receiving.join().unwrap().unwrap();
+        let _ = receiving.join().unwrap().unwrap();
     });
     assert!(target.ran());
     let window = GuestMemory::window(&*memory, RegionId(0), PageRun::from(1100..1103)).unwrap();

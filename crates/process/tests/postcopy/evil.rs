@@ -200,12 +200,12 @@ fn visit(
             rest.unwrap()
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
-            arrival.stop();
+            arrival.abandon();
             resume_unwind(panic);
         }
         while evil.hear().is_some() {}
         drop(evil);
-        arrival.stop();
+        arrival.abandon();
         receiving.join().unwrap()
     });
     (received, target)

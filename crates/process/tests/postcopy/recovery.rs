@@ -161,7 +161,7 @@ fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
     }
     let moved = go(&by_hand(), vec![], |view| {
         view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
-        view.arrival.stop();
+        view.arrival.abandon();
         view.until("the loss", || view.monitor.progress().awaits_recover);
         view.monitor.abandon();
     });

@@ -199,7 +199,7 @@ pub(crate) fn take(
 /// Ends a migration that does not end, so that the test does.
 pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
     while !finished() {
-        arrival.stop();
+        arrival.abandon();
         monitor.cancel();
         monitor.abandon();
         std::thread::sleep(Duration::from_millis(100));
@@ -249,7 +249,7 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
         while !receiving.is_finished() && !complete() && begin.elapsed() < most {
             std::thread::sleep(Duration::from_millis(1));
         }
-        arrival.stop();
+        arrival.abandon();
         (sent, receiving.join().unwrap())
     });
     let harmed = proxy.harmed();

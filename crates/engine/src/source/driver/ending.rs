@@ -3,14 +3,18 @@
 use super::{Driver, Input, local};
 use crate::monitor::MigrationState;
 use crate::source::events::{Event, Outcome};
+use crate::vm::{caught, shielded};
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 impl Driver<'_, '_> {
     /// However this migration ends, the guest is not slowed afterwards, wherever it then runs.
     pub(super) fn unthrottle(&mut self) {
         if std::mem::take(&mut self.throttled) {
-            // It can only fail for want of a thread, which this needs none of.
-            let _ = self.vm.throttle(&[0.0]);
+            shielded("the guest may stay slowed", || {
+                // It can only fail for want of a thread, which this needs none of.
+                let _ = self.vm.throttle(&[0.0]);
+            });
         }
     }
 
@@ -37,7 +41,7 @@ impl Driver<'_, '_> {
     /// Nobody needs the register any more, unless the target may have to read it.
     pub(super) fn close_fence(&self) {
         if let Some(fence) = self.fence.as_ref().filter(|_| self.session.fence_done()) {
-            fence.close();
+            shielded("the register of the fence stays", || fence.close());
         }
     }
 
@@ -46,7 +50,6 @@ impl Driver<'_, '_> {
         self.unthrottle();
         self.stop_asking();
         self.shutdown();
-        self.jobs.clear();
         self.control.finish();
         let deadline = Instant::now() + Duration::from_secs(1);
         while !self.control_lost
@@ -58,8 +61,9 @@ impl Driver<'_, '_> {
             }
         }
         self.control.shutdown();
+        self.end_senders();
         if self.tracking
-            && let Err(error) = self.tracker.stop()
+            && let Err(error) = caught(|| self.tracker.stop())
         {
             tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
         }
@@ -73,5 +77,17 @@ impl Driver<'_, '_> {
                 Outcome::Lost(_) => MigrationState::Lost,
             };
         });
+    }
+
+    /// A tracker that is being stopped must not be asked to protect a page: nobody would unprotect it.
+    fn end_senders(&mut self) {
+        self.jobs.clear();
+        // Nobody listens any more, so nobody waits for room.
+        self.inputs = sync_channel(1);
+        for sender in self.senders.drain(..) {
+            if sender.join().is_err() {
+                tracing::error!("a channel's thread panicked");
+            }
+        }
     }
 }

@@ -4,6 +4,7 @@ use super::{Driver, Event, Job, TICK};
 use crate::report::Report;
 use crate::source::flight::Flight;
 use crate::source::skip::Next;
+use crate::vm::shielded;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ impl Driver<'_, '_> {
     /// No answer counts any more; the guest may use what it keeps for one.
     pub(super) fn stop_asking(&mut self) {
         if let Some(skipping) = &mut self.skipping {
-            skipping.close();
+            shielded("the guest may go on being asked for free pages", || skipping.close());
         }
     }
 

@@ -127,12 +127,10 @@ impl<'e> Driver<'_, 'e> {
                 Arc::new(NothingToProtect) as Arc<dyn Protect>
             };
             let work = move || send_jobs(ground, stream, index, &*protect, &queue, (generation, &inputs));
-            vmferry_thread::spawn_scoped(
-                vmferry_thread::Role::Sender,
-                format!("source-bulk-{index}"),
-                self.scope,
-                work,
-            )?;
+            let name = format!("source-bulk-{index}");
+            let thread = vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, name, self.scope, work)?;
+            self.senders.retain(|thread| !thread.is_finished());
+            self.senders.push(thread);
             self.jobs.push(jobs);
         }
         Ok(())

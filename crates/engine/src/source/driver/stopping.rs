@@ -2,15 +2,19 @@
 
 use super::{Driver, local};
 use crate::source::events::Event;
-use crate::vm::{self, Rehearsal};
+use crate::vm::{self, Rehearsal, Section, VmError};
 use std::time::{Duration, Instant};
+use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 
 impl Driver<'_, '_> {
     /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
     pub(super) fn rehearse(&mut self, within: Duration) -> Event {
         match self.busy(|vm, _, _| vm::rehearse(vm, within)) {
             Ok(Rehearsal { sections: Err(busy), stood, .. }) => Event::Busy { stood, why: busy.to_string() },
-            Ok(once) => Event::Rehearsed { fixed: once.pause + once.save * 2 },
+            Ok(Rehearsal { sections: Ok(sections), pause, settle, save, stood }) => match fits(&sections) {
+                Ok(()) => Event::Rehearsed { fixed: pause + save * 2, settle, stood },
+                Err(error) => local("rehearsing the pause", &error),
+            },
             Err(error) => local("rehearsing the pause", &error),
         }
     }
@@ -39,4 +43,25 @@ impl Driver<'_, '_> {
             Err(error) => local("letting the guest go on", &error),
         }
     }
+}
+
+/// Whether the wire carries that much: better known before the guest is stopped for it.
+fn fits(sections: &[Section]) -> Result<(), VmError> {
+    /// What is said of a section besides its bytes.
+    const AROUND: usize = 64;
+    let bytes = |section: &Section| section.name.len() + section.payload.len();
+    if let Some(large) = sections.iter().find(|section| bytes(section) > MAX_CONTROL_BYTES - AROUND) {
+        let (name, size, most) = (&large.name, bytes(large), (MAX_CONTROL_BYTES - AROUND) >> 10);
+        return Err(VmError::new(format!(
+            "the device state '{name}' has {size} bytes, and {most} KiB go into one section"
+        )));
+    }
+    let all: usize = sections.iter().map(bytes).sum();
+    if all > MAX_STATE_BYTES || sections.len() > MAX_SECTIONS {
+        let (most, count) = (MAX_STATE_BYTES >> 20, sections.len());
+        return Err(VmError::new(format!(
+            "the device state has {all} bytes in {count} sections, and {most} MiB in {MAX_SECTIONS} can be sent"
+        )));
+    }
+    Ok(())
 }

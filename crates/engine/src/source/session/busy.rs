@@ -4,7 +4,7 @@
 //! What was written meanwhile, by requests that ended, is the tracker's, as everything else. A postcopy from the start has no passes, and
 //! nothing that it must know of writes: it only waits.
 
-use super::{LONGEST_BETWEEN_REHEARSALS, Phase, REHEARSALS_SHARE, Session, State};
+use super::{LONGEST_BETWEEN_REHEARSALS, Phase, REHEARSALS_SHARE, REHEARSE_AGAIN, Session, State};
 use crate::source::events::{Action, Outcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
@@ -20,6 +20,9 @@ const LEAST_PATIENCE: Duration = Duration::from_millis(300);
 /// I/O comes to rest by itself some time, and must then be met.
 const BUSY_SHARE: u32 = 10;
 
+/// A guest that stood still in vain runs for at least so many times that long before it is stopped again.
+const RUNS_BETWEEN: u32 = 3;
+
 impl Session {
     /// Somebody wants the guest to go, or the migration's time is up: then it is waited for as long as its VM thinks right.
     pub(super) fn insisted(&self) -> bool {
@@ -32,24 +35,84 @@ impl Session {
 
     /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent.
     pub(super) fn cannot_stop(&self) -> bool {
-        self.busy.is_some() || self.fixed.is_some_and(|fixed| fixed > self.settings.downtime_limit)
+        let least = self.fixed.map(|fixed| fixed + self.settle);
+        self.busy.is_some() || least.is_some_and(|least| least > self.settings.downtime_limit)
+    }
+
+    /// Whether nearly nothing is left to send; to a guest that is slowed for it, all that fits its limit is as good.
+    fn little_is_left(&self) -> bool {
+        let limit = self.settings.downtime_limit;
+        let little = if self.slowed() { limit } else { limit / LITTLE };
+        self.policy.predict(self.remaining, Duration::ZERO).is_some_and(|time| time <= little)
     }
 
     /// Whether it waits for the next rehearsal with what is left.
     pub(super) fn rests(&self) -> bool {
-        let transfer = self.policy.predict(self.remaining, Duration::ZERO);
-        let little = transfer.is_some_and(|time| time <= self.settings.downtime_limit / LITTLE);
-        self.cannot_stop() && !self.insisted() && little
+        self.cannot_stop() && !self.insisted() && self.little_is_left()
+    }
+
+    /// What could be done for it is done: it is not slowed for that, however long the wait.
+    pub(super) fn rest(&mut self, now: Duration) -> Vec<Action> {
+        self.state = State::Resting;
+        self.rests_since = now;
+        let slowed = self.slowed();
+        self.shares.clear();
+        slowed.then(|| Action::Throttle(vec![0.0])).into_iter().collect()
     }
 
     /// Time has passed, and perhaps enough.
     pub(super) fn rested(&mut self, now: Duration) -> Vec<Action> {
-        let due = self.insisted() || now.saturating_sub(self.rehearsed) > self.rehearse_after;
-        match (due, self.has_passes()) {
-            (false, _) => self.ping(now),
-            (true, true) => self.send_live(now, false),
-            (true, false) => self.pause_for_postcopy(),
+        if !self.insisted() && !self.rehearsal_is_due(now) {
+            return self.ping(now);
         }
+        self.rested += now.saturating_sub(self.rests_since);
+        if !self.has_passes() {
+            return self.pause_for_postcopy();
+        }
+        // What was written meanwhile is no pass's, and nothing is to be judged by it. It is sent first: the guest is stopped to see
+        // whether its I/O is at rest when it can go at once.
+        self.begin_anew();
+        self.after_rest = true;
+        self.state = State::Harvesting;
+        self.harvest_began = now;
+        vec![Action::Harvest]
+    }
+
+    pub(super) fn rehearsal_is_due(&self, now: Duration) -> bool {
+        now.saturating_sub(self.rehearsed) > self.rehearse_after
+    }
+
+    /// It is known what was written while it rested.
+    pub(super) fn woken(&mut self, now: Duration) -> Vec<Action> {
+        if !self.little_is_left() {
+            self.after_rest = false;
+            return self.send_live(now, false);
+        }
+        if !self.insisted() && self.rehearsal_is_due(now) {
+            return self.rehearse();
+        }
+        self.after_rest = false;
+        let ready = self.busy.is_none() || self.insisted();
+        let fits = self.predicted_downtime().is_some_and(|time| time <= self.settings.downtime_limit);
+        if ready && (fits || self.switch_wanted) {
+            return self.pause();
+        }
+        if ready && (self.postcopy_wanted || self.postcopy_advised) {
+            return self.pause_for_postcopy();
+        }
+        if self.rests() { self.rest(now) } else { self.send_live(now, false) }
+    }
+
+    pub(super) fn rehearse(&mut self) -> Vec<Action> {
+        self.state = State::Rehearsing;
+        vec![Action::Rehearse { within: self.patience_with_io() }]
+    }
+
+    /// Passes to come are not compared with those before.
+    fn begin_anew(&mut self) {
+        self.left_before = None;
+        self.judged.begin_anew();
+        self.policy.begin_anew();
     }
 
     /// How long the I/O of the guest, which stands still, has to come to rest: what the last pages leave of the limit.
@@ -60,33 +123,42 @@ impl Session {
         if self.lazy {
             return self.patience_with_io();
         }
-        let transfer = self.policy.predict(self.remaining, Duration::ZERO).unwrap_or_default();
-        self.settings.downtime_limit.saturating_sub(transfer)
+        let others = self.costs_without_io();
+        let others = self.policy.predict(self.remaining, others).unwrap_or(others);
+        self.settings.downtime_limit.saturating_sub(others)
     }
 
     /// How long I/O may take to come to rest with nothing to send.
     pub(super) fn patience_with_io(&self) -> Duration {
         let limit = self.settings.downtime_limit;
-        if self.settings.may_be_lazy() { limit.max(LEAST_PATIENCE) } else { limit }
+        let lazily = self.settings.mode != MigrationMode::Precopy || self.postcopy_advised;
+        if lazily { limit.max(LEAST_PATIENCE) } else { limit }
     }
 
-    /// The guest was stopped for so long, to learn what that takes. A VM that really takes longer than the limit is not stopped again and
-    /// again.
-    pub(super) fn was_stopped(&mut self, now: Duration, stood: Duration) {
-        self.stopped_for(now, stood, REHEARSALS_SHARE);
+    /// The guest was stopped for an instant, and its I/O came to rest.
+    pub(super) fn learnt(&mut self, now: Duration, fixed: Duration, settle: Duration, stood: Duration) {
+        // A busy host makes it longer, never shorter; what I/O takes changes with what the guest does.
+        self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
+        (self.settle, self.busy) = (settle, None);
+        // A VM that really takes longer than the limit is not stopped again and again.
+        self.stopped_for(now, stood, REHEARSALS_SHARE, Duration::ZERO);
+        if !self.cannot_stop() {
+            self.rehearse_after = REHEARSE_AGAIN / 2;
+        }
     }
 
     /// In the long run the guest stands still for one part in `share` of its time, or less.
-    fn stopped_for(&mut self, now: Duration, stood: Duration, share: u32) {
+    fn stopped_for(&mut self, now: Duration, stood: Duration, share: u32, least: Duration) {
         self.rehearsed = now;
         let longest = LONGEST_BETWEEN_REHEARSALS.max(stood.saturating_mul(share));
-        self.rehearse_after = self.rehearse_after.saturating_mul(2).min(longest);
+        self.rehearse_after = self.rehearse_after.saturating_mul(2).min(longest).max(least);
     }
 
     pub(super) fn found_busy(&mut self, now: Duration, stood: Duration, why: String) {
         self.busy = Some(why);
         self.put_off += 1;
-        self.stopped_for(now, stood, BUSY_SHARE);
+        self.put_off_for += stood;
+        self.stopped_for(now, stood, BUSY_SHARE, stood.saturating_mul(RUNS_BETWEEN));
     }
 
     /// The guest was to be moved, and its I/O is busy.
@@ -96,8 +168,8 @@ impl Session {
             return self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)), true);
         }
         self.found_busy(now, stood, why);
-        // The next passes say anew whether they are worth while.
-        (self.lazy, self.left_before) = (false, None);
+        self.lazy = false;
+        self.begin_anew();
         self.state = State::GoingOn;
         vec![Action::GoOn]
     }
@@ -107,8 +179,7 @@ impl Session {
         if self.has_passes() {
             return self.send_live(now, false);
         }
-        self.state = State::Resting;
-        Vec::new()
+        self.rest(now)
     }
 
     /// Why its I/O kept it from being stopped when that was tried last; none from when it is stopped for good.
@@ -131,5 +202,10 @@ impl Session {
     /// How often the guest's I/O was too busy for it to be stopped.
     pub(crate) fn put_off(&self) -> u64 {
         self.put_off
+    }
+
+    /// How long it stood still for that, all together.
+    pub(crate) fn put_off_for(&self) -> Duration {
+        self.put_off_for
     }
 }

@@ -136,6 +136,23 @@ impl Session {
         actions
     }
 
+    pub(super) fn not_resumed(&mut self, why: &Refusal) -> Vec<Action> {
+        let before = match self.ended.take() {
+            Some(Outcome::Failed(before)) => before.to_string(),
+            Some(Outcome::Cancelled(before)) => before,
+            _ => String::new(),
+        };
+        let detail = if before.is_empty() { why.to_string() } else { format!("{before}; and {why}") };
+        self.stands_still = true;
+        self.ended = Some(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)));
+        self.finish()
+    }
+
+    /// Whether the guest is ours and was left paused, because it could not be resumed.
+    pub(crate) fn stands_still(&self) -> bool {
+        self.stands_still
+    }
+
     pub(super) fn finish(&mut self) -> Vec<Action> {
         self.state = State::Done;
         self.ended.clone().map(Action::Finish).into_iter().collect()

@@ -14,9 +14,15 @@ const HEADWAY: f64 = 0.95;
 pub(super) struct Judged {
     verdict: Option<Verdict>,
     before: Option<u64>,
-    stuck: u32,
+    pub(super) stuck: u32,
     advised: bool,
     course: Vec<CourseChange>,
+}
+
+impl Judged {
+    pub(super) fn begin_anew(&mut self) {
+        (self.before, self.stuck) = (None, 0);
+    }
 }
 
 impl Session {
@@ -42,14 +48,15 @@ impl Session {
             bandwidth_stopped: self.policy.bandwidth_stopped().unwrap_or(bandwidth),
             fixed: self.fixed_costs(),
             limit: self.settings.downtime_limit,
-            throttled: self.shares.iter().any(|share| *share > 0.0),
+            throttled: self.slowed(),
             lazy: self.settings.may_be_lazy(),
         };
         let mut verdict = standing.judge();
         if self.busy.is_some() {
             verdict = too_busy();
         }
-        let stuck = verdict.converging != Some(true)
+        let stuck = self.busy.is_none()
+            && verdict.converging != Some(true)
             && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
         self.judged.stuck = if stuck { self.judged.stuck + 1 } else { 0 };
         self.judged.verdict = Some(verdict.clone());
@@ -62,6 +69,7 @@ impl Session {
         let seen = Seen {
             passes: self.pass,
             elapsed: now.saturating_sub(self.started),
+            rested: self.rested,
             stuck: self.judged.stuck,
             standing,
             verdict,

@@ -44,20 +44,25 @@ impl Session {
     pub(super) fn harvested(&mut self, now: Duration, pages: u64) -> Vec<Action> {
         self.last_harvest = now.saturating_sub(self.harvest_began);
         self.remaining = pages;
+        if self.after_rest {
+            return self.woken(now);
+        }
         // A pass waits for the target once, whatever else it does: a bound for what a slow answer to a ping seemed to say.
         self.round_trip = self.round_trip.min(self.harvest_began.saturating_sub(self.pass_began));
         // What stopping costs is measured, by stopping for an instant, not guessed. Once; but a host that was busy at that
         // instant must not keep the guest from ever fitting its limit.
         let never = self.fixed.is_none() && self.busy.is_none();
-        let again = self.cannot_stop() && now.saturating_sub(self.rehearsed) > self.rehearse_after;
+        let again = self.cannot_stop() && self.rehearsal_is_due(now) && !self.insisted();
         if never || again {
-            self.state = State::Rehearsing;
-            return vec![Action::Rehearse { within: self.patience_with_io() }];
+            return self.rehearse();
         }
         self.decide(now)
     }
 
     pub(super) fn decide(&mut self, now: Duration) -> Vec<Action> {
+        if self.after_rest {
+            return self.woken(now);
+        }
         let outcome = PassOutcome {
             bytes: self.pass_bytes,
             elapsed: self.harvest_began.saturating_sub(self.pass_began),
@@ -74,8 +79,7 @@ impl Session {
             return self.pause_for_postcopy();
         }
         if self.rests() {
-            self.state = State::Resting;
-            return Vec::new();
+            return self.rest(now);
         }
         let mut actions: Vec<_> = self.slow_down(outcome).map(Action::Throttle).into_iter().collect();
         actions.extend(self.send_live(now, false));

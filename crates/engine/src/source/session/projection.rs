@@ -25,10 +25,16 @@ impl Session {
             pass_bytes,
             remaining,
             fixed,
+            settle,
             rehearsed,
             rehearse_after: _,
             busy,
             put_off: _,
+            put_off_for: _,
+            // It is judged by how long that was, where there is a bandwidth to judge by.
+            rested: _,
+            rests_since,
+            after_rest,
             harvest_began,
             last_harvest,
             switch_wanted,
@@ -59,6 +65,8 @@ impl Session {
             last_ping,
             round_trip,
             ended,
+            // That is told, and nothing comes after it.
+            stands_still: _,
             pages: _,
             comparing,
             last_step,
@@ -74,6 +82,8 @@ impl Session {
             started,
             pass_began,
             rehearsed,
+            rests_since,
+            settle,
             harvest_began,
             last_step,
             stopped,
@@ -92,6 +102,7 @@ impl Session {
         (pass, pass_bytes, remaining, fixed.is_some(), lacking, left_before).hash(hasher);
         (switch_wanted, postcopy_wanted, postcopy_advised, busy.is_some(), lazy, running, waiting, writers)
             .hash(hasher);
+        after_rest.hash(hasher);
         (resends, comparing).hash(hasher);
         again.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
         verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);

@@ -7,6 +7,10 @@ use crate::source::throttle;
 use vmferry_memory::PAGE_SIZE;
 
 impl Session {
+    pub(super) fn slowed(&self) -> bool {
+        self.shares.iter().any(|share| *share > 0.0)
+    }
+
     /// New shares of time for which vCPUs are to stand still, if they change: the guest dirtied too much during `pass` for
     /// the downtime to fit.
     pub(super) fn slow_down(&mut self, pass: PassOutcome) -> Option<Vec<f64>> {

@@ -31,11 +31,22 @@ fn passing(settings: Settings) -> Session {
     session
 }
 
-/// One live pass from `now`; what is asked for after its harvest.
-fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
-    while session.state == State::Resting {
+/// Waits until the session looks again at a guest whose I/O was busy, which has `dirty` pages to send by then; what is asked for then.
+fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
+    loop {
         *now += 20 * MS;
-        session.handle(*now, Event::Tick);
+        let asked = session.handle(*now, Event::Tick);
+        if asked == [Action::Harvest] {
+            return session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() });
+        }
+        assert_eq!(session.state, State::Resting, "{asked:?}");
+    }
+}
+
+/// One live pass from `now`; what is asked for after its harvest. A guest that rests is waited for instead.
+fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
+    if session.state == State::Resting {
+        return wake(session, now, dirty);
     }
     *now += took;
     session.handle(*now, Event::PassSent { bytes });
@@ -44,6 +55,8 @@ fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, d
     *now += MS;
     session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() })
 }
+
+const LIVE: Pass = Pass::Dirty { first: false };
 
 /// With as much time as the usual limit is.
 const REHEARSE: Action = Action::Rehearse { within: Duration::from_millis(300) };
@@ -60,7 +73,7 @@ fn one_slow_answer_does_not_keep_an_idle_guest() {
     assert_eq!(session.round_trip, 400 * MS);
     let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     assert_eq!(asked, [REHEARSE]);
-    session.handle(now, Event::Rehearsed { fixed: MS });
+    session.handle(now, rehearsed(MS));
     assert_eq!(session.state, State::Passing { sent: false, received: false }, "3 x 400 ms do not fit 300");
     // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
     assert_eq!(pass(&mut session, &mut now, 5 << 12, 2 * MS, 5), [Action::Pause]);
@@ -71,14 +84,14 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
-    session.handle(now, Event::Rehearsed { fixed: 2000 * MS });
-    let mut rehearsed = 0;
+    session.handle(now, rehearsed(2000 * MS));
+    let mut tries = 0;
     for _ in 0..1000 {
         match pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
             [Action::Rehearse { .. }] => {
-                rehearsed += 1;
-                if session.handle(now, Event::Rehearsed { fixed: MS }) == [Action::Pause] {
-                    assert_eq!(rehearsed, 1);
+                tries += 1;
+                if session.handle(now, rehearsed(MS)) == [Action::Pause] {
+                    assert_eq!(tries, 1);
                     assert!(now > REHEARSE_AGAIN, "not at once: each stops the guest");
                     return;
                 }
@@ -88,6 +101,10 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
         }
     }
     panic!("it was never tried again");
+}
+
+fn rehearsed(fixed: Duration) -> Event {
+    Event::Rehearsed { fixed, settle: Duration::ZERO, stood: fixed }
 }
 
 fn busy(stood: Duration) -> Event {
@@ -118,7 +135,7 @@ fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
     // Once it comes to rest it moves.
     loop {
         if let [Action::Rehearse { .. }] = pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
-            assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+            assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
             return;
         }
         assert!(now < Duration::from_secs(400));
@@ -131,7 +148,7 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
         let mut session = passing(Settings { mode, ..Settings::default() });
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
         let [Action::Save { within }] = session.handle(now, Event::Paused)[..] else { panic!("it is saved") };
         assert!(within <= 300 * MS && within > 290 * MS, "5 pages leave nearly all of the limit: {within:?}");
         assert_eq!(session.handle(now + within, busy(within)), [Action::GoOn]);
@@ -150,8 +167,94 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
             }
         };
         assert!(again > within + REHEARSE_AGAIN);
-        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
     }
+}
+
+fn is_a_pass(actions: &[Action]) -> bool {
+    matches!(actions, [Action::Send(ToTarget::Pass { .. }), Action::SendPass { .. }])
+}
+
+#[test]
+fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        let auto_converge = AutoConverge::All;
+        let mut session = passing(Settings { mode, auto_converge, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [REHEARSE]);
+        session.handle(now, busy(300 * MS));
+        assert_eq!(session.state, State::Resting);
+        let earlier = now;
+        // 320 MiB of them, which take a third of a second.
+        let asked = wake(&mut session, &mut now, 320 << 8);
+        assert!(is_a_pass(&asked), "{mode}: {asked:?}");
+        assert!(session.rested > now.saturating_sub(earlier) - 100 * MS, "{:?}", session.rested);
+        // Then it is stopped to see, and can go at once; as well if the pass leaves more than the first did.
+        assert_eq!(pass(&mut session, &mut now, 320 << 20, 320 * MS, 2000), [REHEARSE], "{mode}");
+        assert_eq!(
+            session.handle(now, rehearsed(MS)).last(),
+            Some(&Action::SendPass { number: 2, pass: LIVE })
+        );
+        assert!(session.shares.is_empty() && session.course().is_empty() && session.judged.stuck == 0);
+        assert_eq!(pass(&mut session, &mut now, 8 << 20, 8 * MS, 200), [Action::Pause], "{mode}");
+        assert!(!session.lazy, "{mode}: it converges");
+    }
+}
+
+#[test]
+fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
+    let settings = Settings { auto_converge: AutoConverge::All, ..Settings::default() };
+    let mut session = passing(settings);
+    let mut now = Duration::ZERO;
+    assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 1 << 18), [REHEARSE]);
+    let slowed = session.handle(now, rehearsed(MS));
+    assert!(matches!(slowed[0], Action::Throttle(ref shares) if shares[0] > 0.4), "{slowed:?}");
+    // It dirties half of what the link carries now.
+    let mut passes = [1u64 << 17, 1 << 16, 60_000, 60_000].into_iter();
+    let paused = passes.find(|left| {
+        pass(&mut session, &mut now, left << 13, u32::try_from(left >> 7).unwrap() * MS, *left)
+            == [Action::Pause]
+    });
+    assert_eq!((paused, passes.next()), (Some(60_000), None));
+    session.handle(now, Event::Paused);
+    session.handle(now, busy(60 * MS));
+    session.handle(now, Event::Resumed);
+    assert!(session.slowed());
+    // All that fits the limit is little enough then.
+    assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [REHEARSE]);
+    assert_eq!(session.handle(now, busy(300 * MS)), [Action::Throttle(vec![0.0])]);
+    assert_eq!(session.state, State::Resting);
+    let asked = wake(&mut session, &mut now, 1 << 18);
+    assert!(is_a_pass(&asked), "{asked:?}");
+}
+
+#[test]
+fn a_long_limit_does_not_stop_a_guest_for_most_of_its_time() {
+    let limit = Duration::from_secs(10);
+    let mut session = passing(Settings { downtime_limit: limit, ..Settings::default() });
+    let (mut now, mut stood) = (Duration::ZERO, Duration::ZERO);
+    while now < Duration::from_secs(300) {
+        if let [Action::Rehearse { .. }] = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5)[..] {
+            (now, stood) = (now + limit, stood + limit);
+            session.handle(now, busy(limit));
+        }
+    }
+    assert!(stood * 4 <= now && stood >= limit * 3, "{stood:?} of {now:?}");
+    assert_eq!(session.put_off_for(), stood);
+}
+
+#[test]
+fn whoever_insists_has_no_guest_stopped_to_see() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    session.handle(now, busy(300 * MS));
+    session.switch_wanted = true;
+    now += Duration::from_secs(60);
+    assert_eq!(session.handle(now, Event::Tick), [Action::Harvest]);
+    let asked = session.handle(now, Event::Harvested { pages: 1 << 20, writers: Vec::new() });
+    assert!(is_a_pass(&asked), "a stopped guest need not wait for these: {asked:?}");
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 1000 * MS, 5), [Action::Pause]);
 }
 
 #[test]
@@ -161,7 +264,7 @@ fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
         let mut now = Duration::ZERO;
         let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 100_000);
         assert_eq!(asked, [Action::Rehearse { within: patience * MS }], "{mode}");
-        session.handle(now, Event::Rehearsed { fixed: 20 * MS });
+        session.handle(now, rehearsed(20 * MS));
         let asked = pass(&mut session, &mut now, 400 << 20, 100 * MS, 100_000);
         assert_eq!(asked == [Action::Pause], mode == MigrationMode::Hybrid, "{asked:?}");
         if mode == MigrationMode::Hybrid {
@@ -175,7 +278,7 @@ fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    session.handle(now, Event::Rehearsed { fixed: MS });
+    session.handle(now, rehearsed(MS));
     session.switch_wanted = true;
     assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: Duration::MAX }]);
     let ended = session.handle(now, busy(10_000 * MS));
@@ -190,7 +293,7 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         let mut session = passing(settings);
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-        assert_eq!(session.handle(now, Event::Rehearsed { fixed: MS }), [Action::Pause]);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
         session.switch_wanted = switch;
         session.handle(now, Event::Paused);
         session.handle(now, Event::Saved { sections: Vec::new() });
@@ -222,7 +325,7 @@ fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
         [Action::Rehearse { within: 20 * MS }]
     );
     session.writers = writers.to_vec();
-    let asked = session.handle(now, Event::Rehearsed { fixed: MS });
+    let asked = session.handle(now, rehearsed(MS));
     asked
         .into_iter()
         .find_map(|action| if let Action::Throttle(shares) = action { Some(shares) } else { None })

@@ -113,7 +113,10 @@ impl Move {
                 world.pages.iter_mut().for_each(|page| (page.protected, page.marked) = (false, true));
                 self.tell(world, Event::TrackerStarted);
             }
-            Action::Rehearse { .. } => self.tell(world, Event::Rehearsed { fixed: Duration::ZERO }),
+            Action::Rehearse { .. } => self.tell(
+                world,
+                Event::Rehearsed { fixed: Duration::ZERO, settle: Duration::ZERO, stood: Duration::ZERO },
+            ),
             Action::Harvest => world.todo.push(Todo::Harvest),
             Action::Pause => world.todo.push(Todo::Pause),
             Action::Save { .. } => world.todo.push(Todo::Save),
