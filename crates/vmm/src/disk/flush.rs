@@ -28,8 +28,7 @@ fn all<F>(flushes: Vec<(&Late, (PathBuf, F))>, deadline: Instant) -> Result<(), 
 where
     F: FnOnce() -> Result<(), DiskError> + Send + 'static,
 {
-    let began = Instant::now();
-    let slow = |path| DiskError::Slow { path, within: began.elapsed() };
+    let slow = |path| DiskError::Slow { path };
     for (late, (path, _)) in &flushes {
         if !late.over_by(deadline) {
             return Err(slow(path.clone()));

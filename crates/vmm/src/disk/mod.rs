@@ -31,7 +31,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 use vmferry_fault::LazySlot;
 use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYTES, SECTOR};
 use vmferry_virtio::mmio::TransportSaved;
@@ -109,16 +108,13 @@ pub enum DiskError {
     },
     /// It is not known yet whether what was written is on it.
     #[error(
-        "the disk {} did not take within {:.1} s what the guest has written to it: move the guest when it writes less, or when the \
-         storage is less busy",
-        .path.display(),
-        .within.as_secs_f64()
+        "the disk {} did not take in time what the guest has written to it: move the guest when it writes less, or when the storage is \
+         less busy",
+        .path.display()
     )]
     Slow {
         /// The file.
         path: PathBuf,
-        /// How long it was waited for.
-        within: Duration,
     },
 }
 
