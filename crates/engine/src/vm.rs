@@ -392,3 +392,37 @@ pub trait TargetVm: Send {
     /// If a vCPU cannot be started, or something cannot be had: none has run, nothing is held, and the guest goes back.
     fn start(&mut self) -> Result<(), VmError>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// Notes what it is asked to protect.
+    struct Noted(u64, Mutex<Vec<(u64, u64)>>);
+
+    impl Protect for Noted {
+        fn chunk_pages(&self) -> u64 {
+            self.0
+        }
+
+        fn protect(&self, _: RegionId, chunk: PageRun, _: &Bitmap) -> Result<(), VmError> {
+            self.1.lock().unwrap().push((chunk.first.0, chunk.end()));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn no_run_is_longer_than_who_protects_takes_or_crosses_its_chunks() {
+        for (chunk, run, want) in [
+            (64, 512..700, vec![(512, 576), (576, 640), (640, 700)]),
+            (64, 100..130, vec![(100, 128), (128, 130)]),
+            (2048, 512..1024, vec![(512, 1024)]),
+            (1, 7..9, vec![(7, 8), (8, 9)]),
+        ] {
+            let noted = Noted(chunk, Mutex::default());
+            protect_run(&noted, RegionId(0), PageRun::from(run), &Bitmap::full(1024)).unwrap();
+            assert_eq!(noted.1.into_inner().unwrap(), want, "{chunk}");
+        }
+    }
+}

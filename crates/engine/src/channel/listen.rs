@@ -207,3 +207,25 @@ pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), Refusal
     let reply = HelloReply { refused: verdict.err(), version, features, migration: hello.migration };
     stream.send(&mut [IoBuf::from_bytes(&reply.encode())]).map_err(|failed| failed.error)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::{IntoRawFd, OwnedFd};
+    use std::os::unix::net::{UnixDatagram, UnixListener};
+
+    #[test]
+    fn a_descriptor_that_is_no_stream_socket_is_left_alone() {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let datagrams = UnixDatagram::unbound().unwrap();
+        for fd in [-1, 1 << 20, null.as_raw_fd(), datagrams.as_raw_fd()] {
+            let error = Listener::bind(&Uri::Fd(fd), false).unwrap_err();
+            assert!(matches!(error, MigrateError::Listen { .. }), "{error}");
+        }
+        assert!(null.metadata().is_ok() && datagrams.local_addr().is_ok(), "they are open");
+        let path = std::env::temp_dir().join(format!("vmferry-handed-over-{}", std::process::id()));
+        let handed_over = OwnedFd::from(UnixListener::bind(&path).unwrap()).into_raw_fd();
+        drop(Listener::bind(&Uri::Fd(handed_over), false).unwrap());
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -73,6 +73,21 @@ fn a_panic_on_a_channels_thread_is_a_failure_and_the_guest_goes_on() {
     assert!(why.contains("a clumsy VM"), "{why}");
 }
 
+/// Whoever is told that the guest runs there must hear that, whatever becomes of what is undone here.
+#[test]
+fn a_panic_after_the_end_does_not_take_the_report() {
+    let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
+    let mut target = source.target();
+    source.panics(Method::TrackerStop);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let watched = Monitor::watched(|_| panic!("a clumsy watcher"));
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &Settings::default(), &watched);
+    check_owner(&source, &target, &ended);
+    assert_eq!(ended.state(), Some(MigrationState::Completed));
+    assert_eq!(source.called(Method::TrackerStop), 1);
+}
+
 /// How a move by postcopy ended on each side; `Err` is a panic, in its words.
 struct Lazily {
     sent: Result<(MigrationState, String), String>,

@@ -242,7 +242,9 @@ fn failures_after_the_end_change_nothing_and_are_said() {
     source.fail(Method::Resume, 1);
     let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
     assert_eq!(ended.state(), Some(MigrationState::Failed));
-    assert!(ended.error().contains("must be resumed by hand"), "{}", ended.error());
+    let error = ended.error();
+    assert!(error.contains("failure of Load") && error.contains("failure of Resume"), "{error}");
+    assert!(ended.sent.is_ok_and(|report| report.stands_still));
     assert!(!source.running() && !target.ran());
 }
 
@@ -339,5 +341,6 @@ fn device_state_that_is_too_large_is_named() {
     let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
     check_owner(&source, &target, &ended);
     let error = ended.error();
-    assert!(error.contains("ballast") && error.contains("too large") && !error.contains("link"), "{error}");
+    assert!(error.contains("ballast") && error.contains("4095 KiB") && !error.contains("link"), "{error}");
+    assert_eq!(source.called(Method::Pause), 1, "it was only stopped to see");
 }
