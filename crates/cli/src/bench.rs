@@ -2,7 +2,9 @@
 
 mod density;
 mod faults;
+mod fence;
 mod free_page;
+mod hop;
 mod limits;
 mod plan;
 mod postcopy;
@@ -51,7 +53,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
                 | BenchName::All
         )
     {
-        bail!("bench scan, migrate, rtt, plan, faults, soak and limits draw no page; leave --html out");
+        bail!(
+            "bench scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; leave --html out"
+        );
     }
     // Opened first: a bench should not end without its results because of a typing mistake.
     let mut out = args.json.as_deref().map(output::open).transpose()?;
@@ -68,6 +72,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<Status> {
         BenchName::Faults => &[faults::bench],
         BenchName::Soak => &[soak::bench],
         BenchName::Limits => &[limits::bench],
+        BenchName::Fence => &[fence::bench],
         BenchName::All => &[
             scan,
             rtt,

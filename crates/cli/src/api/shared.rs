@@ -353,8 +353,10 @@ impl Shared {
         let status = migration::status_of(&report);
         self.set_place(place);
         lock(&self.migration).report = Some(report);
-        if place == Place::Running {
-            self.tell.runs();
+        match place {
+            Place::Running => self.tell.runs(),
+            Place::Paused => self.tell.stands(),
+            _ => {}
         }
         self.tell.migration(status);
     }

@@ -27,7 +27,9 @@ pub(crate) enum BenchName {
     Soak,
     /// What guests bear beside many others, very large, with peers that mean harm, and before a crowd at the door
     Limits,
-    /// All but faults, soak and limits
+    /// What it adds to downtimes that an etcd decides who owns the guest
+    Fence,
+    /// All but faults, soak, limits and fence
     All,
 }
 
@@ -54,7 +56,7 @@ pub(crate) struct BenchArgs {
     /// Write the results as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (not scan, migrate, rtt, plan, faults, soak and limits)
+    /// Write the results as a page with charts to this file (not scan, migrate, rtt, plan, faults, soak, limits and fence)
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }

@@ -2,24 +2,20 @@
 //! and a guest that goes from one machine to the next.
 
 use super::Finished;
+use super::hop::{self, wait};
 use super::sample::Sample;
-use crate::args::{BenchArgs, Cli, Command, RunArgs};
+use crate::args::BenchArgs;
 use crate::guest::{self, Machine};
-use anyhow::{Context, Result, bail, ensure};
-use clap::Parser;
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use std::time::{Duration, Instant};
 use vmferry_bench::host::Host;
 use vmferry_bench::json::{Case, Document};
-use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, Settings, Uri, migrate, receive,
-};
-use vmferry_guest_abi::State;
+use vmferry_engine::{MigrationMode, Settings};
 
 /// The guests, and how large they are.
 const GUESTS: [(&str, &str); 2] = [("process", "8M"), ("kvm", "32M")];
 const LOAD: &str = "uniform,ws=2M,data=4M,rate=20k,fill=random";
-const PATIENCE: Duration = Duration::from_secs(60);
 /// How much more memory the process may have at the end than after the first tenth: what an allocator keeps.
 const MORE_KIB: u64 = 4 << 10;
 /// How often the guest checks all of its pages, and samples are taken.
@@ -59,20 +55,15 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
 /// Samples of this process in the course of `count` migrations, and the longest downtime of them.
 fn row(kind: &str, memory: &str, count: u32) -> Result<(Vec<Sample>, Duration)> {
     let (mut samples, mut longest) = (Vec::new(), Duration::ZERO);
-    let common = ["vmferry", "run", "--guest", kind, "--memory", memory];
-    let source = parsed(&[&common[..], &["--workload", LOAD]].concat())?;
-    // Where it listens is not used: each migration has a port of its own.
-    let target = parsed(&[&common[..], &["--incoming", "defer"]].concat())?;
-    let mut machine = Machine::build(&source)?;
-    machine.start()?;
-    let probe = machine.probe();
-    wait("the guest filling its memory", || probe.stats().is_ok_and(|stats| stats.state >= State::Running))?;
-    drop(probe);
+    let (mut machine, target) = hop::running(kind, memory, LOAD)?;
     for number in 0..count {
-        let downtime;
-        (machine, downtime) =
-            once(machine, &target, number).with_context(|| format!("migration {number}"))?;
-        longest = longest.max(downtime);
+        let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid]
+            [usize::try_from(number % 3).unwrap_or(0)];
+        let settings = Settings { mode, stay_awake: false, ..Settings::default() };
+        let report;
+        (machine, report) =
+            hop::once(machine, &target, &settings).with_context(|| format!("migration {number}"))?;
+        longest = longest.max(Duration::from_secs_f64(report.downtime_ms.max(0.0) / 1e3));
         if number % CHECK_EVERY == 0 || number + 1 == count {
             whole(&machine, u64::from(number) + 1).with_context(|| format!("after migration {number}"))?;
             eprintln!("bench soak: {kind}: {} of {count}", number + 1);
@@ -82,13 +73,6 @@ fn row(kind: &str, memory: &str, count: u32) -> Result<(Vec<Sample>, Duration)> 
         }
     }
     Ok((samples, longest))
-}
-
-fn parsed(args: &[&str]) -> Result<RunArgs> {
-    match Cli::try_parse_from(args)?.command {
-        Command::Run(run) => Ok(*run),
-        other => bail!("{other:?} is not what was written"),
-    }
 }
 
 /// Compares the last of `samples` with the first.
@@ -125,49 +109,11 @@ fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut
     }
 }
 
-/// Moves the guest into a new machine; the old one is dropped. Also how long it stood still.
-fn once(mut source: Machine, target: &RunArgs, number: u32) -> Result<(Machine, Duration)> {
-    let mut target = Machine::build(target)?;
-    let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid]
-        [usize::try_from(number % 3).unwrap_or(0)];
-    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false)?;
-    let uri = listener.uri()?;
-    let arrival = Arrival::new(Duration::from_secs(10)).stay_awake(false);
-    let settings = Settings { mode, stay_awake: false, ..Settings::default() };
-    let monitor = Monitor::new();
-    let report = std::thread::scope(|scope| {
-        let taking = scope.spawn(|| {
-            let mut received = receive(target.target(), &listener, &arrival)?;
-            let rest = received.rest.take();
-            anyhow::Ok(rest.map(|rest| rest.finish(&listener, &arrival)))
-        });
-        let report = migrate(source.source(), &uri, None, &settings, &monitor);
-        if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
-            arrival.abandon();
-        }
-        match taking.join() {
-            Ok(taken) => taken.and_then(|_| Ok(report?)),
-            Err(_) => bail!("the target's thread panicked"),
-        }
-    })?;
-    ensure!(report.state == MigrationState::Completed, "it ended as {:?}: {:?}", report.state, report.error);
-    Ok((target, Duration::from_secs_f64(report.downtime_ms.max(0.0) / 1e3)))
-}
-
 fn whole(machine: &Machine, request: u64) -> Result<()> {
     let probe = machine.probe();
     wait("the guest's page of requests", || probe.request_verify(request))?;
     wait("the guest checking its pages", || probe.stats().is_ok_and(|stats| stats.verified(request)))?;
     let stats = probe.stats()?;
     ensure!(stats.corrupt() == 0, "CORRUPT: {:?}", stats.first_corrupt());
-    Ok(())
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
-    while !done() {
-        ensure!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
     Ok(())
 }

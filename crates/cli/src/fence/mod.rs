@@ -5,6 +5,7 @@ mod etcd;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -53,18 +54,31 @@ impl FromStr for FenceArg {
         if arg.endpoints.is_empty() || arg.endpoints.len() > MOST_ENDPOINTS {
             return Err(format!("1 to {MOST_ENDPOINTS} URLs of one etcd are wanted; {form}"));
         }
-        if arg.cert.is_some() != arg.key.is_some() {
-            return Err("cert= and key= belong together".into());
-        }
-        if arg.user.is_some() != arg.password.is_some() {
-            return Err("user= and password= (a file that holds it) belong together".into());
-        }
-        if arg.ca.is_none() && (arg.cert.is_some() || arg.endpoints.iter().any(|at| at.starts_with("https:")))
-        {
-            return Err("an etcd at https needs ca=FILE: whose certificates are trusted".into());
-        }
+        goes_together(
+            &arg.endpoints,
+            (arg.ca.is_some(), arg.cert.is_some(), arg.key.is_some()),
+            (arg.user.is_some(), arg.password.is_some()),
+        )?;
         Ok(arg)
     }
+}
+
+/// Whether what is given, and what is not, makes sense together.
+fn goes_together(
+    endpoints: &[String],
+    (ca, cert, key): (bool, bool, bool),
+    (user, password): (bool, bool),
+) -> Result<(), String> {
+    if cert != key {
+        return Err("cert= and key= belong together".into());
+    }
+    if user != password {
+        return Err("user= and password= (a file that holds it) belong together".into());
+    }
+    if !ca && (cert || endpoints.iter().any(|at| at.starts_with("https:"))) {
+        return Err("an etcd at https needs ca=FILE: whose certificates are trusted".into());
+    }
+    Ok(())
 }
 
 /// Folder-like: what two prefixes hold is apart.
@@ -122,11 +136,21 @@ pub(crate) struct FenceTexts {
 }
 
 /// A fence in a request: with the contents of its files, or as the command line says it, whose files the process that has the guest reads.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub(crate) enum FenceRequest {
     Texts(Box<FenceTexts>),
     Said(String),
+}
+
+// By hand, for errors that name the field.
+impl<'de> Deserialize<'de> for FenceRequest {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Value::deserialize(deserializer)? {
+            Value::String(text) => Ok(Self::Said(text)),
+            texts => serde_json::from_value(texts).map(Self::Texts).map_err(serde::de::Error::custom),
+        }
+    }
 }
 
 fn default_prefix() -> String {
@@ -148,13 +172,16 @@ impl FenceArg {
 
     /// With what they say.
     pub(crate) fn texts(&self) -> Result<FenceTexts> {
-        let read = |file: &Option<PathBuf>| {
-            let read = |file: &PathBuf| {
-                std::fs::read_to_string(file)
-                    .with_context(|| format!("--fence: cannot read {}", file.display()))
-            };
-            file.as_ref().map(read).transpose()
+        let bytes = |file: &PathBuf| {
+            std::fs::read(file).with_context(|| format!("--fence: cannot read {}", file.display()))
         };
+        // What is between certificates may be in any language.
+        let read = |file: &Option<PathBuf>| {
+            let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+            file.as_ref().map(bytes).transpose().map(|read| read.map(text))
+        };
+        let password = self.password.as_ref().map(bytes).transpose()?.map(String::from_utf8).transpose();
+        let password = password.context("--fence: the password is not UTF-8")?;
         Ok(FenceTexts {
             endpoints: self.endpoints.clone(),
             prefix: self.prefix.clone(),
@@ -162,7 +189,7 @@ impl FenceArg {
             certificate: read(&self.cert)?,
             key: read(&self.key)?,
             user: self.user.clone(),
-            password: read(&self.password)?.map(|text| text.trim_end_matches(['\r', '\n']).to_owned()),
+            password: password.map(|text| text.trim_end_matches(['\r', '\n']).to_owned()),
         })
     }
 
@@ -201,6 +228,12 @@ impl FenceTexts {
             .filter(|all| !all.is_empty() && all.len() <= MOST_ENDPOINTS)
             .with_context(|| format!("--fence: 1 to {MOST_ENDPOINTS} URLs of one etcd are wanted"))?;
         let prefix = self::prefix(&self.prefix).map_err(|error| anyhow!("--fence: {error}"))?;
+        goes_together(
+            &endpoints,
+            (self.authorities.is_some(), self.certificate.is_some(), self.key.is_some()),
+            (self.user.is_some(), self.password.is_some()),
+        )
+        .map_err(|error| anyhow!("--fence: {error}"))?;
         let bytes = |text: &Option<String>| text.as_ref().map(|text| text.clone().into_bytes());
         let access = etcd::Access {
             ca: bytes(&self.authorities),

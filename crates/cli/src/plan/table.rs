@@ -32,9 +32,9 @@ pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
         format!("measured     {}", measured(&plan["inputs"])),
         format!("that cost    {}", cost(&plan["guest_cost"])),
     ];
-    let busy = plan["busy"].as_str().map(|why| {
-        format!("but          {why}; the plan is for when its I/O is at rest, and the guest is not stopped for longer before")
-    });
+    let busy = plan["busy"]
+        .as_str()
+        .map(|why| format!("but          {why}; the plan is for when its I/O is at rest"));
     let words = words.into_iter().chain(busy).map(|line| fold(line, INDENT));
     format!("{table}\n{means}\n\n{}", words.collect::<Vec<_>>().join("\n"))
 }

@@ -1,8 +1,8 @@
 //! Looks at a guest that runs: what it dirties within several times, what of its memory counts, what stopping it takes.
 //!
 //! What that costs the guest: a fault for each page that it writes while it is tracked, once, as in the first pass of a migration;
-//! and two pauses of a millisecond or so, or of as long as its I/O takes to come to rest, up to the downtime limit or a second each. It is
-//! told with the result.
+//! and two pauses of a millisecond or so, or of as long as its I/O takes to come to rest, up to the downtime limit each (0.3 s at least, a
+//! second at most). It is told with the result.
 
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
@@ -25,7 +25,9 @@ const SAMPLE: u64 = 2048;
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
 /// Rehearsals of the pause: the shortest counts, as in earnest.
 const REHEARSALS: u32 = 2;
-/// For no longer than this, whatever its downtime may be once it moves.
+/// For how long its I/O may take to come to rest, whatever its downtime may be once it moves: no less than postcopy gives it, and not longer than
+/// somebody bears who only asks.
+const SHORTEST_REHEARSAL: Duration = Duration::from_millis(300);
 const LONGEST_REHEARSAL: Duration = Duration::from_secs(1);
 /// What saving a small guest takes, where it could not be tried.
 const USUAL_SAVE_S: f64 = 1e-3;
@@ -92,7 +94,7 @@ pub struct Looked {
     pub cost: GuestCost,
     /// How writes were found.
     pub tracker: String,
-    /// Why the guest's I/O did not come to rest within the downtime limit, or a second, if it never did: what stopping takes is then guessed, and the plan
+    /// Why the guest's I/O did not come to rest in that time, if it never did: what stopping takes is then guessed, and the plan
     /// one for when it does.
     pub busy: Option<String>,
 }
@@ -132,7 +134,7 @@ pub fn measure(
     let (watched, protect_page_s, touched) = watched?;
     stopped?;
     let Stopping { pause_s, settle_s, save_s, state_bytes, stood, busy } =
-        rehearse(vm, settings.downtime_limit.min(LONGEST_REHEARSAL))?;
+        rehearse(vm, settings.downtime_limit.clamp(SHORTEST_REHEARSAL, LONGEST_REHEARSAL))?;
     let free_pages = if settings.free_pages { ask_what_is_free(vm, &touched) } else { 0 };
     let (looked, zero) = count_zeros(&*memory, &touched)?;
     let pages = touched.count();

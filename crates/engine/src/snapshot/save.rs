@@ -85,7 +85,7 @@ fn store(
     let resumed = if copy || written.is_err() { vm.resume() } else { Ok(()) };
     let (mut report, state) = match &written {
         Ok(written) => (account(written), MigrationState::Completed),
-        Err(Stop::Cancelled) => (Report::default(), MigrationState::Cancelled),
+        Err(Stop::Cancelled) if resumed.is_ok() => (Report::default(), MigrationState::Cancelled),
         Err(_) => (Report::default(), MigrationState::Failed),
     };
     let why = written.err().map(|stop| stop.to_string());

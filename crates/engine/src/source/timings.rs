@@ -78,9 +78,10 @@ impl Timings {
         bytes
     }
 
-    pub(super) fn harvested(&mut self, elapsed: Duration, pages: u64) {
+    /// `of_pass`: it has what was written during the last pass.
+    pub(super) fn harvested(&mut self, elapsed: Duration, pages: u64, of_pass: bool) {
         self.last_harvest = elapsed;
-        if let Some(report) = self.passes.last_mut() {
+        if let Some(report) = self.passes.last_mut().filter(|_| of_pass) {
             report.harvest_ms = ms(elapsed);
             report.dirtied = pages;
         }

@@ -28,7 +28,7 @@ impl<'e> Driver<'_, 'e> {
         let pages = self.pending.count();
         let seconds = self.dirtied_since.elapsed().as_secs_f64();
         self.dirtied_since = Instant::now();
-        self.timings.harvested(began.elapsed(), pages);
+        self.timings.harvested(began.elapsed(), pages, !self.session.is_waking());
         // What a stopped guest had written in the moment since the last harvest is no rate.
         if !self.paused {
             self.ground

@@ -4,7 +4,7 @@
 //! What was written meanwhile, by requests that ended, is the tracker's, as everything else. A postcopy from the start has no passes, and
 //! nothing that it must know of writes: it only waits.
 
-use super::{LONGEST_BETWEEN_REHEARSALS, Phase, REHEARSALS_SHARE, REHEARSE_AGAIN, Session, State};
+use super::{LONGEST_BETWEEN_REHEARSALS, Phase, REHEARSALS_SHARE, Session, State};
 use crate::source::events::{Action, Outcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
@@ -33,10 +33,27 @@ impl Session {
         self.settings.mode != MigrationMode::Postcopy
     }
 
-    /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent.
+    /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent; or could be but for what
+    /// its I/O took then.
     pub(super) fn cannot_stop(&self) -> bool {
         let least = self.fixed.map(|fixed| fixed + self.settle);
-        self.busy.is_some() || least.is_some_and(|least| least > self.settings.downtime_limit)
+        self.waits_for_io() || least.is_some_and(|least| least > self.settings.downtime_limit)
+    }
+
+    /// Nothing but its I/O keeps it from being stopped.
+    pub(super) fn waits_for_io(&self) -> bool {
+        let limit = self.settings.downtime_limit;
+        let too_long = |all: Duration| all > limit && all.saturating_sub(self.settle) <= limit;
+        self.busy.is_some() || self.predicted_downtime().is_some_and(too_long)
+    }
+
+    /// Its I/O comes to rest, but stopping it takes longer than it may whatever is to be sent: where it may go over to postcopy it need not
+    /// wait for that to change.
+    pub(super) fn goes_lazily_instead(&mut self, now: Duration) -> bool {
+        if self.busy.is_some() || !self.cannot_stop() || !self.little_is_left() {
+            return false;
+        }
+        self.settings.mode == MigrationMode::Hybrid || self.stopping_takes_too_long(now)
     }
 
     /// Whether nearly nothing is left to send; to a guest that is slowed for it, all that fits its limit is as good.
@@ -69,8 +86,8 @@ impl Session {
         if !self.has_passes() {
             return self.pause_for_postcopy();
         }
-        // What was written meanwhile is no pass's, and nothing is to be judged by it. It is sent first: the guest is stopped to see
-        // whether its I/O is at rest when it can go at once.
+        // What was written meanwhile is no pass's, and nothing is to be judged by it. If it is more than a little it is sent first: the
+        // guest is stopped to see whether its I/O is at rest when it can go at once.
         self.begin_anew();
         self.after_rest = true;
         self.state = State::Harvesting;
@@ -100,7 +117,15 @@ impl Session {
         if ready && (self.postcopy_wanted || self.postcopy_advised) {
             return self.pause_for_postcopy();
         }
+        if self.goes_lazily_instead(now) {
+            return self.pause_for_postcopy();
+        }
         if self.rests() { self.rest(now) } else { self.send_live(now, false) }
+    }
+
+    /// Whether the next harvest, or the one that was just made, has what was written during no pass.
+    pub(crate) fn is_waking(&self) -> bool {
+        self.after_rest
     }
 
     pub(super) fn rehearse(&mut self) -> Vec<Action> {
@@ -131,7 +156,8 @@ impl Session {
     /// How long I/O may take to come to rest with nothing to send.
     pub(super) fn patience_with_io(&self) -> Duration {
         let limit = self.settings.downtime_limit;
-        let lazily = self.settings.mode != MigrationMode::Precopy || self.postcopy_advised;
+        let auto = self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
+        let lazily = self.settings.mode != MigrationMode::Precopy || auto;
         if lazily { limit.max(LEAST_PATIENCE) } else { limit }
     }
 
@@ -140,10 +166,11 @@ impl Session {
         // A busy host makes it longer, never shorter; what I/O takes changes with what the guest does.
         self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
         (self.settle, self.busy) = (settle, None);
-        // A VM that really takes longer than the limit is not stopped again and again.
-        self.stopped_for(now, stood, REHEARSALS_SHARE, Duration::ZERO);
-        if !self.cannot_stop() {
-            self.rehearse_after = REHEARSE_AGAIN / 2;
+        self.rehearsed = now;
+        // A VM that really takes longer than the limit is not stopped again and again. One that can be stopped, and then finds its I/O busy
+        // after all, waits for longer than the last time.
+        if self.cannot_stop() {
+            self.stopped_for(now, stood, REHEARSALS_SHARE, Duration::ZERO);
         }
     }
 

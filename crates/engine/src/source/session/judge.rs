@@ -16,6 +16,8 @@ pub(super) struct Judged {
     before: Option<u64>,
     pub(super) stuck: u32,
     advised: bool,
+    /// It was decided to slow the guest where that helps.
+    throttles: bool,
     course: Vec<CourseChange>,
 }
 
@@ -48,14 +50,14 @@ impl Session {
             bandwidth_stopped: self.policy.bandwidth_stopped().unwrap_or(bandwidth),
             fixed: self.fixed_costs(),
             limit: self.settings.downtime_limit,
-            throttled: self.slowed(),
+            throttled: self.slowed() || self.judged.throttles,
             lazy: self.settings.may_be_lazy(),
         };
         let mut verdict = standing.judge();
         if self.busy.is_some() {
             verdict = too_busy();
         }
-        let stuck = self.busy.is_none()
+        let stuck = !self.waits_for_io()
             && verdict.converging != Some(true)
             && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
         self.judged.stuck = if stuck { self.judged.stuck + 1 } else { 0 };
@@ -65,7 +67,7 @@ impl Session {
             return;
         }
         // Nothing that it could do helps against I/O.
-        let Some(auto) = self.settings.auto.as_ref().filter(|_| self.busy.is_none()) else { return };
+        let Some(auto) = self.settings.auto.as_ref().filter(|_| !self.waits_for_io()) else { return };
         let seen = Seen {
             passes: self.pass,
             elapsed: now.saturating_sub(self.started),
@@ -82,11 +84,33 @@ impl Session {
             Course::Postcopy { .. } => self.postcopy_advised = self.settings.may_be_lazy(),
             Course::Throttle { how, .. } => {
                 self.settings.auto_converge = how;
+                self.judged.throttles = true;
                 // What it left was written at full speed: the passes to come are judged anew.
                 self.judged.stuck = 0;
             }
             Course::Advise { .. } => self.judged.advised = true,
         }
+    }
+}
+
+impl Session {
+    /// Nothing is left to be sent, and the guest still cannot be stopped for as short as it has to be: whether postcopy may be chosen for that,
+    /// and then is.
+    pub(super) fn stopping_takes_too_long(&mut self, now: Duration) -> bool {
+        if !self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy) || !self.settings.may_be_lazy() {
+            return false;
+        }
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        let why = format!(
+            "stopping the guest takes {:.1} ms with nothing to send, where {:.1} ms are allowed: the guest goes on on the target, and the \
+             rest follows",
+            millis(self.fixed_costs()),
+            millis(self.settings.downtime_limit)
+        );
+        let at_ms = millis(now.saturating_sub(self.started));
+        self.judged.course.push(CourseChange { at_ms, passes: self.pass, what: "postcopy".into(), why });
+        self.postcopy_advised = true;
+        true
     }
 }
 

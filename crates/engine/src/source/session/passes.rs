@@ -78,6 +78,9 @@ impl Session {
         if self.wants_postcopy() && ready {
             return self.pause_for_postcopy();
         }
+        if self.goes_lazily_instead(now) {
+            return self.pause_for_postcopy();
+        }
         if self.rests() {
             return self.rest(now);
         }

@@ -1,6 +1,7 @@
 //! What a busy host or a slow peer must not do to the decision when to stop the guest.
 
 use super::*;
+use crate::plan::Auto;
 use crate::source::settings::AutoConverge;
 use std::time::Duration;
 use vmferry_wire::Token;
@@ -226,6 +227,79 @@ fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
     assert_eq!(session.state, State::Resting);
     let asked = wake(&mut session, &mut now, 1 << 18);
     assert!(is_a_pass(&asked), "{asked:?}");
+}
+
+/// Of a guest that dirties next to nothing, what stopping takes whenever that is tried.
+fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Duration, Vec<Action>)>) {
+    let (mut session, mut now, mut seen) = (passing(settings), Duration::ZERO, Vec::new());
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    for _ in 0..50 {
+        assert_eq!(session.state, State::Rehearsing);
+        let asked = session
+            .handle(now, Event::Rehearsed { fixed: costs.0, settle: costs.1, stood: costs.0 + costs.1 });
+        let ends = asked.contains(&Action::Pause);
+        seen.push((now, asked));
+        if ends || now > Duration::from_secs(600) {
+            break;
+        }
+        while session.state != State::Rehearsing {
+            pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
+        }
+    }
+    (session, seen)
+}
+
+#[test]
+fn who_may_go_over_to_postcopy_does_not_wait_for_a_stop_that_always_takes_too_long() {
+    let limit = 50 * MS;
+    for costs in [(MS, 100 * MS), (60 * MS, Duration::ZERO)] {
+        let hybrid = Settings { mode: MigrationMode::Hybrid, downtime_limit: limit, ..Settings::default() };
+        let (session, seen) = always(hybrid, costs);
+        assert!(session.lazy && seen.len() == 1, "{seen:?}");
+        let auto = Some(Auto { postcopy: true, throttle: AutoConverge::Off, expected: None });
+        let (session, seen) = always(Settings { auto, downtime_limit: limit, ..Settings::default() }, costs);
+        assert!(session.lazy && seen.len() == 1, "{seen:?}");
+        assert!(session.course()[0].why.contains("with nothing to send"), "{:?}", session.course());
+        // Otherwise it waits, and is stopped ever more seldom.
+        let (session, seen) = always(Settings { downtime_limit: limit, ..Settings::default() }, costs);
+        assert!(session.state == State::Resting && seen.len() < 40, "{}", seen.len());
+    }
+}
+
+#[test]
+fn what_io_took_once_is_measured_again_where_nothing_else_keeps_the_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::from_secs(2);
+    session.handle(now, Event::Tick);
+    now += 50 * MS;
+    session.handle(now, Event::Message(ToSource::Pong(1)));
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    // A flush of 200 ms, and three round trips of 50: 351 ms.
+    session.handle(now, Event::Rehearsed { fixed: MS, settle: 200 * MS, stood: 201 * MS });
+    assert_eq!(session.state, State::Resting, "passes would only cost it faults");
+    assert!(session.busy().is_none() && session.waits_for_io());
+    assert_eq!(wake(&mut session, &mut now, 5), [REHEARSE]);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+}
+
+#[test]
+fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
+    let mut session = passing(Settings::default());
+    let (mut now, mut stops) = (Duration::ZERO, Vec::new());
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    while now < Duration::from_secs(300) {
+        // At rest when it is only looked at.
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        session.handle(now, Event::Paused);
+        now += 298 * MS;
+        session.handle(now, busy(298 * MS));
+        session.handle(now, Event::Resumed);
+        stops.push(now);
+        while session.state != State::Rehearsing {
+            pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
+        }
+    }
+    assert!(stops.len() < 20, "{stops:?}");
 }
 
 #[test]
