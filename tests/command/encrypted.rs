@@ -1,7 +1,11 @@
 //! Guests that move over encrypted connections, and connections that do not come about.
 
 use crate::authority::Authority;
-use crate::support::{Folder, Run, can_track, code, document, errors, kinds, vmferry};
+use crate::support::{Folder, Run, can_track, code, document, errors, finish, kinds, say, vmferry};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// `--tls-*` for a host of `name`, with files in `folder`.
 fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
@@ -77,4 +81,49 @@ fn what_is_missing_or_does_not_fit_is_said_before_anything_begins() {
     std::fs::remove_file(&own[1]).unwrap();
     let missing = vmferry(&[&["run", "--guest", "process"], &words[..]].concat());
     assert!(errors(&missing).contains(&format!("--tls-cert {}", own[1])), "{missing:?}");
+}
+
+/// Whoever was quicker to listen where a control socket is looked for is given no key.
+#[test]
+fn keys_are_not_for_whoever_listens() {
+    if !rustix::process::geteuid().is_root() {
+        return say("another user: not run: only root can become one");
+    }
+    const ANOTHER: u32 = 65_534;
+    let (folder, authority) = (Folder::new(), Authority::new());
+    let own = options(&folder, &authority, "host");
+    std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let api = folder.path("api");
+    let script = r#"
+import socket, sys
+s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(9)
+for _ in range(2):
+    c = s.accept()[0]; f = c.makefile("rw")
+    print('{"QMP": {"version": {}, "capabilities": []}}', file=f, flush=True)
+    f.readline(); print('{"return": {}, "id": 1}', file=f, flush=True)
+    print("heard", f.readline(), flush=True)
+"#;
+    let mut other = Command::new("python3");
+    other.args(["-c", script, &api]).uid(ANOTHER).gid(ANOTHER).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let Ok(child) = other.spawn() else { return say("another user: not run: there is no python3") };
+    let there = Instant::now();
+    while !std::path::Path::new(&api).exists() && there.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let migrate = ["migrate", "--api", &api, "tcp:127.0.0.1:1"];
+    let words: Vec<_> = own.iter().map(String::as_str).collect();
+    let refused = vmferry(&[&migrate[..], &words[..]].concat());
+    // Where only that user can make sockets it is the one who is meant.
+    std::os::unix::fs::chown(folder.path("."), Some(ANOTHER), Some(ANOTHER)).unwrap();
+    std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let meant = vmferry(&[&migrate[..], &words[..]].concat());
+    let heard = finish(child);
+    if !heard.status.success() {
+        return say(&format!("another user: not run: {}", errors(&heard).trim()));
+    }
+    assert!(code(&refused) == 1 && errors(&refused).contains("is not given keys"), "{refused:?}");
+    assert_eq!(code(&meant), 1);
+    let heard = String::from_utf8(heard.stdout).unwrap();
+    let (first, second) = heard.split_at(heard.rfind("heard").unwrap());
+    assert!(!first.contains("PRIVATE KEY") && second.contains("PRIVATE KEY"), "{first}");
 }

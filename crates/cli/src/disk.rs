@@ -28,7 +28,8 @@ impl DiskArg {
     pub(crate) fn use_for(&self) -> Use {
         let block = std::fs::metadata(&self.path).is_ok_and(|meta| meta.file_type().is_block_device());
         match self.read_only {
-            true if !block => Use::Read,
+            true if block => Use::ReadDevice,
+            true => Use::Read,
             _ if block => Use::Device,
             _ => Use::Write,
         }

@@ -6,6 +6,7 @@ use crate::choices::OnOff;
 use crate::disk::DiskArg;
 use anyhow::{Context, Result, anyhow, bail};
 use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use vmferry_dirty::Policy;
@@ -252,8 +253,10 @@ fn serial(to: Option<&str>) -> Result<SerialSink> {
         None => SerialSink::discard(),
         Some("stdio") => SerialSink::new(std::io::stdout()),
         Some(path) => {
-            let file = std::fs::File::create(path)
-                .with_context(|| format!("cannot write serial output to {path}"))?;
+            // A console shows what is nobody else's.
+            let mut options = std::fs::File::options();
+            let file = options.write(true).create(true).truncate(true).mode(0o600).open(path);
+            let file = file.with_context(|| format!("cannot write serial output to {path}"))?;
             SerialSink::new(file)
         }
     })

@@ -57,6 +57,7 @@ enum Status {
 
 fn main() -> ExitCode {
     vmferry_sys::share_one_heap();
+    sandbox::close_inherited();
     let traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),

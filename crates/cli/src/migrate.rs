@@ -23,7 +23,11 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(output::open).transpose()?;
     let mut client = Client::connect(&args.api)?;
-    client.call("migrate", serde_json::to_value(request(args)?)?)?;
+    let request = request(args)?;
+    if request.has_secrets() {
+        client.trusted_with_secrets()?;
+    }
+    client.call("migrate", serde_json::to_value(request)?)?;
     let mut on_event = |status: &Value| {
         if let Some(events) = &mut events {
             // A reader that has gone does not stop a migration.
@@ -54,7 +58,7 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     if status != Status::Done {
         eprintln!("vmferry: {}", advice::advice(&report, &args.uri));
     } else if report["stands_still"] == true {
-        let why = report["error"].as_str().unwrap_or("no reason was given");
+        let why = output::printable(report["error"].as_str().unwrap_or("no reason was given"));
         eprintln!(
             "vmferry: the guest is in the file, and stands still here: {why}. `vmferry resume` tries that again"
         );

@@ -54,11 +54,17 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Write>> {
 
 /// What failed, and each cause after a colon, in one line. A cause that the line has already is not said again: some errors say theirs.
 pub(crate) fn chain(error: &anyhow::Error) -> String {
-    error.chain().fold(String::new(), |line, cause| match cause.to_string() {
+    let line = error.chain().fold(String::new(), |line, cause| match cause.to_string() {
         cause if line.is_empty() => cause,
         cause if line.contains(&cause) => line,
         cause => format!("{line}: {cause}"),
-    })
+    });
+    printable(&line)
+}
+
+/// Text of somebody else's, who must not move the terminal's cursor.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 /// A size for people.
@@ -112,7 +118,7 @@ pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {
 fn report(report: &Value, mut out: impl Write) -> Result<()> {
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {
-        writeln!(out, "because      {error}")?;
+        writeln!(out, "because      {}", printable(error))?;
     }
     if count(&report["bytes"]["wire"]) == 0 {
         return Ok(());

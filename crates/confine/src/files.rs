@@ -20,6 +20,8 @@ const KNOWN: ABI = ABI::V7;
 pub enum Use {
     /// Reading it, and listing folders.
     Read,
+    /// Reading it, and a device's own requests.
+    ReadDevice,
     /// Reading and writing it. It is made if it is not there.
     Output,
     /// Reading and writing it.
@@ -51,6 +53,7 @@ impl File {
         let write = make_bitflags!(AccessFs::{ ReadFile | WriteFile | Truncate });
         let rights = match self.use_for {
             Use::Read => make_bitflags!(AccessFs::{ ReadFile | ReadDir }),
+            Use::ReadDevice => make_bitflags!(AccessFs::{ ReadFile | IoctlDev }),
             Use::Output | Use::Write => write,
             Use::Device => write | AccessFs::IoctlDev,
             Use::Sockets => make_bitflags!(AccessFs::{ MakeSock | RemoveFile }),

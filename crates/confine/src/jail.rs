@@ -10,6 +10,7 @@ use rustix::fs::{CWD, FileType, Mode};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::process::{DumpableBehavior, Gid, Uid};
 use rustix::thread::UnshareFlags;
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
@@ -52,7 +53,11 @@ pub enum JailError {
         source: io::Error,
     },
     /// A device by another name.
-    #[error("--jail: {} is a device: name it by its path in /dev, where nobody but root can have put something else", .0.display())]
+    #[error(
+        "--jail: {} is a device: name it by a path in /dev all of whose folders only root can write (not in /dev/shm), so that nobody else \
+         can have put something else there",
+        .0.display()
+    )]
     Device(PathBuf),
     /// A system call failed.
     #[error("--jail: cannot {what}")]
@@ -122,12 +127,10 @@ impl Jail {
         let kind = meta.file_type();
         if kind.is_char_device() || kind.is_block_device() {
             // It becomes the user's, so it must be what root means.
-            if !file.path.starts_with("/dev") {
-                return Err(JailError::Device(file.path.clone()));
-            }
+            let meta = device(&file.path).ok_or_else(|| JailError::Device(file.path.clone()))?;
             let kind = if kind.is_block_device() { FileType::BlockDevice } else { FileType::CharacterDevice };
-            rustix::fs::mknodat(CWD, &target, kind, Mode::RUSR | Mode::WUSR, meta.rdev())
-                .map_err(doing(show))?;
+            let writes = if file.use_for == Use::ReadDevice { Mode::empty() } else { Mode::WUSR };
+            rustix::fs::mknodat(CWD, &target, kind, Mode::RUSR | writes, meta.rdev()).map_err(doing(show))?;
             return std::os::unix::fs::chown(&target, Some(self.uid), Some(self.gid)).map_err(doing(show));
         }
         if meta.is_dir() {
@@ -153,6 +156,19 @@ impl Jail {
         // The change of user has made /proc/self root's, and the process must read its own page map there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
+}
+
+/// What a device in /dev is, if nobody but root can have said so: neither by a link nor by anything on the way.
+fn device(path: &Path) -> Option<Metadata> {
+    let real = path.canonicalize().ok()?;
+    let roots = |path: &Path| {
+        let mut folders = path.ancestors().skip(1);
+        path.starts_with("/dev")
+            && folders.all(|folder| {
+                std::fs::metadata(folder).is_ok_and(|meta| meta.uid() == 0 && meta.mode() & 0o022 == 0)
+            })
+    };
+    (roots(path) && roots(&real)).then(|| std::fs::metadata(&real).ok()).flatten()
 }
 
 /// All but what lies in folders that are there anyway, with absolute paths, outer ones first.
@@ -243,6 +259,13 @@ mod tests {
         let link = folder.path().join("disk");
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         let jail = Jail { folder: folder.path().into(), uid: 5, gid: 5 };
+        let error = jail.place(folder.path(), &File::new(&link, Use::Device)).unwrap_err();
+        assert!(matches!(error, JailError::Device(_)), "{error}");
+        // Anybody can write to that folder.
+        let shared = tempfile::Builder::new().prefix("vmferry-jail").tempdir_in("/dev/shm").unwrap();
+        let link = shared.path().join("disk");
+        std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+        assert!(device(&link).is_none() && device(Path::new("/dev/null")).is_some());
         let error = jail.place(folder.path(), &File::new(&link, Use::Device)).unwrap_err();
         assert!(matches!(error, JailError::Device(_)), "{error}");
     }

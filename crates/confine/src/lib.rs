@@ -40,6 +40,8 @@ pub use report::{InForce, Measure};
 use seccomp::{Programs, violation};
 use serde::Serialize;
 use std::io;
+use std::os::fd::RawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::OnceLock;
 use vmferry_thread::Role;
 
@@ -240,6 +242,23 @@ pub fn available() -> [Measure; 2] {
     [seccomp, files::probe()]
 }
 
+/// Closes all descriptors but the first three and `keep`. Only before the process has opened any: whoever has one of them would use what is
+/// another's then. Does nothing on a kernel before 5.9.
+pub fn close_inherited(keep: &[RawFd]) {
+    let mut keep: Vec<u32> =
+        keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
+    keep.sort_unstable();
+    let mut first = 3;
+    for next in keep.into_iter().map(Some).chain([None]) {
+        let last = next.map_or(u32::MAX, |next| next - 1);
+        if first <= last {
+            // SAFETY: takes numbers; nobody in this process has any of them, as the caller says.
+            unsafe { libc::syscall(libc::SYS_close_range, first, last, 0u32) };
+        }
+        first = next.map_or(u32::MAX, |next| next.saturating_add(1));
+    }
+}
+
 /// Makes the filters, and confines the process by its own.
 fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
     let install = || {
@@ -274,8 +293,11 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
 fn confine_thread(role: Role, name: &str) {
     let Some(common) = COMMON.get() else { return };
     violation::introduce(role, name);
-    let Some(programs) = &common.programs else { return };
-    let confined = capabilities::give_up(&common.keep).and_then(|()| programs.confine_thread(role));
+    // Also where there are no filters.
+    let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
+        Some(programs) => programs.confine_thread(role),
+        None => Ok(()),
+    });
     if let Err(why) = confined {
         panic!("the thread '{name}' cannot be confined and does not run: {why}");
     }
@@ -286,7 +308,8 @@ fn confine_thread(role: Role, name: &str) {
 fn make_outputs(plan: &Plan) -> Result<(), ConfineError> {
     for File { path, .. } in plan.files.iter().filter(|file| file.use_for == Use::Output) {
         let mut options = std::fs::File::options();
-        let made = options.append(true).create(plan.jail.is_none()).open(path);
+        // A console shows what is nobody else's.
+        let made = options.append(true).create(plan.jail.is_none()).mode(0o600).open(path);
         made.map_err(|source| match plan.jail {
             None => ConfineError::Output { path: path.clone(), source },
             Some(_) => JailError::Output { path: path.clone(), source }.into(),

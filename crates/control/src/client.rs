@@ -73,6 +73,14 @@ impl Client {
         Ok(client)
     }
 
+    /// The user of whoever listens: who had the right to make the socket there, which is not always whom one means.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn peer_uid(&self) -> io::Result<u32> {
+        Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.uid.as_raw())
+    }
+
     /// What the other side said of itself: `version` and `capabilities`.
     #[must_use]
     pub fn greeting(&self) -> &Value {

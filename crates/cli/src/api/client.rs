@@ -1,8 +1,9 @@
 //! The asking side of the control socket.
 
 use super::machine::PREFIX;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use vmferry_control::ClientError;
@@ -22,6 +23,27 @@ impl Client {
             format!("cannot reach a vmferry at {} (is one running with --api {0}?)", path.display())
         })?;
         Ok(Self { inner, path: path.into() })
+    }
+
+    /// Fails if whoever listens is not this user, root, or the owner of a folder in which nobody else can make sockets: a key or a password is not
+    /// for just anybody who was quicker.
+    pub(crate) fn trusted_with_secrets(&self) -> Result<()> {
+        let uid = self.inner.peer_uid().context("it cannot be told whose vmferry that is")?;
+        if uid == 0 || uid == rustix::process::geteuid().as_raw() {
+            return Ok(());
+        }
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        let meta =
+            std::fs::metadata(folder).with_context(|| format!("cannot look at {}", folder.display()))?;
+        if meta.uid() == uid && meta.mode() & 0o022 == 0 {
+            return Ok(());
+        }
+        bail!(
+            "user {uid} listens at {}, and is not given keys or passwords: that is for this user's, root's, or that of the owner of the \
+             socket's folder if only that user can write there",
+            self.path.display()
+        )
     }
 
     /// Has a command of our own executed, by its name without `x-vmferry-`, and waits for the answer.

@@ -168,6 +168,13 @@ impl MigrateRequest {
     }
 }
 
+impl MigrateRequest {
+    /// Whether it has what is not for everybody: a key, or a password.
+    pub(crate) fn has_secrets(&self) -> bool {
+        self.tls.is_some() || self.fence.as_ref().is_some_and(FenceRequest::has_secrets)
+    }
+}
+
 /// A command without arguments and without an answer worth printing.
 pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
     Client::connect(path)?.call(command, json!({}))?;

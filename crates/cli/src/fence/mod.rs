@@ -200,6 +200,11 @@ impl FenceArg {
 }
 
 impl FenceRequest {
+    /// Whether it has a key, or a password.
+    pub(crate) fn has_secrets(&self) -> bool {
+        matches!(self, Self::Texts(texts) if texts.key.is_some() || texts.password.is_some())
+    }
+
     pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
         match self {
             Self::Texts(texts) => texts.build(insecure),

@@ -103,7 +103,11 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
         },
         to,
     };
-    let plan = Client::connect(&args.api)?.call("plan", serde_json::to_value(request)?)?;
+    let mut client = Client::connect(&args.api)?;
+    if request.migrate.has_secrets() {
+        client.trusted_with_secrets()?;
+    }
+    let plan = client.call("plan", serde_json::to_value(request)?)?;
     match out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&plan)?)?,
         None => {

@@ -110,6 +110,11 @@ const PAGES: &[i64] = &[SYS_pread64, SYS_lseek, SYS_fallocate];
 /// Giving way to those who are waited for, and not (`latency` in the engine).
 const LATENCY: &[i64] = &[SYS_sched_getattr, SYS_sched_setattr];
 
+/// The same of nobody but oneself: the kernel would let a thread change any process of its user.
+fn own_latency() -> Policy {
+    Policy::default().each(SYS_sched_getattr, (0, WHOLE), &[0]).each(SYS_sched_setattr, (0, WHOLE), &[0])
+}
+
 /// Starting a thread, which then confines itself. `clone3` fails (see `refusals`), and is tried first.
 const SPAWN: &[i64] = &[SYS_clone3, SYS_set_robust_list, SYS_rseq, SYS_seccomp, SYS_capget, SYS_capset];
 
@@ -228,8 +233,8 @@ pub(super) fn role(role: Role) -> Policy {
         // Reading rings, resetting them, and waking vCPUs.
         Role::Tracker => requests(&[request::PROTECT]),
         // The target's acknowledgements are read on the same thread; pages are protected before they are read.
-        Role::Sender => requests(&[request::PROTECT]).any(STREAM).any(PAGES).any(LATENCY),
-        Role::Receiver => requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY),
+        Role::Sender => requests(&[request::PROTECT]).any(STREAM).any(PAGES).and(own_latency()),
+        Role::Receiver => requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).and(own_latency()),
         // A link that is lost before the guest runs ends the watch over its memory, so that nobody waits there.
         Role::Control => requests(&[request::PLACE]).any(STREAM).any(PAGES),
         Role::Listener => {
@@ -244,7 +249,7 @@ pub(super) fn role(role: Role) -> Policy {
         }
         // Asks the source for pages, or reads them out of a file.
         Role::Fault => {
-            requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
+            requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).and(own_latency()).any(&[SYS_fadvise64])
         }
         Role::Snapshot => {
             requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
@@ -273,6 +278,8 @@ pub(super) fn role(role: Role) -> Policy {
 }
 
 const WHOLE: u64 = 0xffff_ffff;
+/// Flags of an open file that say that it is made, or written.
+const WRITES: u64 = number(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC);
 const EXEC: u64 = libc::PROT_EXEC.unsigned_abs() as u64;
 /// Looking at which pages there are.
 const SCAN: &[u64] = &[request::PAGEMAP_SCAN];
@@ -343,7 +350,6 @@ fn unblock() -> Policy {
 
 /// Answers clients, about everything, and passes what is to be done to devices and the owner.
 fn serves() -> Policy {
-    let writes = number(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC);
     requests(&[request::BLOCKING, request::INTERRUPT, SCAN])
         .any(&[SYS_accept4])
         .any(STREAM)
@@ -351,7 +357,7 @@ fn serves() -> Policy {
         .any(READS)
         .and(spawn())
         .and(unblock())
-        .each(SYS_openat, (2, writes), &[0])
+        .each(SYS_openat, (2, WRITES), &[0])
 }
 
 fn spawn() -> Policy {
@@ -370,10 +376,11 @@ fn asks() -> Policy {
     requests(&[request::BLOCKING])
         .any(STREAM)
         .any(READS)
-        .any(&[SYS_open, SYS_connect, SYS_bind, SYS_uname, SYS_sendmmsg])
+        .any(&[SYS_connect, SYS_bind, SYS_uname, SYS_sendmmsg])
         .and(spawn())
         .and(unblock())
-        .each(SYS_openat, (2, number(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC)), &[0])
+        .each(SYS_open, (1, WRITES), &[0])
+        .each(SYS_openat, (2, WRITES), &[0])
         .each(SYS_socket, (0, WHOLE), &FAMILIES)
 }
 
@@ -395,6 +402,8 @@ fn owner() -> Policy {
     ]
     .map(number);
     started
+        // vCPUs get short slices from whoever brings their pages.
+        .any(LATENCY)
         .and(requests(&[
             request::MACHINE,
             request::WATCH_MEMORY,
