@@ -26,7 +26,7 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     fails(&format!("tcp:{free}"), &[], &["cannot connect", "--incoming"]);
     fails("tcp:192.0.2.1:7000", &[], &["not on this host", "--insecure"]);
     fails("unix:/nonexistent/x", &[], &["cannot connect"]);
-    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x", "--migrate-dir /nonexistent"]);
+    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x", "/nonexistent is not there"]);
     let file = format!("file:{}", folder.path("none/x"));
     fails(&file, &[], &["cannot use", &file]);
     // Somebody else: one that talks, one that is silent.
@@ -142,5 +142,38 @@ fn the_death_of_one_side_costs_the_other_nothing() {
         assert!(errors(&output).contains("the process that had the guest is gone"), "{output:?}");
         assert_eq!(wait_for_end(&mut target.child), Some(1), "a guest that did not come was not run");
         assert!(!Path::new(&target.api).exists(), "no socket is left behind");
+    }
+}
+
+/// Lines that are lost cost nobody a guest, and a report that is lost does not say that it stayed.
+#[test]
+fn nothing_depends_on_whether_somebody_reads_what_is_said() {
+    if !can_track() {
+        return;
+    }
+    for kind in kinds() {
+        let folder = Folder::new();
+        let mut source = Run::source(kind, &folder);
+        let (mut target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        for run in [&mut source, &mut target] {
+            drop(run.child.stderr.take());
+        }
+        let mut unread = spawn(&["status", "--api", &source.api]);
+        drop(unread.stdout.take());
+        assert_eq!(code(&finish(unread)), 0);
+        let mut unread = spawn(&["migrate", "--api", &source.api, &uri]);
+        drop((unread.stdout.take(), unread.stderr.take()));
+        assert_eq!(code(&finish(unread)), 0);
+        target.goes_on();
+        target.whole();
+        let deadline = Instant::now() + PATIENCE;
+        let ended = loop {
+            assert!(Instant::now() < deadline, "the source goes on");
+            if let Some(status) = source.child.try_wait().unwrap() {
+                break status;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        assert!(ended.success(), "{ended}");
     }
 }

@@ -76,6 +76,14 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
         assert_eq!(code(&output), 0, "{output:?}");
         let id = document(&output)["id"].clone();
         fourth.goes_on();
+        // Nothing is replaced, and nothing is promised that does not happen.
+        for (more, words) in
+            [(&["--keep-running"][..], "there already"), (&["--verify"], "--verify is of no use")]
+        {
+            let output = fourth.migrate(&file, more);
+            assert!(code(&output) == 1 && errors(&output).contains(words), "{output:?}");
+        }
+        fourth.goes_on();
         let fifth = Run::start(kind, &folder, "fifth", &["--incoming", &file]);
         let status = fifth.wait("the copy out of the file", |s| s["vm"]["place"] == "running");
         let received = &status["vm"]["received"];

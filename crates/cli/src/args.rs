@@ -349,7 +349,7 @@ pub(crate) struct MigrateArgs {
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,
     /// Use no more than this, for example 2gbit or 250M/s: a promise to whoever shares the link, kept while the guest is
-    /// stopped too
+    /// stopped too; pages that a guest waits for in postcopy come on top
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
     /// What holds instead while the guest is stopped; a rate also tells the prediction of the downtime what to count on

@@ -1,5 +1,19 @@
 //! The command `vmferry`: run, move, watch and measure virtual machines.
 
+// The standard library's end the process where nobody reads any more, and a guest with it. A line that is lost is no reason for that.
+macro_rules! eprintln {
+    ($($words:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($words)*);
+    }};
+}
+macro_rules! println {
+    ($($words:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stdout(), $($words)*);
+    }};
+}
+
 mod advice;
 mod api;
 mod args;

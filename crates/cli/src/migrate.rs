@@ -43,17 +43,9 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
         return Ok(Status::Done);
     }
     let status = output::exit_status(&report);
-    match json_out {
-        Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
-        None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
-        None => {
-            let mut shown = report.clone();
-            if status != Status::Done {
-                // It is part of what follows.
-                shown["error"].take();
-            }
-            output::print(&shown, false)?;
-        }
+    // How it ended says where the guest is, whether or not somebody reads the report.
+    if let Err(error) = tell(args, json_out, &report, status) {
+        eprintln!("vmferry: the report could not be written: {}", output::chain(&error));
     }
     if status != Status::Done {
         eprintln!("vmferry: {}", advice::advice(&report, &args.uri));
@@ -64,6 +56,22 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
         );
     }
     Ok(status)
+}
+
+fn tell(args: &MigrateArgs, json_out: Option<impl Write>, report: &Value, status: Status) -> Result<()> {
+    match json_out {
+        Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(report)?)?,
+        None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
+        None => {
+            let mut shown = report.clone();
+            if status != Status::Done {
+                // It is part of what follows.
+                shown["error"].take();
+            }
+            output::print(&shown, false)?;
+        }
+    }
+    Ok(())
 }
 
 fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
@@ -137,9 +145,15 @@ pub(crate) fn watch(
         }
         bar.show(&status);
         if interrupted.swap(false, Ordering::AcqRel) {
-            if handed_over {
+            if handed_over && status["state"] == "postcopy" {
                 bar.finish();
                 status["detached"] = json!(true);
+                return Ok(status);
+            }
+            if handed_over {
+                // Nobody can say that the rest will follow: this ends as what it is.
+                status["error"] = status["progress"]["interrupted"].clone();
+                bar.finish();
                 return Ok(status);
             }
             // Refused only if it has just ended, which the next status says.

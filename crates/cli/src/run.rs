@@ -280,6 +280,9 @@ fn serve(
                 return Ok(Status::Done);
             }
         } else if moved.is_none() && quit && shared.place() != Place::Unknown {
+            if shared.place() == Place::Running {
+                eprintln!("vmferry: told to end: the guest ends with this process");
+            }
             return Ok(Status::Done);
         }
         if let Some((how, status)) = shared.probe.exit()

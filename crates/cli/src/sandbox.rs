@@ -87,6 +87,12 @@ const PRIVILEGED: u16 = 1024;
 /// # Errors
 /// If there cannot be a jail that was asked for.
 pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
+    for folder in &args.sandbox.migrate_dirs {
+        // What is not there now stays out of reach.
+        if !folder.is_dir() {
+            bail!("--migrate-dir {}: there is no such folder; make it first", folder.display());
+        }
+    }
     let plan = plan(args);
     if plan.mode != Mode::Off || plan.jail.is_some() {
         // Has the resolver load its modules, which is not possible later, and looks nothing up.
@@ -143,7 +149,13 @@ pub(crate) fn reachable(uri: &Uri, args: &SandboxArgs) -> Result<()> {
     if !args.sandbox.mode().forbids() && args.jail.is_none() {
         return Ok(());
     }
-    let folder = folder_of(path).canonicalize().unwrap_or_else(|_| folder_of(path));
+    let named = folder_of(path);
+    let Ok(folder) = named.canonicalize() else {
+        bail!(
+            "cannot use {uri}: the folder {} is not there, or not within reach of this vmferry",
+            named.display()
+        );
+    };
     let within = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| folder.starts_with(dir));
     let upwards = path.components().any(|part| part == Component::ParentDir);
     if !upwards && args.migrate_dirs.iter().any(within) {

@@ -19,6 +19,8 @@ pub(crate) struct Traces {
 pub(crate) fn begin() -> Traces {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
+        // It would say so on standard error, and end the process where that is what fails.
+        .log_internal_errors(false)
         .with_target(false)
         .without_time()
         .with_span_events(FmtSpan::CLOSE)

@@ -383,6 +383,12 @@ impl Shared {
                  all, or with `vmferry recover --abandon` if its link is lost"
             );
         }
+        if self.place() == Place::Moving && !self.handed_over() {
+            eprintln!(
+                "vmferry: the guest is being moved; this process ends when that is over, and its guest with it if it has not left \
+                 (`vmferry cancel` ends both now)"
+            );
+        }
         self.quit.store(true, Ordering::Release);
         self.arrival.abandon();
         self.look();

@@ -53,6 +53,11 @@ fn prepare(
             "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
         );
     }
+    if let (Uri::File(_), Some(option)) = (&uri, of_no_use_for_files(request)) {
+        bail!(
+            "{option} is of no use for a guest that goes into a file, which stands still for that; leave it out"
+        );
+    }
     let settings = request.settings(shared.tls.as_ref())?;
     let fence =
         settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
@@ -62,6 +67,20 @@ fn prepare(
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     shared.begin_migration(asked);
     Ok((uri, tracker, reaper, settings))
+}
+
+/// An option that asks for something that does not happen there.
+fn of_no_use_for_files(request: &MigrateRequest) -> Option<&'static str> {
+    [
+        ("--mode", request.mode != ModeArg::default()),
+        ("--verify", request.verify),
+        ("--plan", request.plan),
+        ("--timeout", request.timeout_ms.is_some()),
+        ("--max-bandwidth", request.max_bandwidth.is_some()),
+        ("--fence", request.fence.is_some()),
+    ]
+    .into_iter()
+    .find_map(|(option, said)| said.then_some(option))
 }
 
 /// The tracker that a request asks for; `None` for what the guest's kind does best.

@@ -15,7 +15,7 @@ use libc::{
     SYS_memfd_create, SYS_mincore, SYS_mmap, SYS_mprotect, SYS_mremap, SYS_munmap, SYS_nanosleep,
     SYS_newfstatat, SYS_open, SYS_openat, SYS_openat2, SYS_pipe2, SYS_pkey_mprotect, SYS_poll, SYS_ppoll,
     SYS_prctl, SYS_pread64, SYS_preadv, SYS_preadv2, SYS_prlimit64, SYS_pwrite64, SYS_pwritev, SYS_pwritev2,
-    SYS_read, SYS_readlink, SYS_readlinkat, SYS_readv, SYS_recvfrom, SYS_recvmsg, SYS_rename,
+    SYS_read, SYS_readlink, SYS_readlinkat, SYS_readv, SYS_recvfrom, SYS_recvmsg, SYS_rename, SYS_renameat2,
     SYS_restart_syscall, SYS_rseq, SYS_rt_sigaction, SYS_rt_sigprocmask, SYS_rt_sigreturn,
     SYS_sched_getaffinity, SYS_sched_getattr, SYS_sched_setattr, SYS_sched_yield, SYS_seccomp, SYS_sendmmsg,
     SYS_sendmsg, SYS_sendto, SYS_set_robust_list, SYS_setsockopt, SYS_shutdown, SYS_sigaltstack, SYS_socket,
@@ -126,6 +126,7 @@ const OWNER: &[i64] = &[
     SYS_ftruncate,
     SYS_fsync,
     SYS_rename,
+    SYS_renameat2,
     SYS_unlink,
     SYS_unlinkat,
     SYS_pwrite64,
@@ -247,9 +248,9 @@ pub(super) fn role(role: Role) -> Policy {
                 .and(unblock())
                 .and(again)
         }
-        // Asks the source for pages, or reads them out of a file.
+        // Asks the source for pages, or reads them out of a file; whoever has the last one takes the vCPUs' short slices back.
         Role::Fault => {
-            requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).and(own_latency()).any(&[SYS_fadvise64])
+            requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
         }
         Role::Snapshot => {
             requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])

@@ -7,7 +7,9 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
@@ -76,7 +78,15 @@ impl Listener {
             }
             Uri::Unix(path) => {
                 let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(failed)?;
-                socket.bind(&SockAddr::unix(path).map_err(failed)?).map_err(failed)?;
+                let address = SockAddr::unix(path).map_err(failed)?;
+                let bound = socket.bind(&address).or_else(|error| {
+                    if error.kind() != io::ErrorKind::AddrInUse || !abandoned(path) {
+                        return Err(error);
+                    }
+                    std::fs::remove_file(path)?;
+                    socket.bind(&address)
+                });
+                bound.map_err(failed)?;
                 (socket, Some(path.clone()))
             }
             Uri::Fd(fd) => (taken_over(*fd).map_err(failed)?, None),
@@ -133,6 +143,13 @@ impl Listener {
             greeting.add(socket, peer);
         }
     }
+}
+
+/// A socket whose process has ended without removing it. (Connecting to what is no socket is refused, too.)
+fn abandoned(path: &Path) -> bool {
+    let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    let gone = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+    socket && UnixStream::connect(path).is_err_and(gone)
 }
 
 /// A socket that somebody handed to this process by its number.

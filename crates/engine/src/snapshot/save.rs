@@ -39,7 +39,7 @@ enum Afterwards {
 /// here again, unless the report says that it [stands still](Report::stands_still).
 ///
 /// # Errors
-/// If nothing was begun, because the file cannot be made.
+/// If nothing was begun, because the file cannot be made, or is there: nothing is replaced.
 pub fn save(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
     store(vm, path, monitor, Afterwards::Gone)
 }
@@ -70,7 +70,7 @@ fn store(
     let copy = afterwards == Afterwards::GoesOn;
     let written = write(vm, &file, (id, copy), monitor).and_then(|written| {
         file.sync_all().map_err(Stop::File)?;
-        std::fs::rename(&partial.path, path).map_err(Stop::File)?;
+        give_name(&partial.path, path).map_err(Stop::File)?;
         partial.named = true;
         // A directory that cannot be synced (some network file systems) still has the entry.
         let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
@@ -105,8 +105,31 @@ fn store(
     Ok(report)
 }
 
-/// Makes the temporary file, in the folder of `path`.
+fn is_there() -> io::Error {
+    let why =
+        "it is there already, and may be all that is left of a guest: move it away, or name another file";
+    io::Error::new(io::ErrorKind::AlreadyExists, why)
+}
+
+/// Renames, and replaces nothing.
+fn give_name(from: &Path, to: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags};
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::EXIST) => Err(is_there()),
+        // A file system that cannot look and rename at once.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
+            std::fs::rename(from, to)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Makes the temporary file, in the folder of `path`, of which nothing may be there.
 fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
+    if path.symlink_metadata().is_ok() {
+        return Err(is_there());
+    }
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
     name.push(format!(".partial-{id}"));
     let path = path.with_file_name(name);

@@ -1,7 +1,7 @@
 //! vCPUs: a thread each, which runs guest code, stops when told, and saves and loads its vCPU's state.
 //!
 //! # Why a pause is never lost
-//! A vCPU that runs has to be brought out of `KVM_RUN`, wherever it is at that moment. [`Board::kick`] does two things in
+//! A vCPU that runs has to be brought out of `KVM_RUN`, wherever it is at that moment. The board does two things in
 //! this order, holding the board's lock:
 //! 1. it stores 1 into `kvm_run.immediate_exit`, through a mapping of its own ([`kick::KickPage`]);
 //! 2. it sends the thread a signal whose handler does nothing.
