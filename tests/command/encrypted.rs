@@ -48,11 +48,17 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
         let stranger: Vec<_> = stranger.iter().map(String::as_str).collect();
         let refused = here.migrate(&uri, &stranger);
         assert!(errors(&refused).contains("certificate is not accepted"), "{refused:?}");
+        // One whom the target does not know, and who knows the target.
+        let mut unknown = options(&folder, &theirs, "unknown");
+        unknown[5] = options(&folder, &ours, "known")[5].clone();
+        let unknown: Vec<_> = unknown.iter().map(String::as_str).collect();
+        let unwanted = here.migrate(&uri, &unknown);
+        assert!(errors(&unwanted).contains("have both sides certificates"), "{unwanted:?}");
         let own = options(&folder, &ours, "source.example");
         let own: Vec<_> = own.iter().map(String::as_str).collect();
         let elsewhere = here.migrate(&uri, &[&own[..], &["--tls-peer", "elsewhere.example"]].concat());
         assert!(errors(&elsewhere).contains("not valid for"), "{elsewhere:?}");
-        for output in [&plain, &refused, &elsewhere] {
+        for output in [&plain, &refused, &unwanted, &elsewhere] {
             assert_eq!(code(output), 1, "{output:?}");
         }
         here.goes_on();

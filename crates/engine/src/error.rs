@@ -49,7 +49,7 @@ pub enum MigrateError {
     },
     /// No encrypted connection came about.
     #[error(
-        "no encrypted connection to {uri}: {source}; was the target started with a certificate of the same authority, for the name in this address or in --tls-peer?"
+        "no encrypted connection to {uri}: {source}; have both sides certificates of an authority that the other trusts, the target's for the name in this address or in --tls-peer, this side's for the name in the target's --tls-peer?"
     )]
     Tls {
         /// Where.

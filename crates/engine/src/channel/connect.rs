@@ -41,7 +41,15 @@ fn open(uri: &Uri, settings: &Settings, hello: &Hello) -> Result<Stream, Migrate
         stream.set_timeouts(Some(timeout), Some(timeout))?;
         Ok(reply)
     };
-    let reply = shake().map_err(|source| MigrateError::Hello { uri: uri.to_string(), source })?;
+    let reply = shake().map_err(|source| {
+        let uri = uri.to_string();
+        // A target says what it thinks of our certificate only when we read.
+        let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
+        match settings.tls {
+            Some(_) if !silent => MigrateError::Tls { uri, source },
+            _ => MigrateError::Hello { uri, source },
+        }
+    })?;
     let reply =
         HelloReply::decode(&reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
     if let Some(code) = reply.refused {

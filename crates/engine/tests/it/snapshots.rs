@@ -281,11 +281,23 @@ fn an_interrupted_save_leaves_nothing_behind() {
     let report = save(&mut source, &folder.file(), &monitor).unwrap();
     assert_eq!(report.state, MigrationState::Cancelled);
     assert_eq!(folder.names(), [""; 0]);
-    // An older snapshot of that name stays as it was.
-    std::fs::write(folder.file(), b"older").unwrap();
-    source.fail(Method::Touched, 1);
-    let _ = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
-    assert_eq!((folder.names().len(), std::fs::read(folder.file()).unwrap()), (1, b"older".to_vec()));
+    goes_on(&source);
+}
+
+/// A file that is there may be a guest's only copy: it stays, and so does the guest, also if it appears in the last moment.
+#[test]
+fn nothing_is_replaced() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    let late = folder.file();
+    let quicker = Monitor::watched(move |_| std::fs::write(&late, b"another's").unwrap());
+    let report = save(&mut source, &folder.file(), &quicker).unwrap();
+    assert_eq!(report.state, MigrationState::Failed);
+    assert!(report.error.as_ref().unwrap().contains("there already"), "{report:?}");
+    assert!(source.works());
+    let error = save(&mut source, &folder.file(), &Monitor::new()).unwrap_err();
+    assert!(error.to_string().contains("there already"), "{error}");
+    assert_eq!((folder.names().len(), std::fs::read(folder.file()).unwrap()), (1, b"another's".to_vec()));
     goes_on(&source);
 }
 
