@@ -3,6 +3,8 @@
 //! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
 //! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
 
+mod quit;
+
 use super::audience::Audience;
 use super::options::Options;
 use super::rate::Measurement;
@@ -367,31 +369,6 @@ impl Shared {
         let migration = lock(&self.migration);
         let state = migration.monitor.as_ref().map(|monitor| monitor.progress().state);
         migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
-    }
-
-    /// Why the process ends, by the protocol's name.
-    pub(crate) fn quit_reason(&self) -> &'static str {
-        *lock(&self.quit_reason)
-    }
-
-    /// Ends the process as soon as its guest allows it, for `reason`.
-    pub(crate) fn ask_to_quit(&self, reason: &'static str) {
-        *lock(&self.quit_reason) = reason;
-        if self.handed_over() {
-            eprintln!(
-                "vmferry: the guest runs on the target and still needs pages that are here only; this process ends when it has \
-                 all, or with `vmferry recover --abandon` if its link is lost"
-            );
-        }
-        if self.place() == Place::Moving && !self.handed_over() {
-            eprintln!(
-                "vmferry: the guest is being moved; this process ends when that is over, and its guest with it if it has not left \
-                 (`vmferry cancel` ends both now)"
-            );
-        }
-        self.quit.store(true, Ordering::Release);
-        self.arrival.abandon();
-        self.look();
     }
 
     /// Has the machine's owner look around. One that has other orders does so anyway.
