@@ -269,6 +269,7 @@ fn serve(
     errands: &Receiver<Errand>,
 ) -> Result<Status> {
     let mut moved: Option<Instant> = None;
+    let mut ends = Status::Done;
     let mut limiter = Limiter::default();
     loop {
         let quit = shared.quit.load(Ordering::Acquire);
@@ -277,7 +278,7 @@ fn serve(
             // still needed.
             let longest = if quit { LAST_GRACE } else { GRACE };
             if shared.audience.satisfied(quit) && since.elapsed() > LINGER || since.elapsed() > longest {
-                return Ok(Status::Done);
+                return Ok(ends);
             }
         } else if moved.is_none() && quit && shared.place() != Place::Unknown {
             if shared.place() == Place::Running {
@@ -310,9 +311,14 @@ fn serve(
             Order::Look => {}
             Order::Migrate(request) => {
                 limiter.give_way();
-                if moving::begin(machine, shared, &request, &reply) == Some(Place::Moved) {
-                    eprintln!("vmferry: the guest has left for {}", request.uri);
-                    moved = Some(Instant::now());
+                if let Some((Place::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
+                    match status {
+                        Status::Lost => {
+                            eprintln!("vmferry: the guest that was to go to {} is lost", request.uri)
+                        }
+                        _ => eprintln!("vmferry: the guest has left for {}", request.uri),
+                    }
+                    (moved, ends) = (Some(Instant::now()), status);
                 }
             }
             order => {

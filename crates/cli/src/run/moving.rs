@@ -5,7 +5,7 @@ use crate::choices::ModeArg;
 use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::speed::Sample;
-use crate::{output, plan, sandbox};
+use crate::{Status, output, plan, sandbox};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
@@ -16,14 +16,14 @@ use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate
 /// A guest that was here for less of a migration has no speed of it.
 const SHORTEST: Duration = Duration::from_millis(50);
 
-/// Moves the guest away, if that can be begun; says where it is then. Whoever asked is answered when it has begun; how it goes on is
+/// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
 /// asked for by `status`.
 pub(super) fn begin(
     machine: &mut Machine,
     shared: &Shared,
     request: &MigrateRequest,
     reply: &SyncSender<Result<Value, String>>,
-) -> Option<Place> {
+) -> Option<(Place, Status)> {
     match prepare(request, shared) {
         Ok((uri, tracker, reaper, settings)) => {
             machine.set_reaper(reaper);
@@ -101,7 +101,7 @@ fn move_away(
     request: &MigrateRequest,
     (uri, tracker): (&Uri, Option<TrackerKind>),
     settings: &Settings,
-) -> Place {
+) -> (Place, Status) {
     let monitor = shared.monitor();
     let speed_before = shared.speed.recent();
     shared.speed.record();
@@ -122,6 +122,7 @@ fn move_away(
     let elapsed = began.elapsed();
     let after = shared.probe.stats().ok();
     let place = result.as_ref().map_or(Place::Running, |report| place_after(report, request.keep_running));
+    let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
     let told = result.map_err(|error| error.to_string());
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
     let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
@@ -150,7 +151,7 @@ fn move_away(
         report["plan"] = scores;
     }
     shared.end_migration(report, place);
-    place
+    (place, if lost { Status::Lost } else { Status::Done })
 }
 
 fn place_after(report: &Report, keep_running: bool) -> Place {
