@@ -16,12 +16,13 @@ use std::time::Duration;
 const POLL: Duration = Duration::from_millis(25);
 
 pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
+    // Opened first: a migration should not end without its report because of a typing mistake. And before Ctrl-C is caught: a pipe that
+    // nobody reads is waited for.
+    let json_out = args.json.as_deref().map(output::open).transpose()?;
+    let mut events = args.events.as_deref().map(output::open).transpose()?;
     let interrupted = Arc::new(AtomicBool::new(false));
     let on_signal = Arc::clone(&interrupted);
     ctrlc::set_handler(move || on_signal.store(true, Ordering::Release)).context("cannot catch Ctrl-C")?;
-    // Opened first: a migration should not end without its report because of a typing mistake.
-    let json_out = args.json.as_deref().map(output::open).transpose()?;
-    let mut events = args.events.as_deref().map(output::open).transpose()?;
     let mut client = Client::connect(&args.api)?;
     let request = request(args)?;
     if request.has_secrets() {
