@@ -209,7 +209,10 @@ impl FileOrigin {
         let mut standing = self.lock();
         standing.failures += pages;
         if standing.first_failure.is_none() {
-            tracing::error!("memory that comes while the guest runs: {why}");
+            tracing::error!(
+                "pages of the guest that are to come while it runs cannot be had ({why}): a vCPU that needs one sleeps for ever; \
+                 restore the guest from another copy"
+            );
             standing.first_failure = Some(why.to_owned());
         }
         standing.state = FillState::Failed;
