@@ -1,11 +1,10 @@
 //! Migrations that end early: refused, called off, or cut by the death of a side.
 
-use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, spawn, vmferry};
+use crate::support::{Folder, Run, can_track, code, errors, finish, kinds, spawn, vmferry, wait_for_end};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::Child;
-use std::time::{Duration, Instant};
 
 #[test]
 fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
@@ -107,17 +106,6 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     t4.whole();
 }
 
-fn wait_for_end(child: &mut Child) -> Option<i32> {
-    let deadline = Instant::now() + PATIENCE;
-    while Instant::now() < deadline {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.code();
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    panic!("the process did not end");
-}
-
 #[test]
 fn the_death_of_one_side_costs_the_other_nothing() {
     if !can_track() {
@@ -166,14 +154,6 @@ fn nothing_depends_on_whether_somebody_reads_what_is_said() {
         assert_eq!(code(&finish(unread)), 0);
         target.goes_on();
         target.whole();
-        let deadline = Instant::now() + PATIENCE;
-        let ended = loop {
-            assert!(Instant::now() < deadline, "the source goes on");
-            if let Some(status) = source.child.try_wait().unwrap() {
-                break status;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        };
-        assert!(ended.success(), "{ended}");
+        assert_eq!(wait_for_end(&mut source.child), Some(0));
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::support::{
     Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
+    wait_for_end,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -114,18 +115,7 @@ fn a_source_that_dies_in_postcopy_takes_the_guest_with_it_and_everybody_says_so(
         assert_eq!(code(&vmferry(&["status", "--api", &target.api])), 3);
         // Its vCPUs sleep, and the command still ends it.
         assert_eq!(code(&vmferry(&["quit", "--api", &target.api])), 0);
-        ended(&mut target.child);
-    }
-}
-
-fn ended(child: &mut Child) -> Option<i32> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.code();
-        }
-        assert!(Instant::now() < deadline, "the process did not end");
-        std::thread::sleep(Duration::from_millis(10));
+        wait_for_end(&mut target.child);
     }
 }
 
@@ -172,7 +162,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
         target.goes_on();
         target.whole();
         let mut source = source;
-        assert_eq!(ended(&mut source.child), Some(0), "nothing needs it any more");
+        assert_eq!(wait_for_end(&mut source.child), Some(0), "nothing needs it any more");
     }
 }
 
@@ -198,7 +188,7 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
     assert!(code(&output) == 1 && errors(&output).contains("nothing was heard"), "{output:?}");
     source.goes_on();
     target.signal(Signal::CONT);
-    assert_eq!(ended(&mut target.child), Some(1));
+    assert_eq!(wait_for_end(&mut target.child), Some(1));
     source.whole();
 }
 

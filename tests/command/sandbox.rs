@@ -169,3 +169,32 @@ fn a_jail_has_nothing_but_what_was_named() {
         assert!(!std::path::Path::new(&own.path("target")).exists(), "its socket is gone");
     }
 }
+
+/// What whoever starts it has open is not the guest's, and what the guest says on its console is not everybody's.
+#[test]
+fn descriptors_that_were_inherited_are_closed_and_a_console_is_its_users() {
+    let folder = Folder::new();
+    let (api, serial) = (folder.path("api"), folder.path("serial"));
+    let script = r#"exec 8</etc/hostname 9</etc/passwd; exec "$@""#;
+    let missing = folder.path("missing");
+    let child = crate::support::spawn(&["run", "--guest", "process", "--migrate-dir", &missing]);
+    let refused = crate::support::finish(child);
+    assert!(code(&refused) == 1 && errors(&refused).contains("there is no such folder"), "{refused:?}");
+    let child = std::process::Command::new("sh")
+        .args(["-c", script, "sh", crate::support::VMFERRY, "run", "--guest", "process", "--memory", "64M"])
+        .args(["--workload", "idle,ws=4M", "--api", &api])
+        .spawn()
+        .unwrap();
+    let run = Run { child, api };
+    run.wait("its control socket", |_| true);
+    for inherited in [8, 9] {
+        let at = format!("/proc/{}/fd/{inherited}", run.child.id());
+        let there = std::fs::read_link(&at).unwrap_or_default();
+        assert!(!there.starts_with("/etc"), "{at}: {}", there.display());
+    }
+    if kinds().contains(&"kvm") {
+        let _kvm = Run::start("kvm", &folder, "kvm", &["--serial", &serial, "--workload", "idle,ws=4M"]);
+        use std::os::unix::fs::PermissionsExt;
+        assert_eq!(std::fs::metadata(&serial).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+}

@@ -95,6 +95,17 @@ pub(crate) fn finish(mut child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
+pub(crate) fn wait_for_end(child: &mut Child) -> Option<i32> {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("the process did not end");
+}
+
 pub(crate) fn code(output: &Output) -> i32 {
     output.status.code().unwrap_or(-1)
 }

@@ -1,7 +1,6 @@
 //! What can be known of a migration that did not just complete, and what to do now: the words that people are given. The table of failure
 //! states in docs/reliability.md has the same; a test compares them.
 
-use crate::output;
 use serde_json::Value;
 use vmferry_engine::Uri;
 
@@ -130,9 +129,9 @@ pub(crate) fn failure(report: &Value) -> Failure {
 
 /// What to do now, for a migration that did not complete.
 pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
-    let why = output::printable(report["error"].as_str().unwrap_or("no reason was given"));
+    let why = report["error"].as_str().unwrap_or("no reason was given");
     let said = report["progress"]["fence"].as_str().filter(|_| report["outcome"].is_null());
-    let why = said.map_or_else(|| why.clone(), |said| format!("{why}; {}", output::printable(said)));
+    let why = said.map_or_else(|| why.to_owned(), |said| format!("{why}; {said}"));
     // Not one after the other: an address or a reason may contain the other's placeholder.
     let text = failure(report).text;
     let uri = uri.to_string();
@@ -152,6 +151,7 @@ pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::output;
     use serde_json::json;
 
     #[test]

@@ -51,7 +51,7 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     if status != Status::Done {
         eprintln!("vmferry: {}", advice::advice(&report, &args.uri));
     } else if report["stands_still"] == true {
-        let why = output::printable(report["error"].as_str().unwrap_or("no reason was given"));
+        let why = report["error"].as_str().unwrap_or("no reason was given");
         eprintln!(
             "vmferry: the guest is in the file, and stands still here: {why}. `vmferry resume` tries that again"
         );

@@ -118,7 +118,7 @@ pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {
 fn report(report: &Value, mut out: impl Write) -> Result<()> {
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {
-        writeln!(out, "because      {}", printable(error))?;
+        writeln!(out, "because      {error}")?;
     }
     if count(&report["bytes"]["wire"]) == 0 {
         return Ok(());

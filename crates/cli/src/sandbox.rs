@@ -246,3 +246,18 @@ pub(crate) fn available() -> [Result<String, String>; 2] {
     let result = |measure: Measure| if measure.in_force { Ok(measure.detail) } else { Err(measure.detail) };
     vmferry_confine::available().map(result)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_found_where_they_are_named() {
+        let named = |word| descriptors(word).collect::<Vec<_>>();
+        assert_eq!(named("fd:3"), [3]);
+        assert_eq!(named("--incoming=fd:12"), [12]);
+        assert_eq!(named("etcd:https://a:1,ca=/dev/fd/63,password=/proc/self/fd/9"), [63, 9]);
+        assert_eq!(named("tcp:127.0.0.1:7000"), [0; 0]);
+        assert_eq!(named("fd:x"), [0; 0]);
+    }
+}

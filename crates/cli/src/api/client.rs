@@ -1,6 +1,7 @@
 //! The asking side of the control socket.
 
 use super::machine::PREFIX;
+use crate::output;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::fs::MetadataExt;
@@ -50,7 +51,20 @@ impl Client {
     pub(crate) fn call(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.inner
             .execute(&format!("{PREFIX}{command}"), arguments)
+            .map(printable)
             .with_context(|| format!("{command} at {}", self.path.display()))
+    }
+}
+
+/// An answer whose texts move no cursor, wherever they are shown: a guest may have the process that gives it.
+fn printable(answer: Value) -> Value {
+    match answer {
+        Value::String(text) => Value::String(output::printable(&text)),
+        Value::Array(all) => all.into_iter().map(printable).collect(),
+        Value::Object(all) => {
+            all.into_iter().map(|(name, value)| (output::printable(&name), printable(value))).collect()
+        }
+        other => other,
     }
 }
 

@@ -101,21 +101,6 @@ fn endpoint(text: &str) -> Option<String> {
     fits.then(|| format!("{scheme}://{authority}"))
 }
 
-impl fmt::Display for FenceArg {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "etcd:{},prefix={}", self.endpoints.join(","), self.prefix)?;
-        for (name, file) in [("ca", &self.ca), ("cert", &self.cert), ("key", &self.key)] {
-            if let Some(file) = file {
-                write!(f, ",{name}={}", file.display())?;
-            }
-        }
-        match (&self.user, &self.password) {
-            (Some(user), Some(file)) => write!(f, ",user={user},password={}", file.display()),
-            _ => Ok(()),
-        }
-    }
-}
-
 /// The same with what its files say: it is given to the process that has the guest, which need not be able to read them.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -311,6 +296,21 @@ impl Fence {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl fmt::Display for FenceArg {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "etcd:{},prefix={}", self.endpoints.join(","), self.prefix)?;
+            for (name, file) in [("ca", &self.ca), ("cert", &self.cert), ("key", &self.key)] {
+                if let Some(file) = file {
+                    write!(f, ",{name}={}", file.display())?;
+                }
+            }
+            match (&self.user, &self.password) {
+                (Some(user), Some(file)) => write!(f, ",user={user},password={}", file.display()),
+                _ => Ok(()),
+            }
+        }
+    }
 
     #[test]
     fn a_fence_is_named_in_one_word() {

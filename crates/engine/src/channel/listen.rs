@@ -232,6 +232,20 @@ mod tests {
     use std::os::unix::net::{UnixDatagram, UnixListener};
 
     #[test]
+    fn what_a_process_that_is_gone_has_left_keeps_nobody_from_listening() {
+        let path = std::env::temp_dir().join(format!("vmferry-left-{}", std::process::id()));
+        drop(UnixListener::bind(&path).unwrap());
+        let uri = Uri::Unix(path.clone());
+        let listener = Listener::bind(&uri, false).unwrap();
+        assert!(Listener::bind(&uri, false).is_err(), "somebody listens there");
+        drop(listener);
+        std::fs::write(&path, "a file").unwrap();
+        assert!(Listener::bind(&uri, false).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"a file", "it stays");
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
     fn a_descriptor_that_is_no_stream_socket_is_left_alone() {
         let null = std::fs::File::open("/dev/null").unwrap();
         let datagrams = UnixDatagram::unbound().unwrap();
