@@ -64,6 +64,12 @@ fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
     child
 }
 
+/// As Ctrl-C does.
+fn interrupt(child: &Child) {
+    let pid = rustix::process::Pid::from_child(child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+}
+
 #[test]
 fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     if !can_track() {
@@ -75,6 +81,8 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     let (mut target, uri) = Run::target("process", &folder, "t1", "tcp:127.0.0.1:0");
     let child = slow(&source, &uri, &[]);
     assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 1, "not while it is being moved");
+    let refused = vmferry(&["switch", "--api", &source.api]);
+    assert!(code(&refused) == 1 && errors(&refused).contains("--mode hybrid"), "{refused:?}");
     assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
     let output = finish(child);
     assert_eq!(code(&output), 1);
@@ -85,12 +93,19 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     // By Ctrl-C.
     let (_t2, uri) = Run::target("process", &folder, "t2", "tcp:127.0.0.1:0");
     let child = slow(&source, &uri, &[]);
-    rustix::process::kill_process(
-        rustix::process::Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap(),
-        rustix::process::Signal::INT,
-    )
-    .unwrap();
+    interrupt(&child);
     assert_eq!(code(&finish(child)), 1);
+    source.goes_on();
+    // By Ctrl-C while the target says nothing, which it may for longer than this test lasts.
+    let (mut silent, uri) = Run::target("process", &folder, "silent", "tcp:127.0.0.1:0");
+    silent.signal(rustix::process::Signal::STOP);
+    let child = spawn(&["migrate", "--api", &source.api, &uri, "--peer-timeout", "10m"]);
+    source.wait("the migration", |s| s["vm"]["place"] == "moving");
+    interrupt(&child);
+    let output = finish(child);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("cancelled"), "{output:?}");
+    silent.kill();
     source.goes_on();
     // By the clock; and by the clock the other way.
     let (_t3, uri) = Run::target("process", &folder, "t3", "tcp:127.0.0.1:0");

@@ -17,6 +17,12 @@ pub enum MigrateError {
         /// Why.
         source: io::Error,
     },
+    /// Somebody wanted the guest to stay before the target had answered.
+    #[error("cancelled on request, before {uri} had answered")]
+    Cancelled {
+        /// Who was asked.
+        uri: String,
+    },
     /// The connection broke while greeting.
     #[error(
         "{uri} did not answer the greeting: {source}; is it a vmferry target, and does it wait for a guest?"

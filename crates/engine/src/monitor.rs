@@ -3,8 +3,12 @@
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures};
 use crate::source::Settings;
-use std::sync::Mutex;
+use socket2::{SockRef, Socket};
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// Counters that channel threads add to once a frame.
@@ -176,6 +180,8 @@ pub struct Monitor {
     pub(crate) counters: Counters,
     watcher: Watcher,
     cancel: AtomicBool,
+    /// The connection that is being opened, if a cancel is to end that.
+    opening: Mutex<Option<OwnedFd>>,
     pause: AtomicBool,
     switch: AtomicBool,
     recover: AtomicBool,
@@ -201,6 +207,25 @@ impl Monitor {
     /// Asks for the guest to stay. Has effect until the handoff commits; says nothing about when.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Release);
+        if let Some(socket) = &*self.opening.lock().unwrap_or_else(PoisonError::into_inner) {
+            // Fails where it has just ended by itself.
+            let _ = SockRef::from(socket).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one.
+    ///
+    /// The cancel is said before the socket is looked for, and asked for after the socket is there: one of the two finds the other. A
+    /// socket that has not begun to connect cannot be ended: a cancel in just that moment waits for the target as long as anybody does.
+    pub(crate) fn opening(&self, socket: &Socket) -> io::Result<()> {
+        let socket = socket.try_clone()?.into();
+        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+        if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+    }
+
+    /// A cancel is for the migration from now on.
+    pub(crate) fn opened(&self) {
+        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Whether somebody has asked for the guest to stay.

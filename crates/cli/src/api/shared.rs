@@ -86,6 +86,8 @@ pub(crate) struct Migration {
     pub(crate) monitor: Option<Arc<Monitor>>,
     /// The report, once it has ended.
     pub(crate) report: Option<Value>,
+    /// The guest may run on the target before all of its memory is there.
+    goes_over: bool,
 }
 
 /// Looks at a restore.
@@ -320,14 +322,14 @@ impl Shared {
         lock(&self.fence_now).clone()
     }
 
-    pub(crate) fn begin_migration(&self, fence: Option<Asked>) {
+    pub(crate) fn begin_migration(&self, fence: Option<Asked>, goes_over: bool) {
         *lock(&self.fence_now) = fence;
         self.audience.forget();
         self.stay.store(false, Ordering::Release);
         let tell = self.tell.clone();
         let monitor = Arc::new(Monitor::watched(move |change| tell.change(change)));
         self.tell.migration("setup");
-        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None };
+        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None, goes_over };
         self.set_place(Place::Moving);
     }
 
@@ -400,7 +402,13 @@ impl Shared {
                 _ => bail!("no migration is under way"),
             },
             "switch" => match (&*lock(&self.migration), self.place()) {
-                (Migration { monitor: Some(monitor), .. }, Place::Moving) => monitor.switch_now(),
+                (Migration { monitor: Some(monitor), goes_over: true, .. }, Place::Moving) => {
+                    monitor.switch_now()
+                }
+                (_, Place::Moving) => bail!(
+                    "this guest goes over with all of its memory or not at all, as its migration was begun; to have the rest follow \
+                     takes --mode hybrid, or --on-timeout postcopy"
+                ),
                 _ => bail!("no migration is under way"),
             },
             "recover" if self.place() == Place::Moving => self.recover(arguments)?,

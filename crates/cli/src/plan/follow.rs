@@ -26,6 +26,9 @@ pub(crate) fn moved(
     let way = super::Way { uri: Some(uri), bandwidth: None };
     let made = match make(machine, &way, tracker, settings, None, &|| monitor.cancelled()) {
         Ok(made) => made,
+        Err(_) if auto && monitor.cancelled() => {
+            return Err(MigrateError::Cancelled { uri: uri.to_string() });
+        }
         Err(error) if auto => return Err(MigrateError::Vm(format!("no plan can be made: {error:#}"))),
         Err(error) => {
             let report = migrate(machine.source(), uri, tracker, settings, &monitor)?;

@@ -1,7 +1,7 @@
 //! A guest that is to go: what is asked for, and what became of it.
 
 use crate::api::{MigrateRequest, Place, Shared};
-use crate::choices::ModeArg;
+use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::speed::Sample;
@@ -11,7 +11,9 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
-use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy};
+use vmferry_engine::{
+    MigrateError, MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy,
+};
 
 /// A guest that was here for less of a migration has no speed of it.
 const SHORTEST: Duration = Duration::from_millis(50);
@@ -65,7 +67,8 @@ fn prepare(
     shared.all_here()?;
     let asked = settings.fence.clone().map(Asked::start).transpose()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
-    shared.begin_migration(asked);
+    let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
+    shared.begin_migration(asked, goes_over && !matches!(uri, Uri::File(_)));
     Ok((uri, tracker, reaper, settings))
 }
 
@@ -123,9 +126,10 @@ fn move_away(
     let after = shared.probe.stats().ok();
     let place = result.as_ref().map_or(Place::Running, |report| place_after(report, request.keep_running));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
+    let cancelled = matches!(result, Err(MigrateError::Cancelled { .. }));
     let told = result.map_err(|error| error.to_string());
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
-    let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
+    let mut report = told.unwrap_or_else(|error| output::not_begun(&error, cancelled));
     // From then on its count goes on elsewhere.
     let left = output::left_ms(&report);
     let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));

@@ -2,6 +2,7 @@
 
 use super::{IoBuf, Stream, Uri};
 use crate::MigrateError;
+use crate::monitor::Monitor;
 use crate::source::Settings;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
@@ -12,21 +13,35 @@ use vmferry_wire::{
     VERSION_MIN, WireError, fence_digest,
 };
 
-/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it.
+/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends that at once.
 pub(crate) fn connect(
     uri: &Uri,
     (migration, role, index, token): (MigrationId, Role, u16, Token),
     settings: &Settings,
+    monitor: Option<&Monitor>,
 ) -> Result<Stream, MigrateError> {
     let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
     let fence = settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
-    open(uri, settings, &Hello { version_min, version_max, features, migration, role, index, token, fence })
+    let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
+    let stream = open(uri, settings, &hello, monitor);
+    monitor.inspect(|monitor| monitor.opened());
+    match monitor {
+        Some(monitor) if stream.is_err() && monitor.cancelled() => {
+            Err(MigrateError::Cancelled { uri: uri.to_string() })
+        }
+        _ => stream,
+    }
 }
 
-fn open(uri: &Uri, settings: &Settings, hello: &Hello) -> Result<Stream, MigrateError> {
+fn open(
+    uri: &Uri,
+    settings: &Settings,
+    hello: &Hello,
+    monitor: Option<&Monitor>,
+) -> Result<Stream, MigrateError> {
     let timeout = settings.peer_timeout;
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let socket = reach(uri, settings.insecure || settings.tls.is_some(), timeout)?;
+    let socket = reach(uri, settings.insecure || settings.tls.is_some(), timeout, monitor)?;
     let mut stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
     if let Some(tls) = &settings.tls {
         let host = if let Uri::Tcp { host, .. } = uri { Some(host.as_str()) } else { None };
@@ -74,8 +89,18 @@ fn open(uri: &Uri, settings: &Settings, hello: &Hello) -> Result<Stream, Migrate
     Ok(stream)
 }
 
-fn reach(uri: &Uri, anywhere: bool, timeout: Duration) -> Result<Socket, MigrateError> {
+fn reach(
+    uri: &Uri,
+    anywhere: bool,
+    timeout: Duration,
+    monitor: Option<&Monitor>,
+) -> Result<Socket, MigrateError> {
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
+    let new = |domain| {
+        let socket = Socket::new(domain, Type::STREAM, None)?;
+        monitor.map_or(Ok(()), |monitor| monitor.opening(&socket))?;
+        Ok(socket)
+    };
     match uri {
         Uri::Tcp { host, port } => {
             let addresses = (host.as_str(), *port).to_socket_addrs().map_err(unreachable)?;
@@ -84,10 +109,11 @@ fn reach(uri: &Uri, anywhere: bool, timeout: Duration) -> Result<Socket, Migrate
                 if !anywhere && !address.ip().is_loopback() {
                     return Err(MigrateError::NotLoopback { uri: uri.to_string() });
                 }
-                let tried = Socket::new(Domain::for_address(address), Type::STREAM, None)
+                let tried = new(Domain::for_address(address))
                     .and_then(|socket| socket.connect_timeout(&address.into(), timeout).map(|()| socket));
                 match tried {
                     Ok(socket) => return Ok(socket),
+                    Err(error) if monitor.is_some_and(Monitor::cancelled) => return Err(unreachable(error)),
                     Err(error) => last = error,
                 }
             }
@@ -95,7 +121,7 @@ fn reach(uri: &Uri, anywhere: bool, timeout: Duration) -> Result<Socket, Migrate
         }
         Uri::Unix(path) => {
             let address = SockAddr::unix(path).map_err(unreachable)?;
-            let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(unreachable)?;
+            let socket = new(Domain::UNIX).map_err(unreachable)?;
             // A listener whose queue is full lets us wait, but not for ever.
             socket.set_write_timeout(Some(timeout)).map_err(unreachable)?;
             socket.connect(&address).map_err(unreachable)?;

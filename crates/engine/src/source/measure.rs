@@ -53,7 +53,7 @@ pub fn probe(uri: &Uri, settings: &Settings) -> Result<Link, MigrateError> {
     let began = Instant::now();
     let open = |index| {
         let channel = (migration, Role::Measure, index, Token::NONE);
-        let stream = connect(uri, channel, settings)?;
+        let stream = connect(uri, channel, settings, None)?;
         let timeouts = stream.set_timeouts(Some(PATIENCE), Some(PATIENCE));
         timeouts.map_err(|source| MigrateError::Connect { uri: uri.to_string(), source })?;
         Ok(Arc::new(stream))

@@ -40,8 +40,8 @@ use vmferry_wire::{MigrationId, Role, Token};
 /// A postcopy whose link is lost, and stays lost for [`Settings::reconnect_for`], waits for [`Monitor::recover`] or [`Monitor::abandon`].
 ///
 /// # Errors
-/// If nothing was begun: the target cannot be reached or refuses, the settings are impossible, the tracker cannot be
-/// had. The guest has not noticed.
+/// If nothing was begun: the target cannot be reached or refuses, somebody [cancels](Monitor::cancel) before it has answered, the settings
+/// are impossible, the tracker cannot be had. The guest has not noticed.
 pub fn migrate(
     vm: &mut dyn SourceVm,
     uri: &Uri,
@@ -55,7 +55,7 @@ pub fn migrate(
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
     let channel = (migration, Role::Control, 0, Token::NONE);
-    let control = connect(uri, channel, settings)?;
+    let control = connect(uri, channel, settings, Some(monitor))?;
     // Before anything moves: whoever cannot be asked now could not be later either.
     settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
     let ground = driver::Ground {

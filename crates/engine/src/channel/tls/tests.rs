@@ -3,12 +3,12 @@ use super::conn::{Conn, Outgoing, Step};
 use super::*;
 use crate::channel::{IoBuf, Listener, Stream, Uri, connect};
 use crate::source::Settings;
-use crate::{MigrateError, random};
+use crate::{MigrateError, Monitor, random};
 use rcgen::KeyPair;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -224,7 +224,7 @@ fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
         });
         let settings = Settings { tls: source, peer_timeout: SOON, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
-        let result = connect(&uri, id, &settings).map(drop);
+        let result = connect(&uri, id, &settings, None).map(drop);
         done.store(true, Ordering::Release);
         result
     })
@@ -241,6 +241,45 @@ fn sides_that_do_not_agree_on_encryption_say_so() {
     let error = greet(Some(tls), None).unwrap_err();
     assert!(matches!(error, MigrateError::Tls { .. }), "{error}");
     assert!(error.to_string().contains("have both sides certificates of an authority"), "{error}");
+}
+
+#[test]
+fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
+    let authority = Authority::new();
+    let tls = host(&authority, "127.0.0.1");
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    // Takes one connection, and lets the others wait for the first step of their handshake.
+    let full = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    full.bind(&any.into()).unwrap();
+    full.listen(0).unwrap();
+    let full = TcpListener::from(full);
+    let _one = TcpStream::connect(full.local_addr().unwrap()).unwrap();
+    for (what, listener, tls) in
+        [("hello", &silent, None), ("handshake", &silent, Some(tls)), ("connection", &full, None)]
+    {
+        let uri = Uri::Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
+        let settings = Settings { tls, peer_timeout: Duration::from_secs(60), ..Settings::default() };
+        let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
+        // While it waits, and before.
+        for after in [300, 0] {
+            let (monitor, began) = (Monitor::new(), Instant::now());
+            std::thread::scope(|scope| {
+                let opened = scope.spawn(|| {
+                    while after == 0 && !monitor.cancelled() {
+                        std::thread::yield_now();
+                    }
+                    connect(&uri, id, &settings, Some(&monitor)).map(drop)
+                });
+                std::thread::sleep(Duration::from_millis(after));
+                assert!(!opened.is_finished(), "{what}: {:?}", opened.join());
+                monitor.cancel();
+                let error = opened.join().unwrap().unwrap_err();
+                assert!(matches!(error, MigrateError::Cancelled { .. }), "{what}: {error}");
+            });
+            assert!(began.elapsed() < SOON, "{what}: {:?}", began.elapsed());
+        }
+    }
 }
 
 #[test]

@@ -30,10 +30,12 @@ impl Driver<'_, '_> {
 
     pub(super) fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
         let settings = self.ground.settings;
+        // Once the guest is handed over it is too late for that.
+        let cancel = (!self.session.handed_over()).then_some(self.ground.monitor);
         let open = |role, count: u16, token| {
             let open = |index| {
                 let channel = (self.ground.migration, role, index, token);
-                let stream = connect(self.ground.uri, channel, settings)?;
+                let stream = connect(self.ground.uri, channel, settings, cancel)?;
                 // A bulk channel is never read, an urgent one is silent while nobody waits; a send without progress for
                 // this long is a dead peer.
                 let _ = stream.set_timeouts(None, Some(settings.peer_timeout));
@@ -52,6 +54,10 @@ impl Driver<'_, '_> {
             Ok(streams) => {
                 self.streams = streams;
                 self.opened_again()
+            }
+            Err(crate::MigrateError::Cancelled { .. }) => {
+                self.cancel_seen = true;
+                Event::Cancel
             }
             Err(error) if self.session.handed_over() => Event::PeerLost(error.to_string()),
             Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Other, error.to_string())),

@@ -137,7 +137,7 @@ impl<'e> Driver<'_, 'e> {
         let ground = self.ground;
         let settings = ground.settings;
         let channel = (ground.migration, Role::Control, 0, self.resume);
-        match connect(ground.uri, channel, settings) {
+        match connect(ground.uri, channel, settings, None) {
             Ok(control) => (self.control, self.control_lost) = (Arc::new(control), false),
             Err(error) => return Event::NotReconnected(error.to_string()),
         }
