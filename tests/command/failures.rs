@@ -96,6 +96,24 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     interrupt(&child);
     assert_eq!(code(&finish(child)), 1);
     source.goes_on();
+    // By Ctrl-C while nobody reads what is told, which is more than a pipe holds; another one does not wait for them.
+    let (_unread, uri) = Run::target("process", &folder, "unread", "tcp:127.0.0.1:0");
+    let mut child = slow(&source, &uri, &["--events", "-"]);
+    let unread = || rustix::io::ioctl_fionread(child.stdout.as_ref().unwrap()).unwrap();
+    let full = || {
+        let before = unread();
+        std::thread::sleep(std::time::Duration::from_secs(1));
+        before > 0 && unread() == before
+    };
+    source.wait("a pipe that takes no more", |_| full());
+    interrupt(&child);
+    source.wait("the guest to stay", |s| s["outcome"] == "cancelled");
+    source.goes_on();
+    assert_eq!(child.try_wait().unwrap(), None, "its reader is waited for");
+    interrupt(&child);
+    assert_eq!(wait_for_end(&mut child), Some(1));
+    let output = finish(child);
+    assert!(errors(&output).contains("cancelled"), "{output:?}");
     // By Ctrl-C while the target says nothing, which it may for longer than this test lasts.
     let (mut silent, uri) = Run::target("process", &folder, "silent", "tcp:127.0.0.1:0");
     silent.signal(rustix::process::Signal::STOP);

@@ -26,6 +26,7 @@ mod console;
 mod demo;
 mod dirty_rate;
 mod disk;
+mod events;
 mod fence;
 mod generate;
 mod guest;

@@ -2,14 +2,15 @@
 
 use crate::api::{self, Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
+use crate::events::Events;
 use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
 use crate::{Status, advice, output};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::io::Write;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How often the status is asked for.
@@ -19,10 +20,16 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     // Opened first: a migration should not end without its report because of a typing mistake. And before Ctrl-C is caught: a pipe that
     // nobody reads is waited for.
     let json_out = args.json.as_deref().map(output::open).transpose()?;
-    let mut events = args.events.as_deref().map(output::open).transpose()?;
+    let events = args.events.as_deref().map(Events::to).transpose()?;
     let interrupted = Arc::new(AtomicBool::new(false));
-    let on_signal = Arc::clone(&interrupted);
-    ctrlc::set_handler(move || on_signal.store(true, Ordering::Release)).context("cannot catch Ctrl-C")?;
+    let ended = Arc::new(OnceLock::new());
+    let (on_signal, known) = (Arc::clone(&interrupted), Arc::clone(&ended));
+    let on_signal = move || match known.get() {
+        // Only who reads what is written is waited for.
+        Some(status) => std::process::exit(*status as i32),
+        None => on_signal.store(true, Ordering::Release),
+    };
+    ctrlc::set_handler(on_signal).context("cannot catch Ctrl-C")?;
     let mut client = Client::connect(&args.api)?;
     let request = request(args)?;
     if request.has_secrets() {
@@ -30,33 +37,46 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     }
     client.call("migrate", serde_json::to_value(request)?)?;
     let mut on_event = |status: &Value| {
-        if let Some(events) = &mut events {
-            // A reader that has gone does not stop a migration.
-            let _ = writeln!(events, "{status}");
+        if let Some(events) = &events {
+            events.tell(status);
         }
     };
-    let report = watch(&mut client, args.max_bandwidth, &interrupted, &mut on_event)?;
-    if report["detached"] == true {
-        eprintln!(
-            "vmferry: the guest runs at {}; the rest of its memory follows without this command",
-            args.uri
-        );
-        return Ok(Status::Done);
-    }
-    let status = output::exit_status(&report);
-    // How it ended says where the guest is, whether or not somebody reads the report.
-    if let Err(error) = tell(args, json_out, &report, status) {
+    let watched = watch(&mut client, args.max_bandwidth, &interrupted, &mut on_event);
+    let detached = watched.as_ref().is_ok_and(|report| report["detached"] == true);
+    let status = match &watched {
+        Ok(_) if detached => Status::Done,
+        Ok(report) => output::exit_status(report),
+        Err(_) => Status::Failed,
+    };
+    let _ = ended.set(status);
+    // How it ended says where the guest is, whether or not somebody reads the rest: where a reader is waited for it is said before.
+    let concluded = events.map(|events| {
+        let _ = watched.as_ref().inspect(|report| conclude(args, report, status));
+        events.finish();
+    });
+    let report = watched?;
+    if !detached && let Err(error) = tell(args, json_out, &report, status) {
         eprintln!("vmferry: the report could not be written: {}", output::chain(&error));
     }
-    if status != Status::Done {
-        eprintln!("vmferry: {}", advice::advice(&report, &args.uri));
+    if concluded.is_none() {
+        conclude(args, &report, status);
+    }
+    Ok(status)
+}
+
+/// Says on standard error what there is to know, or to do, about where the guest is now.
+fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
+    let uri = &args.uri;
+    if report["detached"] == true {
+        eprintln!("vmferry: the guest runs at {uri}; the rest of its memory follows without this command");
+    } else if status != Status::Done {
+        eprintln!("vmferry: {}", advice::advice(report, uri));
     } else if report["stands_still"] == true {
         let why = report["error"].as_str().unwrap_or("no reason was given");
         eprintln!(
             "vmferry: the guest is in the file, and stands still here: {why}. `vmferry resume` tries that again"
         );
     }
-    Ok(status)
 }
 
 fn tell(args: &MigrateArgs, json_out: Option<impl Write>, report: &Value, status: Status) -> Result<()> {

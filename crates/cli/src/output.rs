@@ -49,7 +49,7 @@ pub(crate) fn exit_status(report: &Value) -> Status {
 }
 
 /// Where `--json` and `--events` write: a file, or standard output for `-`.
-pub(crate) fn open(path: &Path) -> Result<Box<dyn Write>> {
+pub(crate) fn open(path: &Path) -> Result<Box<dyn Write + Send>> {
     if path == Path::new("-") {
         return Ok(Box::new(std::io::stdout()));
     }
