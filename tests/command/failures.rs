@@ -117,12 +117,15 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     // By Ctrl-C while the target says nothing, which it may for longer than this test lasts.
     let (mut silent, uri) = Run::target("process", &folder, "silent", "tcp:127.0.0.1:0");
     silent.signal(rustix::process::Signal::STOP);
-    let child = spawn(&["migrate", "--api", &source.api, &uri, "--peer-timeout", "10m"]);
-    source.wait("the migration", |s| s["vm"]["place"] == "moving");
-    interrupt(&child);
-    let output = finish(child);
-    assert_eq!(code(&output), 1);
-    assert!(errors(&output).contains("cancelled"), "{output:?}");
+    for way in ["precopy", "auto"] {
+        let child = spawn(&["migrate", "--api", &source.api, &uri, "--mode", way, "--peer-timeout", "10m"]);
+        source.wait("the migration", |s| s["vm"]["place"] == "moving");
+        interrupt(&child);
+        let output = finish(child);
+        assert_eq!(code(&output), 1);
+        assert!(errors(&output).contains("cancelled"), "{output:?}");
+        source.wait("the guest to stay", |s| s["outcome"] == "cancelled" && s["vm"]["place"] == "running");
+    }
     silent.kill();
     source.goes_on();
     // By the clock; and by the clock the other way.

@@ -26,13 +26,9 @@ pub(crate) fn left_ms(report: &Value) -> Option<f64> {
         .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }
 
-/// The document of a migration that did not begin, because it could not or because nobody wanted it any more.
-pub(crate) fn not_begun(why: &str, cancelled: bool) -> Value {
-    let mut report = failed(Report::default(), why);
-    if cancelled {
-        report.state = MigrationState::Cancelled;
-        report.outcome = Some("cancelled".into());
-    }
+/// The document of a migration that did not begin.
+pub(crate) fn not_begun(why: &str) -> Value {
+    let report = failed(Report::default(), why);
     serde_json::to_value(report)
         .unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
 }

@@ -220,12 +220,17 @@ impl Monitor {
     pub(crate) fn opening(&self, socket: &Socket) -> io::Result<()> {
         let socket = socket.try_clone()?.into();
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-        if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+        self.not_cancelled()
     }
 
-    /// A cancel is for the migration from now on.
-    pub(crate) fn opened(&self) {
+    /// A cancel ends no socket from now on; `Interrupted` if there was one, which may have.
+    pub(crate) fn opened(&self) -> io::Result<()> {
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.not_cancelled()
+    }
+
+    fn not_cancelled(&self) -> io::Result<()> {
+        if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }
 
     /// Whether somebody has asked for the guest to stay.

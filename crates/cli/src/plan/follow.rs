@@ -24,12 +24,12 @@ pub(crate) fn moved(
     let monitor = shared.monitor();
     let auto = request.mode == ModeArg::Auto;
     let way = super::Way { uri: Some(uri), bandwidth: None };
-    let made = match make(machine, &way, tracker, settings, None, &|| monitor.cancelled()) {
+    let made = match make(machine, &way, tracker, settings, None, (&monitor, &|| monitor.cancelled())) {
         Ok(made) => made,
-        Err(_) if auto && monitor.cancelled() => {
-            return Err(MigrateError::Cancelled { uri: uri.to_string() });
+        // Whoever cancels is told so by the migration.
+        Err(error) if auto && !monitor.cancelled() => {
+            return Err(MigrateError::Vm(format!("no plan can be made: {error:#}")));
         }
-        Err(error) if auto => return Err(MigrateError::Vm(format!("no plan can be made: {error:#}"))),
         Err(error) => {
             let report = migrate(machine.source(), uri, tracker, settings, &monitor)?;
             return Ok((report, json!({ "failed": format!("{error:#}") })));

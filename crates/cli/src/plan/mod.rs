@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_engine::plan::{GuestCost, Link, Looked, Plan, measure, probe};
-use vmferry_engine::{Settings, TrackerKind, Uri};
+use vmferry_engine::{Monitor, Settings, TrackerKind, Uri};
 
 /// How long making one takes at most: the link, the guest's writes, and its answer to what is free.
 pub(crate) const LONGEST: Duration = Duration::from_secs(20);
@@ -146,7 +146,7 @@ pub(crate) fn order(machine: &mut Machine, shared: &Shared, request: &PlanReques
     let settings = request.migrate.settings(shared.tls.as_ref())?;
     let watch = request.watch_ms.map(Duration::from_millis);
     let stop = || shared.quit.load(Ordering::Acquire);
-    make(machine, &link, tracker, &settings, watch, &stop)?.value()
+    make(machine, &link, tracker, &settings, watch, (&Monitor::new(), &stop))?.value()
 }
 
 /// Over what a guest is to go, and what is known of it.
@@ -156,13 +156,13 @@ struct Way<'a> {
 }
 
 impl Way<'_> {
-    fn look(&self, settings: &Settings) -> Result<Link> {
+    fn look(&self, settings: &Settings, monitor: &Monitor) -> Result<Link> {
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         let given = self.bandwidth.map(|rate| rate as f64);
         let Some(uri) = self.uri else {
             return given.map(Link::given).context("neither a target nor a bandwidth was given");
         };
-        match probe(uri, settings) {
+        match probe(uri, settings, monitor) {
             Ok(link) => Ok(given.map_or(link, |rate| Link {
                 bytes_per_s: rate,
                 measured: false,
@@ -184,9 +184,9 @@ fn make(
     tracker: Option<TrackerKind>,
     settings: &Settings,
     watch: Option<Duration>,
-    stop: &dyn Fn() -> bool,
+    (monitor, stop): (&Monitor, &dyn Fn() -> bool),
 ) -> Result<Made> {
-    let link = way.look(settings)?;
+    let link = way.look(settings, monitor)?;
     let looked = measure(machine.source(), tracker, watch, link, settings, stop)
         .context("the guest could not be looked at")?;
     let Looked { inputs, cost, tracker, busy } = looked;

@@ -11,9 +11,7 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
-use vmferry_engine::{
-    MigrateError, MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy,
-};
+use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy};
 
 /// A guest that was here for less of a migration has no speed of it.
 const SHORTEST: Duration = Duration::from_millis(50);
@@ -126,10 +124,9 @@ fn move_away(
     let after = shared.probe.stats().ok();
     let place = result.as_ref().map_or(Place::Running, |report| place_after(report, request.keep_running));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
-    let cancelled = matches!(result, Err(MigrateError::Cancelled { .. }));
     let told = result.map_err(|error| error.to_string());
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
-    let mut report = told.unwrap_or_else(|error| output::not_begun(&error, cancelled));
+    let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
     // From then on its count goes on elsewhere.
     let left = output::left_ms(&report);
     let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));

@@ -24,11 +24,9 @@ pub(crate) fn connect(
     let fence = settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
     let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
     let stream = open(uri, settings, &hello, monitor);
-    monitor.inspect(|monitor| monitor.opened());
     match monitor {
-        Some(monitor) if stream.is_err() && monitor.cancelled() => {
-            Err(MigrateError::Cancelled { uri: uri.to_string() })
-        }
+        // Whoever was cancelled may have been ended, too late to fail here.
+        Some(monitor) if monitor.opened().is_err() => Err(MigrateError::Cancelled { uri: uri.to_string() }),
         _ => stream,
     }
 }

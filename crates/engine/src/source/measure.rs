@@ -4,7 +4,7 @@
 use super::sender::{Sender, SenderError, Shared};
 use super::settings::Settings;
 use crate::channel::{Pacer, Stream, Uri, connect, tcp};
-use crate::monitor::Counters;
+use crate::monitor::{Counters, Monitor};
 use crate::plan::Link;
 use crate::scratch::{SCRATCH, SCRATCH_PAGES, Scratch};
 use crate::vm::{GuestMemory, NothingToProtect};
@@ -41,11 +41,11 @@ struct Round {
 
 /// Measures what the link to `uri` carries on the channels of `settings`, and no faster than they allow. The target, which waits for a
 /// guest, takes at most 32 MiB a channel into memory that it drops afterwards; it takes about a second at most, longer only where the link
-/// carries less than a few MB/s.
+/// carries less than a few MB/s. A [cancel](Monitor::cancel) of `monitor` ends what it waits for until the target has answered.
 ///
 /// # Errors
-/// If nobody waits there, or who waits does not measure.
-pub fn probe(uri: &Uri, settings: &Settings) -> Result<Link, MigrateError> {
+/// If nobody waits there, who waits does not measure, or somebody cancels.
+pub fn probe(uri: &Uri, settings: &Settings, monitor: &Monitor) -> Result<Link, MigrateError> {
     let scratch = Scratch::new()?;
     fill(&scratch)?;
     let migration = MigrationId(random()?);
@@ -53,7 +53,7 @@ pub fn probe(uri: &Uri, settings: &Settings) -> Result<Link, MigrateError> {
     let began = Instant::now();
     let open = |index| {
         let channel = (migration, Role::Measure, index, Token::NONE);
-        let stream = connect(uri, channel, settings, None)?;
+        let stream = connect(uri, channel, settings, Some(monitor))?;
         let timeouts = stream.set_timeouts(Some(PATIENCE), Some(PATIENCE));
         timeouts.map_err(|source| MigrateError::Connect { uri: uri.to_string(), source })?;
         Ok(Arc::new(stream))

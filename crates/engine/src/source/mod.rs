@@ -21,8 +21,8 @@ pub use measure::probe;
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
 
 use crate::channel::{Pacer, Uri, connect};
-use crate::monitor::{Monitor, thread_cpu_us};
-use crate::report::Report;
+use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
+use crate::report::{Report, word};
 use crate::vm::{SourceVm, TrackerKind};
 use crate::{MigrateError, random};
 use std::sync::atomic::AtomicBool;
@@ -40,8 +40,8 @@ use vmferry_wire::{MigrationId, Role, Token};
 /// A postcopy whose link is lost, and stays lost for [`Settings::reconnect_for`], waits for [`Monitor::recover`] or [`Monitor::abandon`].
 ///
 /// # Errors
-/// If nothing was begun: the target cannot be reached or refuses, somebody [cancels](Monitor::cancel) before it has answered, the settings
-/// are impossible, the tracker cannot be had. The guest has not noticed.
+/// If nothing was begun: the target cannot be reached or refuses, the settings are impossible, the tracker cannot be
+/// had. The guest has not noticed.
 pub fn migrate(
     vm: &mut dyn SourceVm,
     uri: &Uri,
@@ -55,7 +55,22 @@ pub fn migrate(
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
     let channel = (migration, Role::Control, 0, Token::NONE);
-    let control = connect(uri, channel, settings, Some(monitor))?;
+    let control = match connect(uri, channel, settings, Some(monitor)) {
+        Err(why @ MigrateError::Cancelled { .. }) => {
+            monitor.update(|progress| progress.state = MigrationState::Cancelled);
+            return Ok(Report {
+                state: MigrationState::Cancelled,
+                outcome: word(MigrationState::Cancelled),
+                error: Some(why.to_string()),
+                id: migration.to_string(),
+                mode: settings.mode.to_string(),
+                tracker: tracker.kind().to_string(),
+                total_ms: began.elapsed().as_secs_f64() * 1e3,
+                ..Report::default()
+            });
+        }
+        control => control?,
+    };
     // Before anything moves: whoever cannot be asked now could not be later either.
     settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
     let ground = driver::Ground {
