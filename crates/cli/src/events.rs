@@ -9,13 +9,19 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-/// Lines that wait for their reader: some seconds of looking.
+/// Looks that wait for their reader: some seconds of them.
 const MOST: usize = 256;
+/// With those that are kept because the migration stood elsewhere then; a link that comes and goes all day has no more, either.
+const MOST_EVER: usize = 2 * MOST;
+
+/// A look: where the migration stands, and all of it.
+type Look = (Value, String);
 
 #[derive(Debug, Default)]
 struct State {
-    lines: VecDeque<String>,
+    looks: VecDeque<Look>,
     ended: bool,
 }
 
@@ -30,13 +36,16 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, line: String) {
+    fn push(&self, look: Look) {
         let mut state = self.lock();
-        if state.lines.len() >= MOST {
-            // Of what a slow reader misses, the newest is the least.
-            state.lines.pop_back();
+        let waiting = state.looks.len();
+        // A reader that is too slow misses looks, and neither the first in a state, if that can be, nor the last of all.
+        let second =
+            waiting > 1 && state.looks[waiting - 1].0 == look.0 && state.looks[waiting - 2].0 == look.0;
+        if waiting >= MOST && second || waiting >= MOST_EVER {
+            state.looks.pop_back();
         }
-        state.lines.push_back(line);
+        state.looks.push_back(look);
         self.changed.notify_one();
     }
 
@@ -44,7 +53,7 @@ impl Shared {
     fn next(&self) -> Option<String> {
         let mut state = self.lock();
         loop {
-            if let Some(line) = state.lines.pop_front() {
+            if let Some((_, line)) = state.looks.pop_front() {
                 return Some(line);
             }
             if state.ended {
@@ -82,17 +91,19 @@ impl Events {
         Ok(Self { shared, writer })
     }
 
-    /// A look. Never waits; of a reader that is too slow some are kept back, and the last never is.
+    /// A look. Never waits.
     pub(crate) fn tell(&self, status: &Value) {
-        self.shared.push(status.to_string());
+        self.shared.push((status["state"].clone(), status.to_string()));
     }
 
-    /// Waits until all is written.
-    pub(crate) fn finish(self) {
+    /// Waits until all is written, at most so long.
+    pub(crate) fn finish(self, most: Duration) {
         self.shared.lock().ended = true;
         self.shared.changed.notify_one();
-        // Its panic was printed when it happened.
-        let _ = self.writer.join();
+        let began = Instant::now();
+        while !self.writer.is_finished() && began.elapsed() < most {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 
@@ -122,14 +133,22 @@ mod tests {
     fn a_reader_that_stalls_keeps_nobody_and_reads_the_last() {
         let ((go, wait), (written, all)) = (channel(), channel());
         let events = Events::start(Box::new(Slow(wait, written))).unwrap();
-        let last = 10 * MOST;
-        (0..=last).for_each(|look| events.tell(&json!(look)));
+        let (each, states) = (4 * MOST, ["precopy", "switchover", "postcopy", "completed"]);
+        for (state, name) in states.iter().enumerate() {
+            (0..each).for_each(|look| events.tell(&json!({ "state": name, "look": state * each + look })));
+        }
         // It may write whatever it wants now.
         drop(go);
-        events.finish();
+        events.finish(Duration::MAX);
         let text = String::from_utf8(all.iter().collect()).unwrap();
-        let looks: Vec<usize> = text.lines().map(|line| line.parse().unwrap()).collect();
-        assert!(looks.is_sorted() && looks[0] == 0 && looks.last() == Some(&last), "{looks:?}");
-        assert!((MOST..MOST + 3).contains(&looks.len()), "{}", looks.len());
+        let looks: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let number = |look: &Value| usize::try_from(look["look"].as_u64().unwrap()).unwrap();
+        assert!(looks.is_sorted_by_key(number) && number(&looks[0]) == 0, "{text}");
+        assert_eq!(number(&looks[looks.len() - 1]), states.len() * each - 1);
+        for (state, name) in states.iter().enumerate() {
+            let first = looks.iter().find(|look| look["state"] == **name).map(number);
+            assert_eq!(first, Some(state * each), "the first that is {name}");
+        }
+        assert!((MOST..MOST + 10).contains(&looks.len()), "{}", looks.len());
     }
 }

@@ -23,6 +23,7 @@ mod bench;
 mod check;
 mod choices;
 mod console;
+mod ctrl_c;
 mod demo;
 mod dirty_rate;
 mod disk;

@@ -5,12 +5,11 @@ use crate::args::{MigrateArgs, TrackerArg};
 use crate::events::Events;
 use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
-use crate::{Status, advice, output};
-use anyhow::{Context, Result};
+use crate::{Status, advice, ctrl_c, output};
+use anyhow::Result;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How often the status is asked for.
@@ -20,46 +19,45 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
     // Opened first: a migration should not end without its report because of a typing mistake. And before Ctrl-C is caught: a pipe that
     // nobody reads is waited for.
     let json_out = args.json.as_deref().map(output::open).transpose()?;
-    let events = args.events.as_deref().map(Events::to).transpose()?;
-    let interrupted = Arc::new(AtomicBool::new(false));
-    let ended = Arc::new(OnceLock::new());
-    let (on_signal, known) = (Arc::clone(&interrupted), Arc::clone(&ended));
-    let on_signal = move || match known.get() {
-        // Only who reads what is written is waited for.
-        Some(status) => std::process::exit(*status as i32),
-        None => on_signal.store(true, Ordering::Release),
-    };
-    ctrlc::set_handler(on_signal).context("cannot catch Ctrl-C")?;
+    let mut events = args.events.as_deref().map(Events::to).transpose()?;
+    let stage = ctrl_c::caught(&args.api)?;
     let mut client = Client::connect(&args.api)?;
     let request = request(args)?;
     if request.has_secrets() {
         client.trusted_with_secrets()?;
     }
     client.call("migrate", serde_json::to_value(request)?)?;
+    stage.begun.store(true, Ordering::Release);
     let mut on_event = |status: &Value| {
         if let Some(events) = &events {
             events.tell(status);
         }
     };
-    let watched = watch(&mut client, args.max_bandwidth, &interrupted, &mut on_event);
-    let detached = watched.as_ref().is_ok_and(|report| report["detached"] == true);
-    let status = match &watched {
-        Ok(_) if detached => Status::Done,
-        Ok(report) => output::exit_status(report),
-        Err(_) => Status::Failed,
+    let watched = watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut on_event);
+    let report = match watched {
+        Ok(report) => report,
+        Err(error) => {
+            // What went wrong waits for no reader.
+            events.into_iter().for_each(|events| events.finish(ctrl_c::SAID_WITHIN));
+            return Err(error);
+        }
     };
-    let _ = ended.set(status);
-    // How it ended says where the guest is, whether or not somebody reads the rest: where a reader is waited for it is said before.
-    let concluded = events.map(|events| {
-        let _ = watched.as_ref().inspect(|report| conclude(args, report, status));
-        events.finish();
-    });
-    let report = watched?;
+    let detached = report["detached"] == true;
+    let status = if detached { Status::Done } else { output::exit_status(&report) };
+    let _ = stage.ended.set(status);
+    // How it ended says where the guest is, whether or not somebody reads the rest. So readers are waited for last, but for one who is to
+    // have the report behind the looks.
+    let behind = events.is_some() && args.json == args.events;
+    if behind {
+        conclude(args, &report, status);
+        events.take().into_iter().for_each(|events| events.finish(Duration::MAX));
+    }
     if !detached && let Err(error) = tell(args, json_out, &report, status) {
         eprintln!("vmferry: the report could not be written: {}", output::chain(&error));
     }
-    if concluded.is_none() {
+    if !behind {
         conclude(args, &report, status);
+        events.into_iter().for_each(|events| events.finish(Duration::MAX));
     }
     Ok(status)
 }

@@ -17,10 +17,10 @@ pub enum MigrateError {
         /// Why.
         source: io::Error,
     },
-    /// Somebody wanted the guest to stay before the target had answered.
-    #[error("cancelled on request, before {uri} had answered")]
+    /// Somebody wanted the guest to stay before all connections were there.
+    #[error("cancelled on request, while {uri} was being connected to")]
     Cancelled {
-        /// Who was asked.
+        /// Where.
         uri: String,
     },
     /// The connection broke while greeting.

@@ -216,7 +216,7 @@ impl Monitor {
     /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one.
     ///
     /// The cancel is said before the socket is looked for, and asked for after the socket is there: one of the two finds the other. A
-    /// socket that has not begun to connect cannot be ended: a cancel in just that moment waits for the target as long as anybody does.
+    /// socket that is ended before it connects fails when it does.
     pub(crate) fn opening(&self, socket: &Socket) -> io::Result<()> {
         let socket = socket.try_clone()?.into();
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);

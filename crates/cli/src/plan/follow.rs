@@ -27,7 +27,7 @@ pub(crate) fn moved(
     let made = match make(machine, &way, tracker, settings, None, (&monitor, &|| monitor.cancelled())) {
         Ok(made) => made,
         // Whoever cancels is told so by the migration.
-        Err(error) if auto && !monitor.cancelled() => {
+        Err(error) if auto && !cancelled(&error) => {
             return Err(MigrateError::Vm(format!("no plan can be made: {error:#}")));
         }
         Err(error) => {
@@ -50,6 +50,10 @@ pub(crate) fn moved(
     let taken = if refused.is_some() { Way::of(&own) } else { chosen };
     let document = document(&made, taken, &report, refused);
     Ok((report, document))
+}
+
+fn cancelled(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(MigrateError::Cancelled { .. }))
 }
 
 /// What the plan recommends, of what is allowed: whoever did not say that the guest may be slowed does not want that.

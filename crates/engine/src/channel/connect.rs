@@ -7,13 +7,17 @@ use crate::source::Settings;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_wire::{
     FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
     VERSION_MIN, WireError, fence_digest,
 };
 
-/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends that at once.
+/// How often a listener is tried whose queue is full.
+const AGAIN: Duration = Duration::from_millis(10);
+
+/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends whatever
+/// is waited for of the target; what it has said against the migration by then is told all the same.
 pub(crate) fn connect(
     uri: &Uri,
     (migration, role, index, token): (MigrationId, Role, u16, Token),
@@ -25,8 +29,14 @@ pub(crate) fn connect(
     let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
     let stream = open(uri, settings, &hello, monitor);
     match monitor {
-        // Whoever was cancelled may have been ended, too late to fail here.
-        Some(monitor) if monitor.opened().is_err() => Err(MigrateError::Cancelled { uri: uri.to_string() }),
+        // Also of a stream that is there: it may just have been ended.
+        Some(monitor) if monitor.opened().is_err() => match stream {
+            Ok(_)
+            | Err(MigrateError::Connect { .. } | MigrateError::Hello { .. } | MigrateError::Tls { .. }) => {
+                Err(MigrateError::Cancelled { uri: uri.to_string() })
+            }
+            refused => refused,
+        },
         _ => stream,
     }
 }
@@ -120,9 +130,20 @@ fn reach(
         Uri::Unix(path) => {
             let address = SockAddr::unix(path).map_err(unreachable)?;
             let socket = new(Domain::UNIX).map_err(unreachable)?;
-            // A listener whose queue is full lets us wait, but not for ever.
-            socket.set_write_timeout(Some(timeout)).map_err(unreachable)?;
-            socket.connect(&address).map_err(unreachable)?;
+            socket.set_nonblocking(true).map_err(unreachable)?;
+            let began = Instant::now();
+            // A listener whose queue is full lets us wait, but not for ever; and nobody else could end that wait (unix(7)).
+            while let Err(error) = socket.connect(&address) {
+                let full = error.kind() == io::ErrorKind::WouldBlock;
+                if full && began.elapsed() >= timeout {
+                    return Err(unreachable(io::ErrorKind::TimedOut.into()));
+                }
+                if !full || monitor.is_some_and(Monitor::cancelled) {
+                    return Err(unreachable(error));
+                }
+                std::thread::sleep(AGAIN);
+            }
+            socket.set_nonblocking(false).map_err(unreachable)?;
             Ok(socket)
         }
         Uri::Fd(_) | Uri::File(_) => Err(MigrateError::NoSockets { uri: uri.to_string() }),

@@ -245,6 +245,34 @@ fn damaged_pages_come_again() {
     }
 }
 
+/// A target that has taken the first connection, and says nothing on the next one.
+#[test]
+fn a_cancel_ends_what_any_channel_waits_for() {
+    for connection in [0, 1, 2] {
+        let mut source = Toy::new(small(), true);
+        let mut target = source.target();
+        let path = socket_path();
+        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let way = Way { connection, to_target: false };
+        let proxy = Proxy::new(path, Some(Rule { way, after: 0, harm: Harm::Hold }));
+        let (monitor, began) = (Monitor::new(), Instant::now());
+        let patient = Settings { peer_timeout: Duration::from_secs(60), ..settings() };
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !proxy.harmed() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                monitor.cancel();
+            });
+            attempt(&mut source, &mut target, &listener, &proxy.uri(), &patient, &monitor)
+        });
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        check_owner(&source, &target, &ended);
+        assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
+        assert!(source.works());
+    }
+}
+
 fn descriptors_and_threads() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();
     (count("/proc/self/fd"), count("/proc/self/task"))

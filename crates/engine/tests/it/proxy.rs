@@ -27,6 +27,8 @@ pub(crate) enum Harm {
     CutAll,
     /// One bit of this byte is turned over.
     Flip,
+    /// Nothing more arrives on this connection, which stays.
+    Hold,
     /// The commit still arrives, and nothing of what the target says to it. Counts no bytes.
     CutBehindCommit,
     /// The commit left the source and does not arrive. Counts no bytes.
@@ -196,6 +198,9 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
             shared.harmed.store(true, Ordering::Release);
             if rule.harm == Harm::Flip {
                 bytes[at] ^= 0x10;
+            } else if rule.harm == Harm::Hold {
+                while let Ok(1..) = from.read(&mut buffer) {}
+                break;
             } else {
                 bytes.truncate(at);
                 let _ = into.write_all(&bytes);

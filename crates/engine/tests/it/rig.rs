@@ -60,9 +60,10 @@ pub(crate) fn attempt(
             Ok(received)
         });
         let sent = migrate(source, via, None, settings, monitor);
-        // A target that never heard of its source waits on; one that did ends by itself.
+        // A target that never heard of its source, or not to its end, waits on; one that did ends by itself.
         let deadline = Instant::now() + settings.peer_timeout + Duration::from_secs(2);
-        let waits = sent.is_err();
+        let unheard = |report: &Report| report.setup_ms == 0.0 && report.state == MigrationState::Cancelled;
+        let waits = sent.as_ref().map_or(true, unheard);
         while !receiving.is_finished() && !waits && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
