@@ -67,12 +67,7 @@ fn tried(
     plan: &Plan,
     (end, watch): (Instant, Option<&Watch>),
 ) -> Result<Record> {
-    let record = one(scenario, path, plan, end)?;
-    if let Some(last) = watch.map(Watch::last).transpose()?
-        && record.outcome == Outcome::Failed
-    {
-        std::fs::write(plan.folder(scenario.name).join(EXITS), last)?;
-    }
+    let record = once(scenario, path, plan, (end, watch))?;
     let Some(lost) = watch.map(Watch::lost).transpose()?.flatten() else { return Ok(record) };
     println!("LAB the emulator lost a guest of {}: {lost}", scenario.name);
     if record.outcome != Outcome::Failed {
@@ -81,7 +76,7 @@ fn tried(
     // What the first had to show stays beside what the second has.
     let folder = plan.folder(scenario.name);
     std::fs::rename(&folder, folder.with_extension("lost"))?;
-    let mut again = one(scenario, path, plan, end)?;
+    let mut again = once(scenario, path, plan, (end, watch))?;
     if again.outcome == Outcome::NotRun {
         again = record;
     }
@@ -89,6 +84,22 @@ fn tried(
     let _ = watch.map(Watch::lost).transpose()?;
     again.figures.insert("emulator_lost_a_guest".into(), lost.into());
     Ok(again)
+}
+
+/// One scenario; and what KVM saw last if it failed.
+fn once(
+    scenario: &Scenario,
+    path: &Path,
+    plan: &Plan,
+    (end, watch): (Instant, Option<&Watch>),
+) -> Result<Record> {
+    let record = one(scenario, path, plan, end)?;
+    if let Some(last) = watch.map(Watch::last).transpose()?
+        && record.outcome == Outcome::Failed
+    {
+        std::fs::write(plan.folder(scenario.name).join(EXITS), last)?;
+    }
+    Ok(record)
 }
 
 /// One scenario in its process.
