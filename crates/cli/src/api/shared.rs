@@ -379,6 +379,21 @@ impl Shared {
         let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
     }
 
+    /// Has a guest that may go over before all of its memory is there do that now.
+    fn switch(&self) -> Result<()> {
+        match (&*lock(&self.migration), self.place()) {
+            (Migration { monitor: Some(monitor), goes_over: true, .. }, Place::Moving) => {
+                monitor.switch_now()
+            }
+            (_, Place::Moving) => bail!(
+                "this guest goes over with all of its memory or not at all, as its migration was begun; to have the rest follow \
+                 takes --mode hybrid, or --on-timeout postcopy"
+            ),
+            _ => bail!("no migration is under way"),
+        }
+        Ok(())
+    }
+
     /// A command of our own, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
@@ -401,16 +416,7 @@ impl Shared {
                 }
                 _ => bail!("no migration is under way"),
             },
-            "switch" => match (&*lock(&self.migration), self.place()) {
-                (Migration { monitor: Some(monitor), goes_over: true, .. }, Place::Moving) => {
-                    monitor.switch_now()
-                }
-                (_, Place::Moving) => bail!(
-                    "this guest goes over with all of its memory or not at all, as its migration was begun; to have the rest follow \
-                     takes --mode hybrid, or --on-timeout postcopy"
-                ),
-                _ => bail!("no migration is under way"),
-            },
+            "switch" => self.switch()?,
             "recover" if self.place() == Place::Moving => self.recover(arguments)?,
             "verify-guest" => {
                 let request =
