@@ -165,8 +165,9 @@ fn what_a_guest_has_touched_and_freed_stays_behind() {
         assert!(all.bytes.wire > FREED / 2, "it was touched: {}", all.bytes.wire);
         for hints in [HintMode::Demand, HintMode::Incremental] {
             let report = moved(&case(hints, true));
-            // What channels have taken is sent, whatever the guest says then: some chunks of 8 MiB.
-            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED * 3 / 4, "{report:?}");
+            // What channels have taken is sent, whatever the guest says then: some chunks of 8 MiB, more of them on a host that lets it
+            // wait for its turn to answer.
+            assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED / 2, "{report:?}");
             assert!(report.bytes.wire * 2 < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
         }
     }
