@@ -31,11 +31,11 @@ pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
     let (own, api, mut again) = (Arc::clone(&stage), api.to_path_buf(), false);
     let pressed = move || {
         own.interrupted.store(true, Ordering::Release);
-        let ended = own.ended.get().copied();
         // What is not begun yet is cancelled by whoever watches it.
-        if !own.begun.load(Ordering::Acquire) && ended.is_none() {
+        if !own.begun.load(Ordering::Acquire) {
             return;
         }
+        let ended = own.ended.get().copied();
         if ended.is_none() && !std::mem::replace(&mut again, true) {
             // Refused where it is too late for that, which whoever watches says.
             let _ = Client::connect(&api).and_then(|mut client| client.call("cancel", json!({})));

@@ -213,24 +213,20 @@ impl Monitor {
         }
     }
 
-    /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one.
+    /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one
+    /// before.
     ///
     /// The cancel is said before the socket is looked for, and asked for after the socket is there: one of the two finds the other. A
     /// socket that is ended before it connects fails when it does.
     pub(crate) fn opening(&self, socket: &Socket) -> io::Result<()> {
         let socket = socket.try_clone()?.into();
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-        self.not_cancelled()
-    }
-
-    /// A cancel ends no socket from now on; `Interrupted` if there was one, which may have.
-    pub(crate) fn opened(&self) -> io::Result<()> {
-        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.not_cancelled()
-    }
-
-    fn not_cancelled(&self) -> io::Result<()> {
         if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+    }
+
+    /// A cancel ends no socket from now on; one that did is [known](Self::cancelled).
+    pub(crate) fn opened(&self) {
+        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// Whether somebody has asked for the guest to stay.

@@ -28,16 +28,16 @@ pub(crate) fn connect(
     let fence = settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
     let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
     let stream = open(uri, settings, &hello, monitor);
-    match monitor {
+    let Some(monitor) = monitor else { return stream };
+    monitor.opened();
+    match stream {
         // Also of a stream that is there: it may just have been ended.
-        Some(monitor) if monitor.opened().is_err() => match stream {
-            Ok(_)
-            | Err(MigrateError::Connect { .. } | MigrateError::Hello { .. } | MigrateError::Tls { .. }) => {
-                Err(MigrateError::Cancelled { uri: uri.to_string() })
-            }
-            refused => refused,
-        },
-        _ => stream,
+        Ok(_) | Err(MigrateError::Connect { .. } | MigrateError::Hello { .. } | MigrateError::Tls { .. })
+            if monitor.cancelled() =>
+        {
+            Err(MigrateError::Cancelled { uri: uri.to_string() })
+        }
+        stream => stream,
     }
 }
 
