@@ -5,7 +5,7 @@
 //! `VMFERRY_REQUIRE=kvm,uffd` turns every skip that names one of these needs into a failure.
 
 use std::fmt::{self, Display};
-use std::io::Write;
+use std::io::Write as _;
 
 /// Names the variable that lists the needs whose absence fails a test.
 const REQUIRE: &str = "VMFERRY_REQUIRE";
@@ -100,7 +100,7 @@ pub fn skip(need: Need, why: impl Display) {
             .and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
         written.unwrap_or_else(|error| panic!("{SKIPS}={}: {error}", path.display()));
     }
-    let _ = writeln!(std::io::stdout(), "{line}");
+    crate::say(line);
 }
 
 /// One line, whatever `why` contains.
