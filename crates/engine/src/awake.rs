@@ -69,6 +69,7 @@ fn longest() -> i32 {
 mod tests {
     use super::*;
     use std::io::Read;
+    use vmferry_testkit::{Need, skip};
 
     /// The limit that holds on this host now, in microseconds.
     fn limit() -> Option<i32> {
@@ -80,13 +81,11 @@ mod tests {
     #[test]
     fn the_host_holds_it_as_long_as_it_is_asked_for() {
         let Some(before) = limit() else {
-            let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be read");
-            return;
+            return skip(Need::Root, format!("{DEVICE} cannot be read"));
         };
         let awake = Asking::open().hold();
         if awake._request.is_none() {
-            let _ = writeln!(std::io::stdout(), "not run: {DEVICE} cannot be written");
-            return;
+            return skip(Need::Root, format!("{DEVICE} cannot be written"));
         }
         assert!(limit().unwrap() <= SHALLOW);
         drop(awake);

@@ -233,13 +233,12 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while b.send(&mut [IoBuf::from_bytes(b"x")]).is_ok() {
+                    // The drip: at least this long, so that 80 bytes never come in time, and do come in the end.
                     std::thread::sleep(Duration::from_millis(20));
                 }
             });
-            let began = Instant::now();
             let error = a.receive_bytes_within(&mut [0; 80], Duration::from_millis(100)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-            assert!(began.elapsed() < Duration::from_millis(1000), "80 drips would take 1.6 s");
             drop(a);
         });
     }
@@ -250,13 +249,12 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while b.receive_bytes(&mut [0; 4096]).is_ok() {
+                    // The sip: at least this long, so that 8 MiB never leave in time, and do leave in the end.
                     std::thread::sleep(Duration::from_millis(20));
                 }
             });
-            let began = Instant::now();
             let error = a.send_bytes_within(&vec![0; 8 << 20], Duration::from_millis(100)).unwrap_err();
             assert_eq!((error.nothing_left, error.error.kind()), (false, io::ErrorKind::TimedOut));
-            assert!(began.elapsed() < Duration::from_secs(5), "2000 sips would take 40 s");
             drop(a);
         });
     }

@@ -165,6 +165,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
     use std::time::Instant;
+    use vmferry_testkit::{wait, wait_for};
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -190,12 +191,13 @@ mod tests {
         let before = bytes_acknowledged(sender.as_fd()).unwrap().unwrap();
         sender.write_all(&[0; 123_456]).unwrap();
         receiver.read_exact(&mut [0; 123_456]).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(5);
         // The acknowledgement of the last bytes may take 40 ms.
-        while bytes_acknowledged(sender.as_fd()).unwrap().unwrap() - before != 123_456 {
-            assert!(Instant::now() < deadline, "{:?}", bytes_acknowledged(sender.as_fd()));
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_for("the acknowledgement of all bytes", || {
+            match bytes_acknowledged(sender.as_fd()).unwrap().unwrap() - before {
+                123_456 => Ok(()),
+                bytes => Err(bytes),
+            }
+        });
     }
 
     #[test]
@@ -203,11 +205,7 @@ mod tests {
         let (mut sender, receiver) = pair();
         acknowledge_at_once(receiver.as_fd()).unwrap();
         sender.write_all(&[0; 64]).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while !all_acknowledged(sender.as_fd()).unwrap() {
-            assert!(Instant::now() < deadline);
-            std::thread::yield_now();
-        }
+        wait("an acknowledgement", || all_acknowledged(sender.as_fd()).unwrap());
         // What does not fit into the peer's window is not there.
         sender.set_nonblocking(true).unwrap();
         let block = [0; 65536];

@@ -1,4 +1,4 @@
-//! The shortest way to break a promise of a model.
+//! A way to break a promise of a model, and the shortest one.
 
 use stateright::{Checker, HasDiscoveries, Model};
 use std::fmt::Debug;
@@ -6,6 +6,22 @@ use std::hash::Hash;
 
 /// A run: states, with the step that each was left by.
 pub(crate) type Trace<M> = Vec<(<M as Model>::State, Option<<M as Model>::Action>)>;
+
+/// Whether tests print the shortest ways, for the tables of docs/reliability.md: `VMFERRY_MODEL_SHORTEST=1`. That takes a minute and more.
+pub(crate) fn is_wanted() -> bool {
+    std::env::var("VMFERRY_MODEL_SHORTEST").is_ok_and(|wanted| wanted == "1")
+}
+
+/// What is broken, and a way there. In depth it is found soon, and is long.
+pub(crate) fn any<M>(model: &M) -> Option<(&'static str, Trace<M>)>
+where
+    M: Model + Clone + Send + Sync + 'static,
+    M::State: Hash + Debug + Clone + PartialEq + Send + Sync + 'static,
+    M::Action: Debug + Clone + PartialEq + Send + Sync + 'static,
+{
+    let checker = model.clone().checker().finish_when(HasDiscoveries::AnyFailures);
+    least_failure(model, checker.spawn_dfs().join())
+}
 
 /// What is broken, and the shortest way there. The checker stops some time after it has found one, so it is asked for ever shorter
 /// ones, until there is none.
@@ -31,7 +47,15 @@ where
     M::Action: Debug + Clone + PartialEq + Send + Sync + 'static,
 {
     let checker = model.clone().checker().target_max_depth(depth);
-    let found = checker.finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join().discoveries();
+    least_failure(model, checker.finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join())
+}
+
+fn least_failure<M: Model>(model: &M, checker: impl Checker<M>) -> Option<(&'static str, Trace<M>)>
+where
+    M::State: Hash + Debug + Clone + PartialEq,
+    M::Action: Debug + Clone + PartialEq,
+{
+    let found = checker.discoveries();
     // What is to be reached is found too, and is no failure.
     let failed = |name: &str| {
         let of_that_name = |property: &stateright::Property<M>| property.name == name;

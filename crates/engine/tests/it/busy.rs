@@ -2,8 +2,9 @@
 
 use crate::rig::{Ended, attempt, check_owner, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_engine::{Listener, MigrationMode, MigrationState, Monitor, Settings};
+use vmferry_testkit::wait;
 
 /// Moves a guest whose I/O is busy when it is looked at for the times that `busy` says.
 fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
@@ -57,17 +58,15 @@ fn a_postcopy_from_the_start_waits_with_the_guest_running() {
 fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, lazy: true, ..Options::default() }, true);
     let mut target = source.target();
-    source.busy(&[true; 6]);
+    // If it went on trying in its own time, the last of these would be minutes away.
+    source.busy(&[true; 20]);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
     let settings = Settings { mode: MigrationMode::Postcopy, ..Settings::default() };
     let monitor = Monitor::new();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let deadline = Instant::now() + Duration::from_secs(20);
-            while monitor.progress().busy.is_none() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            wait("a guest that is waited for", || monitor.progress().busy.is_some());
             monitor.switch_now();
         });
         attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor)
@@ -82,6 +81,6 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     let settles = source.settles();
     let (last, before) = settles.split_last().unwrap();
     // Of the tries before it there are more than one only where this thread had to wait for a processor.
-    assert!(*last == Duration::MAX && !before.is_empty() && before.len() < 5, "{settles:?}");
+    assert!(*last == Duration::MAX && (1..19).contains(&before.len()), "{settles:?}");
     assert!(before.iter().all(|within| *within == settings.downtime_limit), "{settles:?}");
 }

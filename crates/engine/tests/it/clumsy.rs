@@ -1,7 +1,7 @@
 //! VMs whose own code panics: the call that drove them passes that on, or fails where a thread of the engine's drove them; and nobody waits
 //! for ever.
 
-use crate::rig::{attempt, check_owner, unix_uri};
+use crate::rig::{attempt, check_owner, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
@@ -10,6 +10,7 @@ use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, RestState, Settings, migrate,
     receive,
 };
+use vmferry_testkit::{PATIENCE, wait};
 
 /// How it ends if a method of one side panics.
 #[derive(Debug, PartialEq, Eq)]
@@ -29,7 +30,7 @@ fn end(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> (End, bool) {
         prepare(&source, &target);
         let listener = Listener::bind(&unix_uri(), false).unwrap();
         let uri = listener.uri().unwrap();
-        let settings = Settings { peer_timeout: Duration::from_secs(1), ..Settings::default() };
+        let settings = quick();
         let moved = catch_unwind(AssertUnwindSafe(|| {
             attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new())
         }));
@@ -41,7 +42,7 @@ fn end(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> (End, bool) {
         assert!(!target.ran());
         sender.send((end, source.works())).unwrap();
     });
-    ended.recv_timeout(Duration::from_secs(60)).expect("it never ends, or what must hold does not")
+    ended.recv_timeout(PATIENCE).expect("it never ends, or what must hold does not")
 }
 
 #[test]
@@ -117,7 +118,7 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
         let uri = listener.uri().unwrap();
         let settings = Settings {
             mode: MigrationMode::Postcopy,
-            peer_timeout: Duration::from_secs(1),
+            peer_timeout: quick().peer_timeout,
             reconnect_for: Duration::from_millis(300),
             ..Settings::default()
         };
@@ -136,12 +137,12 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
                     (report.state, report.error.unwrap_or_default())
                 })
             });
-            while !sending.is_finished() {
+            wait("the source's end", || {
                 if monitor.progress().awaits_recover {
                     monitor.abandon();
                 }
-                std::thread::sleep(Duration::from_millis(2));
-            }
+                sending.is_finished()
+            });
             arrival.abandon();
             (sending.join().unwrap(), receiving.join().unwrap())
         });
@@ -150,7 +151,7 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
         let whole = there && target.works() && target.lost().is_empty();
         sender.send(Lazily { sent, received, runs, whole }).unwrap();
     });
-    ended.recv_timeout(Duration::from_secs(60)).expect("it never ends")
+    ended.recv_timeout(PATIENCE * 2).expect("it never ends")
 }
 
 #[test]

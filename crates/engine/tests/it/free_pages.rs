@@ -4,8 +4,10 @@
 use crate::freeing::FreeKind;
 use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{Listener, MigrationState, Monitor, OnTimeout, Report, Settings};
+use vmferry_engine::{FreePagesFigures, Listener, MigrationState, Monitor, OnTimeout, Report, Settings};
+use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
 const FREED: u64 = 4000;
@@ -25,9 +27,14 @@ fn options(free: FreeKind, tracking: Tracking) -> Options {
     }
 }
 
-/// Slow enough for a guest to answer in the first pass: the pages in use take 100 ms.
+/// The pages in use take 100 ms in the first pass.
 fn slow() -> Settings {
     Settings { max_bandwidth: Some(50_000_000), ..quick() }
+}
+
+/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take a second.
+fn slowest() -> Settings {
+    Settings { max_bandwidth: Some(5_000_000), ..quick() }
 }
 
 fn sent(report: &Report) -> u64 {
@@ -36,34 +43,33 @@ fn sent(report: &Report) -> u64 {
 
 #[test]
 fn what_was_written_and_freed_is_not_sent() {
-    for tracking in [Tracking::Marks, Tracking::ByHand] {
-        for free in [
-            FreeKind::AtOnce,
-            FreeKind::After(Duration::from_millis(5)),
-            FreeKind::Repeats(Duration::from_millis(8)),
-        ] {
-            let settings = Settings { verify: true, ..slow() };
-            let go = || move_well(options(free, tracking), &unix_uri(), &settings).0;
-            let mut report = go();
-            for _ in 0..3 {
-                // On a busy host an answer may come late now and then.
-                if report.bytes.free_pages_skipped < AT_LEAST {
-                    report = go();
-                }
+    let check = |free, tracking| {
+        let settings = Settings { verify: true, ..slowest() };
+        let (report, _) = move_well(options(free, tracking), &unix_uri(), &settings);
+        let without = Settings { free_pages: false, verify: true, ..quick() };
+        let (all, _) = move_well(options(free, tracking), &unix_uri(), &without);
+        let skipped = report.bytes.free_pages_skipped;
+        assert!(skipped >= AT_LEAST, "{free:?}: {report:?}");
+        assert_eq!(report.skipped_pages, skipped, "{free:?}");
+        assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
+        assert!(sent(&report) + AT_LEAST <= sent(&all), "{free:?}: {} of {}", sent(&report), sent(&all));
+        let figures = report.free_pages.as_ref().unwrap();
+        assert!(figures.questions >= 2 && figures.first_answer_ms.is_some(), "{figures:?}");
+        assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
+        assert_eq!(all.verified_pages, PAGES);
+    };
+    // At once: what they do most is to wait for the cap.
+    std::thread::scope(|scope| {
+        for tracking in [Tracking::Marks, Tracking::ByHand] {
+            for free in [
+                FreeKind::AtOnce,
+                FreeKind::After(Duration::from_millis(5)),
+                FreeKind::Repeats(Duration::from_millis(8)),
+            ] {
+                scope.spawn(move || check(free, tracking));
             }
-            let without = Settings { free_pages: false, ..settings };
-            let (all, _) = move_well(options(free, tracking), &unix_uri(), &without);
-            let skipped = report.bytes.free_pages_skipped;
-            assert!(skipped >= AT_LEAST, "{free:?}: {report:?}");
-            assert_eq!(report.skipped_pages, skipped, "{free:?}");
-            assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
-            assert!(sent(&report) + AT_LEAST <= sent(&all), "{free:?}: {} of {}", sent(&report), sent(&all));
-            let figures = report.free_pages.as_ref().unwrap();
-            assert!(figures.questions >= 2 && figures.first_answer_ms.is_some(), "{figures:?}");
-            assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
-            assert_eq!(all.verified_pages, PAGES);
         }
-    }
+    });
 }
 
 /// Pages go in and out of use all the time; the guest finds every stamp, on whatever side it then is.
@@ -95,22 +101,30 @@ fn what_is_freed_and_used_again_arrives() {
 
 #[test]
 fn answers_that_come_late_are_dropped_and_cost_nothing() {
-    // Much later than the pass takes: what it says is of no use any more.
-    let free = FreeKind::After(Duration::from_millis(400));
+    // Much later than the migration takes: what it says is of no use any more.
+    let free = FreeKind::After(PATIENCE);
     let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &quick());
     assert_eq!(report.bytes.free_pages_skipped, 0, "{report:?}");
     let figures = report.free_pages.unwrap();
     assert!(figures.questions >= 1 && figures.reports == 0, "{figures:?}");
     // The first answer is late, a later pass hears it while its own question is open.
     let free = FreeKind::Repeats(Duration::from_millis(30));
-    let settings = Settings {
-        downtime_limit: Duration::from_millis(1),
-        timeout: Some(Duration::from_millis(500)),
-        on_timeout: OnTimeout::Switch,
-        ..slow()
-    };
-    let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &settings);
-    let figures = report.free_pages.unwrap();
+    let settings = Settings { downtime_limit: Duration::from_micros(1), ..slow() };
+    let (monitor, late) = (Monitor::new(), |figures: FreePagesFigures| figures.late_reports > 0);
+    let mut source = Toy::new(options(free, Tracking::ByHand), true);
+    let mut target = source.target();
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait("a late answer", || monitor.progress().free_pages.is_some_and(late));
+            monitor.switch_now();
+        });
+        attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor)
+    });
+    check_owner(&source, &target, &ended);
+    assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
+    let figures = ended.sent.unwrap().free_pages.unwrap();
     assert!(figures.late_reports > 0 && figures.late_reports <= figures.dropped_reports, "{figures:?}");
 }
 
@@ -128,7 +142,7 @@ fn a_source_that_never_answers_or_fails_costs_nothing() {
 
 #[test]
 fn memory_that_is_not_there_is_counted_and_left_alone() {
-    let settings = Settings { verify: true, ..slow() };
+    let settings = Settings { verify: true, ..slowest() };
     let (report, _) = move_well(options(FreeKind::Outside, Tracking::ByHand), &unix_uri(), &settings);
     let figures = report.free_pages.unwrap();
     assert!(figures.outside_pages > 1 << 60, "{figures:?}");
@@ -145,13 +159,17 @@ fn a_cancel_leaves_the_guest_its_pages() {
         let mut target = source.target();
         let listener = Listener::bind(&unix_uri(), false).unwrap();
         let uri = listener.uri().unwrap();
-        let monitor = Monitor::new();
+        let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                std::thread::sleep(Duration::from_millis(2 + round * 5));
+                // 1200 pages in use, 4.9 MB.
+                let sent = || monitor.progress().wire_bytes > round * 600_000;
+                wait("so many bytes", || sent() || done.load(Ordering::Relaxed));
                 monitor.cancel();
             });
-            attempt(&mut source, &mut target, &listener, &uri, &slow(), &monitor)
+            let ended = attempt(&mut source, &mut target, &listener, &uri, &slow(), &monitor);
+            done.store(true, Ordering::Relaxed);
+            ended
         });
         check_owner(&source, &target, &ended);
         assert_eq!(source.surprises(), 0);

@@ -1,20 +1,21 @@
 //! Targets that mean harm: whatever they say or leave unsaid, the source's guest goes on.
 
-use crate::rig::{socket_path, unix_uri};
+use crate::rig::{socket_path, unix_uri, until_hung_up};
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, Uri, migrate};
 use vmferry_memory::RegionId;
+use vmferry_testkit::PATIENCE;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
     HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
     decode_control, encode_control,
 };
 
-/// How long the source bears silence in these tests.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the source bears silence where that is what is tried.
+const SILENCE: Duration = Duration::from_secs(1);
 
 fn answer(stream: &mut UnixStream) -> Option<Hello> {
     let mut bytes = [0; HELLO_BYTES];
@@ -107,13 +108,13 @@ impl Liar {
     }
 }
 
-/// Migrates to a target that does as `script` says.
+/// Migrates to a target that does as `script` says. What the source bears is that of `settings`.
 fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
     let mut source = Toy::new(Options::default(), true);
     let path = socket_path();
     let listener = UnixListener::bind(&path).unwrap();
     let uri = Uri::Unix(path.clone());
-    let settings = Settings { channels: 1, peer_timeout: PATIENCE, ..settings };
+    let settings = Settings { channels: 1, ..settings };
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
             let (mut control, _) = listener.accept().unwrap();
@@ -127,20 +128,27 @@ fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, T
     (report, source)
 }
 
+fn patient() -> Settings {
+    Settings { peer_timeout: PATIENCE, ..Settings::default() }
+}
+
+fn impatient() -> Settings {
+    Settings { peer_timeout: SILENCE, ..Settings::default() }
+}
+
 type Script<'a> = Box<dyn FnOnce(&mut Liar) + Send + 'a>;
 
 /// Such targets are all seen through; at once, because most of them only let time pass.
 fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
     std::thread::scope(|scope| {
         for (what, script) in cases {
-            scope.spawn(move || seen_through(what, Settings::default(), script));
+            scope.spawn(move || seen_through(what, impatient(), script));
         }
     });
 }
 
-/// Such a target is seen through: the guest goes on here, and soon.
+/// Such a target is seen through: the guest goes on here.
 fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Liar) + Send) {
-    let began = Instant::now();
     let (report, source) = meet(settings, script);
     let error = report.error.unwrap_or_default();
     assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
@@ -148,7 +156,6 @@ fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Liar) +
     assert!(source.works(), "{what}");
     assert_eq!(source.lost(), []);
     assert_eq!(source.called(Method::TrackerStop), source.called(Method::TrackerStart), "{what}");
-    assert!(began.elapsed() < Duration::from_secs(15), "{what} took {:?}", began.elapsed());
 }
 
 fn run(first: u64, count: u64) -> RunName {
@@ -159,13 +166,13 @@ fn run(first: u64, count: u64) -> RunName {
 fn pages_that_are_not_there_are_not_sent_again() {
     let elsewhere = RunName { region: RegionId(77), ..run(0, 1) };
     for name in [run(1200, 1), run(0, 1201), run(u64::MAX, u64::MAX), run(5, u64::MAX), elsewhere] {
-        seen_through("which is not there", Settings::default(), |liar| {
+        seen_through("which is not there", patient(), |liar| {
             let pass = liar.until_the_last_pass();
             liar.received(pass, 1, vec![name]);
             liar.listen();
         });
     }
-    seen_through("suspect pages without their names", Settings::default(), |liar| {
+    seen_through("suspect pages without their names", patient(), |liar| {
         let pass = liar.until_the_last_pass();
         liar.received(pass, u64::MAX, vec![]);
         liar.listen();
@@ -174,7 +181,7 @@ fn pages_that_are_not_there_are_not_sent_again() {
 
 #[test]
 fn pages_that_are_suspect_for_ever_end_it() {
-    seen_through("keep arriving damaged", Settings::default(), |liar| {
+    seen_through("keep arriving damaged", patient(), |liar| {
         let mut pass = liar.until_the_last_pass();
         loop {
             liar.received(pass, 1, vec![run(3, 1)]);
@@ -197,7 +204,7 @@ fn a_false_verification_does_not_count() {
         ("18446744073709551615 of 1 pages differ", verified(1, u64::MAX, samples)),
     ];
     for (what, lie) in cases {
-        seen_through(what, Settings { verify: true, ..Settings::default() }, |liar| {
+        seen_through(what, Settings { verify: true, ..patient() }, |liar| {
             let pass = liar.until_the_last_pass();
             liar.received(pass, 0, vec![]);
             while !matches!(liar.hear(), Some(ToTarget::Verify { .. })) {}
@@ -212,31 +219,31 @@ fn a_false_verification_does_not_count() {
 #[test]
 fn words_out_of_turn_end_it() {
     let running = || ToSource::Running { start_us: 0, cpu_us: 0 };
-    seen_through("Running, which does not fit this moment", Settings::default(), |liar| {
+    seen_through("Running, which does not fit this moment", patient(), |liar| {
         liar.say(&running());
         liar.listen();
     });
-    seen_through("Running, which does not fit this moment", Settings::default(), |liar| {
+    seen_through("Running, which does not fit this moment", patient(), |liar| {
         liar.until_load();
         liar.say(&running());
         liar.listen();
     });
-    seen_through("Returned, which does not fit this moment", Settings::default(), |liar| {
+    seen_through("Returned, which does not fit this moment", patient(), |liar| {
         liar.accept();
         liar.say(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
         liar.listen();
     });
-    seen_through("Received, which does not fit this moment", Settings::default(), |liar| {
+    seen_through("Received, which does not fit this moment", patient(), |liar| {
         liar.accept();
         liar.received(7, 0, vec![]);
         liar.listen();
     });
-    seen_through("magic", Settings::default(), |liar| {
+    seen_through("magic", patient(), |liar| {
         liar.accept();
         liar.control.write_all(&[0x55; 64]).unwrap();
         liar.listen();
     });
-    seen_through("too tired", Settings::default(), |liar| {
+    seen_through("too tired", patient(), |liar| {
         liar.until_load();
         liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, "too tired")));
         liar.listen();
@@ -247,7 +254,7 @@ fn words_out_of_turn_end_it() {
 fn silence_ends_it_at_every_step() {
     let silent = |liar: &mut Liar| {
         // Reads, so that only its words are missing.
-        let _ = liar.control.set_read_timeout(Some(PATIENCE * 10));
+        let _ = liar.control.set_read_timeout(Some(PATIENCE));
         while matches!(liar.control.read(&mut [0; 4096]), Ok(1..)) {}
     };
     let what = "nothing was heard of the target";
@@ -272,7 +279,7 @@ fn silence_ends_it_at_every_step() {
             what,
             Box::new(|liar| {
                 liar.accept();
-                std::thread::sleep(PATIENCE * 3);
+                until_hung_up(&liar.control);
             }),
         ),
     ]);
@@ -310,19 +317,17 @@ fn pings_alone_do_not_hold_a_guest() {
 /// A target that talks without end must not keep the source from looking at its clock.
 #[test]
 fn a_flood_of_words_does_not_stop_the_clock() {
-    let settings = Settings {
-        timeout: Some(Duration::from_millis(300)),
-        on_timeout: OnTimeout::Cancel,
-        ..Settings::default()
-    };
+    let settings =
+        Settings { timeout: Some(Duration::from_millis(300)), on_timeout: OnTimeout::Cancel, ..patient() };
     let began = Instant::now();
     let (report, source) = meet(settings, |liar| {
         liar.accept();
         let pongs = encode_control(&ToSource::Pong(u64::MAX)).unwrap().repeat(500);
-        while liar.control.write_all(&pongs).is_ok() {}
+        // A source that does not look at its clock sees the end of this, and that is no cancel.
+        while began.elapsed() < PATIENCE && liar.control.write_all(&pongs).is_ok() {}
     });
     assert_eq!(report.state, MigrationState::Cancelled, "{:?}", report.error);
-    assert!(began.elapsed() < Duration::from_secs(3) && source.works());
+    assert!(source.works());
 }
 
 /// After the commit nobody guesses; only the target's own word that it never ran gives the guest back.
@@ -349,7 +354,8 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
                 commit(liar);
                 let pong = encode_control(&ToSource::Pong(1)).unwrap();
                 while liar.control.write_all(&pong).is_ok() {
-                    std::thread::sleep(Duration::from_millis(10));
+                    // Often enough for the source never to find it silent.
+                    std::thread::sleep(SILENCE / 100);
                 }
             }),
         ),
@@ -365,14 +371,14 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
     std::thread::scope(|scope| {
         for (what, script) in lost {
             scope.spawn(move || {
-                let (report, source) = meet(Settings::default(), script);
+                let (report, source) = meet(impatient(), script);
                 assert_eq!(report.state, MigrationState::Unknown, "{what}: {:?}", report.error);
                 assert!(report.error.as_ref().unwrap().contains(what), "{what}: {:?}", report.error);
                 assert!(!source.running(), "{what}: it was resumed");
             });
         }
     });
-    let (report, source) = meet(Settings::default(), |liar| {
+    let (report, source) = meet(patient(), |liar| {
         commit(liar);
         liar.say(&ToSource::Returned(Refusal::new(RefusalCode::State, "no vCPU would start")));
         liar.listen();
@@ -384,7 +390,7 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
 /// The longest message that the protocol allows, as an error text: it is cut to what a person reads.
 #[test]
 fn an_endless_reason_is_cut_short() {
-    let (report, source) = meet(Settings::default(), |liar| {
+    let (report, source) = meet(patient(), |liar| {
         let detail = "\u{1b}[2Jno\n".repeat((MAX_CONTROL_BYTES - 100) / 7);
         liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, detail)));
         liar.listen();
@@ -403,7 +409,7 @@ fn other_programs_are_told_from_targets() {
         let uri = unix_uri();
         let Uri::Unix(path) = &uri else { unreachable!() };
         let listener = UnixListener::bind(path).unwrap();
-        let settings = Settings { peer_timeout: PATIENCE, ..Settings::default() };
+        let settings = patient();
         let error = std::thread::scope(|scope| {
             scope.spawn(|| {
                 let (mut stream, _) = listener.accept().unwrap();

@@ -6,6 +6,7 @@ use crate::toy::{Options, Toy, Tracking};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmferry_engine::{Listener, MigrationState, Monitor, Settings, Uri};
+use vmferry_testkit::{PATIENCE, wait, wait_for};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
 };
@@ -22,7 +23,8 @@ fn small() -> Options {
 }
 
 fn settings() -> Settings {
-    Settings { verify: true, ..quick() }
+    // What is harmed may leave a side to wait for as long as this. One that is taken for silent on a busy host is one more harm.
+    Settings { verify: true, peer_timeout: Duration::from_secs(4), ..quick() }
 }
 
 /// What became of a migration through a proxy.
@@ -61,13 +63,10 @@ fn boundaries() -> (Places, Places) {
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &Monitor::new());
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
     // All pumps have ended once the sockets are closed; the proxy tells then.
-    let seen = loop {
+    let seen = wait_for("the ends of six ways", || {
         let seen = proxy.seen();
-        if seen.len() == 6 {
-            break seen;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    };
+        if seen.len() == 6 { Ok(seen) } else { Err(seen.len()) }
+    });
     let (mut cuts, mut lengths) = (Vec::new(), Vec::new());
     for (way, bytes) in seen {
         let mut at = 0;
@@ -227,15 +226,15 @@ fn damage_outside_of_pages_is_noticed_by_both_sides() {
 fn damaged_pages_come_again() {
     // Behind the hello, the first frame's header, its table of less than 300 bytes and page 0, which saving writes anyway.
     for after in [HELLO_BYTES + 5500, HELLO_BYTES + 9000, HELLO_BYTES + 20_000] {
-        let mut source = Toy::new(Options { rest: Duration::from_millis(300), ..small() }, true);
+        // A guest that never writes, so that nothing but the damage makes the page come again.
+        let mut source = Toy::new(Options { writers: 0, ..small() }, true);
         let mut target = source.target();
         let path = socket_path();
         let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
         let way = Way { connection: 1, to_target: true };
         let proxy = Proxy::new(path, Some(Rule { way, after, harm: Harm::Flip }));
-        // The guest rests, so that nothing but the damage makes the page come again.
-        std::thread::sleep(Duration::from_millis(50));
-        let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &Monitor::new());
+        let settings = Settings { verify: true, ..quick() };
+        let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
         check_owner(&source, &target, &ended);
         assert!(proxy.harmed());
         let report = ended.sent.unwrap();
@@ -256,17 +255,16 @@ fn a_cancel_ends_what_any_channel_waits_for() {
         let way = Way { connection, to_target: false };
         let proxy = Proxy::new(path, Some(Rule { way, after: 0, harm: Harm::Hold }));
         let (monitor, began) = (Monitor::new(), Instant::now());
-        let patient = Settings { peer_timeout: Duration::from_secs(60), ..settings() };
+        // Without the cancel it would wait longer than this test.
+        let patient = Settings { peer_timeout: PATIENCE * 2, ..settings() };
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !proxy.harmed() {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
+                wait("a channel that is held", || proxy.harmed());
                 monitor.cancel();
             });
             attempt(&mut source, &mut target, &listener, &proxy.uri(), &patient, &monitor)
         });
-        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
         assert!(source.works());
@@ -308,9 +306,8 @@ fn leave_nothing_behind() {
         once(usize::MAX, Harm::CutAll, true, 1);
     });
     // Threads that only greeted end by themselves.
-    let deadline = Instant::now() + Duration::from_secs(6);
-    while descriptors_and_threads() != before && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    assert_eq!(descriptors_and_threads(), before, "descriptors and threads after 30 migrations");
+    wait_for("as many descriptors and threads as before 30 migrations", || {
+        let after = descriptors_and_threads();
+        if after == before { Ok(()) } else { Err((before, after)) }
+    });
 }

@@ -1,6 +1,6 @@
 //! A link that counts bytes and does harm at a chosen one.
 
-use crate::rig::socket_path;
+use crate::rig::{socket_path, until_hung_up};
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -178,8 +178,8 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
                 shared.harmed.store(true, Ordering::Release);
                 if harm == Harm::CutOthersAtCommit {
                     shared.cut_all_but(way.connection);
-                    // The target's channels find it before they are told to run the guest.
-                    std::thread::sleep(Duration::from_millis(50));
+                    // The target has found it, and given up its source, before it is told to run the guest.
+                    until_hung_up(&into);
                 } else {
                     let _ = from.shutdown(Shutdown::Both);
                     if harm == Harm::CutBehindCommit {
@@ -204,7 +204,7 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
             } else {
                 bytes.truncate(at);
                 let _ = into.write_all(&bytes);
-                // What was sent is read by the other end before it sees the end.
+                // Mostly the other end reads what was sent before it sees the end. It may also see the end first.
                 std::thread::sleep(Duration::from_millis(1));
                 if rule.harm == Harm::CutAll {
                     shared.cut_all();

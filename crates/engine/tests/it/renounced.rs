@@ -9,6 +9,7 @@ use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, Uri, migrate,
     receive,
 };
+use vmferry_testkit::{PATIENCE, wait_for};
 
 const CONTROL: Way = Way { connection: 0, to_target: true };
 
@@ -55,7 +56,12 @@ fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
         for harm in [Harm::CutAtCommit, Harm::CutAllAtCommit, Harm::CutOthersAtCommit] {
             let mut scene = Scene::new(harm);
             let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
-            let settings = Settings { downtime_limit: Duration::from_micros(1), ..settings(mode) };
+            // It is told, and need not find out: that would take longer than this test.
+            let settings = Settings {
+                downtime_limit: Duration::from_micros(1),
+                peer_timeout: PATIENCE * 2,
+                ..settings(mode)
+            };
             if mode == MigrationMode::Hybrid {
                 monitor.switch_now();
             }
@@ -63,29 +69,32 @@ fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
             let ended =
                 attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &monitor);
             scene.check_returned(&ended);
-            assert!(began.elapsed() < settings.peer_timeout, "{harm:?} {:?}", began.elapsed());
+            assert!(began.elapsed() < PATIENCE, "{harm:?} {:?}", began.elapsed());
         }
     }
 }
 
 /// Waits until `monitor` says that somebody has to say how it goes on.
 fn until_recover_is_awaited(monitor: &Monitor) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !monitor.progress().awaits_recover {
-        assert!(Instant::now() < deadline, "{:?}", monitor.progress());
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    wait_for("a source that has to be told", || {
+        let progress = monitor.progress();
+        if progress.awaits_recover { Ok(()) } else { Err(progress) }
+    });
 }
 
 #[test]
 fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
     let mut scene = Scene::new(Harm::CutAllAtCommit);
     let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
-    let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
+    let settings = Settings {
+        reconnect_for: Duration::ZERO,
+        peer_timeout: Duration::from_millis(1500),
+        ..settings(MigrationMode::Postcopy)
+    };
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
             until_recover_is_awaited(&monitor);
-            // Longer than the target waits for anything else.
+            // Longer than the target waits for anything else. On a busy host it may not have come so far, which only hides a defect.
             std::thread::sleep(settings.peer_timeout + Duration::from_millis(500));
             monitor.recover();
         });

@@ -1,6 +1,8 @@
 //! A source and a target on this host, a migration between them, and what must hold after any of them.
 
 use crate::toy::{Options, Toy};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -8,6 +10,7 @@ use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report, Settings,
     Uri, migrate, receive,
 };
+use vmferry_testkit::{PATIENCE, wait};
 
 /// A path for a socket that nobody else uses.
 pub(crate) fn socket_path() -> PathBuf {
@@ -20,8 +23,17 @@ pub(crate) fn unix_uri() -> Uri {
     Uri::Unix(socket_path())
 }
 
+/// Nobody who is there is taken for silent, on a busy host either.
 pub(crate) fn quick() -> Settings {
-    Settings { peer_timeout: Duration::from_secs(4), ..Settings::default() }
+    Settings { peer_timeout: Duration::from_secs(20), ..Settings::default() }
+}
+
+/// Waits until the other end has hung up, and reads nothing.
+pub(crate) fn until_hung_up(stream: &UnixStream) {
+    let mut fd = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+    let within = i32::try_from(PATIENCE.as_millis()).unwrap();
+    // SAFETY: one structure of our own, about a descriptor that is open.
+    assert_eq!(unsafe { libc::poll(&raw mut fd, 1, within) }, 1, "the other end does not hang up");
 }
 
 pub(crate) struct Ended {
@@ -61,12 +73,11 @@ pub(crate) fn attempt(
         });
         let sent = migrate(source, via, None, settings, monitor);
         // A target that never heard of its source, or not to its end, waits on; one that did ends by itself.
-        let deadline = Instant::now() + settings.peer_timeout + Duration::from_secs(2);
+        let began = Instant::now();
         let unheard = |report: &Report| report.setup_ms == 0.0 && report.state == MigrationState::Cancelled;
         let waits = sent.as_ref().map_or(true, unheard);
-        while !receiving.is_finished() && !waits && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        let left_alone = || began.elapsed() > settings.peer_timeout + Duration::from_secs(2);
+        wait("the target's end", || receiving.is_finished() || waits || left_alone());
         arrival.abandon();
         Ended { sent, received: receiving.join().unwrap() }
     })

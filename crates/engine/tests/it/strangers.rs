@@ -1,7 +1,7 @@
 //! Who else may come to a target that waits for its guest, and what a source may do that means harm.
 
 use crate::rig::{quick, unix_uri};
-use crate::toy::{Options, Toy};
+use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use vmferry_engine::{
     TargetVm, Uri, migrate, receive,
 };
 use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_testkit::{PATIENCE, wait};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply, MigrationId,
     Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter, ToSource, ToTarget, Token,
@@ -25,8 +26,8 @@ fn hello(role: Role, index: u16, token: Token) -> Hello {
 fn connect(uri: &Uri) -> UnixStream {
     let Uri::Unix(path) = uri else { panic!("{uri} is no Unix socket") };
     let stream = UnixStream::connect(path).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
-    stream.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
     stream
 }
 
@@ -66,7 +67,7 @@ fn then_the_real_source(strange: impl FnOnce(&Uri)) {
     let mut target = source.target();
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let arrival = Arrival::new(Duration::from_secs(3));
+    let arrival = Arrival::new(quick().peer_timeout);
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         strange(&uri);
@@ -113,7 +114,8 @@ fn a_hello_and_nothing_more_keeps_nobody_out_for_long() {
             if !matches!(hear(&mut quiet), Some(ToSource::Pong(_))) {
                 break;
             }
-            assert!(began.elapsed() < Duration::from_secs(8));
+            assert!(began.elapsed() < PATIENCE, "it is heard for ever");
+            // Its pace, which no outcome depends on.
             std::thread::sleep(Duration::from_millis(20));
         }
     });
@@ -160,10 +162,17 @@ struct Evil {
     control: UnixStream,
     bulk: Vec<UnixStream>,
     sequence: u64,
+    /// How often the target has looked at its guest's memory: twice for each run of pages, of which the second time is at its end.
+    looks: Box<dyn Fn() -> usize>,
 }
 
 impl Evil {
-    fn new(uri: &Uri, machine: MachineConfig, channels: u16) -> Self {
+    fn new(
+        uri: &Uri,
+        target: impl Fn(Method) -> usize + 'static,
+        machine: MachineConfig,
+        channels: u16,
+    ) -> Self {
         let (mut control, refused) = greet(uri, &hello(Role::Control, 0, Token::NONE));
         assert_eq!(refused, None);
         say(
@@ -197,7 +206,7 @@ impl Evil {
         });
         let bulk = bulk.collect();
         assert_eq!(hear(&mut control), Some(ToSource::ChannelsUp));
-        Self { control, bulk, sequence: 0 }
+        Self { control, bulk, sequence: 0, looks: Box::new(move || target(Method::Window)) }
     }
 
     fn say(&mut self, message: &ToTarget) {
@@ -222,6 +231,13 @@ impl Evil {
         let _ = self.bulk[0].write_all(&bytes);
     }
 
+    /// Waits until the target has looked at its guest's memory `times` during `act`.
+    fn until_looks(&mut self, times: usize, act: impl FnOnce(&mut Self)) {
+        let before = (self.looks)();
+        act(self);
+        wait("the target to take pages", || (self.looks)() >= before + times);
+    }
+
     fn barrier(&mut self, pass: u32) {
         let _ = self.bulk[0].write_all(&FrameHeader::barrier(pass, self.sequence).encode());
         self.sequence += 1;
@@ -237,17 +253,17 @@ impl Evil {
     }
 }
 
-/// Lets an evil source at a target; returns why the target refused. It must not have run, and must not take long.
-fn refusal(act: impl FnOnce(&mut Evil)) -> String {
+/// Lets an evil source at a target that bears silence for `patience`; returns why the target refused. It must not have run.
+fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
     let mut target = Toy::new(Options { ballast: 0, ..Options::default() }, false);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let arrival = Arrival::new(Duration::from_secs(2));
+    let arrival = Arrival::new(patience);
     let machine = TargetVm::config(&target);
-    let began = Instant::now();
+    let (began, counter) = (Instant::now(), target.counter());
     let failure = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
-        let mut evil = Evil::new(&uri, machine, 1);
+        let mut evil = Evil::new(&uri, counter, machine, 1);
         act(&mut evil);
         // A source that has heard the refusal hangs up.
         while hear(&mut evil.control).is_some() {}
@@ -255,13 +271,14 @@ fn refusal(act: impl FnOnce(&mut Evil)) -> String {
         receiving.join().unwrap().unwrap_err()
     });
     assert!(!target.ran() && !target.running(), "it ran: {failure}");
-    assert!(began.elapsed() < Duration::from_secs(6), "{failure}");
+    assert!(began.elapsed() < PATIENCE, "{failure}");
     assert!(matches!(failure, ReceiveFailure::Failed(_)));
     failure.to_string()
 }
 
 fn refused(what: &str, act: impl FnOnce(&mut Evil)) {
-    let why = refusal(act);
+    // Nothing here is a matter of silence.
+    let why = refusal(PATIENCE, act);
     assert!(why.contains(what), "{what}: {why}");
 }
 
@@ -317,8 +334,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
         hear(&mut evil.control);
-        evil.frame(1, 5, |_, _, content| content[17] ^= 1);
-        std::thread::sleep(Duration::from_millis(200));
+        evil.until_looks(2, |evil| evil.frame(1, 5, |_, _, content| content[17] ^= 1));
         evil.say(&ToTarget::Load);
     });
     // Half a frame is under way.
@@ -327,8 +343,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
         hear(&mut evil.control);
-        evil.frame(1, 5, |_, _, content| content.truncate(100));
-        std::thread::sleep(Duration::from_millis(200));
+        evil.until_looks(1, |evil| evil.frame(1, 5, |_, _, content| content.truncate(100)));
         evil.say(&ToTarget::Load);
     });
     // Ready, and then the source goes away, or wants something else.
@@ -350,12 +365,12 @@ fn nothing_is_written_after_the_last_pass() {
     let mut target = Toy::new(Options::default(), false);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let arrival = Arrival::new(Duration::from_secs(2));
+    let arrival = Arrival::new(PATIENCE);
     let machine = TargetVm::config(&target);
-    let memory = TargetVm::memory(&target);
+    let (memory, counter) = (TargetVm::memory(&target), target.counter());
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
-        let mut evil = Evil::new(&uri, machine, 1);
+        let mut evil = Evil::new(&uri, counter, machine, 1);
         evil.frame(0, 1100, |_, _, _| {});
         evil.finish(0);
         assert!(matches!(hear(&mut evil.control), Some(ToSource::Ready { .. })));
@@ -402,8 +417,14 @@ fn device_state_without_end_is_refused_before_it_fills_memory() {
 
 #[test]
 fn a_source_that_falls_silent_is_given_up() {
-    refused("nothing was heard of the source", |_| {});
-    refused("nothing was heard of the source", |evil| evil.finish(0));
+    let silent = |act: fn(&mut Evil)| {
+        let why = refusal(Duration::from_secs(1), act);
+        assert!(why.contains("nothing was heard of the source"), "{why}");
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| silent(|_| {}));
+        scope.spawn(|| silent(|evil| evil.finish(0)));
+    });
 }
 
 /// Asking for channels that cannot be is refused before anything is accepted, so the wait goes on.
@@ -452,11 +473,7 @@ fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
         assert!(refused == Some(RefusalCode::Busy) && closed(&mut ninth));
         // They say nothing more: each is closed, and its place is free again.
         assert!(held.iter_mut().all(closed));
-        let began = Instant::now();
-        while measure(9).1.is_some() {
-            assert!(began.elapsed() < Duration::from_secs(5), "the places of silent channels are kept");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait("the place of a silent channel", || measure(9).1.is_none());
     });
 }
 

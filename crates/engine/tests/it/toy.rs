@@ -21,6 +21,7 @@ use vmferry_engine::{
     TrackerKind, VmError,
 };
 use vmferry_memory::{Gpa, Layout, PageIndex, Region, RegionId};
+use vmferry_testkit::wait;
 
 /// A method that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,7 +211,7 @@ impl Toy {
     }
 
     pub(crate) fn called(&self, method: Method) -> usize {
-        self.board.calls.lock().unwrap().iter().filter(|called| **called == method).count()
+        self.counter()(method)
     }
 
     pub(crate) fn running(&self) -> bool {
@@ -239,6 +240,12 @@ impl Toy {
         self.stopped.load(Relaxed)
     }
 
+    /// Whether the guest knows that a page is zero.
+    pub(crate) fn is_zero(&self, region: RegionId, page: u64) -> bool {
+        let ram = self.board.rams.iter().find(|ram| ram.region.id == region).unwrap();
+        ram.ledger[usize::try_from(page).unwrap()].load(Relaxed) == 0
+    }
+
     /// The memory whose pages come later, once the engine has asked for it.
     pub(crate) fn faulting(&self) -> Option<Arc<Faulting>> {
         self.board.lazy.get().cloned()
@@ -257,13 +264,19 @@ impl Toy {
         *self.board.running.write().unwrap() = false;
     }
 
-    /// Whether the vCPUs get on.
+    /// Whether the vCPUs run. Waits until they get on if they do.
     pub(crate) fn works(&self) -> bool {
         let before = self.writes();
-        (0..2000).any(|_| {
-            std::thread::sleep(Duration::from_millis(1));
-            self.writes() > before
-        })
+        if self.running() {
+            wait("the vCPUs", || self.writes() > before);
+        }
+        self.running()
+    }
+
+    /// Tells how often a method was called, also while the engine has this VM.
+    pub(crate) fn counter(&self) -> impl Fn(Method) -> usize + use<> {
+        let board = Arc::clone(&self.board);
+        move |method| board.calls.lock().unwrap().iter().filter(|called| **called == method).count()
     }
 
     fn config(&self) -> MachineConfig {

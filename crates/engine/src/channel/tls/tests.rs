@@ -9,6 +9,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_testkit::{PATIENCE, wait};
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -243,6 +244,14 @@ fn sides_that_do_not_agree_on_encryption_say_so() {
     assert!(error.to_string().contains("have both sides certificates of an authority"), "{error}");
 }
 
+/// Whether a connection of this host to `port` of loopback waits for the answer to its first packet.
+fn is_connecting_to(port: u16) -> bool {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    // Remote address and state; 02 is SYN_SENT.
+    let want = format!("0100007F:{port:04X} 02");
+    table.lines().any(|line| line.contains(&want))
+}
+
 #[test]
 fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
     let authority = Authority::new();
@@ -255,29 +264,41 @@ fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
     full.listen(0).unwrap();
     let full = TcpListener::from(full);
     let _one = TcpStream::connect(full.local_addr().unwrap()).unwrap();
+    // What it waits for is there to be seen: its first words, or a connection that the kernel has begun and not made.
+    let waits = |listener: &TcpListener| {
+        if std::ptr::eq(listener, &full) {
+            return wait("a connection in its making", || {
+                is_connecting_to(full.local_addr().unwrap().port())
+            });
+        }
+        let (mut other, _) = listener.accept().unwrap();
+        other.read_exact(&mut [0]).unwrap();
+        // Kept: it neither answers nor hangs up.
+        std::mem::forget(other);
+    };
     for (what, listener, tls) in
         [("hello", &silent, None), ("handshake", &silent, Some(tls)), ("connection", &full, None)]
     {
         let uri = Uri::Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
-        let settings = Settings { tls, peer_timeout: Duration::from_secs(60), ..Settings::default() };
+        // Without the cancel it would wait longer than this test.
+        let settings = Settings { tls, peer_timeout: PATIENCE * 2, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
-        // While it waits, and before.
-        for after in [300, 0] {
+        for while_it_waits in [true, false] {
             let (monitor, began) = (Monitor::new(), Instant::now());
             std::thread::scope(|scope| {
-                let opened = scope.spawn(|| {
-                    while after == 0 && !monitor.cancelled() {
-                        std::thread::yield_now();
-                    }
-                    connect(&uri, id, &settings, Some(&monitor)).map(drop)
-                });
-                std::thread::sleep(Duration::from_millis(after));
-                assert!(!opened.is_finished(), "{what}: {:?}", opened.join());
-                monitor.cancel();
+                if !while_it_waits {
+                    monitor.cancel();
+                }
+                let opened = scope.spawn(|| connect(&uri, id, &settings, Some(&monitor)).map(drop));
+                if while_it_waits {
+                    waits(listener);
+                    assert!(!opened.is_finished(), "{what}: {:?}", opened.join());
+                    monitor.cancel();
+                }
                 let error = opened.join().unwrap().unwrap_err();
                 assert!(matches!(error, MigrateError::Cancelled { .. }), "{what}: {error}");
             });
-            assert!(began.elapsed() < SOON, "{what}: {:?}", began.elapsed());
+            assert!(began.elapsed() < PATIENCE, "{what}: {:?}", began.elapsed());
         }
     }
 }

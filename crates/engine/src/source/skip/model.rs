@@ -8,7 +8,7 @@ mod world;
 
 use super::{Flaw, Kept, Skipping, State as Asking};
 use crate::free::Answers;
-use crate::model::shortest;
+use crate::model::{any, shortest, wants_shortest};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::flight::{Flight, Turn};
 use crate::source::pending::Pending;
@@ -384,12 +384,11 @@ fn model(answers: Answers, flaw: Flaw) -> Move {
 
 #[test]
 fn in_no_order_of_events_a_page_is_missed() {
-    use std::io::Write;
     for (answers, cancels) in [(Answers::AtOnce, false), (Answers::ByGuest, false), (Answers::AtOnce, true)] {
         let deeds = if answers == Answers::ByGuest || cancels { 2 } else { 3 };
         let checker = Move { cancels, deeds, ..model(answers, Flaw::None) }.checker().spawn_dfs().join();
         let states = checker.unique_state_count();
-        let _ = writeln!(std::io::stdout(), "model: {answers:?}, cancels {cancels}: {states} states");
+        vmferry_testkit::say(format!("model: {answers:?}, cancels {cancels}: {states} states"));
         checker.assert_properties();
     }
 }
@@ -413,12 +412,13 @@ fn each_wrong_order_misses_a_page() {
         ),
         (Answers::AtOnce, Flaw::SettlesEarly, "what was free before the pause is left out after it"),
     ] {
-        let (property, path) =
-            shortest(&model(answers, flaw)).unwrap_or_else(|| panic!("{flaw:?} was not found"));
+        let model = model(answers, flaw);
+        let found = if wants_shortest() { shortest(&model) } else { any(&model) };
+        let (property, path) = found.unwrap_or_else(|| panic!("{flaw:?} was not found"));
         assert_eq!(property, LOST, "{flaw:?}");
         let steps: Vec<_> = path.into_iter().filter_map(|(_, deed)| Some(format!("{:?}", deed?))).collect();
         rows.push(format!("| {what} | {property} | {} | {} |", steps.len(), steps.join("; ")));
     }
-    let head = "| mutation | what breaks | steps | the shortest trace |\n|---|---|---|---|";
+    let head = "| mutation | what breaks | steps | a trace |\n|---|---|---|---|";
     println!("{head}\n{}", rows.join("\n"));
 }
