@@ -1,30 +1,17 @@
 //! A process guest whose free pages stay behind: it takes and gives up pages of its heap all the time, moves in every mode, and
 //! finds each page in use as it left it.
 
-use std::io::Write;
-use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
     migrate, receive,
 };
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 
-const MEMORY: u64 = 64 << 20;
-const HEAP: u64 = 32 << 20;
+const MEMORY: u64 = 40 << 20;
+const HEAP: u64 = 16 << 20;
 const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !done() {
-        assert!(begin.elapsed() < Duration::from_secs(40), "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
 
 fn options(memfd: bool) -> ProcessOptions {
     let mut options = ProcessOptions::new(MEMORY, 2);
@@ -46,8 +33,8 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
     let mut source = running(memfd);
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
     let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(Duration::from_secs(10)));
-    let settings = Settings { mode, free_pages, verify: true, ..Settings::default() };
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
+    let settings = Settings { mode, free_pages, verify: true, peer_timeout: PATIENCE, ..Settings::default() };
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
             let received = receive(&mut target, &listener, &arrival).expect("the guest");
@@ -61,7 +48,7 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
     let what = format!("{mode} memfd {memfd} free pages {free_pages}");
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
     let handle = target.handle();
-    wait("the heap at work", || handle.heap().checked > 2000);
+    wait("the heap at work", || handle.heap().checked > 1000);
     wait("the guest's page of requests", || handle.request_verify(7));
     wait("the guest's check", || handle.stats().is_ok_and(|stats| stats.verified(7)));
     let mut stats = None;
@@ -78,7 +65,7 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
 
 fn compare(mode: MigrationMode, memfd: bool) {
     let (with, without) = (moved(mode, memfd, true), moved(mode, memfd, false));
-    say(&format!(
+    say(format!(
         "{mode}, memfd {memfd}: {} bytes and {:.1} ms with free pages left out, {} and {:.1} ms without; {} pages, {:?}",
         with.bytes.wire,
         with.total_ms,
@@ -92,12 +79,13 @@ fn compare(mode: MigrationMode, memfd: bool) {
     assert!(with.bytes.free_pages_skipped > least, "{with:?}");
     assert_eq!(with.skipped_pages, with.bytes.free_pages_skipped);
     assert_eq!(with.verified_pages + with.skipped_pages, MEMORY / 4096, "{with:?}");
-    assert!(
-        with.bytes.wire + least * 4096 < without.bytes.wire,
-        "{} {}",
-        with.bytes.wire,
-        without.bytes.wire
-    );
+    // Of what the guest writes meanwhile there is more the longer a migration takes, on a busy host: that is no part of the first pass.
+    // A postcopy sends no page twice.
+    let sent = |report: &Report| match (mode, &report.passes[..]) {
+        (MigrationMode::Postcopy, _) => report.bytes.wire,
+        (_, passes) => passes[0].wire_bytes,
+    };
+    assert!(sent(&with) + least * 4096 < sent(&without), "{} {}", sent(&with), sent(&without));
     assert_eq!((without.bytes.free_pages_skipped, without.verified_pages), (0, MEMORY / 4096));
 }
 
@@ -111,7 +99,7 @@ fn free_pages_stay_behind_in_precopy() {
 #[test]
 fn free_pages_are_not_waited_for_in_postcopy() {
     if let Err(error) = ProcessGuest::new_incoming(options(false)).unwrap().lazy_memory() {
-        return say(&format!("not run: {error}"));
+        return skip(Need::Uffd, error);
     }
     for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {
         compare(mode, false);

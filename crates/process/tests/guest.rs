@@ -1,7 +1,7 @@
 //! Process guests that run, stand still, move by hand and by the engine, and notice what was lost.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{
     Arrival, FillState, GuestMemory, Listener, MigrateError, MigrationState, Monitor, Settings, SourceVm,
@@ -10,6 +10,7 @@ use vmferry_engine::{
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const MEMORY: u64 = 32 << 20;
 
@@ -35,14 +36,6 @@ fn running(workload: &str, memfd: bool) -> ProcessGuest {
 /// What the guest reports; `None` while it writes its report.
 fn stats(handle: &ProcessHandle) -> Option<StatsSnapshot> {
     handle.stats().ok()
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !done() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// Has the guest check all its pages, and returns what it says then.
@@ -103,24 +96,20 @@ fn an_allocating_workload_is_refused_with_what_to_do() {
 
 #[test]
 fn a_paused_guest_stands_still_from_the_first_moment() {
-    let mut guest = running("uniform,ws=8M", false);
+    let mut guest = running("uniform,ws=2M", false);
     let memory = SourceVm::memory(&guest);
-    let pages = MEMORY / 4096;
-    let snapshot = || (0..pages).map(|index| page(&memory, index)).collect::<Vec<_>>();
-    let mut slowest = Duration::ZERO;
+    // Every page that the guest writes, statistics, counters, content, and some more.
+    let snapshot = || (0..1000).map(|index| page(&memory, index)).collect::<Vec<_>>();
     for round in 0..40 {
-        // Right after a resume threads may be anywhere between waking up and their first step.
+        // Right after a resume threads may be anywhere between waking up and their first step. Any moment is as good.
         SourceVm::resume(&mut guest).unwrap();
         std::thread::sleep(Duration::from_micros(round % 4 * 300));
-        let begin = Instant::now();
         SourceVm::pause(&mut guest).unwrap();
-        slowest = slowest.max(begin.elapsed());
         let first = snapshot();
+        // Time for a thread that has not stopped. One that gets no processor meanwhile is missed, and no more.
         std::thread::sleep(Duration::from_millis(2));
         assert!(snapshot() == first, "round {round}: a page changed while the guest was paused");
     }
-    println!("slowest pause of 40: {slowest:?}");
-    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
     let before = stats(&guest.handle()).expect("whole reports from a paused guest").writes();
     SourceVm::resume(&mut guest).unwrap();
     wait("writes after the pauses", || stats(&guest.handle()).is_some_and(|stats| stats.writes() > before));
@@ -138,6 +127,7 @@ fn a_pause_right_after_a_resume_holds_too() {
         SourceVm::resume(&mut guest).unwrap();
         SourceVm::pause(&mut guest).unwrap();
         let first = snapshot();
+        // As above.
         std::thread::sleep(Duration::from_micros(200));
         assert!(snapshot() == first, "round {round}: a page changed while the guest was paused");
     }
@@ -150,11 +140,14 @@ fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
     {
         for memfd in [false, true] {
             let mut source = running(workload, memfd);
-            std::thread::sleep(Duration::from_millis(20));
+            if workload != "idle" {
+                wait("writes", || stats(&source.handle()).is_some_and(|stats| stats.writes() > 1000));
+            }
             SourceVm::pause(&mut source).unwrap();
             let before = stats(&source.handle()).expect("whole reports from a paused guest");
             let mut target = moved(&mut source, &[]);
             assert_eq!(stats(&target.handle()).unwrap(), before, "{workload}");
+            // What the move takes at least, which the guest is to notice.
             std::thread::sleep(Duration::from_millis(30));
             target.start().unwrap();
             let after = verified(&target.handle(), 7);
@@ -235,8 +228,10 @@ fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
         tracker.harvest(&mut dirty).unwrap();
         copy(&from, &to, dirty.region(RegionId(0)).unwrap());
     }
-    // Long enough that pages are dirty for certain.
-    std::thread::sleep(Duration::from_millis(20));
+    // So many writes that pages are dirty for certain.
+    let writes = || stats(&source.handle()).map_or(0, |stats| stats.writes());
+    let before = writes();
+    wait("writes", || writes() > before + 4000);
     SourceVm::pause(&mut source).unwrap();
     let sections = source.save().unwrap();
     dirty.clear();
@@ -250,17 +245,10 @@ fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
     verified(&target.handle(), 1).corrupt()
 }
 
-/// Whether this host can track writes without KVM; says so, past the harness, if not.
+/// Whether this host can track writes without KVM; if not, the calling test is skipped.
 fn can_track() -> bool {
-    use std::io::Write;
-    match vmferry_dirty::WpTracker::available() {
-        Ok(()) => true,
-        Err(error) => {
-            let mut stdout = std::io::stdout().lock();
-            writeln!(stdout, "write protection: not run: {error}").unwrap();
-            false
-        }
-    }
+    let available = vmferry_dirty::WpTracker::available();
+    available.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
 #[test]
@@ -305,6 +293,7 @@ fn the_engine_moves_it_and_every_page_agrees() {
 
 #[test]
 fn a_guest_goes_into_a_file_and_out_of_it() {
+    let mut why_not = None;
     for memfd in [false, true] {
         let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
         let path = std::env::temp_dir().join(format!("vmferry-process-file-{}-{memfd}", std::process::id()));
@@ -320,7 +309,7 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
         assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
         match comes {
             Ok(comes) => {
-                let progress = comes.wait(Duration::from_secs(60));
+                let progress = comes.wait(PATIENCE);
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!(
                     (progress.pages, progress.placed),
@@ -329,12 +318,12 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
                 assert_eq!(verified(&lazy.handle(), 4).corrupt(), 0);
                 println!("lazily, memfd {memfd}: {progress:?}");
             }
-            Err(MigrateError::NotLazy { why }) => {
-                use std::io::Write;
-                writeln!(std::io::stdout(), "lazy restore: not run: {why}").unwrap();
-            }
+            Err(MigrateError::NotLazy { why }) => why_not = Some(why),
             Err(error) => panic!("{error}"),
         }
+    }
+    if let Some(why) = why_not {
+        skip(Need::Uffd, format!("while it runs: {why}"));
     }
 }
 

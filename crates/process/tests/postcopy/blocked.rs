@@ -2,7 +2,9 @@
 //! keeper was dropped.
 
 use crate::proxy::{Harm, Proxy, Rule, Way};
-use crate::rig::{can_fault, given_up, options, running, say, settings, stands_still, wait, whole};
+use crate::rig::{
+    can_fault, given_up, in_a_process_of_its_own, options, running, settings, stands_still, whole,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +15,7 @@ use vmferry_engine::{
 };
 use vmferry_memory::{PAGE_BYTES, PageRun};
 use vmferry_process::ProcessGuest;
+use vmferry_testkit::{PATIENCE, say, wait};
 use vmferry_wire::Role;
 
 /// A guest whose device state cannot be loaded without reading its memory, as a device that looks at its rings does.
@@ -81,6 +84,7 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
         let meanwhile = || {
             wait("the state to be loaded", || begun.load(Ordering::Acquire));
             wait("the page to be withheld", || proxy.harmed() > 0);
+            // Time for a load that does not wait. One that gets no processor meanwhile is missed, and no more.
             std::thread::sleep(Duration::from_millis(100));
             assert!(!loaded.load(Ordering::Acquire), "the loading reads a page that has not come");
             let began = Instant::now();
@@ -99,13 +103,13 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
     Blocked { source, sent, received, took }
 }
 
-/// The target says why it has no guest, soon, and the guest goes on where it was.
-fn ended_well(what: &str, ended: &Blocked, within: Duration) {
+/// The target says why it has no guest, and the guest goes on where it was.
+fn ended_well(what: &str, ended: &Blocked) {
     let why = ended.received.as_ref().unwrap_err().to_string();
     let sent = ended.sent.as_ref().map(|report| (report.state, report.error.clone()));
-    say(&format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
+    say(format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
     assert!(why.contains("it has not run here") && why.contains("source"), "{what}: {why}");
-    assert!(ended.took < within, "{what}: {:?}", ended.took);
+    assert!(ended.took < PATIENCE, "{what}: {:?}", ended.took);
     let report = ended.sent.as_ref().unwrap();
     assert_eq!(report.state, MigrationState::Failed, "{what}: {:?}", report.error);
     whole(&ended.source, what);
@@ -113,27 +117,27 @@ fn ended_well(what: &str, ended: &Blocked, within: Duration) {
 
 #[test]
 fn a_state_whose_pages_cannot_come_is_given_up() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
-    let settings = settings(MigrationMode::Postcopy);
-    let dead = blocked(&settings, |proxy| {
+    // What is found out by silence takes longer than this test.
+    let patient = Settings { peer_timeout: PATIENCE * 2, ..settings(MigrationMode::Postcopy) };
+    let dead = blocked(&patient, |proxy| {
         proxy.close(true);
         proxy.cut(|_| true);
     });
-    ended_well("a source that died", &dead, Duration::from_secs(2));
+    ended_well("a source that died", &dead);
     // One channel is enough: what it carried cannot come over another before the guest runs.
-    let part = blocked(&settings, |proxy| proxy.cut(|role| role == Role::Urgent));
-    ended_well("an urgent channel that died", &part, Duration::from_secs(2));
+    let part = blocked(&patient, |proxy| proxy.cut(|role| role == Role::Urgent));
+    ended_well("an urgent channel that died", &part);
     // A source that is there, answers, and does not bring the page is given a while.
+    let settings = Settings { peer_timeout: Duration::from_secs(1), ..patient };
     let silent = blocked(&settings, |_| {});
-    ended_well("a page that is withheld", &silent, settings.peer_timeout * 5);
+    ended_well("a page that is withheld", &silent);
 }
 
 #[test]
 fn a_state_whose_pages_come_is_loaded() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -200,30 +204,25 @@ fn kept(
 
 #[test]
 fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
-    let _alone = crate::rig::alone();
-    if !can_fault() {
+    if !can_fault() || !in_a_process_of_its_own() {
         return;
     }
     let settings = Settings {
         max_bandwidth: Some(1 << 20),
         reconnect_for: Duration::ZERO,
+        // It is told of the loss. Finding it out takes longer than this test.
+        peer_timeout: PATIENCE * 2,
         ..settings(MigrationMode::Postcopy)
     };
     let mut seen = None;
     let (report, [source, target]) = kept(&settings, |rest, monitor| {
         let watch = rest.watch();
-        let began = Instant::now();
         drop(rest);
-        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
         // One that has been joined is listed for a moment longer.
         wait("its threads to end", || threads("target-") == 0);
         let left = watch.now().left;
         wait("the source to see it", || monitor.progress().state == MigrationState::PostcopyPaused);
-        assert!(
-            began.elapsed() < settings.peer_timeout,
-            "it is told, and need not find out: {:?}",
-            began.elapsed()
-        );
+        // What would come later on a busy host is missed, and no more.
         std::thread::sleep(Duration::from_millis(200));
         assert_eq!(watch.now().left, left, "nothing comes");
         seen = Some(left);
@@ -232,16 +231,13 @@ fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
     assert_eq!(report.state, MigrationState::Lost, "{:?}", report.error);
     stands_still(&source, "dropped");
     // Its threads sleep on pages that do not come; it can be ended all the same.
-    let began = Instant::now();
     drop(target);
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
 
 /// All pages are there, also those that nobody sent because they are zero.
 #[test]
 fn a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest() {
-    let _alone = crate::rig::alone();
-    if !can_fault() {
+    if !can_fault() || !in_a_process_of_its_own() {
         return;
     }
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };

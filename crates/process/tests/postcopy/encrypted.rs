@@ -15,7 +15,6 @@ fn encrypted() -> Settings {
 
 #[test]
 fn pages_come_to_a_running_guest() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -29,7 +28,6 @@ fn pages_come_to_a_running_guest() {
 /// page is lost or taken damaged.
 #[test]
 fn a_lost_link_is_taken_up_again() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }

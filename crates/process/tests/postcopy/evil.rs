@@ -1,17 +1,17 @@
 //! Sources that mean harm to a target that takes a guest before its memory, and strangers beside them.
 
-use crate::rig::{can_fault, options, running, take, wait, whole};
+use crate::rig::{can_fault, options, running, take, whole};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use vmferry_engine::{
     Arrival, GuestMemory, Listener, MachineConfig, MigrationState, ReceiveFailure, RestState, RestWatch,
     SourceVm, TargetVm, Uri,
 };
 use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_process::ProcessGuest;
+use vmferry_testkit::{PATIENCE, wait};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply,
     LackingPages, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter,
@@ -29,7 +29,7 @@ fn hello(role: Role, index: u16, token: Token) -> Hello {
 fn greet(uri: &Uri, hello: &Hello) -> (TcpStream, Option<RefusalCode>) {
     let Uri::Tcp { host, port } = uri else { panic!("{uri} is no TCP address") };
     let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(&hello.encode()).unwrap();
     let mut reply = [0; HELLO_BYTES];
     stream.read_exact(&mut reply).unwrap();
@@ -45,6 +45,8 @@ struct Evil {
     resume: Token,
     sections: Vec<Section>,
     memory: Arc<dyn GuestMemory>,
+    /// The target's.
+    there: Arc<dyn GuestMemory>,
 }
 
 impl Evil {
@@ -90,9 +92,13 @@ impl Evil {
     }
 
     fn content(&self, page: u64) -> Vec<u8> {
-        let mut content = [0; PAGE_BYTES];
-        self.memory.window(RegionId(0), PageRun::new(PageIndex(page), 1)).unwrap().copy_page(0, &mut content);
-        content.to_vec()
+        content(&self.memory, page)
+    }
+
+    /// Waits until what was said on a bulk channel has been read, before the handover: a page comes behind it.
+    fn until_read(&mut self, channel: usize, page: u64) {
+        self.send(channel, page);
+        wait("a page at the target", || content(&self.there, page) == self.content(page));
     }
 
     /// A frame with one page; `content` need not be what its digest says.
@@ -175,6 +181,12 @@ impl Evil {
     }
 }
 
+fn content(memory: &Arc<dyn GuestMemory>, page: u64) -> Vec<u8> {
+    let mut content = [0; PAGE_BYTES];
+    memory.window(RegionId(0), PageRun::new(PageIndex(page), 1)).unwrap().copy_page(0, &mut content);
+    content.to_vec()
+}
+
 /// What a target says of what `act` did to it.
 fn visit(
     act: impl FnOnce(&mut Evil, &MachineConfig, &dyn Fn() -> RestState),
@@ -184,13 +196,13 @@ fn visit(
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
     let uri = listener.uri().unwrap();
     let machine = TargetVm::config(&target);
-    let (arrival, watch) = (Arrival::new(Duration::from_secs(20)), Mutex::default());
+    let (arrival, watch, there) = (Arrival::new(PATIENCE), Mutex::default(), TargetVm::memory(&target));
     let received = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
         let (control, refused) = greet(&uri, &hello(Role::Control, 0, Token::NONE));
         assert_eq!(refused, None);
         let (sections, memory) = (source.save().unwrap(), SourceVm::memory(&source));
-        let mut evil = Evil { uri, control, data: Vec::new(), resume: Token::NONE, sections, memory };
+        let mut evil = Evil { uri, control, data: Vec::new(), resume: Token::NONE, sections, memory, there };
         let rest = || {
             let mut rest = None;
             wait("the guest at the target", || {
@@ -226,7 +238,6 @@ fn refused(what: &str, mode: Mode, bulk: u16, act: impl FnOnce(&mut Evil)) {
 
 #[test]
 fn a_guest_is_not_started_over_what_cannot_be() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -247,7 +258,7 @@ fn a_guest_is_not_started_over_what_cannot_be() {
     refused("in the middle of a pass", Mode::Hybrid, 2, |evil| {
         evil.state();
         evil.barrier(0, 0);
-        std::thread::sleep(Duration::from_millis(200));
+        evil.until_read(0, 300);
         evil.lacking(0, 768);
         evil.say(&ToTarget::LoadLazily { pages: PAGES });
     });
@@ -290,7 +301,6 @@ fn a_guest_is_not_started_over_what_cannot_be() {
 
 #[test]
 fn impossible_numbers_of_urgent_channels_are_refused() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -311,7 +321,6 @@ fn impossible_numbers_of_urgent_channels_are_refused() {
 /// came first, and undamaged.
 #[test]
 fn a_guest_that_runs_bears_what_its_source_sends() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -361,7 +370,6 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
 /// Digests that never match: the link is given up after 10,000, not the guest.
 #[test]
 fn pages_that_are_damaged_for_ever_end_the_link() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }

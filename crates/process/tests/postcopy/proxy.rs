@@ -47,6 +47,7 @@ struct Shared {
     opened: Mutex<HashMap<(Role, u16), u32>>,
     /// Connections are closed as soon as they come.
     closed: AtomicBool,
+    turned_away: AtomicU32,
     done: AtomicBool,
     harmed: AtomicU32,
 }
@@ -85,9 +86,11 @@ impl Proxy {
                     break;
                 }
                 // Otherwise it is closed, as by a host that is there and has nobody listening.
-                if let Ok(client) = client
-                    && !own.closed.load(Ordering::Acquire)
-                {
+                let Ok(client) = client else { continue };
+                if own.closed.load(Ordering::Acquire) {
+                    drop(client);
+                    own.turned_away.fetch_add(1, Ordering::AcqRel);
+                } else {
                     pumps.extend(connect(&own, client, &to).into_iter().flatten());
                 }
             }
@@ -106,6 +109,11 @@ impl Proxy {
     /// How often harm was done.
     pub(crate) fn harmed(&self) -> u32 {
         self.shared.harmed.load(Ordering::Acquire)
+    }
+
+    /// How many connections were closed as soon as they came.
+    pub(crate) fn turned_away(&self) -> u32 {
+        self.shared.turned_away.load(Ordering::Acquire)
     }
 
     /// Ends the channels of these roles now.
@@ -142,7 +150,7 @@ const ORDER: [(Role, u16); 6] = [
 /// Reads the hello, which says what this connection is, and begins to pump.
 fn connect(shared: &Arc<Shared>, mut client: TcpStream, to: &str) -> Option<[JoinHandle<()>; 2]> {
     client.set_nodelay(true).unwrap();
-    client.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    client.set_read_timeout(Some(vmferry_testkit::PATIENCE)).unwrap();
     let mut hello = [0; HELLO_BYTES];
     client.read_exact(&mut hello).ok()?;
     client.set_read_timeout(None).unwrap();
@@ -187,6 +195,7 @@ fn pump(shared: &Shared, rule: Option<Rule>, mut from: TcpStream, mut into: TcpS
                 match rule.harm {
                     Harm::CutAll => shared.cut(|_| true),
                     Harm::Stall => {
+                        // Until both sides have given it up, or the test has ended: for that it has as long as it takes.
                         while !shared.done.load(Ordering::Acquire) {
                             std::thread::sleep(Duration::from_millis(2));
                         }

@@ -1,8 +1,9 @@
 //! Lost links that are taken up by hand, given up, or not needed any more.
 
-use crate::rig::{View, asleep, can_fault, go, say, settings, stands_still, wait, whole, writes};
-use std::time::{Duration, Instant};
+use crate::rig::{View, asleep, can_fault, go, settings, stands_still, whole, writes};
+use std::time::Duration;
 use vmferry_engine::{MigrationMode, MigrationState, Settings};
+use vmferry_testkit::{say, wait};
 use vmferry_wire::Role;
 
 /// Slow, and nobody tries by himself.
@@ -35,7 +36,6 @@ fn both_paused(view: &View<'_>) {
 
 #[test]
 fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -45,13 +45,14 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
             let (here, there) = (view.monitor.progress(), view.rest().unwrap());
             assert!(here.interrupted.is_some() && here.runs_there, "{here:?}");
             assert!(there.why.is_some() && there.left > 0, "{there:?}");
-            // Nobody tries, and nothing comes.
+            // Nobody tries, and nothing comes. What would come later on a busy host is missed, and no more.
             std::thread::sleep(Duration::from_millis(200));
             assert_eq!(view.rest().unwrap().left, there.left);
             // Without a way to the target one attempt is made, and the state stays.
             view.proxy.close(true);
+            let turned_away = view.proxy.turned_away();
             view.monitor.recover();
-            std::thread::sleep(Duration::from_millis(100));
+            view.until("the attempt", || view.proxy.turned_away() > turned_away);
             both_paused(view);
             view.proxy.close(false);
             view.monitor.recover();
@@ -65,7 +66,6 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
 
 #[test]
 fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -78,14 +78,17 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
             view.monitor.cancel();
             view.proxy.close(true);
             view.proxy.cut(|_| true);
-            view.until("the loss", || view.monitor.progress().state == MigrationState::PostcopyPaused);
-            std::thread::sleep(Duration::from_millis(300));
+            let paused = |state| state == MigrationState::PostcopyPaused;
+            view.until("the loss", || {
+                paused(view.monitor.progress().state) && paused(view.rest().unwrap().state)
+            });
+            if !reconnect_for.is_zero() {
+                view.until("an attempt", || view.proxy.turned_away() > 0);
+            }
             left = view.rest().unwrap().left;
-            let began = Instant::now();
             view.monitor.abandon();
+            // Also while it is being tried, which is not waited for to its end.
             view.until("the end", || false);
-            // Also while it is being tried, which takes up to two seconds at a time.
-            assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
         });
         assert_eq!(moved.state(), MigrationState::Lost, "{}", moved.error());
         assert!(moved.error().contains("given up before the target said"), "{}", moved.error());
@@ -100,7 +103,6 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
 /// The guest's threads go on until they need a page, and no further; what they have is right.
 #[test]
 fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -108,6 +110,7 @@ fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
         cut_in_the_middle(view);
         let waits = |view: &View<'_>| view.rest().unwrap().postcopy.requests;
         let before = waits(view);
+        // What threads have to wait for at least, below.
         std::thread::sleep(Duration::from_millis(500));
         assert_eq!(waits(view), before, "there is nobody to ask");
         view.monitor.recover();
@@ -115,20 +118,20 @@ fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
     });
     let report = moved.completed("without a link");
     let longest = report.postcopy.as_ref().unwrap().max_us;
-    say(&format!("a thread waited for {:.0} ms", longest / 1e3));
+    say(format!("a thread waited for {:.0} ms", longest / 1e3));
     assert!(longest > 400e3, "the time without a link counts: {longest} us");
 }
 
 /// All pages come, and the source never hears of it, until somebody takes up the link again.
 #[test]
 fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
     let settings = Settings { max_bandwidth: None, ..by_hand() };
     let mut ended_by_itself = 0;
-    for _ in 0..8 {
+    // The cut finds it with everything, or nearly, by chance.
+    for _ in 0..4 {
         let moved = go(&settings, vec![], |view| {
             view.until("nearly all pages at the target", || view.rest().is_some_and(|rest| rest.left < 200));
             view.proxy.cut(|role| role == Role::Control);
@@ -144,18 +147,17 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
                 rest.state
                     == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
             });
-            say(&format!("{} pages were lacking when the link was lost", rest.left));
+            say(format!("{} pages were lacking when the link was lost", rest.left));
             view.monitor.recover();
         });
         moved.completed("told late");
     }
-    say(&format!("{ended_by_itself} of 8 had ended before the cut"));
+    say(format!("{ended_by_itself} of 4 had ended before the cut"));
 }
 
 /// A target that is told to stop leaves its guest's threads asleep, and its source waits for somebody.
 #[test]
 fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }
@@ -175,7 +177,6 @@ fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
 /// Cancelled before the handover it stays; the target has not run it.
 #[test]
 fn before_the_handover_it_can_be_called_off() {
-    let _alone = crate::rig::alone();
     if !can_fault() {
         return;
     }

@@ -1,9 +1,8 @@
 //! A loaded guest that moves, and what must hold of it afterwards.
 
 use crate::proxy::{Proxy, Rule};
-use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationMode, MigrationState, Monitor, ReceiveFailure, Report,
@@ -11,43 +10,39 @@ use vmferry_engine::{
 };
 use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
+use vmferry_testkit::{Need, say, skip, wait};
 
 const MEMORY: u64 = 24 << 20;
 /// 8 MiB of random content, all of it written to.
 const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
-/// One test at a time: each keeps several migrations and their guests busy, and what is late on a crowded host is a lost peer.
-pub(crate) fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Longer than anything here takes on a busy host.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
 
 pub(crate) fn options() -> ProcessOptions {
     ProcessOptions::new(MEMORY, 2)
 }
 
-/// Past the test harness, which hides what passing tests print.
-pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-/// Whether this host lets pages come later, and says so if not.
+/// Whether this host lets pages come later; if not, the calling test is skipped.
 pub(crate) fn can_fault() -> bool {
     let possible = ProcessGuest::new_incoming(options()).unwrap().lazy_memory();
-    if let Err(error) = &possible {
-        say(&format!("not run: {error}"));
-    }
-    possible.is_ok()
+    possible.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
-pub(crate) fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !done() {
-        assert!(begin.elapsed() < PATIENCE, "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(1));
+/// Has the calling test run in a process of its own, where it finds no threads of others. True in that process.
+pub(crate) fn in_a_process_of_its_own() -> bool {
+    const ALONE: &str = "VMFERRY_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
     }
+    let thread = std::thread::current();
+    let test = thread.name().expect("the name of the test");
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}{errors}");
+    false
 }
 
 pub(crate) fn running() -> ProcessGuest {
@@ -85,11 +80,11 @@ pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
 /// The guest stands still.
 pub(crate) fn stands_still(guest: &ProcessGuest, what: &str) {
     let before = writes(guest);
+    // Time for a thread that runs. One that gets no processor meanwhile is missed, and no more.
     std::thread::sleep(Duration::from_millis(60));
     assert_eq!(writes(guest), before, "{what}: it runs");
 }
 
-/// Slow enough that the harm comes in the middle.
 /// Keeps a guest that lacks pages until this process ends: whoever waits for one must not be given zeros, so its threads sleep on.
 pub(crate) fn asleep(guest: ProcessGuest) {
     // Not forgotten: what nothing leads to any more would count as leaked.
@@ -97,11 +92,12 @@ pub(crate) fn asleep(guest: ProcessGuest) {
     ASLEEP.lock().unwrap().push(guest);
 }
 
+/// Slow enough that the harm comes in the middle; and nobody who is there is taken for silent.
 pub(crate) fn settings(mode: MigrationMode) -> Settings {
     Settings {
         mode,
         max_bandwidth: Some(24 << 20),
-        peer_timeout: Duration::from_secs(3),
+        peer_timeout: Duration::from_secs(20),
         reconnect_for: Duration::from_secs(20),
         ..Settings::default()
     }
@@ -198,12 +194,12 @@ pub(crate) fn take(
 
 /// Ends a migration that does not end, so that the test does.
 pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
-    while !finished() {
+    wait("the end of what was given up", || {
         arrival.abandon();
         monitor.cancel();
         monitor.abandon();
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        finished()
+    });
 }
 
 /// Moves a loaded guest over a link with these `rules`; `meanwhile` looks on, and does what it likes.
@@ -224,31 +220,27 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
         let finished = || sending.is_finished();
         let view =
             View { monitor: &monitor, proxy: &proxy, arrival: &arrival, rest: &watch, finished: &finished };
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| meanwhile(&view))) {
-            say(&format!("at the failure: {:?} {:?}", monitor.progress(), view.rest()));
+        let to_the_end = || {
+            meanwhile(&view);
+            wait("the source's end", finished);
+        };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(to_the_end)) {
+            say(format!("at the failure: {settings:?} {:?} {:?}", monitor.progress(), view.rest()));
             given_up(&arrival, &monitor, &finished);
             resume_unwind(panic);
         }
-        let begin = Instant::now();
-        while !finished() {
-            if begin.elapsed() > PATIENCE {
-                let rest = watch.lock().unwrap().as_ref().map(RestWatch::now);
-                say(&format!("given up: {settings:?} {:?} {rest:?}", monitor.progress()));
-                given_up(&arrival, &monitor, &finished);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
         let sent = sending.join().unwrap();
-        // A target that was left alone is told to stop; one that has everything has ended by itself.
-        let begin = Instant::now();
-        let alone = !matches!(&sent, Ok(report) if report.state == MigrationState::Completed);
-        let most = if alone { settings.peer_timeout * 2 } else { PATIENCE };
         // One whose source is gone before it could thank waits on for it, and has everything all the same.
         let rest = || watch.lock().unwrap().as_ref().map(RestWatch::now);
         let complete = || rest().is_some_and(|rest| rest.state == MigrationState::Completed);
-        while !receiving.is_finished() && !complete() && begin.elapsed() < most {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let begin = Instant::now();
+        let ended = || match sent.as_ref().map(|report| report.state) {
+            // Of one that was left alone nothing more is to come: it is told to stop.
+            Ok(MigrationState::Lost) => true,
+            Ok(MigrationState::Unknown) => begin.elapsed() > settings.peer_timeout * 2,
+            _ => false,
+        };
+        wait("the target's end", || receiving.is_finished() || complete() || ended());
         arrival.abandon();
         (sent, receiving.join().unwrap())
     });
