@@ -6,7 +6,6 @@ mod pool;
 use pool::Pool;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
-use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,16 +14,13 @@ use std::time::Duration;
 use vmferry_engine::{LazyMemory, Placed};
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_testkit::{Need, PATIENCE, skip};
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 6;
 const PAGES: u64 = BLOCKS * BLOCK;
 const ID: RegionId = RegionId(3);
 const STALE: u64 = u64::MAX;
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
 
 /// A mapping of huge pages.
 #[derive(Debug)]
@@ -92,7 +88,7 @@ fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
     let pool = match Pool::with(pages) {
         Ok(pool) => pool,
         Err(why) => {
-            say(&format!("huge pages: not run: {why}"));
+            skip(Need::HugePages, why);
             return None;
         }
     };
@@ -103,7 +99,7 @@ fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
     match unsafe { UffdMemory::new(vec![mapped.region()], Arc::clone(&mapped) as _, &options) } {
         Ok(lazy) => Some(Setup { mapped, lazy, _pool: pool }),
         Err(error) => {
-            say(&format!("huge pages: not run: {error}"));
+            skip(Need::Uffd, error);
             None
         }
     }
@@ -131,7 +127,7 @@ impl Setup {
 
     fn fault(&self, page: u64) -> PageIndex {
         let stripe = self.lazy.stripe_of(ID, PageIndex(page));
-        let fault = self.lazy.next_fault(stripe, Duration::from_secs(10)).unwrap().expect("a fault");
+        let fault = self.lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
         assert_eq!((fault.region, fault.page.0 / BLOCK), (ID, page / BLOCK));
         fault.page
     }
@@ -165,6 +161,7 @@ fn a_fault_ends_when_the_last_part_of_its_huge_page_has_come() {
                 assert_eq!(setup.bring(*page), Placed { pages: 0, there: 1 });
             }
         }
+        // Time for a thread that does not wait. One that gets no processor meanwhile is missed, and no more.
         std::thread::sleep(Duration::from_millis(20));
         assert!(!awake.load(Ordering::Acquire), "it sees a huge page that is not whole");
         assert_eq!(setup.bring(order[511]), Placed { pages: 1, there: 0 });
@@ -181,7 +178,6 @@ fn a_fault_ends_when_the_last_part_of_its_huge_page_has_come() {
     let zeros = setup.lazy.place_zeros(ID, PageRun::from(100..PAGES)).unwrap();
     assert_eq!(zeros, Placed { pages: PAGES - 100 - BLOCK, there: BLOCK });
     assert_eq!((setup.mapped.read(PAGES - 1), setup.mapped.read(touched)), (0, 99));
-    say("huge pages: ran");
 }
 
 #[test]
@@ -312,7 +308,7 @@ fn a_host_that_has_no_huge_page_left_says_so() {
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     assert!(good.len() >= 2);
     let Some(Err(error)) = bad.first() else {
-        return say("no huge page left: not run: the host has more than were asked for");
+        return skip(Need::HugePages, "the host has more of them than were asked for, and none is lacking");
     };
     assert!(error.contains("no (huge) page left"), "{error}");
 }

@@ -1,13 +1,13 @@
 //! The end of a guest that may sleep on missing pages.
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::LazyMemory;
 use vmferry_fault::{Backing, LazyRegion, LazySlot, UffdMemory, UffdOptions};
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageSet, Region, RegionId};
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const PAGES: u64 = 512;
 const NEVER: Duration = Duration::from_secs(600);
@@ -20,7 +20,7 @@ fn mapped(pages: u64) -> *mut u8 {
     unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, kind) }.unwrap().cast()
 }
 
-/// Memory of the pages mapped at `start`; `None`, and why, where this user has no faults.
+/// Memory of the pages mapped at `start`; where this user has no faults the calling test is skipped.
 fn memory_at(slot: &LazySlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemory>> {
     let made = slot.get_or_make(|threads| {
         let host = start.addr() as u64;
@@ -30,10 +30,7 @@ fn memory_at(slot: &LazySlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemo
         // SAFETY: it is never unmapped, and nobody refers to it.
         unsafe { UffdMemory::new(vec![region], Arc::new(()), &options) }
     });
-    if let Err(error) = &made {
-        let _ = writeln!(std::io::stdout(), "missing pages: not run: {error}");
-    }
-    made.ok()
+    made.map_err(|error| skip(Need::Uffd, error)).ok()
 }
 
 fn memory(slot: &LazySlot) -> Option<Arc<UffdMemory>> {
@@ -58,19 +55,19 @@ fn nobody_is_waited_for_who_sleeps_on_a_page_that_nobody_brings() {
     memory.begin(&everything(PAGES)).unwrap();
     let begin = Instant::now();
     assert!(!slot.stop_or_sleep(NEVER, goes_on));
-    assert!(begin.elapsed() < NEVER / 10, "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     assert!(slot.stop_or_sleep(NEVER, |_| true));
     slot.end();
 }
 
 #[test]
 fn a_guest_whose_pages_come_is_given_its_time() {
-    const PATIENCE: Duration = Duration::from_millis(300);
+    const TIME: Duration = Duration::from_millis(300);
     let slot = LazySlot::new(1);
     // Nothing is missing, neither without such memory nor with it.
     let waits = |slot: &LazySlot| {
         let begin = Instant::now();
-        !slot.stop_or_sleep(PATIENCE, goes_on) && begin.elapsed() >= PATIENCE
+        !slot.stop_or_sleep(TIME, goes_on) && begin.elapsed() >= TIME
     };
     assert!(waits(&slot));
     let Some(memory) = memory(&slot) else { return };
@@ -84,10 +81,7 @@ fn a_guest_whose_pages_come_is_given_its_time() {
             }
         });
         // Until the server is at its place nobody serves.
-        let begin = Instant::now();
-        while !waits(&slot) {
-            assert!(begin.elapsed() < NEVER / 10);
-        }
+        wait("the server", || waits(&slot));
         done.store(true, Ordering::Release);
         memory.interrupt();
     });
@@ -126,7 +120,8 @@ fn nobody_sleeps_on_after_the_end() {
                 std::thread::yield_now();
             }
             slot.end();
-            let deadline = Instant::now() + Duration::from_secs(5);
+            // No `wait`: a failure has to wake those that sleep, or it would hang.
+            let deadline = Instant::now() + PATIENCE;
             while done.load(Ordering::Relaxed) < THREADS && Instant::now() < deadline {
                 std::thread::yield_now();
             }

@@ -2,15 +2,17 @@
 
 mod rig;
 
-use rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, say, served, setup, touch_all};
+use rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, served, setup, touch_all};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{LazyMemory, Placed};
 use vmferry_fault::{UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_sys::uffd::Userfaultfd;
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 
 #[test]
 fn every_page_comes_once_and_is_what_it_should_be() {
@@ -27,7 +29,6 @@ fn every_page_comes_once_and_is_what_it_should_be() {
             touch_all(&setup, 1);
         }
     }
-    say("userfaultfd: ran");
 }
 
 #[test]
@@ -105,12 +106,12 @@ fn the_end_wakes_who_sleeps_and_can_come_any_time() {
                     });
                 }
                 let mut slept = 0;
-                let deadline = Instant::now() + Duration::from_secs(10);
-                while slept < 4 && Instant::now() < deadline {
+                wait("four sleepers", || {
                     for stripe in 0..2 {
                         slept += u32::from(setup.lazy.next_fault(stripe, Duration::ZERO).unwrap().is_some());
                     }
-                }
+                    slept >= 4
+                });
                 assert_eq!((slept, awake.load(Ordering::Relaxed)), (4, 0));
                 setup.lazy.end().unwrap();
             });
@@ -128,14 +129,14 @@ fn an_interrupt_lets_everybody_return_once() {
     let Some(setup) = setup(Kind::Anonymous, 3) else { return };
     let lazy = &setup.lazy;
     lazy.begin(&PageSet::empty(&layout(&PAGES))).unwrap();
-    let long = Duration::from_secs(20);
+    let long = PATIENCE * 2;
     let began = Instant::now();
     // Nobody waits: the next call of each returns at once, the one after it waits again.
     lazy.interrupt();
     for stripe in 0..3 {
         assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
     }
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     let waited = Instant::now();
     assert_eq!(lazy.next_fault(1, Duration::from_millis(50)).unwrap(), None);
     assert!(waited.elapsed() >= Duration::from_millis(50));
@@ -143,13 +144,25 @@ fn an_interrupt_lets_everybody_return_once() {
     let began = Instant::now();
     std::thread::scope(|scope| {
         for stripe in [0, 1, 1, 2] {
-            scope.spawn(move || assert_eq!(lazy.next_fault(stripe, long).unwrap(), None));
+            let (sender, thread) = channel();
+            scope.spawn(move || {
+                // SAFETY: takes nothing.
+                sender.send(unsafe { libc::gettid() }).unwrap();
+                assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
+            });
+            let thread = thread.recv().unwrap();
+            wait("a thread that waits", || sleeps(thread));
         }
-        std::thread::sleep(Duration::from_millis(50));
         lazy.interrupt();
     });
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     assert!(lazy.next_fault(3, Duration::ZERO).is_err());
+}
+
+/// Whether a thread of this process sleeps.
+fn sleeps(thread: libc::pid_t) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
 }
 
 #[test]
@@ -164,7 +177,7 @@ fn faults_say_whose_they_are() {
                 mapped.word(1, page, 0).store(8, Ordering::Relaxed);
             });
             let stripe = setup.lazy.stripe_of(RegionId(1), PageIndex(page));
-            let fault = setup.lazy.next_fault(stripe, Duration::from_secs(10)).unwrap().expect("a fault");
+            let fault = setup.lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
             assert_eq!((fault.region, fault.page, fault.vcpu), (RegionId(1), PageIndex(page), vcpu));
             assert!(fault.write);
             setup.lazy.place_zeros(RegionId(1), PageRun::new(fault.page, 1)).unwrap();
@@ -264,15 +277,15 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
         let lazy = unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) };
         return match lazy {
             Ok(_) => say("child: full access"),
-            Err(error) => say(&format!("child: {error}")),
+            Err(error) => say(format!("child: {error}")),
         };
     }
     let text = |path| std::fs::read_to_string(path).unwrap_or_default();
     if !rustix::process::geteuid().is_root() {
-        return say("userfaultfd as nobody: not run: not started as root");
+        return skip(Need::Root, "not started as root, so not as nobody");
     }
     if text("/proc/sys/vm/unprivileged_userfaultfd").trim() != "0" {
-        return say("userfaultfd as nobody: not run: the host allows it to everybody");
+        return skip(Need::Kernel, "vm.unprivileged_userfaultfd allows userfaultfd to everybody");
     }
     // A copy where that user may read it.
     let copy = std::env::temp_dir().join(format!("vmferry-fault-child-{}", std::process::id()));
@@ -292,9 +305,8 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
             for part in ["vm.unprivileged_userfaultfd", "CAP_SYS_PTRACE", "/dev/userfaultfd"] {
                 assert!(said.contains(part), "{said}{}", String::from_utf8_lossy(&output.stderr));
             }
-            say("userfaultfd as nobody: ran");
         }
-        Err(error) => say(&format!("userfaultfd as nobody: not run: setpriv: {error}")),
+        Err(error) => skip(Need::Program, format!("setpriv: {error}")),
     }
 }
 
@@ -306,7 +318,7 @@ extern "C" fn ignore(_: libc::c_int) {}
 fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
     let Some(setup) = setup(Kind::Anonymous, 1) else { return };
     if let Err(error) = Userfaultfd::open_full(0) {
-        return say(&format!("a signal to who sleeps in a system call: not run: {error}"));
+        return skip(Need::Uffd, format!("faults of system calls: {error}"));
     }
     // SAFETY: zeros are a valid sigaction, and the handler does nothing.
     unsafe {
@@ -329,10 +341,12 @@ fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
             }
         });
         let next = |within| setup.lazy.next_fault(0, within).unwrap();
-        let first = next(Duration::from_secs(10)).expect("a fault of a system call");
+        let first = next(PATIENCE).expect("a fault of a system call");
+        // One that comes later on a busy host is missed, and no more.
         assert_eq!(next(Duration::from_millis(50)), None, "one sleeper, one fault");
         // SAFETY: the thread is there: it cannot end before its page comes.
         unsafe { libc::pthread_kill(thread.load(Ordering::Acquire), libc::SIGUSR2) };
+        // How many more depends on the host; what matters is that each is of the same page.
         let (begin, mut again) = (Instant::now(), 0_u64);
         while begin.elapsed() < Duration::from_millis(100) {
             if let Some(fault) = next(Duration::ZERO) {
@@ -340,7 +354,7 @@ fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
                 again += 1;
             }
         }
-        say(&format!("a signal to who sleeps in a system call: ran: {again} more faults in 100 ms"));
+        say(format!("a signal to who sleeps in a system call: {again} more faults in 100 ms"));
         setup.lazy.place_zeros(first.region, PageRun::new(first.page, 1)).unwrap();
         let read = reading.join().unwrap();
         assert!(read == 100 || read == -1, "{read}");

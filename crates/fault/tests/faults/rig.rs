@@ -1,7 +1,6 @@
 //! Memory whose faults are answered by threads.
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
-use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -10,6 +9,7 @@ use std::time::Duration;
 use vmferry_engine::LazyMemory;
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId};
+use vmferry_testkit::{Need, skip};
 
 /// Two regions, so that ids, stripes and addresses differ. 20 MiB and 4 MiB.
 pub(crate) const PAGES: [u64; 2] = [5120, 1024];
@@ -23,10 +23,6 @@ pub(crate) enum Kind {
 }
 
 pub(crate) const KINDS: [Kind; 3] = [Kind::Anonymous, Kind::Huge, Kind::Memfd];
-
-pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
 
 /// Mappings that are unmapped when dropped.
 #[derive(Debug)]
@@ -121,7 +117,7 @@ pub(crate) struct Setup {
     pub(crate) threads: Arc<VcpuThreads>,
 }
 
-/// Memory with that many stripes; `None`, and a line that says why, where the host does not allow it.
+/// Memory with that many stripes; where the host does not allow it the calling test is skipped.
 pub(crate) fn setup(kind: Kind, stripes: usize) -> Option<Setup> {
     setup_of(kind, stripes, &PAGES)
 }
@@ -136,7 +132,7 @@ pub(crate) fn setup_of(kind: Kind, stripes: usize, sizes: &[u64]) -> Option<Setu
     match unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) } {
         Ok(lazy) => Some(Setup { mapped, lazy: Arc::new(lazy), threads }),
         Err(error) => {
-            say(&format!("userfaultfd: not run: {error}"));
+            skip(Need::Uffd, error);
             None
         }
     }
