@@ -218,3 +218,23 @@ impl World for RealRings<'_> {
         self.shared.core().harvest(rings.iter().copied())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmferry_testkit::PATIENCE;
+
+    #[test]
+    fn a_sleeping_reaper_is_woken_and_stopped_at_once() {
+        let desk = Desk::new(1);
+        let began = std::time::Instant::now();
+        std::thread::scope(|scope| {
+            let sleeping = scope.spawn(|| (desk.sleep(2 * PATIENCE), desk.sleep(2 * PATIENCE)));
+            desk.wake();
+            vmferry_testkit::wait("the wake-up", || !lock(&desk.asked).look);
+            desk.stop();
+            assert_eq!(sleeping.join().unwrap(), (true, false));
+        });
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+    }
+}

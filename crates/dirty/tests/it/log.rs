@@ -1,6 +1,6 @@
 //! Both trackers on a real VM with a guest of a few instructions.
 
-use crate::memory::{Kind, Memory, say};
+use crate::memory::{Kind, Memory};
 use crate::user_guest::add_slot;
 use crate::wp::available;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
@@ -8,12 +8,12 @@ use std::collections::BTreeSet;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
 use vmferry_engine::DirtyTracker;
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_sys::kvm::SlotSpec;
+use vmferry_testkit::{Need, skip, wait};
 
 /// 1 MiB of memory from address 0, all that real mode sees.
 const PAGES: u64 = 256;
@@ -43,15 +43,12 @@ const CODE: [u8; 33] = [
     0xd8, 0xff, 0x06, 0x00, 0x00, 0xfe, 0xc1, 0xf6, 0xc1, 0x3f, 0x75, 0xe3, 0xe6, 0x10, 0xeb, 0xdf,
 ];
 
-/// A VM without a vCPU, or why there is none.
+/// A VM without a vCPU; without KVM the calling test is skipped.
 fn vm() -> Option<Arc<VmFd>> {
     match Kvm::new().and_then(|kvm| kvm.create_vm()) {
-        Ok(vm) => {
-            say("KVM: ran");
-            Some(Arc::new(vm))
-        }
+        Ok(vm) => Some(Arc::new(vm)),
         Err(error) => {
-            say(&format!("KVM: not run: /dev/kvm: {error}"));
+            skip(Need::Kvm, format!("/dev/kvm: {error}"));
             None
         }
     }
@@ -103,16 +100,23 @@ fn load_code(memory: &Memory) {
     memory.window().write_page(1, &page);
 }
 
-/// Protects the harvested pages chunk by chunk, then copies them: what the engine does in a pass.
-fn send(tracker: &dyn DirtyTracker, memory: &Memory, dirty: &Bitmap, copy: &mut [u8]) {
+/// Protects the harvested pages chunk by chunk, then copies them: what the engine does in a pass. `guest_writes` returns when the guest
+/// has written on, if it runs.
+fn send(
+    tracker: &dyn DirtyTracker,
+    memory: &Memory,
+    dirty: &Bitmap,
+    copy: &mut [u8],
+    guest_writes: impl Fn(),
+) {
     let protector = tracker.protector();
     let mut first = 0;
     while first < memory.pages {
         let count = protector.chunk_pages().min(memory.pages - first);
         let chunk = PageRun::new(PageIndex(first), count);
         protector.protect(RegionId(0), chunk, dirty).unwrap();
-        // Time for guest writes between the two steps: with the steps swapped they would be lost, and are found missing.
-        std::thread::sleep(Duration::from_micros(300));
+        // Guest writes between the two steps: with the steps swapped they would be lost, and are found missing.
+        guest_writes();
         for page in dirty.runs_in(chunk.range()).flatten() {
             let at = usize::try_from(page).unwrap() * PAGE_BYTES;
             copy[at..at + PAGE_BYTES].copy_from_slice(&memory.page(page));
@@ -165,20 +169,22 @@ fn nothing_is_lost(vm: &VmFd, memory: &Memory, tracker: &mut dyn DirtyTracker, l
         let (stop, exits) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| run(&mut vcpu, &stop, &exits));
-            let begin = Instant::now();
-            let mut rounds = 0;
-            while exits.load(Ordering::Acquire) < 5 || rounds < 3 {
-                assert!(begin.elapsed().as_secs() < 30, "the guest does not run: {exits:?} exits");
-                send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+            let guest_writes = || {
+                let before = exits.load(Ordering::Acquire);
+                wait("writes of the guest", || exits.load(Ordering::Acquire) > before);
+            };
+            for _ in 0..3 {
+                let pages = dirty.region(RegionId(0)).unwrap();
+                send(tracker, memory, pages, &mut copy, guest_writes);
                 dirty.clear();
                 tracker.harvest(&mut dirty).unwrap();
-                rounds += 1;
             }
+            wait("writes of the guest", || exits.load(Ordering::Acquire) >= 5);
             stop.store(true, Ordering::Release);
         });
         // The vCPU has stopped: the last harvest.
         tracker.harvest(&mut dirty).unwrap();
-        send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+        send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
         dirty.clear();
         assert_eq!(lost(memory, &copy), [], "pages lost before pause {episode}");
     }
@@ -244,9 +250,7 @@ fn run_briefly(vcpu: &mut VcpuFd, stop: &AtomicBool, exits: &AtomicU64) {
     let until = exits.load(Ordering::Relaxed) + 3;
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while exits.load(Ordering::Acquire) < until {
-                std::thread::yield_now();
-            }
+            wait("exits of the guest", || exits.load(Ordering::Acquire) >= until);
             stop.store(true, Ordering::Release);
         });
         run(vcpu, stop, exits);

@@ -1,17 +1,23 @@
 //! The dirty rings of a real VM.
 
-use crate::memory::{Kind, Memory, say};
+use crate::memory::{Kind, Memory};
 use crate::user_guest::{FIRST, fd, guest, running};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_dirty::{Policy, ReaperState, RingTracker};
 use vmferry_engine::DirtyTracker;
 use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_sys::kvm;
+use vmferry_testkit::{say, wait, wait_for};
 
-/// Copies what is dirty, with time for the guest between harvest and copy.
+/// Waits until the vCPUs have gone on for `stretches` more.
+fn until_written(stretches: &AtomicU64, more: u64) {
+    let before = stretches.load(Ordering::Acquire);
+    wait("writes of the guest", || stretches.load(Ordering::Acquire) >= before + more);
+}
+
+/// Copies what is dirty.
 fn send(memory: &Memory, dirty: &mut PageSet, copy: &mut [u8]) {
-    std::thread::sleep(Duration::from_micros(300));
     for page in dirty.region(RegionId(0)).unwrap().runs().flatten() {
         let at = usize::try_from(page).unwrap() * PAGE_BYTES;
         copy[at..at + PAGE_BYTES].copy_from_slice(&memory.page(page));
@@ -38,13 +44,9 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
     let mut writes = 0;
     for episode in 0..6 {
         let (_, more) = running(&mut guest, |stretches| {
-            let begin = Instant::now();
             for _ in 0..4 {
-                let before = stretches.load(Ordering::Acquire);
-                while stretches.load(Ordering::Acquire) < before + 4 {
-                    assert!(begin.elapsed().as_secs() < 60, "the guest does not run: {:?}", tracker.report());
-                    std::thread::sleep(Duration::from_millis(1));
-                }
+                // The guest writes between harvest and copy.
+                until_written(stretches, 4);
                 send(&memory, &mut dirty, &mut copy);
                 tracker.harvest(&mut dirty).unwrap();
             }
@@ -74,17 +76,19 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
 fn no_write_is_lost_under_any_policy() {
     for policy in Policy::ALL {
         // A set that fits, and one that does not.
-        if nothing_is_lost(policy, 4096, 2048).is_none() {
+        if nothing_is_lost(policy, 4096, 1024).is_none() {
             return;
         }
-        nothing_is_lost(policy, 1024, 4096);
+        nothing_is_lost(policy, 1024, 2048);
     }
 }
 
 #[test]
 fn every_size_works_that_the_host_allows() {
     for shift in 10..=16 {
-        nothing_is_lost(Policy::Predict, 1 << shift, 1024);
+        if nothing_is_lost(Policy::Predict, 1 << shift, 1024).is_none() {
+            return;
+        }
     }
 }
 
@@ -97,23 +101,31 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
     regs.r8 = 255;
     guest.vcpus[1].set_regs(&regs).unwrap();
     let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
+    let began = Instant::now();
     tracker.start().unwrap();
-    let (_, writes) = running(&mut guest, |_| std::thread::sleep(Duration::from_millis(300)));
-    let report = tracker.report();
-    say(&format!("fixed, 1024 entries: {writes} writes, {report:?}"));
+    let (_, writes) = running(&mut guest, |_| {
+        wait_for("full rings", || {
+            let report = tracker.report();
+            let enough = report.vcpus[0].full_exits > 3 && report.vcpus[1].pages >= 255;
+            if enough { Ok(()) } else { Err(report) }
+        });
+    });
+    let (report, took) = (tracker.report(), began.elapsed());
+    say(format!("fixed, 1024 entries: {writes} writes, {report:?}"));
     assert!(report.vcpus[0].full_exits > 3 && report.vcpus[1].full_exits == 0, "{report:?}");
     assert!(
         report.vcpus[0].stalled > Duration::ZERO && report.vcpus[0].stalled >= report.vcpus[0].stalled_max
     );
-    assert_eq!((report.entries, report.reaper.iterations), (1024, 0), "it sleeps for a second");
+    assert_eq!(report.entries, 1024);
+    assert!(report.reaper.iterations <= took.as_secs(), "it sleeps for a second: {report:?} in {took:?}");
     assert!(report.vcpus[1].pages >= 255, "the published way harvests every ring: {report:?}");
     tracker.stop().unwrap();
     let mut tracker = RingTracker::new(&guest.rings, Policy::Predict);
     tracker.start().unwrap();
     assert_eq!(tracker.report().full_exits(), 0, "counts begin anew");
-    running(&mut guest, |_| std::thread::sleep(Duration::from_millis(300)));
+    running(&mut guest, |_| wait("many pages", || tracker.report().vcpus[0].pages > 8192));
     let report = tracker.report();
-    say(&format!("predict, 1024 entries: {report:?}"));
+    say(format!("predict, 1024 entries: {report:?}"));
     assert_eq!(report.vcpus[1].pages, 0, "a ring with room is left alone: {report:?}");
     assert!(report.vcpus[0].pages > 1024, "{report:?}");
 }
@@ -125,7 +137,7 @@ fn trackers_take_turns_and_say_so() {
     // Somebody had tried the log on this VM, which leaves a way of protecting behind that the rings cannot use.
     let offered = kvm::manual_protect_offered(fd(&guest.vm)).unwrap();
     kvm::enable_manual_protect(fd(&guest.vm), offered).unwrap();
-    running(&mut guest, |_| std::thread::sleep(Duration::from_millis(30)));
+    running(&mut guest, |stretches| until_written(stretches, 4));
     let mut dirty = PageSet::empty(&guest.layout);
     let mut first = RingTracker::new(&guest.rings, Policy::Predict);
     let mut second = RingTracker::new(&guest.rings, Policy::Gears);
@@ -134,7 +146,8 @@ fn trackers_take_turns_and_say_so() {
     for _ in 0..3 {
         first.start().unwrap();
         assert!(second.start().unwrap_err().to_string().contains("another tracker"));
-        running(&mut guest, |_| std::thread::sleep(Duration::from_millis(50)));
+        // 16 writes to each page on the average.
+        running(&mut guest, |stretches| until_written(stretches, 4));
         first.harvest(&mut dirty).unwrap();
         assert!(dirty.count() > 900, "{} pages", dirty.count());
         first.put_back(&dirty).unwrap();
@@ -143,10 +156,10 @@ fn trackers_take_turns_and_say_so() {
         assert!(again == dirty, "what was put back comes again");
         dirty.clear();
         assert_eq!(first.report().reaper.state, ReaperState::Sleeping);
-        running(&mut guest, |_| std::thread::sleep(Duration::from_millis(20)));
+        running(&mut guest, |stretches| until_written(stretches, 4));
         first.stop().unwrap();
         // Not tracked: the guest runs, no ring fills.
-        running(&mut guest, |_| std::thread::sleep(Duration::from_millis(20)));
+        running(&mut guest, |stretches| until_written(stretches, 4));
         second.start().unwrap();
         second.harvest(&mut dirty).unwrap();
         assert!(dirty.is_empty(), "started anew: {} pages", dirty.count());
@@ -162,18 +175,15 @@ fn an_idle_guest_costs_the_reaper_next_to_nothing() {
     let mut tracker = RingTracker::new(&guest.rings, Policy::Predict);
     tracker.start().unwrap();
     let begin = Instant::now();
-    std::thread::sleep(Duration::from_secs(3));
+    wait("looks of the reaper", || tracker.report().reaper.iterations > 20);
     let (report, time) = (tracker.report(), begin.elapsed());
-    let share = report.reaper.cpu.as_secs_f64() / time.as_secs_f64();
-    say(&format!(
-        "idle, 16 vCPUs: {} looks, {:.4} % of a processor",
-        report.reaper.iterations,
-        share * 100.0
-    ));
-    assert!(report.reaper.iterations > 20 && report.reaper.harvests == 0, "{report:?}");
-    // The goal is a tenth of a percent. Other tests run beside this one, and on a busy processor each look costs more.
-    assert!(share < 0.004, "{share}");
-    let begin = Instant::now();
+    let (looks, share) = (report.reaper.iterations, report.reaper.cpu.as_secs_f64() / time.as_secs_f64());
+    say(format!("idle, 16 vCPUs: {looks} looks, {:.4} % of a processor", share * 100.0));
+    assert_eq!(report.reaper.harvests, 0, "{report:?}");
+    // Seldom: on a busy host it looks less often, and no more. And each look is short: the goal is a tenth of a percent, and on a busy
+    // processor a look costs more.
+    let least = Duration::from_millis(50) * u32::try_from(looks).unwrap();
+    assert!(time > least, "{looks} looks in {time:?}");
+    assert!(report.reaper.cpu < least / 125, "{report:?}");
     tracker.stop().unwrap();
-    assert!(begin.elapsed() < Duration::from_millis(500), "a sleeping reaper stops at once");
 }

@@ -1,7 +1,7 @@
 //! A guest that starts in user mode, so that it runs natively also where the kernel's own mode is emulated, and does
 //! nothing but write.
 
-use crate::memory::{Memory, say};
+use crate::memory::Memory;
 use kvm_bindings::{kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -11,6 +11,7 @@ use vmferry_dirty::{DirtyRings, LogSlot, RingVcpu};
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, Region, RegionId};
 use vmferry_sys::kvm::SlotSpec;
 use vmferry_sys::ring::{self, EXIT_RING_FULL, RingEntries};
+use vmferry_testkit::{Need, skip};
 
 /// Writes between two exits of the guest.
 pub(crate) const STRETCH: u64 = 4096;
@@ -52,12 +53,12 @@ pub(crate) struct Guest {
     pub(crate) layout: Layout,
 }
 
-/// The VM, or why there is none. Each vCPU writes to `set` pages of its own, a power of two.
+/// The VM; without KVM the calling test is skipped. Each vCPU writes to `set` pages of its own, a power of two.
 pub(crate) fn guest(memory: &Memory, entries: u32, vcpus: u64, set: u64) -> Option<Guest> {
     let vm = match Kvm::new().and_then(|kvm| kvm.create_vm()) {
         Ok(vm) => Arc::new(vm),
         Err(error) => {
-            say(&format!("KVM: not run: /dev/kvm: {error}"));
+            skip(Need::Kvm, format!("/dev/kvm: {error}"));
             return None;
         }
     };
@@ -65,12 +66,11 @@ pub(crate) fn guest(memory: &Memory, entries: u32, vcpus: u64, set: u64) -> Opti
     match ring::largest(fd(&vm)).unwrap() {
         Some(largest) if largest >= entries => {}
         largest => {
-            say(&format!("KVM: not run: rings of {entries} entries are wanted, the host has {largest:?}"));
+            skip(Need::Kvm, format!("rings of {entries} entries are wanted, the host has {largest:?}"));
             return None;
         }
     }
     ring::enable(fd(&vm), entries).unwrap();
-    say("KVM: ran");
     let slot = add_slot(&vm, 0, 0, memory);
     load(memory);
     let vcpus: Vec<_> = (0..vcpus).map(|index| vcpu(&vm, index, set)).collect();

@@ -1,6 +1,6 @@
 //! Write protection against real memory, on real page tables.
 
-use crate::memory::{Kind, Memory, random, say};
+use crate::memory::{Kind, Memory, random};
 use crate::pool::Pool;
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
@@ -12,6 +12,7 @@ use vmferry_engine::{DirtyTracker, Protect};
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_sys::pagemap::{IS_PRESENT, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{Access, FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
+use vmferry_testkit::{Need, skip};
 
 const KINDS: [Kind; 3] = [Kind::Small, Kind::Huge, Kind::Memfd];
 
@@ -25,15 +26,9 @@ fn layout(regions: &[MappedRegion]) -> Layout {
     Layout::new(regions.collect()).unwrap()
 }
 
-/// Whether this host can run the test; says so if not.
+/// Whether this host can run the calling test, which is skipped if not.
 pub(crate) fn available() -> bool {
-    match WpTracker::available() {
-        Ok(()) => true,
-        Err(error) => {
-            say(&format!("write protection: not run: {error}"));
-            false
-        }
-    }
+    WpTracker::available().map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
 fn harvest(tracker: &mut WpTracker, layout: &Layout) -> Vec<u64> {
@@ -168,7 +163,7 @@ fn nothing_is_lost_of_the_hosts_huge_pages() {
     }
     let _pool = match Pool::with(8) {
         Ok(pool) => pool,
-        Err(why) => return say(&format!("write protection of huge pages: not run: {why}")),
+        Err(why) => return skip(Need::HugePages, why),
     };
     {
         let memory = Memory::new(Kind::Pool, 4096);
