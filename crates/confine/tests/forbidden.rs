@@ -7,10 +7,13 @@
 mod attempts;
 
 use attempts::{ATTEMPTS, Attempt};
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::Mutex;
 use vmferry_confine::{Confinement, File, InForce, Mode, Plan, Use};
+use vmferry_testkit::{Need, skip};
 use vmferry_thread::Role;
 
 /// What the program is to do instead of testing: a role, an attempt, and a mode.
@@ -22,45 +25,80 @@ fn main() -> ExitCode {
     if let Ok(task) = std::env::var(CHILD) {
         return child(&task);
     }
-    let mut failed = 0;
-    let mut ran = 0;
-    for user in users() {
-        for attempt in ATTEMPTS {
-            for role in Role::ALL {
-                // As somebody else it is enough to have it end.
-                for mode in [Mode::Kill, Mode::On].into_iter().take(if user.is_none() { 2 } else { 1 }) {
-                    ran += 1;
-                    if let Err(why) = check(role, attempt, mode, user) {
-                        println!("FAILED: {} by {role} as {user:?}, {mode:?}: {why}", attempt.name);
-                        failed += 1;
-                    }
-                }
-            }
-        }
-        for (name, test) in
-            [("a panic", panics as fn(_) -> _), ("log", logs), ("off", off), ("the vCPU's own", runs_a_vcpu)]
-        {
-            ran += 1;
-            if let Err(why) = test(user) {
-                println!("FAILED: {name} as {user:?}: {why}");
-                failed += 1;
+    let cases: Vec<Case> = users().into_iter().flat_map(cases).collect();
+    let ran = cases.len();
+    let outcomes = all(cases);
+    for (what, why) in outcomes.iter().filter_map(|(what, end)| Some((what, end.as_ref().err()?))) {
+        println!("FAILED: {what}: {why}");
+    }
+    // What the host lacks is said once, however many attempts need it.
+    let lacking: BTreeSet<_> = outcomes.iter().filter_map(|(_, end)| end.as_ref().ok()?.as_ref()).collect();
+    for (user, why) in lacking {
+        let need = match user {
+            Some(_) => Need::Root,
+            None if why.contains("/dev/kvm") => Need::Kvm,
+            None => Need::Kernel,
+        };
+        skip(need, format!("as {user:?}: {why}"));
+    }
+    let failed = outcomes.iter().filter(|(_, end)| end.is_err()).count();
+    println!("{ran} attempts, {failed} with another outcome than is wanted");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// How an attempt ended; `Some` if this host does not let it be made, as whom, and why.
+type End = Result<Option<(Option<u32>, String)>, String>;
+
+/// Something to try: what it is, and how it ends.
+type Case = (String, Box<dyn FnOnce() -> End + Send>);
+
+fn cases(user: Option<u32>) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    // As somebody else it is enough to have it end.
+    let modes: &[Mode] = if user.is_none() { &[Mode::Kill, Mode::On] } else { &[Mode::Kill] };
+    for attempt in ATTEMPTS {
+        for role in Role::ALL {
+            for mode in modes.iter().copied() {
+                let what = format!("{} by {role} as {user:?}, {mode:?}", attempt.name);
+                cases.push((what, Box::new(move || check(role, attempt, mode, user))));
             }
         }
     }
-    println!("{ran} attempts, {failed} with another outcome than is wanted");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    for (name, test) in
+        [("a panic", panics as fn(_) -> _), ("log", logs), ("off", off), ("the vCPU's own", runs_a_vcpu)]
+    {
+        cases.push((format!("{name} as {user:?}"), Box::new(move || test(user))));
+    }
+    cases
+}
+
+/// Tries all of them, as many at a time as there are processors.
+fn all(cases: Vec<Case>) -> Vec<(String, End)> {
+    let (cases, outcomes) = (Mutex::new(cases.into_iter()), Mutex::new(Vec::new()));
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                while let Some((what, attempt)) = { cases.lock().unwrap().next() } {
+                    let end = attempt();
+                    outcomes.lock().unwrap().push((what, end));
+                }
+            });
+        }
+    });
+    outcomes.into_inner().unwrap()
 }
 
 /// As whom it is tried: this user, and if that is root, somebody else too.
 fn users() -> Vec<Option<u32>> {
     if !rustix::process::geteuid().is_root() {
-        println!("as an ordinary user only: this is not root");
+        skip(Need::Root, "as another user: this is not root");
         return vec![None];
     }
     match run(Role::Watch, "nothing", Mode::On, Some(NOBODY)) {
         Ok(output) if output.status.success() => vec![None, Some(NOBODY)],
         other => {
-            println!("as root only: user {NOBODY} cannot start this program: {other:?}");
+            skip(Need::Root, format!("as another user: {NOBODY} cannot start this program: {other:?}"));
             vec![None]
         }
     }
@@ -77,12 +115,12 @@ fn run(role: Role, attempt: &str, mode: Mode, user: Option<u32>) -> std::io::Res
 }
 
 /// Whether the attempt fails as it should.
-fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> Result<(), String> {
+fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> End {
     let output = run(role, attempt.name, mode, user).map_err(|error| error.to_string())?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     if said.contains("not tried") {
-        return Ok(());
+        return Ok(Some((user, said.trim().to_owned())));
     }
     let killed = output.status.signal() == Some(libc::SIGSYS);
     let told = text.contains("which its confinement forbids");
@@ -94,7 +132,7 @@ fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> Result
         output.status.success() && said.contains(if works { "it worked" } else { "it failed" })
     };
     if fine {
-        Ok(())
+        Ok(None)
     } else {
         Err(format!(
             "it {} work: {:?} {said} {text}",
@@ -104,7 +142,7 @@ fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> Result
     }
 }
 
-fn panics(user: Option<u32>) -> Result<(), String> {
+fn panics(user: Option<u32>) -> End {
     for role in Role::ALL {
         let output = run(role, "panic", Mode::On, user).map_err(|error| error.to_string())?;
         let text = String::from_utf8_lossy(&output.stderr);
@@ -112,35 +150,34 @@ fn panics(user: Option<u32>) -> Result<(), String> {
             return Err(format!("{role}: {:?}: {text}", output.status));
         }
     }
-    Ok(())
+    Ok(None)
 }
 
-fn logs(user: Option<u32>) -> Result<(), String> {
+fn logs(user: Option<u32>) -> End {
     works("kill", Mode::Log, user)
 }
 
-fn off(user: Option<u32>) -> Result<(), String> {
+fn off(user: Option<u32>) -> End {
     works("kill", Mode::Off, user)
 }
 
-fn works(attempt: &str, mode: Mode, user: Option<u32>) -> Result<(), String> {
+fn works(attempt: &str, mode: Mode, user: Option<u32>) -> End {
     let output = run(Role::Vcpu, attempt, mode, user).map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     // A process of root's cannot be signalled by others, confined or not.
     if said.contains("it worked") || user.is_some() && said.contains("it failed: Operation not permitted") {
-        return Ok(());
+        return Ok(None);
     }
     Err(format!("{output:?}"))
 }
 
-fn runs_a_vcpu(user: Option<u32>) -> Result<(), String> {
+fn runs_a_vcpu(user: Option<u32>) -> End {
     let output = run(Role::Vcpu, "run a vCPU", Mode::On, user).map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     if said.contains("not tried") {
-        println!("KVM_RUN was not tried as {user:?}: {}", said.trim());
-        return Ok(());
+        return Ok(Some((user, said.trim().to_owned())));
     }
-    if said.contains("it worked") { Ok(()) } else { Err(format!("{output:?}")) }
+    if said.contains("it worked") { Ok(None) } else { Err(format!("{output:?}")) }
 }
 
 /// Confines itself, and does on a thread of the role what it was told.
