@@ -1,7 +1,8 @@
 //! KVM's dirty log (Linux `Documentation/virt/kvm/api.rst`, sections 4.8, 4.35, 4.117 and 7.18).
 //!
-//! Every function takes the VM's file descriptor. They act on memory slots that exist; only [`set_slot_flags`] could
-//! create one, so only that is unsafe.
+//! Functions take the VM's file descriptor. They act on memory slots that exist; only
+//! [`set_slot_flags`] could create one, so only that is unsafe. [`setup_machine_checks`] takes a
+//! vCPU's, and has nothing to do with the log.
 
 use crate::error::common;
 use crate::ioctl::{call, call_value, io, iow, iowr};
@@ -14,6 +15,7 @@ const GET_DIRTY_LOG: u64 = iow::<DirtyLog>(GROUP, 0x42);
 const SET_USER_MEMORY_REGION: u64 = iow::<UserMemoryRegion>(GROUP, 0x46);
 const ENABLE_CAP: u64 = iow::<EnableCap>(GROUP, 0xa3);
 const CLEAR_DIRTY_LOG: u64 = iowr::<ClearDirtyLog>(GROUP, 0xc0);
+const X86_SETUP_MCE: u64 = iow::<u64>(GROUP, 0x9c);
 
 /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 const CAP_MANUAL_PROTECT: u32 = 168;
@@ -236,6 +238,26 @@ pub fn clear_dirty_log(
     Ok(())
 }
 
+/// Gives a vCPU the machine-check banks that `mcg_cap` describes, a value of the register MCG_CAP
+/// (section 4.104).
+///
+/// # Errors
+/// If this KVM has fewer banks, or not all of the capabilities.
+pub fn setup_machine_checks(vcpu: BorrowedFd<'_>, mut mcg_cap: u64) -> Result<(), SysError> {
+    // SAFETY: the request reads one number and sets registers of the guest.
+    if unsafe { call(vcpu, X86_SETUP_MCE, &mut mcg_cap) } < 0 {
+        return Err(SysError::last(
+            "KVM_X86_SETUP_MCE",
+            || format!("MCG_CAP {mcg_cap:#x}"),
+            |errno| match errno {
+                libc::EINVAL => "this KVM has fewer machine-check banks, or lacks a capability of theirs",
+                other => common(other),
+            },
+        ));
+    }
+    Ok(())
+}
+
 fn log_meaning(errno: i32) -> &'static str {
     match errno {
         libc::ENXIO => "the VM was started with a dirty ring, which replaces the log",
@@ -257,6 +279,7 @@ mod tests {
         assert_eq!(SET_USER_MEMORY_REGION, 0x4020_ae46);
         assert_eq!(ENABLE_CAP, 0x4068_aea3);
         assert_eq!(CLEAR_DIRTY_LOG, 0xc018_aec0);
+        assert_eq!(X86_SETUP_MCE, 0x4008_ae9c);
     }
 
     #[test]

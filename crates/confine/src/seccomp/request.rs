@@ -52,6 +52,7 @@ pub(super) const VCPU_STATE: &[u64] = &[
     ior(KVM, 0xcf),  // KVM_GET_XSAVE2
     ior(KVM, 0xa6),  // KVM_GET_XCRS
     iow(KVM, 0xa7),  // KVM_SET_XCRS
+    iow(KVM, 0x9c),  // KVM_X86_SETUP_MCE
 ];
 /// The state of what all vCPUs share, and the slots of their memory; logs and rings of what was written.
 pub(super) const MACHINE: &[u64] = &[

@@ -25,6 +25,8 @@
 
 mod board;
 mod kick;
+#[cfg(test)]
+mod kvm_tests;
 mod msrs;
 mod run;
 mod throttle;

@@ -1,19 +1,59 @@
 //! Which model-specific registers are saved.
+//!
+//! Saved are the registers that `KVM_GET_MSR_INDEX_LIST` names, and those that a guest can change
+//! and KVM does not name ([`UNLISTED`], [`machine_checks`]). Not saved, on purpose:
+//!
+//! | registers | why |
+//! |---|---|
+//! | EFER, FS_BASE, GS_BASE, APIC_BASE | in `KVM_GET_SREGS` |
+//! | x2APIC (0x800 to 0x8ff) | in `KVM_GET_LAPIC` |
+//! | TSC, TSC_DEADLINE | saved by themselves, because their order matters |
+//! | PRED_CMD, FLUSH_CMD, EOI and the like | can only be written, and hold nothing |
+//! | registers with a fixed value in KVM (SYSCFG, PERF_STATUS, RAPL, PLATFORM_ID, ...) | the same on every host |
+//! | DE_CFG (AMD) | KVM sets what the host supports, and refuses another value once a vCPU has run |
+//! | MCi_CTL2, unless MCG_CAP says that there are such registers | zero; KVM before Linux 6.0 does not take it |
+//! | last branch records (LBR stack, LASTBRANCHFROMIP, ...) | not offered: see [`set_as_firmware`] |
+//! | nested virtualization (VMX capabilities, SVM's), SGX, processor trace | not offered: see `cpuid` |
+//! | Hyper-V (0x40000000 on), Xen | not offered: the guest is shown KVM's own leaves |
+//!
+//! Listed registers of features that are not offered are saved with the others, if KVM gives them:
+//! they hold zero.
 
 use crate::error::{Error, Result};
-use crate::state::{Msr, StateError};
+use crate::state::{Msr, StateError, VcpuSaved};
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// The time stamp counter; saved by itself, with the time.
 pub(super) const TSC: u32 = 0x10;
 /// The deadline of the local APIC's timer; loaded after the local APIC.
 pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 
-/// Memory type ranges, which KVM keeps and does not list: variable ranges, fixed ranges, default type.
-const MEMORY_TYPES: [std::ops::RangeInclusive<u32>; 5] =
-    [0x200..=0x20f, 0x250..=0x250, 0x258..=0x259, 0x268..=0x26f, MTRR_DEFAULT..=MTRR_DEFAULT];
+/// The most registers that one ioctl takes. The kernel refuses 256 (`MAX_IO_MSRS` is one more than
+/// it takes).
+const MOST_AT_ONCE: usize = 255;
+
+/// Registers that a guest can change, and that KVM keeps and does not list: the ranges of memory
+/// types (variable, fixed, default), DEBUGCTL (listed by newer kernels), and OSVW (two).
+const UNLISTED: [std::ops::RangeInclusive<u32>; 7] = [
+    0x200..=0x20f,
+    0x250..=0x250,
+    0x258..=0x259,
+    0x268..=0x26f,
+    MTRR_DEFAULT..=MTRR_DEFAULT,
+    0x1d9..=0x1d9,
+    0xc001_0140..=0xc001_0141,
+];
 const MTRR_DEFAULT: u32 = 0x2ff;
+/// The number of machine-check banks, and what they can do. Set by `KVM_X86_SETUP_MCE`, not by
+/// `KVM_SET_MSRS`.
+const MCG_CAP: u32 = 0x179;
+/// MCG_CAP: there are MCi_CTL2.
+const MCG_CMCI: u64 = 1 << 10;
+const PERF_CAPABILITIES: u32 = 0x345;
+/// PERF_CAPABILITIES: the format of last branch records, 0 for none.
+const LBR_FORMAT: u64 = 0x3f;
 /// Ranges are on, and what lies in none is write-back: Intel SDM volume 3, 12.11.2.1.
 const WRITE_BACK: u64 = 1 << 11 | 6;
 const MISC_ENABLE: u32 = 0x1a0;
@@ -23,6 +63,11 @@ const FAST_STRINGS: u64 = 1;
 /// slow. A KVM that does not take it has no such registers for its guests.
 pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
     set(vcpu, Msr { index: MTRR_DEFAULT, value: WRITE_BACK });
+    // Last branch records have state that is not saved. KVM offers them by this register, not by
+    // CPUID.
+    if let Some(value) = get(vcpu, PERF_CAPABILITIES) {
+        set(vcpu, Msr { index: PERF_CAPABILITIES, value: value & !LBR_FORMAT });
+    }
     if let Some(value) = get(vcpu, MISC_ENABLE) {
         set(vcpu, Msr { index: MISC_ENABLE, value: value | FAST_STRINGS });
     }
@@ -45,18 +90,20 @@ impl MsrPlan {
         let list = kvm.get_msr_index_list().map_err(|e| Error::kvm("KVM_GET_MSR_INDEX_LIST", e))?;
         let listed: Vec<u32> =
             list.as_slice().iter().copied().filter(|i| !matches!(*i, TSC | TSC_DEADLINE)).collect();
-        let works =
-            |index: &u32| get(vcpu, *index).is_some_and(|value| set(vcpu, Msr { index: *index, value }));
-        let unlisted = MEMORY_TYPES.into_iter().flatten().filter(|index| !listed.contains(index));
-        let unlisted: Vec<u32> = unlisted.filter(works).collect();
-        let (mut kept, dropped): (Vec<u32>, _) = listed.into_iter().partition(works);
-        kept.extend(unlisted);
+        let works = |index: &u32| works(vcpu, *index);
+        let (mut kept, dropped): (Vec<u32>, Vec<u32>) = listed.iter().partition(|index| works(index));
+        kept.extend(unlisted().filter(|index| !listed.contains(index)).filter(works));
         Ok(Self { kept, dropped })
     }
 
-    /// The registers that a guest came with.
-    pub(super) fn of(saved: &[Msr]) -> Self {
-        Self { kept: saved.iter().map(|msr| msr.index).collect(), dropped: Vec::new() }
+    /// The registers that a guest came with, and those that versions before this one did not save.
+    pub(super) fn of(saved: &[Msr], vcpu: &VcpuFd) -> Self {
+        let mut kept: Vec<u32> = saved.iter().map(|msr| msr.index).collect();
+        kept.retain(|index| !machine_checks(u64::MAX).any(|bank| bank == *index));
+        let more = unlisted().filter(|index| !kept.contains(index) && works(vcpu, *index));
+        let more: Vec<u32> = more.collect();
+        kept.extend(more);
+        Self { kept, dropped: Vec::new() }
     }
 
     /// What is not saved, as a sentence; `None` if everything is.
@@ -70,25 +117,79 @@ impl MsrPlan {
         })
     }
 
-    /// Reads the registers of `vcpu`.
+    /// Reads the registers of `vcpu`. Those of machine-check banks are left out where they are
+    /// zero.
     pub(super) fn save(&self, cpu: u32, vcpu: &VcpuFd) -> std::result::Result<Vec<Msr>, StateError> {
-        let mut saved = Vec::with_capacity(self.kept.len());
-        for chunk in self.kept.chunks(kvm_bindings::KVM_MAX_MSR_ENTRIES) {
-            let mut entries = entries(chunk.iter().map(|index| (*index, 0)), cpu)?;
-            let read = vcpu.get_msrs(&mut entries).map_err(|e| failed(cpu, "KVM_GET_MSRS", e))?;
-            if let Some(index) = chunk.get(read) {
-                let why = format!("KVM no longer gives model-specific register {index:#x}");
-                return Err(StateError::invalid::<crate::state::VcpuSaved>(cpu, why));
-            }
-            saved.extend(entries.as_slice().iter().map(|e| Msr { index: e.index, value: e.data }));
+        let mut saved = read(cpu, vcpu, &self.kept)?;
+        if let Some(cap) = saved.iter().find(|msr| msr.index == MCG_CAP) {
+            let banks: Vec<u32> = machine_checks(cap.value).collect();
+            saved.extend(read(cpu, vcpu, &banks)?.into_iter().filter(|msr| msr.value != 0));
         }
         Ok(saved)
     }
 }
 
-/// Loads `msrs` into `vcpu`, all of them: KVM may take fewer than it was given and says how many it took.
+fn read(cpu: u32, vcpu: &VcpuFd, indexes: &[u32]) -> std::result::Result<Vec<Msr>, StateError> {
+    let mut saved = Vec::with_capacity(indexes.len());
+    for chunk in indexes.chunks(MOST_AT_ONCE) {
+        let mut entries = entries(chunk.iter().map(|index| (*index, 0)), cpu)?;
+        let read = vcpu.get_msrs(&mut entries).map_err(|e| failed(cpu, "KVM_GET_MSRS", e))?;
+        if let Some(index) = chunk.get(read) {
+            let why = format!("KVM no longer gives model-specific register {index:#x}");
+            return Err(StateError::invalid::<VcpuSaved>(cpu, why));
+        }
+        saved.extend(entries.as_slice().iter().map(|e| Msr { index: e.index, value: e.data }));
+    }
+    Ok(saved)
+}
+
+/// Returns the registers of the machine-check banks that a vCPU with this MCG_CAP has (Intel SDM
+/// volume 3, machine-check architecture; the general ones are in KVM's list): MCi_CTL, MCi_STATUS,
+/// MCi_ADDR and MCi_MISC, and MCi_CTL2 if there are such.
+fn machine_checks(mcg_cap: u64) -> impl Iterator<Item = u32> {
+    // Architecturally fewer than 29, and at most 32 in KVM.
+    let banks = u32::from(mcg_cap.to_le_bytes()[0]).min(32);
+    let controls = if mcg_cap & MCG_CMCI == 0 { 0 } else { banks };
+    (0x400..0x400 + 4 * banks).chain(0x280..0x280 + controls)
+}
+
+/// Returns the registers besides [`machine_checks`] that KVM does not list and may have.
+fn unlisted() -> impl Iterator<Item = u32> {
+    UNLISTED.into_iter().flatten().chain([MCG_CAP])
+}
+
+/// Returns whether a register goes both ways. MCG_CAP does, by another ioctl.
+fn works(vcpu: &VcpuFd, index: u32) -> bool {
+    get(vcpu, index).is_some_and(|value| index == MCG_CAP || set(vcpu, Msr { index, value }))
+}
+
+/// Gives `vcpu` the machine-check banks that the guest has. Versions before this one did not save
+/// MCG_CAP, and left it as KVM sets it.
+fn set_up_machine_checks(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
+    let Some(saved) = msrs.iter().find(|msr| msr.index == MCG_CAP) else { return Ok(()) };
+    if get(vcpu, MCG_CAP) == Some(saved.value) {
+        return Ok(());
+    }
+    // SAFETY: the descriptor is open for as long as `vcpu` is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+    vmferry_sys::kvm::setup_machine_checks(fd, saved.value)
+        .map_err(|error| StateError::invalid::<VcpuSaved>(cpu, error.to_string()))
+}
+
+/// Loads `msrs` into `vcpu`, all of them, and zero into the registers of machine-check banks that
+/// are not among them.
 pub(super) fn load(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
-    for chunk in msrs.chunks(kvm_bindings::KVM_MAX_MSR_ENTRIES) {
+    set_up_machine_checks(cpu, vcpu, msrs)?;
+    let banks = get(vcpu, MCG_CAP).into_iter().flat_map(machine_checks);
+    let zeros = banks.filter(|index| !msrs.iter().any(|msr| msr.index == *index));
+    let zeros: Vec<Msr> = zeros.map(|index| Msr { index, value: 0 }).collect();
+    load_all(cpu, vcpu, msrs)?;
+    load_all(cpu, vcpu, &zeros)
+}
+
+/// Loads all of `msrs`: KVM may take fewer than it was given and says how many it took.
+fn load_all(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
+    for chunk in msrs.chunks(MOST_AT_ONCE) {
         let mut rest = chunk;
         while !rest.is_empty() {
             let entries = entries(rest.iter().map(|msr| (msr.index, msr.value)), cpu)?;
@@ -122,11 +223,10 @@ pub(super) fn set(vcpu: &VcpuFd, msr: Msr) -> bool {
 fn entries(pairs: impl Iterator<Item = (u32, u64)>, cpu: u32) -> std::result::Result<Msrs, StateError> {
     let list: Vec<_> =
         pairs.map(|(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
-    Msrs::from_entries(&list).map_err(|e| {
-        StateError::invalid::<crate::state::VcpuSaved>(cpu, format!("too many registers: {e:?}"))
-    })
+    Msrs::from_entries(&list)
+        .map_err(|e| StateError::invalid::<VcpuSaved>(cpu, format!("too many registers: {e:?}")))
 }
 
 fn failed(cpu: u32, action: &str, error: kvm_ioctls::Error) -> StateError {
-    StateError::kvm::<crate::state::VcpuSaved>(cpu, action, error)
+    StateError::kvm::<VcpuSaved>(cpu, action, error)
 }

@@ -199,7 +199,7 @@ impl Worker {
         }
         transfer::load(self.cpu, &self.vcpu, saved, self.context.xsave)?;
         // A guest that was shown less than is offered here has fewer registers.
-        self.plan = Arc::new(MsrPlan::of(&saved.msrs));
+        self.plan = Arc::new(MsrPlan::of(&saved.msrs, &self.vcpu));
         Ok(())
     }
 

@@ -1,0 +1,154 @@
+//! Tests of saving and loading with vCPUs of KVM that have no VM of ours around them.
+
+use super::msrs::{self, MsrPlan};
+use super::set_as_firmware;
+use super::transfer::{self, XsaveSize};
+use crate::cpuid::CpuModel;
+use crate::state::{Msr, StateError, VcpuSaved};
+use crate::{CpuChoice, open_kvm};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use vmferry_testkit::{Need, skip};
+
+const MCG_CAP: u32 = 0x179;
+const MCG_STATUS: u32 = 0x17a;
+const MCG_CTL: u32 = 0x17b;
+const MC0_CTL: u32 = 0x400;
+/// MCG_CAP: there is MCG_CTL.
+const MCG_CTL_P: u64 = 1 << 8;
+
+struct Bare {
+    _vm: VmFd,
+    vcpu: VcpuFd,
+    plan: MsrPlan,
+    xsave: XsaveSize,
+}
+
+fn kvm() -> Option<Kvm> {
+    open_kvm().map_err(|error| skip(Need::Kvm, error)).ok()
+}
+
+impl Bare {
+    fn new(kvm: &Kvm) -> Self {
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let model = CpuModel::new(kvm, CpuChoice::Host, 1).unwrap();
+        vcpu.set_cpuid2(&model.of_vcpu(0).unwrap()).unwrap();
+        set_as_firmware(&vcpu);
+        Self {
+            plan: MsrPlan::probe(kvm, &vcpu).unwrap(),
+            xsave: XsaveSize::new(vm.check_extension_int(Cap::Xsave2)),
+            vcpu,
+            _vm: vm,
+        }
+    }
+
+    fn save(&self) -> VcpuSaved {
+        transfer::save(0, &self.vcpu, &self.plan, self.xsave).unwrap()
+    }
+
+    fn load(&self, saved: &VcpuSaved) -> Result<(), StateError> {
+        transfer::load(0, &self.vcpu, saved, self.xsave)
+    }
+
+    fn set(&self, index: u32, value: u64) {
+        assert!(msrs::set(&self.vcpu, Msr { index, value }), "{index:#x}");
+    }
+}
+
+fn value(saved: &VcpuSaved, index: u32) -> Option<u64> {
+    saved.msrs.iter().find(|msr| msr.index == index).map(|msr| msr.value)
+}
+
+#[test]
+fn machine_check_registers_survive_a_move() {
+    let Some(kvm) = kvm() else { return };
+    let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
+    let banks = u32::try_from(msrs::get(&source.vcpu, MCG_CAP).unwrap() & 0xff).unwrap();
+    assert!(banks > 0);
+    source.set(MCG_STATUS, 5);
+    for bank in 0..banks {
+        let first = MC0_CTL + 4 * bank;
+        source.set(first, if bank % 2 == 0 { u64::MAX } else { 0 });
+        (1..4).for_each(|register| source.set(first + register, u64::from(first + register) << 32 | 1));
+    }
+    let saved = source.save();
+    // The target has had another guest.
+    target.set(MC0_CTL + 4, u64::MAX);
+    target.load(&saved).unwrap();
+    for index in [MCG_CAP, MCG_STATUS].into_iter().chain(MC0_CTL..MC0_CTL + 4 * banks) {
+        assert_eq!(msrs::get(&target.vcpu, index), msrs::get(&source.vcpu, index), "{index:#x}");
+    }
+    assert_eq!(target.save().msrs, saved.msrs);
+}
+
+/// A register that KVM keeps and does not list, where this KVM keeps it at all.
+#[test]
+fn registers_that_kvm_does_not_list_survive_a_move() {
+    let Some(kvm) = kvm() else { return };
+    let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
+    // The first variable range of memory types, DEBUGCTL (single-stepping on branches), OSVW.
+    let candidates = [(0x200, 6), (0x1d9, 2), (0xc001_0140, 4), (0xc001_0141, 8)];
+    let kept = candidates.into_iter().filter(|&(index, value)| {
+        msrs::set(&source.vcpu, Msr { index, value }) && msrs::get(&source.vcpu, index) == Some(value)
+    });
+    let kept: Vec<_> = kept.collect();
+    assert!(!kept.is_empty());
+    target.load(&source.save()).unwrap();
+    for (index, value) in kept {
+        assert_eq!(msrs::get(&target.vcpu, index), Some(value), "{index:#x}");
+    }
+}
+
+#[test]
+fn the_target_sets_up_as_many_machine_check_banks_as_the_guest_has() {
+    let Some(kvm) = kvm() else { return };
+    let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
+    source.set(MC0_CTL + 1, 7);
+    let mut saved = source.save();
+    let set = |saved: &mut VcpuSaved, index: u32, value: u64| {
+        saved.msrs.iter_mut().find(|msr| msr.index == index).unwrap().value = value;
+    };
+    set(&mut saved, MCG_CAP, 10 | MCG_CTL_P);
+    set(&mut saved, MCG_CTL, u64::MAX);
+    target.load(&saved).unwrap();
+    assert_eq!(msrs::get(&target.vcpu, MCG_CAP), Some(10 | MCG_CTL_P));
+    assert_eq!(msrs::get(&target.vcpu, MCG_CTL), Some(u64::MAX));
+    assert_eq!(msrs::get(&target.vcpu, MC0_CTL), Some(0), "which KVM_X86_SETUP_MCE sets to all ones");
+    assert_eq!(msrs::get(&target.vcpu, MC0_CTL + 1), Some(7));
+    let again = MsrPlan::of(&saved.msrs, &target.vcpu);
+    assert_eq!(transfer::save(0, &target.vcpu, &again, target.xsave).unwrap().msrs, saved.msrs);
+
+    set(&mut saved, MCG_CAP, 200);
+    let error = target.load(&saved).unwrap_err().to_string();
+    assert!(error.contains("KVM_X86_SETUP_MCE on MCG_CAP 0xc8"), "{error}");
+}
+
+#[test]
+fn state_of_a_version_without_machine_checks_is_loaded_and_saved_with_them() {
+    let Some(kvm) = kvm() else { return };
+    let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
+    let mut old = source.save();
+    old.msrs.retain(|msr| msr.index != MCG_CAP && !(MC0_CTL..MC0_CTL + 128).contains(&msr.index));
+    target.load(&old).unwrap();
+    let plan = MsrPlan::of(&old.msrs, &target.vcpu);
+    // The guest goes on, and switches a bank on.
+    target.set(MC0_CTL, u64::MAX);
+    let again = transfer::save(0, &target.vcpu, &plan, target.xsave).unwrap();
+    assert_eq!(again.msrs[..old.msrs.len()], old.msrs);
+    assert_eq!(
+        (value(&again, MCG_CAP), value(&again, MC0_CTL)),
+        (msrs::get(&source.vcpu, MCG_CAP), Some(u64::MAX))
+    );
+}
+
+#[test]
+fn more_registers_are_moved_than_one_ioctl_takes() {
+    let Some(kvm) = kvm() else { return };
+    let bare = Bare::new(&kvm);
+    // SYSENTER_ESP, again and again: the last value is the one that stays.
+    let many: Vec<Msr> = (0..600).map(|value| Msr { index: 0x175, value }).collect();
+    msrs::load(0, &bare.vcpu, &many).unwrap();
+    let read = MsrPlan::of(&many, &bare.vcpu).save(0, &bare.vcpu).unwrap();
+    assert!(read[..600].iter().all(|msr| *msr == many[599]), "{:?}", read[0]);
+}
