@@ -99,14 +99,15 @@ pub enum StateError {
         /// Its value.
         value: u64,
     },
-    /// The time stamp counter cannot run at the guest's speed here.
+    /// The time stamp counter cannot run at the guest's rate on this host.
     #[error(
-        "the guest's time stamp counter runs at {guest} kHz and this host's at {host} kHz, and this host cannot scale it"
+        "the guest's time stamp counter runs at {guest} kHz and this host's at {host} kHz, which is more than 250 ppm apart, and KVM on \
+         this host cannot scale it (no KVM_CAP_TSC_CONTROL); move the guest to a host whose counter runs at {guest} kHz or can be scaled"
     )]
     TscFrequency {
-        /// What the guest was started with.
+        /// The rate that the guest was started with.
         guest: u32,
-        /// What this host offers.
+        /// The rate of this host.
         host: u32,
     },
 }

@@ -2,7 +2,7 @@
 
 use super::msrs::{self, MsrPlan};
 use super::set_as_firmware;
-use super::transfer::{self, XsaveSize};
+use super::transfer::{self, HostTsc, XsaveSize};
 use crate::cpuid::CpuModel;
 use crate::state::{Msr, StateError, VcpuSaved};
 use crate::{CpuChoice, open_kvm};
@@ -21,6 +21,7 @@ struct Bare {
     vcpu: VcpuFd,
     plan: MsrPlan,
     xsave: XsaveSize,
+    tsc: HostTsc,
 }
 
 fn kvm() -> Option<Kvm> {
@@ -38,6 +39,7 @@ impl Bare {
         Self {
             plan: MsrPlan::probe(kvm, &vcpu).unwrap(),
             xsave: XsaveSize::new(vm.check_extension_int(Cap::Xsave2)),
+            tsc: HostTsc::of(kvm, &vcpu).unwrap(),
             vcpu,
             _vm: vm,
         }
@@ -48,7 +50,7 @@ impl Bare {
     }
 
     fn load(&self, saved: &VcpuSaved) -> Result<(), StateError> {
-        transfer::load(0, &self.vcpu, saved, self.xsave)
+        transfer::load(0, &self.vcpu, saved, (self.xsave, self.tsc))
     }
 
     fn set(&self, index: u32, value: u64) {
@@ -151,4 +153,33 @@ fn more_registers_are_moved_than_one_ioctl_takes() {
     msrs::load(0, &bare.vcpu, &many).unwrap();
     let read = MsrPlan::of(&many, &bare.vcpu).save(0, &bare.vcpu).unwrap();
     assert!(read[..600].iter().all(|msr| *msr == many[599]), "{:?}", read[0]);
+}
+
+#[test]
+fn a_rate_that_this_host_cannot_give_is_refused_before_kvm_is_asked() {
+    let Some(kvm) = kvm() else { return };
+    let bare = Bare::new(&kvm);
+    let mut saved = bare.save();
+    let host = saved.tsc_khz;
+    saved.tsc_khz = host + host / 10_000;
+    bare.load(&saved).unwrap();
+    assert_eq!(bare.vcpu.get_tsc_khz().unwrap(), saved.tsc_khz, "100 ppm more is tolerated");
+
+    saved.tsc_khz = host * 2;
+    let loaded = bare.load(&saved);
+    if kvm.check_extension(Cap::TscControl) {
+        loaded.unwrap();
+        assert_eq!(bare.vcpu.get_tsc_khz().unwrap(), saved.tsc_khz);
+        return;
+    }
+    let error = loaded.unwrap_err();
+    let same =
+        matches!(error, StateError::TscFrequency { guest, host: ours } if guest == host * 2 && ours == host);
+    assert!(same, "{error}");
+    let said = error.to_string();
+    assert!(said.contains(&host.to_string()) && said.contains(&saved.tsc_khz.to_string()), "{said}");
+    assert_ne!(bare.vcpu.get_tsc_khz().unwrap(), saved.tsc_khz);
+    // A second try is refused too, although KVM takes the rate: it would correct the counter on each entry instead of scaling it.
+    assert!(bare.vcpu.set_tsc_khz(saved.tsc_khz).is_ok());
+    assert!(matches!(bare.load(&saved), Err(StateError::TscFrequency { .. })));
 }

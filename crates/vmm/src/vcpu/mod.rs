@@ -38,7 +38,7 @@ pub(crate) use kick::KickPage;
 pub(crate) use msrs::{MsrPlan, set_as_firmware};
 pub(crate) use run::{Command, Vcpu, VcpuContext};
 pub(crate) use throttle::{Nudger, Throttle};
-pub(crate) use transfer::{XsaveSize, now_ns};
+pub(crate) use transfer::{HostTsc, XsaveSize, now_ns};
 
 /// How long a vCPU thread may take for anything it is asked. A vCPU answers within a millisecond; one that waits for
 /// memory that does not come (a host that swaps, a hung file system) may take longer.

@@ -4,7 +4,7 @@ use super::board::{Board, Exit, VcpuFault};
 use super::kick::{self, KickPage};
 use super::msrs::MsrPlan;
 use super::throttle::Throttle;
-use super::transfer::{self, XsaveSize};
+use super::transfer::{self, HostTsc, XsaveSize};
 use crate::boot::BootState;
 use crate::devices::{Devices, Request};
 use crate::error::{Error, Result};
@@ -40,6 +40,7 @@ pub(crate) struct VcpuContext {
     pub(crate) devices: Arc<Devices>,
     pub(crate) plan: Arc<MsrPlan>,
     pub(crate) xsave: XsaveSize,
+    pub(crate) tsc: HostTsc,
     pub(crate) throttle: Arc<Throttle>,
     /// Where each says which thread it is.
     pub(crate) threads: Arc<VcpuThreads>,
@@ -197,7 +198,7 @@ impl Worker {
             let set = self.vcpu.set_cpuid2(table);
             set.map_err(|e| StateError::kvm::<VcpuSaved>(self.cpu, "KVM_SET_CPUID2", e))?;
         }
-        transfer::load(self.cpu, &self.vcpu, saved, self.context.xsave)?;
+        transfer::load(self.cpu, &self.vcpu, saved, (self.context.xsave, self.context.tsc))?;
         // A guest that was shown less than is offered here has fewer registers.
         self.plan = Arc::new(MsrPlan::of(&saved.msrs, &self.vcpu));
         Ok(())

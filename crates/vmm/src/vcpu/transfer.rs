@@ -4,13 +4,38 @@ use super::msrs::{self, MsrPlan};
 use crate::state::mirror::Field;
 use crate::state::{Msr, StateError, VcpuSaved, XsaveSaved};
 use kvm_bindings::{Xsave, kvm_lapic_state, kvm_mp_state, kvm_xcrs, kvm_xsave};
-use kvm_ioctls::VcpuFd;
+use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 type Result<T> = std::result::Result<T, StateError>;
 
 /// Bytes of the XSAVE area that the ioctl without a length transfers.
 const XSAVE_MIN: usize = size_of::<kvm_xsave>();
+
+/// The rate of this host's time stamp counter, and whether KVM can give guests another one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HostTsc {
+    pub(crate) khz: u32,
+    scales: bool,
+}
+
+impl HostTsc {
+    /// Asks KVM, and `vcpu`, which is new: the rate of one whose state was loaded is the guest's.
+    pub(crate) fn of(kvm: &Kvm, vcpu: &VcpuFd) -> std::result::Result<Self, kvm_ioctls::Error> {
+        Ok(Self { khz: vcpu.get_tsc_khz()?, scales: kvm.check_extension(Cap::TscControl) })
+    }
+
+    /// Returns whether a guest's counter can run at `guest` kHz here.
+    ///
+    /// KVM must not be asked by trying. Without `KVM_CAP_TSC_CONTROL` it accepts a rate above the host's and then corrects the counter
+    /// whenever it enters the guest ("catch-up"): between two entries the counter runs at the host's rate. Within 250 ppm of the host's
+    /// rate (kvm's parameter `tsc_tolerance_ppm`) KVM does not scale but lets the difference be, as for two hosts of one kind.
+    fn can_run_at(self, guest: u32) -> bool {
+        const TOLERANCE_PPM: u64 = 250;
+        let (host, apart) = (u64::from(self.khz), u64::from(self.khz.abs_diff(guest)));
+        guest != 0 && (self.scales || apart * 1_000_000 <= host * TOLERANCE_PPM)
+    }
+}
 
 /// How a host is asked for the XSAVE area.
 #[derive(Debug, Clone, Copy)]
@@ -104,8 +129,13 @@ fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveSaved> {
 /// The order: special registers first, which say where the local APIC is and which mode the vCPU is in; extended control
 /// registers before the registers that they switch on; the local APIC before the timer's deadline, because setting the
 /// APIC stops its timer; events and the MP state last, because setting registers clears some of them.
-pub(super) fn load(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved, xsave: XsaveSize) -> Result<()> {
-    load_tsc_frequency(vcpu, saved.tsc_khz)?;
+pub(super) fn load(
+    cpu: u32,
+    vcpu: &VcpuFd,
+    saved: &VcpuSaved,
+    (xsave, tsc): (XsaveSize, HostTsc),
+) -> Result<()> {
+    load_tsc_frequency(cpu, vcpu, saved.tsc_khz, tsc)?;
     vcpu.set_sregs(&saved.sregs.put()).map_err(kvm(cpu, "KVM_SET_SREGS"))?;
     load_xcrs(cpu, vcpu, saved)?;
     load_xsave(cpu, vcpu, &saved.xsave, xsave)?;
@@ -129,14 +159,21 @@ pub(super) fn load(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved, xsave: XsaveSize)
     vcpu.set_mp_state(mp_state).map_err(kvm(cpu, "KVM_SET_MP_STATE"))
 }
 
-/// Makes the vCPU's counter run at the guest's speed, if the host's differs and can be scaled. (KVM itself ignores
-/// differences below its tolerance of 250 ppm.)
-fn load_tsc_frequency(vcpu: &VcpuFd, guest: u32) -> Result<()> {
-    let host = vcpu.get_tsc_khz().unwrap_or(0);
-    if host != guest && vcpu.set_tsc_khz(guest).is_err() {
-        return Err(StateError::TscFrequency { guest, host });
+/// Makes the vCPU's counter run at the guest's rate.
+fn load_tsc_frequency(cpu: u32, vcpu: &VcpuFd, guest: u32, host: HostTsc) -> Result<()> {
+    if !host.can_run_at(guest) {
+        return Err(StateError::TscFrequency { guest, host: host.khz });
     }
-    Ok(())
+    if vcpu.get_tsc_khz() == Ok(guest) {
+        return Ok(());
+    }
+    vcpu.set_tsc_khz(guest).map_err(|error| {
+        let host = host.khz;
+        let why = format!(
+            "the time stamp counter, {host} kHz on this host, cannot be scaled to {guest} kHz: {error}"
+        );
+        StateError::invalid::<VcpuSaved>(cpu, why)
+    })
 }
 
 fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved) -> Result<()> {
@@ -181,6 +218,27 @@ fn load_lapic(cpu: u32, vcpu: &VcpuFd, saved: &[u8]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rate_is_accepted_that_kvm_tolerates_or_can_scale_to() {
+        let fixed = HostTsc { khz: 2_000_000, scales: false };
+        for (guest, accepted) in [
+            (2_000_000, true),
+            (2_000_500, true),
+            (2_000_501, false),
+            (1_999_500, true),
+            (1_999_499, false),
+            (4_000_000, false),
+            (1, false),
+            (0, false),
+            (u32::MAX, false),
+        ] {
+            assert_eq!(fixed.can_run_at(guest), accepted, "{guest}");
+        }
+        let scaling = HostTsc { khz: 2_000_000, scales: true };
+        assert!(scaling.can_run_at(4_000_000) && scaling.can_run_at(1) && !scaling.can_run_at(0));
+        assert!(!HostTsc { khz: 0, scales: false }.can_run_at(2_000_000), "KVM did not find the host's rate");
+    }
 
     #[test]
     fn the_counter_goes_on_while_nobody_runs() {

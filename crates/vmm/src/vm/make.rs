@@ -4,7 +4,9 @@ use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::kvm::Machine;
-use crate::vcpu::{Board, KickPage, MsrPlan, Throttle, Vcpu, VcpuContext, XsaveSize, set_as_firmware};
+use crate::vcpu::{
+    Board, HostTsc, KickPage, MsrPlan, Throttle, Vcpu, VcpuContext, XsaveSize, set_as_firmware,
+};
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -39,7 +41,7 @@ pub(super) fn spawn_vcpus(
     kvm: &Kvm,
     machine: &Machine,
     devices: &Arc<Devices>,
-    plan: Arc<MsrPlan>,
+    (plan, tsc): (Arc<MsrPlan>, HostTsc),
     fds: Vec<VcpuFd>,
     (rings, lazy): (Option<&DirtyRings>, &LazySlot),
 ) -> Result<(Arc<Board>, Arc<Throttle>, Vec<Vcpu>)> {
@@ -53,6 +55,7 @@ pub(super) fn spawn_vcpus(
         devices: Arc::clone(devices),
         plan,
         xsave,
+        tsc,
         throttle: Arc::clone(&throttle),
         threads: Arc::clone(lazy.threads()),
     });

@@ -16,7 +16,7 @@ use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
 use crate::net::VmNet;
 use crate::options::VmOptions;
-use crate::vcpu::{Command, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu};
+use crate::vcpu::{Command, HostTsc, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu};
 use make::{create_vcpus, map_rings, spawn_vcpus};
 use state::Pristine;
 use std::sync::Arc;
@@ -121,10 +121,10 @@ impl Vm {
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
         notes.extend(plan.note());
-        let tsc_khz = fds[0].get_tsc_khz().map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
+        let tsc = HostTsc::of(&kvm, &fds[0]).map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
         let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
         let (board, throttle, vcpus) =
-            spawn_vcpus(&kvm, &machine, &devices, plan, fds, (rings.as_ref(), &lazy))?;
+            spawn_vcpus(&kvm, &machine, &devices, (plan, tsc), fds, (rings.as_ref(), &lazy))?;
         let keeper = devices.balloon().zip(options.stats_every);
         let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
@@ -136,7 +136,7 @@ impl Vm {
             throttle,
             nudger: None,
             keeper,
-            tsc_khz,
+            tsc_khz: tsc.khz,
             offer: model.clone(),
             model,
             pristine: None,
