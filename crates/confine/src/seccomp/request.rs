@@ -53,6 +53,8 @@ pub(super) const VCPU_STATE: &[u64] = &[
     ior(KVM, 0xa6),  // KVM_GET_XCRS
     iow(KVM, 0xa7),  // KVM_SET_XCRS
     iow(KVM, 0x9c),  // KVM_X86_SETUP_MCE
+    iow(KVM, 0xab),  // KVM_GET_ONE_REG
+    iow(KVM, 0xac),  // KVM_SET_ONE_REG
 ];
 /// The state of what all vCPUs share, and the slots of their memory; logs and rings of what was written.
 pub(super) const MACHINE: &[u64] = &[

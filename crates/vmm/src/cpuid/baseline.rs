@@ -11,7 +11,8 @@
 use super::leaf;
 use kvm_bindings::kvm_cpuid_entry2;
 
-const fn bits(numbers: &[u32]) -> u32 {
+/// Returns a word with these bits set.
+pub(super) const fn bits(numbers: &[u32]) -> u32 {
     let (mut mask, mut at) = (0, 0);
     while at < numbers.len() {
         mask |= 1 << numbers[at];

@@ -5,7 +5,7 @@ use kvm_bindings::kvm_cpuid_entry2;
 
 /// A register of a leaf's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Register {
+pub(super) enum Register {
     Eax,
     Ebx,
     Ecx,
@@ -14,8 +14,29 @@ enum Register {
 
 use Register::{Eax, Ebx, Ecx, Edx};
 
-/// The registers whose bits are features, one each: leaf, index, register, names from bit 0 on, and `_` where a bit has none here.
-const WORDS: &[(u32, u32, Register, &str)] = &[
+impl Register {
+    pub(super) const ALL: [Self; 4] = [Eax, Ebx, Ecx, Edx];
+
+    /// Returns the value of this register in `entry`.
+    pub(super) fn of(self, entry: &mut kvm_cpuid_entry2) -> &mut u32 {
+        match self {
+            Eax => &mut entry.eax,
+            Ebx => &mut entry.ebx,
+            Ecx => &mut entry.ecx,
+            Edx => &mut entry.edx,
+        }
+    }
+}
+
+/// Leaf, index and register whose bits are features, with the names of the bits from bit 0 on; `_`
+/// stands for a bit without a name.
+type Names = (u32, u32, Register, &'static str);
+
+/// Registers whose bits are announced to the peer of a move, by name.
+///
+/// The names are part of the wire format: giving a name to a bit, or adding a register, makes a
+/// peer of another version refuse guests that it can run.
+const WORDS: &[Names] = &[
     (
         leaf::FEATURES,
         0,
@@ -91,25 +112,19 @@ const WORDS: &[(u32, u32, Register, &str)] = &[
     (leaf::AMD_FEATURES_2, 0, Eax, ""),
 ];
 
+/// Registers whose bits are compared when a guest's state is loaded, and not announced: versions
+/// that announce no such names could not take a guest that has them.
+const UNANNOUNCED: &[Names] = &[
+    (leaf::EXTENDED_FEATURES, 1, Ecx, ""),
+    (leaf::AVX10, 0, Ebx, ""),
+    (leaf::AMD_FEATURES_2, 0, Ecx, ""),
+    (leaf::AMD_COUNTERS, 0, Eax, ""),
+];
+
 /// The features in `entries`, by name, sorted. A bit without a name is called by its place, as in `cpuid-7.0.ebx[14]`. Sizes of addresses
 /// are features too, one for each bit: a guest that was shown more of them cannot do with fewer.
 pub(super) fn names(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
-    let mut names = Vec::new();
-    for (function, index, register, known) in WORDS {
-        let Some(entry) = entries.of_leaf(*function, *index) else { continue };
-        let word = match register {
-            Eax => entry.eax,
-            Ebx => entry.ebx,
-            Ecx => entry.ecx,
-            Edx => entry.edx,
-        };
-        let known: Vec<&str> = known.split_whitespace().collect();
-        let bits = (0..32).filter(|bit| word >> bit & 1 == 1 && !placed(*function, *register, *bit));
-        names.extend(bits.map(|bit| match known.get(bit) {
-            Some(name) if *name != "_" => (*name).to_owned(),
-            _ => format!("cpuid-{function:x}.{index:x}.{register:?}[{bit}]").to_lowercase(),
-        }));
-    }
+    let mut names = names_in(WORDS, entries);
     if let Some(sizes) = entries.of_leaf(leaf::AMD_SIZES, 0) {
         names.extend((33..=sizes.eax & 0xff).map(|bits| format!("physical-address-{bits}")));
         names.extend((49..=sizes.eax >> 8 & 0xff).map(|bits| format!("linear-address-{bits}")));
@@ -119,8 +134,33 @@ pub(super) fn names(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
     names
 }
 
+/// Returns the features in `entries` that [`names`] does not return, by place.
+pub(super) fn unannounced(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
+    names_in(UNANNOUNCED, entries)
+}
+
+fn names_in(words: &[Names], entries: &[kvm_cpuid_entry2]) -> Vec<String> {
+    let mut names = Vec::new();
+    for (function, index, register, _) in words {
+        let Some(mut entry) = entries.of_leaf(*function, *index).copied() else { continue };
+        let word = *register.of(&mut entry);
+        let bits = (0..32).filter(|bit| word >> bit & 1 == 1 && !placed(*function, *register, *bit));
+        names.extend(bits.map(|bit| name(*function, *index, *register, bit)));
+    }
+    names
+}
+
+/// Returns the name of one bit, or its place.
+pub(super) fn name(function: u32, index: u32, register: Register, bit: u32) -> String {
+    let word = WORDS.iter().find(|word| (word.0, word.1, word.2) == (function, index, register));
+    match word.and_then(|word| word.3.split_whitespace().nth(bit as usize)) {
+        Some(name) if name != "_" => name.to_owned(),
+        _ => format!("cpuid-{function:x}.{index:x}.{register:?}[{bit}]").to_lowercase(),
+    }
+}
+
 /// Bits that say where a vCPU is or what it does at the moment, not what the processor can do: OSXSAVE and HTT.
-fn placed(function: u32, register: Register, bit: usize) -> bool {
+fn placed(function: u32, register: Register, bit: u32) -> bool {
     matches!((function, register, bit), (leaf::FEATURES, Ecx, 27) | (leaf::FEATURES, Edx, 28))
 }
 

@@ -2,16 +2,21 @@
 //!
 //! The base is what KVM can do on this host, or the [baseline]; the topology is ours: one package, one thread a core, APIC id = vCPU number.
 //! What a guest was shown goes with it when it moves, so that nothing changes under it; the host that it moves to must be able to do all
-//! of that, and may be able to do more. Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
+//! of that, and may be able to do more. A feature is shown if its state is known to be saved
+//! ([allowed]). Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
 //! Documentation/virt/kvm/x86/cpuid.rst.
 
+mod allowed;
 mod baseline;
 mod features;
+#[cfg(test)]
+mod tests;
 
 use crate::error::{Error, Result};
 use crate::options::CpuChoice;
 use crate::state::mirror::Field;
 use crate::state::{CpuidSaved, StateError};
+use allowed::Allowed;
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
 
@@ -19,7 +24,9 @@ use kvm_ioctls::{Cap, Kvm};
 mod leaf {
     pub(super) const VENDOR: u32 = 0;
     pub(super) const FEATURES: u32 = 1;
+    pub(super) const DESCRIPTORS: u32 = 2;
     pub(super) const CACHES: u32 = 4;
+    pub(super) const THERMAL: u32 = 6;
     pub(super) const EXTENDED_FEATURES: u32 = 7;
     pub(super) const COUNTERS: u32 = 0xa;
     pub(super) const TOPOLOGY: u32 = 0xb;
@@ -30,17 +37,30 @@ mod leaf {
     pub(super) const TRACE: u32 = 0x14;
     pub(super) const TSC: u32 = 0x15;
     pub(super) const FREQUENCY: u32 = 0x16;
+    /// The palettes of AMX.
+    pub(super) const TILES: u32 = 0x1d;
+    pub(super) const TILE_MULTIPLIER: u32 = 0x1e;
     pub(super) const TOPOLOGY_V2: u32 = 0x1f;
+    pub(super) const AVX10: u32 = 0x24;
     /// The first of the hypervisor's.
     pub(super) const HYPERVISOR: u32 = 0x4000_0000;
     pub(super) const KVM_FEATURES: u32 = 0x4000_0001;
+    pub(super) const AMD_HIGHEST: u32 = 0x8000_0000;
     pub(super) const AMD_FEATURES: u32 = 0x8000_0001;
+    /// The first of three with the processor's name; two about caches follow.
+    pub(super) const AMD_NAME: u32 = 0x8000_0002;
+    pub(super) const AMD_CACHE_L2: u32 = 0x8000_0006;
     pub(super) const AMD_POWER: u32 = 0x8000_0007;
     pub(super) const AMD_SIZES: u32 = 0x8000_0008;
     pub(super) const AMD_SVM: u32 = 0x8000_000a;
+    pub(super) const AMD_TLB_1G: u32 = 0x8000_0019;
+    /// Widths of units for vectors.
+    pub(super) const AMD_WIDTHS: u32 = 0x8000_001a;
+    pub(super) const AMD_CACHES: u32 = 0x8000_001d;
     pub(super) const AMD_TOPOLOGY: u32 = 0x8000_001e;
     pub(super) const AMD_ENCRYPTION: u32 = 0x8000_001f;
     pub(super) const AMD_FEATURES_2: u32 = 0x8000_0021;
+    pub(super) const AMD_COUNTERS: u32 = 0x8000_0022;
 }
 
 const ECX_VMX: u32 = 1 << 5;
@@ -51,12 +71,16 @@ const EDX_HTT: u32 = 1 << 28;
 const EBX_ENCLAVES: u32 = 1 << 2;
 const EBX_TRACE: u32 = 1 << 25;
 const ECX_OSPKE: u32 = 1 << 4;
+const ECX_SHADOW_STACKS: u32 = 1 << 7;
 const ECX_SVM: u32 = 1 << 2;
 /// A counter that runs alike on all hosts: none does. A guest that is told so takes it for its clock, and every move would step it.
 const EDX_INVARIANT_TSC: u32 = 1 << 8;
 /// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor: they move a fault into a kernel
 /// worker, where its time is attributed to nobody, and they would have to be quiesced before a save.
 const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
+/// SGX launch control. Guests of earlier versions were shown this feature, and cannot use it,
+/// because they were shown no enclaves.
+const LAUNCH_CONTROL: &str = "cpuid-7.0.ecx[30]";
 /// The leaf that says "KVM": highest leaf, and the signature in EBX, ECX, EDX.
 const KVM_SIGNATURE: [u32; 4] = [
     leaf::KVM_FEATURES,
@@ -81,15 +105,37 @@ impl OfLeaf for [kvm_cpuid_entry2] {
 pub(crate) struct CpuModel {
     base: CpuId,
     cpus: u32,
+    /// Features that guests are not shown here and may have been shown elsewhere.
+    accepted: Vec<String>,
+    /// Features that KVM offers and that are hidden because their state is not known to be saved.
+    hidden: Vec<String>,
 }
 
 impl CpuModel {
-    /// What this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it.
-    pub(crate) fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32) -> Result<Self> {
-        let mut base = kvm
+    /// What this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it. The guest
+    /// boots here, or is `incoming`.
+    pub(crate) fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32, incoming: bool) -> Result<Self> {
+        let supported = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(|e| Error::kvm("KVM_GET_SUPPORTED_CPUID", e))?;
+        let msrs = kvm.get_msr_index_list().map_err(|e| Error::kvm("KVM_GET_MSR_INDEX_LIST", e))?;
+        let allowed = Allowed::new(kvm.check_extension(Cap::OneReg), msrs.as_slice());
         let deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+        let mut model = Self::of_host(supported, deadline, &allowed, cpus);
+        if choice == CpuChoice::Baseline {
+            model.base.retain(|e| baseline::limit(&mut e.clone()));
+            model.base.as_mut_slice().iter_mut().for_each(|e| _ = baseline::limit(e));
+            (model.hidden, model.accepted) = (Vec::new(), Vec::new());
+        }
+        if !incoming {
+            model.accepted.clear();
+        }
+        Ok(model)
+    }
+
+    /// Takes out of KVM's offer what guests are not shown.
+    fn of_host(supported: CpuId, deadline: bool, allowed: &Allowed, cpus: u32) -> Self {
+        let mut base = supported;
         let dropped = [
             leaf::TOPOLOGY,
             leaf::TOPOLOGY_V2,
@@ -100,17 +146,29 @@ impl CpuModel {
         ];
         base.retain(|e| !dropped.contains(&e.function));
         base.as_mut_slice().iter_mut().for_each(|e| trim(e, deadline));
-        if choice == CpuChoice::Baseline {
-            base.retain(|e| baseline::limit(&mut e.clone()));
-            base.as_mut_slice().iter_mut().for_each(|e| _ = baseline::limit(e));
-        }
-        Ok(Self { base, cpus })
+        let mut hidden = Vec::new();
+        base.as_mut_slice().iter_mut().for_each(|e| _ = allowed.limit(e, &mut hidden));
+        base.retain(|e| allowed.limit(&mut e.clone(), &mut Vec::new()));
+        let (accepted, hidden) = hidden.into_iter().partition(|name| name == LAUNCH_CONTROL);
+        Self { base, cpus, accepted, hidden }
     }
 
     /// What a host offers whose KVM says this.
     #[cfg(feature = "hostile")]
     pub(crate) fn offering(entries: &[kvm_cpuid_entry2], cpus: u32) -> Self {
-        Self { base: CpuId::from_entries(entries).expect("few enough"), cpus }
+        let base = CpuId::from_entries(entries).expect("few enough");
+        Self { base, cpus, accepted: Vec::new(), hidden: Vec::new() }
+    }
+
+    /// Returns a sentence that names the features that are hidden because their state is not known
+    /// to be saved; `None` if there are none.
+    pub(crate) fn note(&self) -> Option<String> {
+        (!self.hidden.is_empty()).then(|| {
+            format!(
+                "the guest is not shown processor features whose state this version cannot save: {}",
+                self.hidden.join(", ")
+            )
+        })
     }
 
     /// What a guest was shown elsewhere, here.
@@ -124,9 +182,10 @@ impl CpuModel {
         }
         let entries: Vec<_> = saved.entries.iter().map(Field::put).collect();
         let base = CpuId::from_entries(&entries).map_err(|e| invalid(format!("{e:?}")))?;
-        let model = Self { base, cpus: self.cpus };
-        let (ours, theirs) = (self.features(), model.features());
-        match theirs.iter().find(|name| ours.binary_search(name).is_err()) {
+        let model = Self { base, cpus: self.cpus, accepted: Vec::new(), hidden: Vec::new() };
+        let ours = [self.features(), features::unannounced(self.base.as_slice())].concat();
+        let theirs = [model.features(), features::unannounced(model.base.as_slice())].concat();
+        match theirs.iter().find(|name| !ours.contains(name)) {
             Some(name) => Err(invalid(format!("the guest was shown {name}, which this host does not offer"))),
             None => Ok(model),
         }
@@ -159,7 +218,18 @@ impl CpuModel {
 
     /// What a guest of this model may use, by name, sorted.
     pub(crate) fn features(&self) -> Vec<String> {
-        features::names(self.base.as_slice())
+        let mut names = features::names(self.base.as_slice());
+        names.extend_from_slice(&self.accepted);
+        names.sort_unstable();
+        names
+    }
+
+    /// Returns whether the guest is shown shadow stacks, and so has a shadow stack pointer.
+    pub(crate) fn has_shadow_stacks(&self) -> bool {
+        self.base
+            .as_slice()
+            .of_leaf(leaf::EXTENDED_FEATURES, 0)
+            .is_some_and(|e| e.ecx & ECX_SHADOW_STACKS != 0)
     }
 }
 

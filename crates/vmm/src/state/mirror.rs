@@ -56,6 +56,14 @@ impl<T: MakeUp> MakeUp for Vec<T> {
     }
 }
 
+/// Makes up nothing: an optional field has a section of its own.
+#[cfg(any(test, feature = "hostile"))]
+impl<T> MakeUp for Option<T> {
+    fn make_up(_: &mut dyn FnMut() -> u64) -> Self {
+        None
+    }
+}
+
 /// Declares a saved type. With `= kvm_type` it mirrors the fields of that type; what is not named (padding, reserved
 /// fields) is not saved and is zero when loaded.
 macro_rules! saved {

@@ -12,4 +12,4 @@ mod vcpu;
 pub(crate) use machine::{ClockSaved, CpuidSaved, IoapicSaved, PicSaved, PitSaved, SerialSaved};
 pub use sections::StateError;
 pub(crate) use sections::{Saved, Sections};
-pub(crate) use vcpu::{Msr, VcpuSaved, XsaveSaved};
+pub(crate) use vcpu::{Msr, ShadowStackSaved, VcpuSaved, XsaveSaved};

@@ -168,16 +168,26 @@ impl<'a> Sections<'a> {
     /// # Errors
     /// If it is not there, of another version, or damaged.
     pub(crate) fn take<T: Saved>(&mut self, instance: u32) -> Result<T, StateError> {
+        self.take_optional(instance)?.ok_or(StateError::Missing { name: T::NAME, instance })
+    }
+
+    /// Takes the section of `T` number `instance` out, if it is there, and decodes it.
+    ///
+    /// # Errors
+    /// If it is of another version, or damaged.
+    pub(crate) fn take_optional<T: Saved>(&mut self, instance: u32) -> Result<Option<T>, StateError> {
         let name = T::NAME;
-        let at = self.rest.iter().position(|s| s.name == name && s.instance == instance);
-        let section = self.rest.swap_remove(at.ok_or(StateError::Missing { name, instance })?);
+        let Some(at) = self.rest.iter().position(|s| s.name == name && s.instance == instance) else {
+            return Ok(None);
+        };
+        let section = self.rest.swap_remove(at);
         if section.version != T::VERSION {
             return Err(StateError::Version { name, instance, found: section.version, known: T::VERSION });
         }
         let (value, rest) = postcard::take_from_bytes(&section.payload)
             .map_err(|source| StateError::Payload { name, instance, source })?;
         match rest.len() {
-            0 => Ok(value),
+            0 => Ok(Some(value)),
             excess => Err(StateError::Excess { name, instance, excess }),
         }
     }

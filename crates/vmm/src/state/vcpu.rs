@@ -37,6 +37,10 @@ saved! {
         tsc_khz: u32,
         /// The deadline of the local APIC's timer, 0 for none.
         tsc_deadline: u64,
+        /// The shadow stack pointer, if the guest is shown shadow stacks. It is in a section of its
+        /// own: [`ShadowStackSaved`].
+        #[serde(skip)]
+        shadow_stack: Option<u64>,
     }
 }
 
@@ -55,6 +59,27 @@ impl VcpuSaved {
 
 impl Saved for VcpuSaved {
     const NAME: &'static str = "vcpu";
+    const VERSION: u32 = 1;
+}
+
+/// CR4.CET: shadow stacks, or tracking of indirect branches, may be on.
+const CR4_CET: u64 = 1 << 23;
+
+impl VcpuSaved {
+    /// Returns whether this vCPU may be using its shadow stack pointer, if it has one.
+    pub(crate) fn may_use_shadow_stack(&self) -> bool {
+        self.sregs.cr4 & CR4_CET != 0
+    }
+}
+
+saved! {
+    /// The shadow stack pointer of a vCPU. The section is there for guests that are shown shadow
+    /// stacks.
+    ShadowStackSaved { pointer: u64 }
+}
+
+impl Saved for ShadowStackSaved {
+    const NAME: &'static str = "shadow-stack";
     const VERSION: u32 = 1;
 }
 

@@ -22,6 +22,7 @@ struct Bare {
     plan: MsrPlan,
     xsave: XsaveSize,
     tsc: HostTsc,
+    shadow_stacks: bool,
 }
 
 fn kvm() -> Option<Kvm> {
@@ -33,13 +34,14 @@ impl Bare {
         let vm = kvm.create_vm().unwrap();
         vm.create_irq_chip().unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
-        let model = CpuModel::new(kvm, CpuChoice::Host, 1).unwrap();
+        let model = CpuModel::new(kvm, CpuChoice::Host, 1, false).unwrap();
         vcpu.set_cpuid2(&model.of_vcpu(0).unwrap()).unwrap();
         set_as_firmware(&vcpu);
         Self {
             plan: MsrPlan::probe(kvm, &vcpu).unwrap(),
             xsave: XsaveSize::new(vm.check_extension_int(Cap::Xsave2)),
             tsc: HostTsc::of(kvm, &vcpu).unwrap(),
+            shadow_stacks: model.has_shadow_stacks(),
             vcpu,
             _vm: vm,
         }
@@ -179,7 +181,41 @@ fn a_rate_that_this_host_cannot_give_is_refused_before_kvm_is_asked() {
     let said = error.to_string();
     assert!(said.contains(&host.to_string()) && said.contains(&saved.tsc_khz.to_string()), "{said}");
     assert_ne!(bare.vcpu.get_tsc_khz().unwrap(), saved.tsc_khz);
-    // A second try is refused too, although KVM takes the rate: it would correct the counter on each entry instead of scaling it.
+    // A second try is refused too, although KVM takes the rate: it would correct the counter on
+    // each entry instead of scaling it.
     assert!(bare.vcpu.set_tsc_khz(saved.tsc_khz).is_ok());
     assert!(matches!(bare.load(&saved), Err(StateError::TscFrequency { .. })));
+}
+
+#[test]
+fn the_shadow_stack_pointer_survives_a_move() {
+    let Some(kvm) = kvm() else { return };
+    let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
+    let mut saved = source.save();
+    if !source.shadow_stacks {
+        return skip(Need::Cpu, "this host's KVM offers no shadow stacks, or does not give their pointer");
+    }
+    assert_eq!(saved.shadow_stack, Some(0));
+    saved.shadow_stack = Some(0x7fff_f000_1238);
+    // U_CET: shadow stacks are on; PL3_SSP.
+    for (index, value) in [(0x6a0, 1), (0x6a7, 0x7fff_f000_2000)] {
+        saved.msrs.iter_mut().find(|msr| msr.index == index).unwrap().value = value;
+    }
+    target.load(&saved).unwrap();
+    let again = target.save();
+    assert_eq!((again.shadow_stack, again.msrs), (saved.shadow_stack, saved.msrs));
+}
+
+#[test]
+fn a_shadow_stack_pointer_is_refused_where_the_guest_is_shown_no_shadow_stacks() {
+    let Some(kvm) = kvm() else { return };
+    let bare = Bare::new(&kvm);
+    if bare.shadow_stacks {
+        return skip(Need::Cpu, "this host's KVM offers shadow stacks");
+    }
+    let mut saved = bare.save();
+    assert_eq!(saved.shadow_stack, None);
+    saved.shadow_stack = Some(0x1000);
+    let error = bare.load(&saved).unwrap_err().to_string();
+    assert!(error.contains("KVM_SET_ONE_REG of the shadow stack pointer"), "{error}");
 }

@@ -12,6 +12,10 @@ type Result<T> = std::result::Result<T, StateError>;
 /// Bytes of the XSAVE area that the ioctl without a length transfers.
 const XSAVE_MIN: usize = size_of::<kvm_xsave>();
 
+/// `KVM_X86_REG_KVM(KVM_REG_GUEST_SSP)`: the shadow stack pointer, since Linux 6.18
+/// (virt/kvm/api.rst, 4.68).
+const SHADOW_STACK_POINTER: u64 = 0x2030_0003_0000_0000;
+
 /// The rate of this host's time stamp counter, and whether KVM can give guests another one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HostTsc {
@@ -27,9 +31,11 @@ impl HostTsc {
 
     /// Returns whether a guest's counter can run at `guest` kHz here.
     ///
-    /// KVM must not be asked by trying. Without `KVM_CAP_TSC_CONTROL` it accepts a rate above the host's and then corrects the counter
-    /// whenever it enters the guest ("catch-up"): between two entries the counter runs at the host's rate. Within 250 ppm of the host's
-    /// rate (kvm's parameter `tsc_tolerance_ppm`) KVM does not scale but lets the difference be, as for two hosts of one kind.
+    /// KVM must not be asked by trying. Without `KVM_CAP_TSC_CONTROL` it accepts a rate above the
+    /// host's and then corrects the counter whenever it enters the guest ("catch-up"): between two
+    /// entries the counter runs at the host's rate. Within 250 ppm of the host's rate (kvm's
+    /// parameter `tsc_tolerance_ppm`) KVM does not scale but lets the difference be, as for two
+    /// hosts of one kind.
     fn can_run_at(self, guest: u32) -> bool {
         const TOLERANCE_PPM: u64 = 250;
         let (host, apart) = (u64::from(self.khz), u64::from(self.khz.abs_diff(guest)));
@@ -108,7 +114,16 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
         realtime_ns,
         tsc_khz,
         tsc_deadline: msrs::get(vcpu, msrs::TSC_DEADLINE).unwrap_or(0),
+        shadow_stack: save_shadow_stack(vcpu),
     })
+}
+
+/// Returns the shadow stack pointer; `None` if the guest is shown no shadow stacks, which KVM
+/// answers with an error.
+fn save_shadow_stack(vcpu: &VcpuFd) -> Option<u64> {
+    let mut pointer = [0; 8];
+    vcpu.get_one_reg(SHADOW_STACK_POINTER, &mut pointer).ok()?;
+    Some(u64::from_le_bytes(pointer))
 }
 
 fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveSaved> {
@@ -142,6 +157,10 @@ pub(super) fn load(
     vcpu.set_debug_regs(&saved.debug.put()).map_err(kvm(cpu, "KVM_SET_DEBUGREGS"))?;
     load_lapic(cpu, vcpu, &saved.lapic)?;
     msrs::load(cpu, vcpu, &saved.msrs)?;
+    if let Some(pointer) = saved.shadow_stack {
+        let set = vcpu.set_one_reg(SHADOW_STACK_POINTER, &pointer.to_le_bytes());
+        set.map_err(kvm(cpu, "KVM_SET_ONE_REG of the shadow stack pointer"))?;
+    }
     let tsc = advanced_tsc(saved.tsc, saved.tsc_khz, saved.realtime_ns, now_ns());
     let mut timed = vec![Msr { index: msrs::TSC, value: tsc }];
     if saved.tsc_deadline != 0 {

@@ -117,7 +117,8 @@ impl Vm {
         let lazy = Arc::new(LazySlot::new(options.cpus));
         let devices =
             Arc::new(Devices::new(&machine, &lazy, &options, options.kicks && kicks::offered(&kvm))?);
-        let model = CpuModel::new(&kvm, options.cpu, options.cpus)?;
+        let model = CpuModel::new(&kvm, options.cpu, options.cpus, options.incoming)?;
+        notes.extend(model.note());
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
         notes.extend(plan.note());

@@ -3,7 +3,7 @@
 use super::{Stage, Vm};
 use crate::error::{Error, Result};
 use crate::shared_state::SharedSaved;
-use crate::state::{Saved, Sections, SerialSaved, StateError, VcpuSaved};
+use crate::state::{Saved, Sections, SerialSaved, ShadowStackSaved, StateError, VcpuSaved};
 use crate::vcpu::{Command, PATIENCE};
 use crate::{bus, disk};
 use kvm_bindings::CpuId;
@@ -97,6 +97,9 @@ impl Vm {
         let mut sections = Vec::with_capacity(vcpus.len() + 12);
         for (cpu, saved) in (0..).zip(&vcpus) {
             sections.push(saved.section(cpu)?);
+            if let Some(pointer) = saved.shadow_stack {
+                sections.push(ShadowStackSaved { pointer }.section(cpu)?);
+            }
         }
         let shared = SharedSaved::save(&self.shared.machine)?;
         for (instance, pic) in (0..).zip(&shared.pics) {
@@ -136,12 +139,16 @@ impl Vm {
         self.stage = Stage::Empty;
         let mut parts = Sections::new(sections)?;
         let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
-        let vcpus: Vec<VcpuSaved> =
+        let mut vcpus: Vec<VcpuSaved> =
             (0..count).map(|cpu| parts.take(cpu)).collect::<std::result::Result<_, _>>()?;
         let pics = [parts.take(0)?, parts.take(1)?];
         let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
         let serial: SerialSaved = parts.take(0)?;
         let model = self.offer.of_guest(&parts.take(0)?)?;
+        for (cpu, vcpu) in (0..).zip(&mut vcpus) {
+            vcpu.shadow_stack =
+                take_shadow_stack(&mut parts, cpu, model.has_shadow_stacks() && vcpu.may_use_shadow_stack())?;
+        }
         let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;
 
@@ -179,5 +186,40 @@ impl Vm {
             answer.wait()??;
         }
         Ok(shared.load(&self.shared.machine)?)
+    }
+}
+
+/// Takes the shadow stack pointer of vCPU `cpu` out of `parts`.
+///
+/// Versions before this section showed shadow stacks to guests and did not save the pointer. Such a
+/// state is accepted if the guest did not use it.
+fn take_shadow_stack(
+    parts: &mut Sections<'_>,
+    cpu: u32,
+    used: bool,
+) -> std::result::Result<Option<u64>, StateError> {
+    match parts.take_optional::<ShadowStackSaved>(cpu)? {
+        None if used => Err(StateError::Missing { name: ShadowStackSaved::NAME, instance: cpu }),
+        saved => Ok(saved.map(|saved| saved.pointer)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_shadow_stack_pointer_is_an_error_if_it_may_be_in_use() {
+        let sections = [ShadowStackSaved { pointer: 0x7000 }.section(1).unwrap()];
+        let take = |cpu, used| {
+            let mut parts = Sections::new(&sections).unwrap();
+            let taken = take_shadow_stack(&mut parts, cpu, used);
+            (taken, parts.finish().is_ok())
+        };
+        assert!(matches!(take(1, true), (Ok(Some(0x7000)), true)));
+        assert!(matches!(take(1, false), (Ok(Some(0x7000)), true)));
+        assert!(matches!(take(0, false), (Ok(None), false)));
+        let (missing, _) = take(0, true);
+        assert_eq!(missing.unwrap_err().to_string(), "the saved state lacks section shadow-stack 0");
     }
 }
