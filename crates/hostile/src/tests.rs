@@ -1,5 +1,7 @@
 //! Every target with what is in `fuzz/seeds`, and with noise around it.
 
+mod kvm;
+
 use super::*;
 use std::io::Write;
 use std::path::PathBuf;

@@ -1,5 +1,7 @@
-//! State that says what bytes say: anything. For the fuzz target and for its test, which runs it on seeded noise. What KVM makes of it is
-//! not looked at: what is tried is all that stands between a peer and KVM. Devices have targets of their own, in their crate.
+//! State that says what bytes say: anything. For the fuzz target and for its test, which runs it on
+//! seeded noise. There KVM does not see the state: what is tried is all that stands between a peer
+//! and KVM. What KVM makes of changed state is tried with [`changed_state`], which changes values
+//! and leaves the encoding whole. Devices have targets of their own, in their crate.
 
 use crate::cpuid::CpuModel;
 use crate::state::mirror::{Field, MakeUp};
@@ -7,6 +9,8 @@ use crate::state::{
     ClockSaved, CpuidSaved, IoapicSaved, PicSaved, PitSaved, Saved, Sections, SerialSaved, StateError,
     VcpuSaved,
 };
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use vm_superio::serial::{NoEvents, SerialState};
 use vm_superio::{Serial, Trigger};
 use vmferry_engine::Section;
@@ -27,16 +31,21 @@ impl Trigger for Nobody {
     }
 }
 
-/// A guest's sections, made up from `seed`.
-fn made_up(seed: u64) -> Vec<Section> {
+/// Bits from `seed`.
+fn noise(seed: u64) -> impl FnMut() -> u64 {
     let mut state = seed | 1;
-    let mut bits = || {
+    move || {
         // Xorshift.
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         state
-    };
+    }
+}
+
+/// A guest's sections, made up from `seed`.
+fn made_up(seed: u64) -> Vec<Section> {
+    let mut bits = noise(seed);
     fn section<T: Saved + MakeUp>(instance: u32, bits: &mut dyn FnMut() -> u64) -> Section {
         T::make_up(bits).section(instance).expect("plain fields")
     }
@@ -123,4 +132,91 @@ fn take(sections: &[Section], offer: &CpuModel) -> Result<(), StateError> {
     }
     again(&model.save());
     parts.finish()
+}
+
+/// The state of a real VM, with some values changed as `seed` says. All of it still decodes, so
+/// that KVM sees the changes.
+///
+/// # Panics
+/// If `sections` are not what a VM saves.
+#[must_use]
+pub fn changed_state(sections: &[Section], seed: u64) -> Vec<Section> {
+    let mut bits = noise(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    // The first numbers of neighbouring seeds are alike.
+    (0..8).for_each(|_| _ = bits());
+    let mut sections = sections.to_vec();
+    for _ in 0..=bits() % 4 {
+        // Mostly vCPUs, which have the most.
+        let vcpus = sections.iter().filter(|section| section.name == VcpuSaved::NAME).count() as u64;
+        let all = if bits().is_multiple_of(4) { sections.len() as u64 } else { vcpus };
+        let at = usize::try_from(bits() % all).expect("an index");
+        let section = &mut sections[at];
+        match section.name.as_str() {
+            VcpuSaved::NAME => alter(section, |vcpu| change_vcpu(vcpu, &mut bits)),
+            PicSaved::NAME => alter::<PicSaved>(section, |pic| change(pic, &mut bits)),
+            IoapicSaved::NAME => alter::<IoapicSaved>(section, |ioapic| change(ioapic, &mut bits)),
+            PitSaved::NAME => alter::<PitSaved>(section, |pit| change(pit, &mut bits)),
+            ClockSaved::NAME => alter::<ClockSaved>(section, |clock| change(clock, &mut bits)),
+            CpuidSaved::NAME => alter::<CpuidSaved>(section, |cpuid| change(cpuid, &mut bits)),
+            // A device on the bus, or the serial port: KVM has no part in it.
+            _ => {}
+        }
+    }
+    sections
+}
+
+/// Changes the state in a section.
+fn alter<T: Saved>(section: &mut Section, change: impl FnOnce(&mut T)) {
+    let one = [section.clone()];
+    let mut value =
+        Sections::new(&one).and_then(|mut parts| parts.take(section.instance)).expect("what a VM saved");
+    change(&mut value);
+    *section = value.section(section.instance).expect("plain fields");
+}
+
+/// Changes one part of a vCPU's state. The registers that decide what runs get the most.
+fn change_vcpu(vcpu: &mut VcpuSaved, bits: &mut dyn FnMut() -> u64) {
+    match bits() % 16 {
+        0 => change(&mut vcpu.mp_state, bits),
+        1 => change(&mut vcpu.regs, bits),
+        2..5 => change(&mut vcpu.sregs, bits),
+        5 => change(&mut vcpu.xsave, bits),
+        6 => change(&mut vcpu.xcrs, bits),
+        7..10 => {
+            let index = usize::try_from(bits() % vcpu.msrs.len().max(1) as u64).expect("an index");
+            vcpu.msrs.get_mut(index).into_iter().for_each(|msr| change(&mut msr.value, bits));
+        }
+        10 => change(&mut vcpu.msrs, bits),
+        11 => change(&mut vcpu.lapic, bits),
+        12 => change(&mut vcpu.events, bits),
+        13 => change(&mut vcpu.debug, bits),
+        14 => vcpu.shadow_stack = Some(bits() >> (bits() % 64)),
+        _ => {
+            let mut timed = (vcpu.tsc, vcpu.realtime_ns, vcpu.tsc_khz, vcpu.tsc_deadline);
+            change(&mut timed, bits);
+            (vcpu.tsc, vcpu.realtime_ns, vcpu.tsc_khz, vcpu.tsc_deadline) = timed;
+        }
+    }
+}
+
+/// Changes a few bits of `value`, or puts a number of any size in place of a byte of its encoding,
+/// until that decodes.
+fn change<T: Serialize + DeserializeOwned>(value: &mut T, bits: &mut dyn FnMut() -> u64) {
+    let whole = postcard::to_stdvec(value).expect("plain fields");
+    for _ in 0..100 {
+        let mut bytes = whole.clone();
+        for _ in 0..=bits() % 3 {
+            let at = usize::try_from(bits() % bytes.len() as u64).expect("an index");
+            if bits().is_multiple_of(2) {
+                bytes[at] ^= 1 << (bits() % 8);
+            } else {
+                let number = postcard::to_stdvec(&(bits() >> (bits() % 64))).expect("a number");
+                bytes.splice(at..=at, number);
+            }
+        }
+        if let Ok((changed, [])) = postcard::take_from_bytes(&bytes) {
+            *value = changed;
+            return;
+        }
+    }
 }
