@@ -6,6 +6,9 @@ use std::time::Duration;
 use vmferry_memory::PageRun;
 use vmferry_wire::{Refusal, RefusalCode, Section, ToTarget};
 
+/// Most pages that the message of a failed verification names.
+const MOST_NAMED: usize = 16;
+
 impl Session {
     pub(super) fn pause(&mut self) -> Vec<Action> {
         self.state = State::Pausing;
@@ -93,11 +96,7 @@ impl Session {
             }
             Some(Verification { mismatched: 0, .. }) => self.load(),
             found => {
-                let Verification { pages, mismatched, samples } = found.clone().unwrap_or_default();
-                let names: Vec<String> =
-                    samples.iter().map(|name| format!("{} page {:#x}", name.region, name.page)).collect();
-                let detail =
-                    format!("{mismatched} of {pages} pages differ on the two sides: {}", names.join(", "));
+                let detail = differing(&found.clone().unwrap_or_default());
                 self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Memory, detail)), true)
             }
         }
@@ -108,4 +107,19 @@ impl Session {
         let pages = self.lacking;
         vec![Action::Send(if self.lazy { ToTarget::LoadLazily { pages } } else { ToTarget::Load })]
     }
+}
+
+/// Describes a failed verification and names at most [`MOST_NAMED`] of the pages that differ: the target may send 65,536 of them.
+fn differing(found: &Verification) -> String {
+    let Verification { pages, mismatched, samples } = found;
+    let mut names: Vec<String> = samples
+        .iter()
+        .take(MOST_NAMED)
+        .map(|name| format!("{} page {:#x}", name.region, name.page))
+        .collect();
+    let more = mismatched.saturating_sub(names.len() as u64);
+    if more > 0 {
+        names.push(format!("and {more} more"));
+    }
+    format!("{mismatched} of {pages} pages differ on the two sides: {}", names.join(", "))
 }

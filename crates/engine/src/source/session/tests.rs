@@ -4,7 +4,8 @@ use super::*;
 use crate::plan::Auto;
 use crate::source::settings::AutoConverge;
 use std::time::Duration;
-use vmferry_wire::Token;
+use vmferry_memory::RegionId;
+use vmferry_wire::{PageName, Token};
 
 const PAGES: u64 = 1 << 20;
 const MS: Duration = Duration::from_millis(1);
@@ -490,4 +491,15 @@ fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
     session.state = State::Committed;
     let unsent = Event::unsent(&ToTarget::Commit, "lost".into());
     assert_eq!(session.handle(MS, unsent), [Action::Resume]);
+}
+
+#[test]
+fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
+    let mut session = passing(Settings { verify: true, ..Settings::default() });
+    let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
+    session.verification = Some(Verification { pages: PAGES, mismatched: 70_000, samples });
+    session.verifying(true, true, true);
+    let Some(Outcome::Failed(why)) = &session.ended else { panic!("{:?}", session.ended) };
+    assert_eq!(why.detail.matches(" page 0x").count(), 16, "{}", why.detail);
+    assert!(why.detail.ends_with("page 0xf, and 69984 more"), "{}", why.detail);
 }
