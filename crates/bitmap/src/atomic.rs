@@ -158,6 +158,12 @@ impl AtomicBitmap {
         self.words[word].load(Ordering::Acquire) & bit != 0
     }
 
+    /// Returns the marks of the 64 pages from `64 * index` on as they are at the moment; none of pages beyond the end.
+    #[must_use]
+    pub fn word(&self, index: usize) -> u64 {
+        self.words.get(index).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
     /// Moves every mark into `into` and returns how many were moved.
     ///
     /// # Panics

@@ -1,14 +1,15 @@
 //! Tracking by KVM's dirty bitmap.
 
 use crate::TrackerError;
-use crate::region::{check_marks, forget, map_of};
+use crate::region::{check_marks, collect, forget, map_of};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_engine::{DirtyTracker, Protect, TrackerKind, VmError};
 use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
-use vmferry_sys::kvm::{self, SlotSpec};
+use vmferry_sys::SysError;
+use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 
 /// Words of bitmap that one `KVM_CLEAR_DIRTY_LOG` is given, on the stack: 256 bytes.
 const CHUNK_WORDS: usize = 32;
@@ -29,9 +30,29 @@ pub struct LogSlot {
     /// Pages that the VMM wrote or dropped itself, which KVM does not see; each marked *after* it was written. One bit
     /// for each page of the slot.
     pub marks: Option<Arc<AtomicBitmap>>,
+    /// Receives every page that a tracker takes out of the slot's dirty log or its `marks`; one bit for each page of the slot.
+    ///
+    /// A VMM that uses the log or the marks for itself, such as for differential snapshots, gives a bitmap here. After a migration that left
+    /// the guest here, the VMM counts these pages as dirty, besides those that its log and its marks report. Nothing is copied without it.
+    pub handed_back: Option<Arc<AtomicBitmap>>,
 }
 
 impl LogSlot {
+    /// A slot whose log and marks the VMM does not use for itself.
+    #[must_use]
+    pub fn new(spec: SlotSpec, marks: Option<Arc<AtomicBitmap>>) -> Self {
+        Self { spec, marks, handed_back: None }
+    }
+
+    /// Checks what trackers rely on.
+    pub(crate) fn check(&self) -> Result<(), TrackerError> {
+        if self.spec.len == 0 || !self.spec.len.is_multiple_of(PAGE_SIZE) {
+            return Err(TrackerError::NotPages(self.region()));
+        }
+        check_marks(self.region(), self.pages(), self.marks.as_deref())?;
+        check_marks(self.region(), self.pages(), self.handed_back.as_deref())
+    }
+
     pub(crate) fn region(&self) -> RegionId {
         RegionId(self.spec.slot)
     }
@@ -57,6 +78,8 @@ enum Mode {
 struct Shared {
     vm: Arc<dyn AsRawFd + Send + Sync>,
     slots: Vec<LogSlot>,
+    /// For each slot, whether its log was on before tracking and is the VMM's own.
+    found_on: Vec<AtomicBool>,
     mode: AtomicU8,
 }
 
@@ -88,6 +111,14 @@ impl Shared {
         self.mode.store(mode as u8, Ordering::Release);
     }
 
+    /// Reads the log of `slot` into the start of `log`, which has room for the largest.
+    fn read<'l>(&self, slot: &LogSlot, log: &'l mut [u64]) -> Result<&'l [u64], SysError> {
+        let log = &mut log[..kvm::log_words(slot.spec.len)];
+        // SAFETY: the slot has this length (promise of `KvmLogTracker::new`'s caller).
+        unsafe { kvm::get_dirty_log(self.vm(), slot.spec.slot, slot.spec.len, log) }?;
+        Ok(log)
+    }
+
     /// Switches the log of `slot` on or off.
     fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {
         // SAFETY: the slot exists on this VM (promise of `KvmLogTracker::new`'s caller).
@@ -114,6 +145,17 @@ impl Shared {
 /// *Without manual protection* a harvest clears the log and protects the pages by itself, before it returns, and
 /// `protect` has nothing to do.
 ///
+/// # A VMM that uses the log for itself
+/// A slot with [`LogSlot::handed_back`] whose log is on when tracking starts keeps its log when tracking stops. The tracker clears a bit of
+/// that log only after it has put the page into `handed_back`. A write between those two steps changes nothing for the VMM, because the
+/// page is in the bitmap. So every page that the VMM would have found dirty is in the log or in `handed_back` when tracking has stopped.
+/// A bit that is not cleared stays set, and the next harvest reports it. The VMM must not read or clear the log while the tracker is
+/// started.
+///
+/// *Manual protection* is a capability of the VM that KVM does not tell. When tracking stops it is switched off, as KVM begins, or set to
+/// what [`restoring`](Self::restoring) was given.
+///
+/// # Other writers, and PML
 /// *Writes by the VMM* are not in KVM's log. They are in the marks: the writer writes, then marks (release); a harvest
 /// takes the marks by atomic swap (acquire), and the engine reads the pages later. A write whose mark was taken is in what is read.
 ///
@@ -124,6 +166,8 @@ pub struct KvmLogTracker {
     shared: Arc<Shared>,
     /// Room for the log of the largest slot, while tracking.
     log: Vec<u64>,
+    /// Manual protection outside of tracking.
+    manual: ManualProtect,
 }
 
 impl KvmLogTracker {
@@ -136,37 +180,81 @@ impl KvmLogTracker {
     /// `vm` is a KVM VM's descriptor, open for as long as the `Arc` lives, and each of `slots` is a memory slot of that
     /// VM, with this number, place, length and mapping, until the tracker and all its protectors are dropped.
     pub unsafe fn new(vm: Arc<dyn AsRawFd + Send + Sync>, slots: Vec<LogSlot>) -> Result<Self, TrackerError> {
-        for slot in &slots {
-            if slot.spec.len == 0 || !slot.spec.len.is_multiple_of(PAGE_SIZE) {
-                return Err(TrackerError::NotPages(slot.region()));
-            }
-            check_marks(slot.region(), slot.pages(), slot.marks.as_deref())?;
-        }
-        let shared = Shared { vm, slots, mode: AtomicU8::new(Mode::Off as u8) };
-        Ok(Self { shared: Arc::new(shared), log: Vec::new() })
+        slots.iter().try_for_each(LogSlot::check)?;
+        let found_on = slots.iter().map(|_| AtomicBool::new(false)).collect();
+        let shared = Shared { vm, slots, found_on, mode: AtomicU8::new(Mode::Off as u8) };
+        Ok(Self { shared: Arc::new(shared), log: Vec::new(), manual: ManualProtect::NONE })
+    }
+
+    /// The same tracker for a VMM that has enabled `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` with the flags `manual`. [`stop`](DirtyTracker::stop)
+    /// enables them again.
+    #[must_use]
+    pub fn restoring(mut self, manual: ManualProtect) -> Self {
+        self.manual = manual;
+        self
     }
 
     fn try_start(&mut self) -> Result<(), TrackerError> {
         self.try_stop()?;
-        let vm = self.shared.vm();
-        let manual = kvm::manual_protect_offered(vm).map_err(TrackerError::Unavailable)?;
-        if manual.enabled() {
-            kvm::enable_manual_protect(vm, manual).map_err(TrackerError::Unavailable)?;
-        }
         let words = self.shared.slots.iter().map(|slot| kvm::log_words(slot.spec.len)).max().unwrap_or(0);
         self.log.resize(words, 0);
-        for (index, slot) in self.shared.slots.iter().enumerate() {
-            forget(slot.marks.as_deref());
+        // Before manual protection is switched on: where it was off, reading clears the log in the same step.
+        self.take_own_logs()?;
+        let manual = kvm::manual_protect_offered(self.shared.vm()).map_err(TrackerError::Unavailable)?;
+        if manual.enabled() {
+            kvm::enable_manual_protect(self.shared.vm(), manual).map_err(TrackerError::Unavailable)?;
+        }
+        for (index, (slot, own)) in self.shared.slots.iter().zip(&self.shared.found_on).enumerate() {
+            forget(slot.marks.as_deref(), slot.handed_back.as_deref());
+            if own.load(Ordering::Acquire) {
+                continue;
+            }
             if let Err(error) = self.shared.log(slot, true) {
-                for done in &self.shared.slots[..index] {
-                    // The first error is the one to report; a log that stays on only makes the guest slower.
-                    let _ = self.shared.log(done, false);
-                }
+                // The first error is the one to report; a log that stays on only makes the guest slower.
+                let _ = self.restore(index);
                 return Err(error);
             }
         }
         self.shared.set_mode(if manual.enabled() { Mode::ByHand } else { Mode::ByReading });
         Ok(())
+    }
+
+    /// Finds out which logs are the VMM's own, and hands back what is in them.
+    fn take_own_logs(&mut self) -> Result<(), TrackerError> {
+        for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on) {
+            let Some(handed_back) = &slot.handed_back else { continue };
+            let on = match self.shared.read(slot, &mut self.log) {
+                Ok(log) => {
+                    let mut found = Bitmap::new(slot.pages());
+                    found.union_words(log);
+                    found.for_each_run(|run| handed_back.set_range(run));
+                    true
+                }
+                Err(error) if error.errno() == Some(libc::ENOENT) => false,
+                Err(error) => return Err(TrackerError::host(slot.region())(error)),
+            };
+            own.store(on, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Puts the logs of the first `count` slots and manual protection back to what they were.
+    fn restore(&self, count: usize) -> Result<(), TrackerError> {
+        let mut result = Ok(());
+        for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on).take(count) {
+            if own.load(Ordering::Acquire) {
+                continue;
+            }
+            // Every slot, also after an error; the first error is the one to tell.
+            let switched = self.shared.log(slot, false);
+            result = result.and(switched);
+        }
+        let vm = self.shared.vm();
+        let manual = kvm::manual_protect_offered(vm).and_then(|offered| match offered.enabled() {
+            true => kvm::enable_manual_protect(vm, self.manual),
+            false => Ok(()),
+        });
+        result.and(manual.map_err(TrackerError::Unavailable))
     }
 
     fn try_stop(&mut self) -> Result<(), TrackerError> {
@@ -175,13 +263,7 @@ impl KvmLogTracker {
         }
         self.shared.set_mode(Mode::Off);
         self.log = Vec::new();
-        let mut result = Ok(());
-        for slot in &self.shared.slots {
-            // Every slot, also after an error; the first error is the one to tell.
-            let switched = self.shared.log(slot, false);
-            result = result.and(switched);
-        }
-        result
+        self.restore(self.shared.slots.len())
     }
 }
 
@@ -201,14 +283,14 @@ impl DirtyTracker for KvmLogTracker {
         for slot in &self.shared.slots {
             // Before the log is read: without manual protection reading clears it, and what was read must have a place.
             let map = map_of(dirty, slot.region(), slot.pages())?;
-            if let Some(marks) = &slot.marks {
-                marks.harvest(map);
-            }
-            let log = &mut self.log[..kvm::log_words(slot.spec.len)];
-            // SAFETY: the slot has this length (promise of `new`'s caller).
-            unsafe { kvm::get_dirty_log(self.shared.vm(), slot.spec.slot, slot.spec.len, log) }
-                .map_err(TrackerError::host(slot.region()))?;
-            map.union_words(log);
+            let log = &mut self.log;
+            collect(map, slot.handed_back.as_deref(), |map| {
+                if let Some(marks) = &slot.marks {
+                    marks.harvest(map);
+                }
+                map.union_words(self.shared.read(slot, log).map_err(TrackerError::host(slot.region()))?);
+                Ok(())
+            })?;
         }
         Ok(())
     }
@@ -241,8 +323,9 @@ impl Protect for Shared {
             Mode::ByReading => return Ok(()),
             Mode::ByHand => {}
         }
-        let slot =
-            self.slots.iter().find(|slot| slot.region() == region).ok_or(TrackerError::NoRegion(region))?;
+        let mut slots = self.slots.iter().zip(&self.found_on);
+        let (slot, own) =
+            slots.find(|(slot, _)| slot.region() == region).ok_or(TrackerError::NoRegion(region))?;
         let have = slot.pages();
         if chunk.end() > have {
             return Err(TrackerError::NoPages { region, have, run: chunk }.into());
@@ -250,7 +333,17 @@ impl Protect for Shared {
         if pages.len() != have {
             return Err(TrackerError::Length { region, have, bits: pages.len() }.into());
         }
-        let clear = |first: u64, count: u32, bits: &[u64]| {
+        let handed_back = slot.handed_back.as_deref().filter(|_| own.load(Ordering::Acquire));
+        let clear = |first: u64, count: u32, bits: &mut [u64]| {
+            if let Some(handed_back) = handed_back {
+                // Of another page the VMM would not hear any more. Such a page is protected, or the next harvest reports it.
+                for (word, index) in bits.iter_mut().zip(first / 64..) {
+                    *word &= usize::try_from(index).map_or(0, |index| handed_back.word(index));
+                }
+                if bits.iter().all(|word| *word == 0) {
+                    return Ok(());
+                }
+            }
             kvm::clear_dirty_log(self.vm(), slot.spec.slot, first, count, bits)
                 .map_err(TrackerError::host(region))
         };
@@ -264,7 +357,7 @@ impl Protect for Shared {
 fn for_each_clear(
     chunk: PageRun,
     pages: &Bitmap,
-    mut clear: impl FnMut(u64, u32, &[u64]) -> Result<(), TrackerError>,
+    mut clear: impl FnMut(u64, u32, &mut [u64]) -> Result<(), TrackerError>,
 ) -> Result<(), TrackerError> {
     let word = |index: u64| {
         // Bits of pages before and behind the chunk, in its first and last word, are not ours to clear.
@@ -288,7 +381,7 @@ fn for_each_clear(
         }
         at = first + CHUNK_WORDS as u64;
         let count = (used as u64 * 64).min(pages.len() - first * 64);
-        clear(first * 64, u32::try_from(count).expect("at most 8192"), &bits[..used])?;
+        clear(first * 64, u32::try_from(count).expect("at most 8192"), &mut bits[..used])?;
     }
     Ok(())
 }

@@ -38,6 +38,9 @@ pub struct MappedRegion {
     /// Pages that were written or dropped in a way that the tracker cannot see; each marked after it happened. One bit
     /// for each page of the region.
     pub marks: Option<Arc<AtomicBitmap>>,
+    /// Receives every page that the tracker takes out of `marks` or finds written; one bit for each page of the region. A VMM that uses
+    /// `marks` for itself needs this: see [`LogSlot::handed_back`](crate::LogSlot::handed_back).
+    pub handed_back: Option<Arc<AtomicBitmap>>,
 }
 
 impl MappedRegion {
@@ -76,7 +79,8 @@ impl MappedRegion {
         if !whole {
             return Err(TrackerError::NotPages(self.id));
         }
-        check_marks(self.id, self.pages(), self.marks.as_deref())
+        check_marks(self.id, self.pages(), self.marks.as_deref())?;
+        check_marks(self.id, self.pages(), self.handed_back.as_deref())
     }
 }
 
@@ -103,11 +107,28 @@ pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut
     Ok(map)
 }
 
-/// Forgets all marks: what was written before tracking started is sent anyway. A write that is being marked at the same
+/// Has `collect` add pages to `map`, and hands back what it added, also where it fails half-way. Without `handed_back` this costs nothing.
+pub(crate) fn collect(
+    map: &mut Bitmap,
+    handed_back: Option<&AtomicBitmap>,
+    collect: impl FnOnce(&mut Bitmap) -> Result<(), TrackerError>,
+) -> Result<(), TrackerError> {
+    let Some(handed_back) = handed_back else { return collect(map) };
+    let mut found = Bitmap::new(map.len());
+    let collected = collect(&mut found);
+    found.for_each_run(|run| handed_back.set_range(run));
+    map.union(&found);
+    collected
+}
+
+/// Takes all marks and hands them back: what was written before tracking started is sent anyway. A write that is being marked at the same
 /// time is either done, and then the first pass reads it, or marked after this, and then the first harvest finds it.
-pub(crate) fn forget(marks: Option<&AtomicBitmap>) {
+pub(crate) fn forget(marks: Option<&AtomicBitmap>, handed_back: Option<&AtomicBitmap>) {
     if let Some(marks) = marks {
         let mut scratch = Bitmap::new(marks.len());
         marks.harvest(&mut scratch);
+        if let Some(handed_back) = handed_back {
+            scratch.for_each_run(|run| handed_back.set_range(run));
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Tracking by write protection in this process's page tables.
 
-use crate::region::{forget, map_of};
+use crate::region::{collect, forget, map_of};
 use crate::{Backing, MappedRegion, TrackerError};
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -112,7 +112,7 @@ impl WpTracker {
         self.runs.resize(RUNS, PageRegion::default());
         let active = Active { uffd, pagemap };
         for region in &self.regions {
-            forget(region.marks.as_deref());
+            forget(region.marks.as_deref(), region.handed_back.as_deref());
             // On an error `active` is dropped: closing the userfaultfd lifts whatever was protected.
             active.uffd.register_wp(region.span()).map_err(TrackerError::host(region.id))?;
             for span in chunks(region.span(), SCAN_BYTES) {
@@ -154,15 +154,19 @@ impl DirtyTracker for WpTracker {
         let active = self.active.as_ref().ok_or(TrackerError::NotStarted)?;
         for region in &self.regions {
             let map = map_of(dirty, region.id, region.pages())?;
-            if let Some(marks) = &region.marks {
-                marks.harvest(map);
-            }
-            for span in chunks(region.span(), SCAN_BYTES) {
-                active.written(region, span.clone(), &mut self.runs, map)?;
-                if let Backing::Memfd { file, offset } = &region.backing {
-                    active.unmapped(region, span, (file.as_fd(), *offset), &mut self.runs, map)?;
+            let runs = &mut self.runs;
+            collect(map, region.handed_back.as_deref(), |map| {
+                if let Some(marks) = &region.marks {
+                    marks.harvest(map);
                 }
-            }
+                for span in chunks(region.span(), SCAN_BYTES) {
+                    active.written(region, span.clone(), runs, map)?;
+                    if let Backing::Memfd { file, offset } = &region.backing {
+                        active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
+                    }
+                }
+                Ok(())
+            })?;
         }
         Ok(())
     }

@@ -233,6 +233,10 @@ pub trait DirtyTracker: Send {
 
     /// Stops tracking and lets the guest run at its full speed. Nobody calls [`Protect::protect`] any more.
     ///
+    /// The guest may stay on this side: the migration failed, or was none. A tracker that shares its record of writes with the VMM leaves
+    /// that record as [`start`](Self::start) found it, and hands the pages to the VMM that it took out of the record (`vmferry-dirty` does:
+    /// `LogSlot::handed_back`).
+    ///
     /// # Errors
     /// If the host refuses; the guest still runs, perhaps slower.
     fn stop(&mut self) -> Result<(), VmError>;

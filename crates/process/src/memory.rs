@@ -84,6 +84,7 @@ impl Memory {
                 .as_ref()
                 .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::clone(file), offset: 0 }),
             marks: None,
+            handed_back: None,
         });
         let starts: Vec<_> = layout
             .regions()

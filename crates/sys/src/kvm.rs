@@ -37,6 +37,12 @@ impl ManualProtect {
     /// that is not protected, the first write would not be seen.
     pub const NONE: Self = Self(0);
 
+    /// Makes flags of their bits, [`ENABLE`](Self::ENABLE) and [`INITIALLY_SET`](Self::INITIALLY_SET).
+    #[must_use]
+    pub const fn new(bits: u64) -> Self {
+        Self(bits)
+    }
+
     /// Whether the log is cleared by hand.
     #[must_use]
     pub fn enabled(self) -> bool {

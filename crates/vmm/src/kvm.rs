@@ -99,15 +99,15 @@ impl Machine {
 
     /// Its memory slots, as trackers want them.
     pub(crate) fn log_slots(&self) -> Vec<LogSlot> {
-        let slot = |ram: &RamRegion| LogSlot {
-            spec: SlotSpec {
+        let slot = |ram: &RamRegion| {
+            let spec = SlotSpec {
                 slot: ram.region().id.0,
                 flags: 0,
                 gpa: ram.region().gpa.0,
                 len: ram.region().len,
                 host: ram.host_address(),
-            },
-            marks: Some(ram.marks().bitmap()),
+            };
+            LogSlot::new(spec, Some(ram.marks().bitmap()))
         };
         self.ram.regions().iter().map(slot).collect()
     }

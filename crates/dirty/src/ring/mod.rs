@@ -17,7 +17,6 @@ mod sync;
 mod tracker;
 
 use self::core::{Core, Found, Kernel};
-use crate::region::check_marks;
 use crate::{LogSlot, TrackerError};
 pub use policy::{Policy, UnknownPolicy};
 use reaper::Desk;
@@ -27,7 +26,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub use tracker::RingTracker;
 use vmferry_bitmap::AtomicBitmap;
-use vmferry_memory::PAGE_SIZE;
 use vmferry_sys::SysError;
 use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 
@@ -75,12 +73,7 @@ impl DirtyRings {
         vcpus: &[BorrowedFd<'_>],
         slots: Vec<LogSlot>,
     ) -> Result<Self, TrackerError> {
-        for slot in &slots {
-            if slot.spec.len == 0 || !slot.spec.len.is_multiple_of(PAGE_SIZE) {
-                return Err(TrackerError::NotPages(slot.region()));
-            }
-            check_marks(slot.region(), slot.pages(), slot.marks.as_deref())?;
-        }
+        slots.iter().try_for_each(LogSlot::check)?;
         let maps: Vec<_> = slots
             .iter()
             .map(|slot| slot.marks.clone().unwrap_or_else(|| Arc::new(AtomicBitmap::new(slot.pages()))))

@@ -2,7 +2,7 @@
 
 use super::reaper::Reaper;
 use super::{DirtyRings, Policy, RingReport, Shared};
-use crate::region::{forget, map_of};
+use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// reports a page reports one that is protected, and [`Protect::protect`] has nothing left to do.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect nothing at the start, and
-/// never put a page into a ring. The tracker switches it off.
+/// never put a page into a ring. The tracker switches it off, for good: a VM with rings has no log that it could protect.
 ///
 /// *Writes by the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker), and so is what the rings held:
 /// reaper, vCPUs and harvests put pages in, a harvest takes them out by atomic swap.
@@ -122,7 +122,9 @@ impl Shared {
             kvm::enable_manual_protect(vm, ManualProtect::NONE).map_err(TrackerError::Unavailable)?;
         }
         // Before anything is protected: from then on no mark may get lost.
-        self.maps.iter().for_each(|map| forget(Some(map)));
+        for (slot, map) in self.slots.iter().zip(&self.maps) {
+            forget(Some(map), slot.handed_back.as_deref());
+        }
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
 
@@ -163,7 +165,11 @@ impl DirtyTracker for RingTracker {
         let shared = self.shared();
         let harvested = shared.core().harvest_every();
         for (slot, marks) in shared.slots.iter().zip(&shared.maps) {
-            marks.harvest(map_of(dirty, slot.region(), slot.pages())?);
+            let map = map_of(dirty, slot.region(), slot.pages())?;
+            collect(map, slot.handed_back.as_deref(), |map| {
+                marks.harvest(map);
+                Ok(())
+            })?;
         }
         harvested?;
         Ok(shared.core().found().check()?)

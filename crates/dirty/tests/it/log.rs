@@ -1,7 +1,7 @@
 //! Both trackers on a real VM with a guest of a few instructions.
 
 use crate::memory::{Kind, Memory};
-use crate::user_guest::add_slot;
+use crate::user_guest::{add_slot, add_slot_flags, fd};
 use crate::wp::available;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::collections::BTreeSet;
@@ -12,7 +12,7 @@ use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
 use vmferry_engine::DirtyTracker;
 use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
-use vmferry_sys::kvm::SlotSpec;
+use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 use vmferry_testkit::{Need, skip, wait};
 
 /// 1 MiB of memory from address 0, all that real mode sees.
@@ -301,7 +301,7 @@ fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
     let (low, high) = (Memory::new(Kind::Small, 64), Memory::new(Kind::Small, 64));
     let first = add_slot(&vm, 0, 0, &low);
     // Overlaps the first slot, so KVM cannot take it for a new one.
-    let wrong = LogSlot { spec: SlotSpec { slot: 5, host: high.host(), ..first.spec }, marks: None };
+    let wrong = LogSlot::new(SlotSpec { slot: 5, host: high.host(), ..first.spec }, None);
     let vm_fd: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(&vm) as _;
     // SAFETY: the second slot is none; KVM refuses it as it overlaps the first, and would map memory of ours otherwise.
     let mut tracker = unsafe { KvmLogTracker::new(vm_fd, vec![first, wrong]) }.unwrap();
@@ -319,4 +319,129 @@ fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
     }
     .unwrap_err();
     assert_eq!(error.errno(), Some(libc::ENOENT), "the first slot's log is off again: {error}");
+}
+
+/// What the VMM finds dirty in its own log.
+fn own_log(vm: &VmFd) -> BTreeSet<u64> {
+    let mut log = [0; PAGES as usize / 64];
+    // SAFETY: the slot has this many pages.
+    unsafe { kvm::get_dirty_log(fd(vm), 0, PAGES * 4096, &mut log) }.unwrap();
+    let mut pages = Bitmap::new(PAGES);
+    pages.union_words(&log);
+    pages.bits().collect()
+}
+
+fn set_of(marks: &AtomicBitmap) -> BTreeSet<u64> {
+    let mut pages = Bitmap::new(PAGES);
+    marks.harvest(&mut pages);
+    pages.bits().collect()
+}
+
+/// Runs the guest for one stretch of 64 increments.
+fn stretch(vcpu: &mut VcpuFd) {
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(0x10, _) => {}
+        other => panic!("unexpected exit {other:?}"),
+    }
+}
+
+/// A VMM whose own log has manual protection `manual` tracks for a migration that fails; what its own log does before and after.
+fn log_survives_a_failed_migration(manual: ManualProtect) {
+    let Some(vm) = kvm_vm() else { return };
+    let memory = Memory::new(Kind::Small, PAGES);
+    load_code(&memory);
+    kvm::enable_manual_protect(fd(&vm), manual).unwrap();
+    let (handed_back, marks) = (Arc::new(AtomicBitmap::new(PAGES)), Arc::new(AtomicBitmap::new(PAGES)));
+    let slot = LogSlot {
+        handed_back: Some(Arc::clone(&handed_back)),
+        marks: Some(Arc::clone(&marks)),
+        ..add_slot_flags(&vm, 0, 0, &memory, kvm::MEM_LOG_DIRTY_PAGES)
+    };
+    let slot = LogSlot { spec: SlotSpec { flags: 0, ..slot.spec }, ..slot };
+    let (tracker, layout) = tracker(&vm, &[slot]);
+    let mut tracker = tracker.restoring(manual);
+    let mut vcpu = vcpu(&vm);
+    // What the VMM has dealt with is not dirty.
+    own_log(&vm);
+    kvm::clear_dirty_log(fd(&vm), 0, 0, 256, &[u64::MAX; 4]).unwrap();
+    stretch(&mut vcpu);
+    marks.set(130);
+    let word = |page: u64| memory.word(page).load(Ordering::Relaxed);
+    let before: Vec<u64> = (0..PAGES).map(word).collect();
+    tracker.start().unwrap();
+    // Between the start and the first pass, which protects every page.
+    stretch(&mut vcpu);
+    let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
+    let mut dirty = PageSet::full(&layout);
+    for _ in 0..3 {
+        send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+        dirty.clear();
+        stretch(&mut vcpu);
+        tracker.harvest(&mut dirty).unwrap();
+    }
+    send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+    assert_eq!(lost(&memory, &copy), [], "the guest stands still, and all of it was sent");
+    stretch(&mut vcpu);
+    tracker.stop().unwrap();
+    let written: BTreeSet<u64> = (2..PAGES).filter(|page| word(*page) != 0).collect();
+    assert!(written.len() > 30 && (2..PAGES).any(|page| before[page as usize] != word(page)), "{written:?}");
+    let found = &own_log(&vm) | &set_of(&handed_back);
+    assert!(found.is_superset(&written) && found.contains(&130), "written {written:?}, found {found:?}");
+    // The guest writes 127 pages at most.
+    assert!(found.len() <= 130, "{} pages", found.len());
+    log_is_as_before(&vm, &mut vcpu, &memory, manual);
+}
+
+/// The log is on, and reading it clears it, or does not, as `manual` says.
+fn log_is_as_before(vm: &VmFd, vcpu: &mut VcpuFd, memory: &Memory, manual: ManualProtect) {
+    let word = |page: u64| memory.word(page).load(Ordering::Relaxed);
+    if manual.enabled() {
+        kvm::clear_dirty_log(fd(vm), 0, 0, 256, &[u64::MAX; 4]).unwrap();
+    } else {
+        own_log(vm);
+    }
+    let before: Vec<u64> = (0..PAGES).map(word).collect();
+    stretch(vcpu);
+    let written: BTreeSet<u64> = (2..PAGES).filter(|page| before[*page as usize] != word(*page)).collect();
+    let found = own_log(vm);
+    assert!(found.is_superset(&written) && found.len() <= written.len() + 2, "{written:?}, {found:?}");
+    assert_eq!(own_log(vm), if manual.enabled() { found } else { BTreeSet::new() }, "read again");
+}
+
+#[test]
+fn log_that_a_vmm_clears_by_reading_survives_a_failed_migration() {
+    log_survives_a_failed_migration(ManualProtect::NONE);
+}
+
+#[test]
+fn log_that_a_vmm_clears_by_hand_survives_a_failed_migration() {
+    log_survives_a_failed_migration(ManualProtect::new(ManualProtect::ENABLE));
+    log_survives_a_failed_migration(ManualProtect::new(ManualProtect::ENABLE | ManualProtect::INITIALLY_SET));
+}
+
+#[test]
+fn stop_leaves_the_log_off_and_manual_protection_off() {
+    let Some(vm) = kvm_vm() else { return };
+    let memory = Memory::new(Kind::Small, PAGES);
+    load_code(&memory);
+    let slot = add_slot(&vm, 0, 0, &memory);
+    let (mut tracker, _) = tracker(&vm, &[slot.clone()]);
+    let mut vcpu = vcpu(&vm);
+    tracker.start().unwrap();
+    tracker.stop().unwrap();
+    // The VMM begins to log, now or later.
+    // SAFETY: the slot was added to this VM.
+    unsafe { kvm::set_slot_flags(fd(&vm), &slot.spec, true) }.unwrap();
+    log_is_as_before(&vm, &mut vcpu, &memory, ManualProtect::NONE);
+}
+
+/// A VM without a vCPU; counts the skip if there is none.
+fn kvm_vm() -> Option<Arc<VmFd>> {
+    match Kvm::new().and_then(|kvm| kvm.create_vm()) {
+        Ok(vm) => Some(Arc::new(vm)),
+        Err(error) => {
+            vmferry_testkit::skip(vmferry_testkit::Need::Kvm, format_args!("/dev/kvm: {error}"));
+            None
+        }
+    }
 }

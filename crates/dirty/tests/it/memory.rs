@@ -87,7 +87,15 @@ impl Memory {
             Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
             None => Backing::Anonymous,
         };
-        MappedRegion { id: RegionId(id), host: self.host(), len: self.pages * 4096, backing, marks: None }
+        let (marks, handed_back) = (None, None);
+        MappedRegion {
+            id: RegionId(id),
+            host: self.host(),
+            len: self.pages * 4096,
+            backing,
+            marks,
+            handed_back,
+        }
     }
 
     /// The word at the start of `page`.

@@ -106,7 +106,7 @@ pub(crate) fn add_slot_flags(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, fl
     };
     // SAFETY: the memory outlives the VM in every test.
     unsafe { vm.set_user_memory_region(region) }.unwrap();
-    LogSlot { spec, marks: None }
+    LogSlot::new(spec, None)
 }
 
 /// The code, and page tables that map the first 4 GiB to themselves, for everybody, with all that a processor would

@@ -273,6 +273,30 @@ fn marks_are_merged_and_those_from_before_forgotten() {
 }
 
 #[test]
+fn every_page_that_is_taken_out_of_the_marks_is_handed_back() {
+    if !available() {
+        return;
+    }
+    let memory = Memory::new(Kind::Small, 64);
+    let (marks, handed_back) = (Arc::new(AtomicBitmap::new(64)), Arc::new(AtomicBitmap::new(64)));
+    let region = MappedRegion {
+        marks: Some(Arc::clone(&marks)),
+        handed_back: Some(Arc::clone(&handed_back)),
+        ..memory.region(4)
+    };
+    let layout = layout(std::slice::from_ref(&region));
+    let mut tracker = WpTracker::new(vec![region]).unwrap();
+    marks.set(1);
+    tracker.start().unwrap();
+    marks.set(20);
+    memory.write(2, 1);
+    assert_eq!(harvest(&mut tracker, &layout), [2, 20]);
+    tracker.stop().unwrap();
+    let found: Vec<u64> = (0..64).filter(|page| handed_back.test(*page)).collect();
+    assert_eq!(found, [1, 2, 20]);
+}
+
+#[test]
 fn memory_that_cannot_be_tracked_is_refused_with_the_reason() {
     if !available() {
         return;

@@ -37,6 +37,7 @@ impl RamRegion {
             len: self.region.len,
             backing,
             marks: Some(self.marks.bitmap()),
+            handed_back: None,
         }
     }
 
