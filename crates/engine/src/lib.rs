@@ -25,6 +25,7 @@ mod source;
 mod sync;
 mod target;
 mod vm;
+mod wake;
 
 pub use channel::{Listener, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;

@@ -3,6 +3,7 @@
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures};
 use crate::source::Settings;
+use crate::wake::Wakers;
 use socket2::{SockRef, Socket};
 use std::io;
 use std::net::Shutdown;
@@ -186,6 +187,7 @@ pub struct Monitor {
     switch: AtomicBool,
     recover: AtomicBool,
     abandon: AtomicBool,
+    wakers: Wakers,
     pace: Mutex<Option<PaceFigures>>,
     progress: Mutex<(Progress, u64)>,
 }
@@ -207,10 +209,16 @@ impl Monitor {
     /// Asks for the guest to stay. Has effect until the handoff commits; says nothing about when.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Release);
+        self.wakers.wake();
         if let Some(socket) = &*self.opening.lock().unwrap_or_else(PoisonError::into_inner) {
             // Fails where it has just ended by itself.
             let _ = SockRef::from(socket).shutdown(Shutdown::Both);
         }
+    }
+
+    /// What wakes the thread that migrates when one of the requests above is made.
+    pub(crate) fn wakers(&self) -> &Wakers {
+        &self.wakers
     }
 
     /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one
@@ -240,22 +248,26 @@ impl Monitor {
     /// for I/O to come to rest: the guest then stands still for as long as its VM waits for that.
     pub fn switch_now(&self) {
         self.switch.store(true, Ordering::Release);
+        self.wakers.wake();
     }
 
     /// Asks for the link to be cut in postcopy, and not to be taken up again before somebody asks for that by
     /// [`recover`](Self::recover): the guest runs on as far as it can. Has no effect at another time.
     pub fn pause(&self) {
         self.pause.store(true, Ordering::Release);
+        self.wakers.wake();
     }
 
     /// Asks for a link that was lost in postcopy to be taken up again now.
     pub fn recover(&self) {
         self.recover.store(true, Ordering::Release);
+        self.wakers.wake();
     }
 
     /// Gives up a link that was lost in postcopy: what the target still lacks it will never have.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
+        self.wakers.wake();
     }
 
     pub(crate) fn set_pace(&self, figures: PaceFigures) {

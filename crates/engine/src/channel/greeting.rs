@@ -8,7 +8,7 @@ use socket2::Socket;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -46,20 +46,26 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Waits at most `within` for a connection to `listener` (true), or for something to do about those that are here.
-    pub(super) fn wait(&mut self, listener: RawFd, within: Duration) -> bool {
+    /// Waits for a connection to `listener`, and returns whether there is one. The wait also ends when `ending` is raised, when a silent
+    /// connection needs attention, and after `within`.
+    pub(super) fn wait(
+        &mut self,
+        listener: BorrowedFd<'_>,
+        ending: &Ending,
+        within: Option<Duration>,
+    ) -> bool {
         let now = Instant::now();
         while let Some(late) = self.silent.pop_front_if(|silent| silent.until <= now) {
             self.complaints.about(&late.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
         }
-        let fds = [listener].into_iter().chain(self.silent.iter().map(|silent| silent.socket.as_raw_fd()));
-        let mut fds: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-        let within = i32::try_from(within.as_millis()).unwrap_or(i32::MAX);
-        // SAFETY: so many of our own, on descriptors that are open; one that fails is ready, too.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, within) };
-        let mut ready = fds.iter().map(|fd| ready > 0 && fd.revents != 0);
-        let knocks = ready.next() == Some(true);
-        for (silent, ready) in self.silent.iter_mut().zip(ready) {
+        // Connections are silent in the order in which they came, so the first is the first that takes too long.
+        let first_late = self.silent.front().map(|silent| silent.until - now);
+        let within = [within, first_late].into_iter().flatten().min();
+        let own = [listener, ending.as_fd()].into_iter();
+        let fds: Vec<_> = own.chain(self.silent.iter().map(|silent| silent.socket.as_fd())).collect();
+        let ready = ready(&fds, within);
+        let knocks = ready.first() == Some(&true);
+        for (silent, ready) in self.silent.iter_mut().zip(ready.into_iter().skip(2)) {
             silent.speaks = ready;
         }
         knocks
@@ -216,7 +222,8 @@ mod tests {
 
     /// A listener that nobody comes to, as what is silent is looked at.
     fn look(greeting: &mut Greeting, nobody: &Socket) {
-        assert!(!greeting.wait(nobody.as_raw_fd(), Duration::ZERO));
+        let ending = Ending::new().unwrap();
+        assert!(!greeting.wait(nobody.as_fd(), &ending, Some(Duration::ZERO)));
     }
 
     fn read_one(mut socket: Socket, _peer: String) -> io::Result<u8> {

@@ -3,10 +3,11 @@
 use super::greeting::{Greeting, HELLO_TIMEOUT};
 use super::{IoBuf, Stream, Tls, Uri};
 use crate::MigrateError;
+use crate::wake::Ending;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, RawFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -16,8 +17,8 @@ use vmferry_wire::{FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSIO
 
 /// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
 const BACKLOG: i32 = 1024;
-/// How often the listener looks whether it should stop.
-const POLL: Duration = Duration::from_millis(100);
+/// How long the listener waits after an attempt to accept failed, and how long an attempt may take.
+const AGAIN: Duration = Duration::from_millis(100);
 
 /// A socket on which a guest can arrive.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ impl Listener {
         };
         let listener = Self { socket, uri: uri.clone(), insecure, tls, greeting: Mutex::default(), made };
         listener.socket.listen(BACKLOG).map_err(failed)?;
-        listener.socket.set_read_timeout(Some(POLL)).map_err(failed)?;
+        listener.socket.set_read_timeout(Some(AGAIN)).map_err(failed)?;
         Ok(listener)
     }
 
@@ -109,17 +110,13 @@ impl Listener {
         })
     }
 
-    /// Accepts until `stop` says so and gives every connection with a proper hello to `take`. A stranger's connection
+    /// Accepts until `ending` is raised and gives every connection with a proper hello to `take`. A stranger's connection
     /// (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are many: see
     /// [`Greeting`].
-    pub(crate) fn serve(
-        &self,
-        stop: impl Fn() -> bool,
-        take: impl Fn(Incoming) + Send + Sync + Clone + 'static,
-    ) {
+    pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Incoming) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
-        while !stop() {
-            let knocks = greeting.wait(self.socket.as_raw_fd(), POLL);
+        while !ending.wait(Duration::ZERO) {
+            let knocks = greeting.wait(self.socket.as_fd(), ending, None);
             let tls = self.tls.clone();
             greeting.hear(move |socket, peer| read_hello(socket, peer, tls.as_deref()), take.clone());
             if !knocks {
@@ -132,7 +129,7 @@ impl Listener {
                     // It concerns one connection or passes (no descriptors left), but comes back at once until then.
                     tracing::warn!("a connection could not be accepted: {error}");
                     greeting.make_room();
-                    std::thread::sleep(POLL);
+                    ending.wait(AGAIN);
                     continue;
                 }
             };
@@ -228,7 +225,7 @@ pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), Refusal
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::{IntoRawFd, OwnedFd};
+    use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
     use std::os::unix::net::{UnixDatagram, UnixListener};
 
     #[test]
@@ -258,5 +255,20 @@ mod tests {
         let handed_over = OwnedFd::from(UnixListener::bind(&path).unwrap()).into_raw_fd();
         drop(Listener::bind(&Uri::Fd(handed_over), false).unwrap());
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn serve_returns_when_it_is_told_to_although_nothing_arrives() {
+        let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
+        let (ending, (ended, over)) = (Ending::new().unwrap(), std::sync::mpsc::channel());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                listener.serve(&ending, |_| ());
+                ended.send(()).unwrap();
+            });
+            ending.end();
+            // The listener waits without a time limit: only the event ends that.
+            over.recv_timeout(Duration::from_secs(60)).expect("the listener still waits");
+        });
     }
 }

@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 use vmferry_memory::PageSet;
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
 
-/// How often the clock is looked at, and a cancel noticed.
+/// How often the session looks at the clock.
 const TICK: Duration = Duration::from_millis(20);
 /// How long a broken bulk channel waits for the target to say why, before the link is blamed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -50,6 +50,8 @@ pub(super) enum Input {
     ControlLost(io::Error),
     PassDone(Result<(), SenderError>),
     UrgentLost(SenderError),
+    /// There is a request or an answer to look at.
+    Wake,
 }
 
 /// An input, and which set of channels it is of: what is left of an earlier one counts no more.
@@ -192,6 +194,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             state_deadline: None,
         };
         ground.monitor.update(|progress| progress.id = ground.migration.to_string());
+        let _waker = ground.monitor.wakers().register(waking(&driver.inputs.0));
         let outcome = driver.listen().map_or_else(
             |error| {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
@@ -296,6 +299,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         let peer = &self.control.peer;
         match self.inputs.1.recv_timeout(patience) {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
+            Ok((_, Input::Wake)) => Event::Tick,
             Ok((generation, _)) if generation != self.generation => Event::Tick,
             Ok((_, Input::Message(message))) => {
                 if let Some(wrong) = self.cannot_be(&message) {
@@ -396,8 +400,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
             Action::ServeAgain { pages } => self.serve_again(pages),
             Action::Fence { word, after } => {
-                // It is looked for on each turn, and nobody runs meanwhile.
-                self.fence.as_ref()?.ask(word, after, || {});
+                self.fence.as_ref()?.ask(word, after, waking(&self.inputs.0));
                 None
             }
             Action::Resume => Some(self.resume()),
@@ -465,6 +468,12 @@ impl<'s, 'e> Driver<'s, 'e> {
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
         }
     }
+}
+
+/// Returns a function that wakes the driver. The driver looks for requests and answers after every input, so a full queue needs nothing.
+fn waking(inputs: &SyncSender<Numbered>) -> impl Fn() + Send + Sync + 'static {
+    let inputs = inputs.clone();
+    move || drop(inputs.try_send((0, Input::Wake)))
 }
 
 fn local(what: &str, error: &crate::VmError) -> Event {

@@ -16,19 +16,16 @@ use crate::channel::{Listener, answer};
 use crate::fence::Arbiter;
 use crate::vm::TargetVm;
 use crate::{MigrateError, channel::Incoming};
-use driver::{Driver, Input};
+use driver::{Driver, Input, Numbered};
 use measure::Measuring;
 use serde::Serialize;
 use session::Outcome;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
-
-/// How often the wait for a source looks whether it should stop.
-const POLL: Duration = Duration::from_millis(100);
 
 /// Waits for a guest; share it between the thread that receives and those that may stop it.
 #[derive(Debug)]
@@ -39,6 +36,7 @@ pub struct Arrival {
     stay_awake: bool,
     fence: Option<Arc<dyn Arbiter>>,
     undecided: Mutex<Option<String>>,
+    wakers: Wakers,
 }
 
 impl Arrival {
@@ -46,7 +44,8 @@ impl Arrival {
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
         let (stop, abandon, undecided) = (AtomicBool::default(), AtomicBool::default(), Mutex::default());
-        Self { stop, abandon, peer_timeout, stay_awake: true, fence: None, undecided }
+        let wakers = Wakers::default();
+        Self { stop, abandon, peer_timeout, stay_awake: true, fence: None, undecided, wakers }
     }
 
     /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
@@ -84,6 +83,14 @@ impl Arrival {
     /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
+        self.wakers.wake();
+    }
+
+    /// Puts something into `inputs` at each stop, for as long as the caller keeps what this returns. A full queue needs nothing: its reader
+    /// looks for the stop again after the next input.
+    fn waking(&self, inputs: &SyncSender<Numbered>) -> Arc<dyn Fn() + Send + Sync> {
+        let inputs = inputs.clone();
+        self.wakers.register(move || drop(inputs.try_send((0, Input::Wake))))
     }
 
     /// The same, and [`Rest::finish`] gives up a guest that runs here and whose memory is not all here: whoever waits for a page does so
@@ -156,20 +163,21 @@ pub fn receive(
 ) -> Result<Received, ReceiveFailure> {
     // A few are enough, and what a peer says waits in its socket, not in our memory.
     let (sender, inputs) = sync_channel(8);
-    let done = AtomicBool::new(false);
+    let ending = ending()?;
+    let _waker = arrival.waking(&sender);
     std::thread::scope(|scope| {
         let take = driver::forward(&sender);
-        let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
+        let accept = || listener.serve(&ending, take);
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
-        let over = Over(&done);
+        let over = Over(&ending);
         let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
         let mut attempts = 0;
         let result = loop {
             if arrival.stopped() {
                 break Err(ReceiveFailure::Stopped);
             }
-            let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv_timeout(POLL));
+            let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv());
             let Ok((_, Input::Connected(incoming))) = next else { continue };
             let incoming = *incoming;
             if incoming.hello.role == Role::Measure {
@@ -209,14 +217,18 @@ pub fn receive(
     })
 }
 
-/// Sets what it holds when it goes, also by a panic, which the VM's own code may cause: a thread that is waited for looks there whether to
-/// go on.
-struct Over<'a>(&'a AtomicBool);
+/// Ends the listener's thread when it is dropped, also by a panic, which the VM's own code may cause: the scope waits for that thread.
+struct Over<'a>(&'a Ending);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
+        self.0.end();
     }
+}
+
+/// Returns what ends a listener's thread.
+fn ending() -> Result<Ending, MigrateError> {
+    Ending::new().map_err(|source| MigrateError::Host { what: "an event", source })
 }
 
 fn refuse(incoming: &Incoming, why: RefusalCode) {

@@ -3,14 +3,14 @@
 use super::channels::{Link, fresh_tokens};
 use super::driver::{Input, Numbered, forward};
 use super::session::{Action, Event, Outcome, Session};
-use super::{Arrival, Over};
+use super::{Arrival, Over, ending};
 use crate::channel::{Incoming, Listener, answer, send_message};
 use crate::lacking::pieces;
 use crate::monitor::MigrationState;
 use crate::report::PostcopyFigures;
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -136,16 +136,23 @@ impl Rest {
     /// Says how it went; `Completed`, unless it was abandoned.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
-        let done = AtomicBool::new(false);
+        let _waker = arrival.waking(&sender);
+        let ending = ending().inspect_err(|error| not_again(error));
         std::thread::scope(|scope| {
-            let take = forward(&sender);
-            let accept = || listener.serve(|| done.load(Ordering::Acquire), take);
-            if let Err(error) =
-                vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
-            {
-                tracing::error!("a link that is lost cannot be taken up again: no thread for it: {error}");
-            }
-            let over = Over(&done);
+            let over = ending.as_ref().ok().map(|ending| {
+                let take = forward(&sender);
+                let accept = || listener.serve(ending, take);
+                let spawned = vmferry_thread::spawn_scoped(
+                    vmferry_thread::Role::Listener,
+                    "target-accept",
+                    scope,
+                    accept,
+                );
+                if let Err(error) = spawned {
+                    not_again(&error);
+                }
+                Over(ending)
+            });
             self.keep_house(&inputs, arrival);
             drop(over);
             self.end_channels(&inputs);
@@ -355,6 +362,10 @@ impl Rest {
             Err(error) => self.lost(error.to_string()),
         }
     }
+}
+
+fn not_again(error: &dyn fmt::Display) {
+    tracing::error!("a link that is lost cannot be taken up again: there is nothing to listen with: {error}");
 }
 
 /// Leaves no thread behind, whether it was finished, told to stop, or forgotten.

@@ -3,6 +3,7 @@ use super::conn::{Conn, Outgoing, Step};
 use super::*;
 use crate::channel::{IoBuf, Listener, Stream, Uri, connect};
 use crate::source::Settings;
+use crate::wake::Ending;
 use crate::{MigrateError, Monitor, random};
 use rcgen::KeyPair;
 use std::io::{self, Read, Write};
@@ -215,18 +216,17 @@ fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
     };
     let listener = listener.unwrap();
     let uri = listener.uri().unwrap();
-    let done = AtomicBool::new(false);
+    let ending = Ending::new().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            listener.serve(
-                || done.load(Ordering::Acquire),
-                |incoming| crate::channel::answer(&incoming.stream, &incoming.hello, Ok(())).unwrap(),
-            );
+            listener.serve(&ending, |incoming| {
+                crate::channel::answer(&incoming.stream, &incoming.hello, Ok(())).unwrap();
+            });
         });
         let settings = Settings { tls: source, peer_timeout: SOON, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
         let result = connect(&uri, id, &settings, None).map(drop);
-        done.store(true, Ordering::Release);
+        ending.end();
         result
     })
 }
