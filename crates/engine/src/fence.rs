@@ -22,9 +22,24 @@
 //! tested before anything moves: the target looks for the register that the source has opened ([`Word::Look`]). Sides that were given
 //! different names of arbiters are told apart by the hello already.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::indexing_slicing
+    )
+)]
+
 #[cfg(any(test, feature = "sim"))]
+#[cfg_attr(not(test), expect(clippy::unreachable, reason = "nothing that ships has it"))]
 pub(crate) mod simulated;
 
+use crate::vm::{VmError, caught};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -158,7 +173,9 @@ impl Asker {
         let ask = move || {
             std::thread::sleep(after);
             // Whoever asked may have ended.
-            let _ = answers.send((word, arbiter.say(migration, word)));
+            let said = caught(|| Ok::<_, VmError>(arbiter.say(migration, word)));
+            let said = said.unwrap_or_else(|panic| Err(ArbiterError::Unreachable(panic.to_string())));
+            let _ = answers.send((word, said));
             wake();
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Fence, "fence", ask) {
@@ -210,5 +227,48 @@ impl Asker {
         if let Err(error) = self.arbiter.close(self.migration) {
             tracing::warn!("{} stays, and can be deleted: {error}", self.arbiter.register(self.migration));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[derive(Debug)]
+    struct Clumsy;
+
+    impl Arbiter for Clumsy {
+        fn name(&self) -> String {
+            "clumsy".into()
+        }
+
+        fn register(&self, _: MigrationId) -> String {
+            "nowhere".into()
+        }
+
+        fn open(&self, _: MigrationId) -> Result<(), ArbiterError> {
+            Ok(())
+        }
+
+        fn say(&self, _: MigrationId, _: Word) -> Result<Ruling, ArbiterError> {
+            panic!("a clumsy arbiter")
+        }
+
+        fn close(&self, _: MigrationId) -> Result<(), ArbiterError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn arbiter_that_panics_has_given_no_answer() {
+        let asker = Asker::new(Arc::new(Clumsy), MigrationId([7; 16]));
+        let (woken, wake) = mpsc::channel();
+        asker.ask(Word::Look, Duration::ZERO, move || woken.send(()).unwrap());
+        wake.recv_timeout(Duration::from_secs(60)).expect("nothing wakes the session");
+        let Some((Word::Look, Err(ArbiterError::Unreachable(why)))) = asker.answer() else {
+            panic!("no answer")
+        };
+        assert!(why.contains("a clumsy arbiter"), "{why}");
     }
 }

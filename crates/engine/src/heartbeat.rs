@@ -5,6 +5,19 @@
 //! `peer_timeout`. So a thread sends in the driver's place then, and in no other moment: what the two send is never mixed, and a driver that
 //! hangs elsewhere is silent. It does so for a bounded time, as a VM that hangs is as good as dead.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::indexing_slicing
+    )
+)]
+
 use crate::channel::{Stream, send_message};
 use serde::Serialize;
 use std::io;

@@ -1,5 +1,18 @@
 //! A set of pages as messages, and back.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::indexing_slicing
+    )
+)]
+
 use vmferry_memory::{Layout, PageSet};
 use vmferry_wire::{LackingPages, MAX_LACKING_BYTES};
 
@@ -15,7 +28,7 @@ pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = LackingPages> {
             let begin = words.iter().position(|word| *word != 0)?;
             let end = words.iter().rposition(|word| *word != 0)? + 1;
             let first = (at * MOST_WORDS + begin) as u64 * 64;
-            let words = words[begin..end].iter().flat_map(|word| word.to_le_bytes()).collect();
+            let words = words.get(begin..end)?.iter().flat_map(|word| word.to_le_bytes()).collect();
             Some(LackingPages { region, first, words })
         })
     })

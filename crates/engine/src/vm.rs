@@ -11,13 +11,18 @@
 //!
 //! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from one thread; it calls [`GuestMemory`] and [`Protect`] from all its
 //! channel threads at once.
+//!
+//! # Panics
+//! A panic of these on a thread of the engine fails the migration as any other error does, where panics unwind. In a program that is built
+//! with `panic = "abort"` every panic ends the process, and the guest with it. The engine warns of that once.
 
 use crate::free::FreePages;
 use crate::lazy::LazyMemory;
 use crate::report::RingFigures;
 use std::fmt;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_memory::{Layout, PageRun, PageSet, RegionId, Window};
@@ -67,7 +72,7 @@ impl std::error::Error for VmError {
 }
 
 /// Calls `work` on a thread of the engine's. A panic in it, which may be the VM's own code's, becomes a failure like any other: whoever
-/// waits for the thread's word is told, and the guest goes on where it is.
+/// waits for the thread's word is told, and the guest goes on where it is. (Not in a program that aborts at a panic.)
 pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
     // What was left half-way is not used again: an error ends the channel and with it the migration.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
@@ -75,6 +80,24 @@ pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -
         let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Err(VmError::new(format!("a thread panicked: {}", text.unwrap_or("it did not say why"))).into())
     })
+}
+
+/// Returns what `work` returns, or an error that tells of its panic.
+pub(crate) fn caught_io<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    caught(|| Ok::<_, VmError>(work())).unwrap_or_else(|panic| Err(io::Error::other(panic)))
+}
+
+/// Warns once where no panic can be caught.
+pub(crate) fn warn_if_panics_abort() {
+    static WARNED: Once = Once::new();
+    if cfg!(panic = "abort") {
+        WARNED.call_once(|| {
+            tracing::warn!(
+                "this program is built with panic = \"abort\": a panic on any thread ends it, and its guest with it; build with \
+                 panic = \"unwind\" to have such a panic end the migration only"
+            );
+        });
+    }
 }
 
 /// Calls code of the VM's, or of whoever watches, on which nothing depends any more: a panic in it must not take away what the caller is

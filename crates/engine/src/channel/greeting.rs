@@ -4,6 +4,8 @@
 //! to go: a source speaks as soon as it is connected, and is heard within milliseconds, while whoever is there to take places keeps
 //! them. So a listener is not filled up by connections that are held open, however many are tried.
 
+use crate::vm::caught_io;
+use crate::wake::{Ending, ready};
 use socket2::Socket;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -127,7 +129,7 @@ impl Greeting {
         let (heard, threads) = (Arc::clone(&self.heard), Arc::clone(&self.threads));
         let (complaints, who) = (Arc::clone(&self.complaints), peer.clone());
         let greet = move || {
-            let said = hear(socket, peer);
+            let said = caught_io(|| hear(socket, peer));
             let still = lock(&heard).remove(&id).is_some();
             match said {
                 // Somebody whose hello is known does not have to go any more.
@@ -282,6 +284,21 @@ mod tests {
         });
         assert_eq!(heard.recv_timeout(PATIENCE), Ok(9));
         assert!(hung_up(&mut others[0]));
+    }
+
+    #[test]
+    fn panic_while_a_hello_is_read_frees_the_place() {
+        let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+        let (other, own) = pair();
+        other.send(&[0]).unwrap();
+        greeting.add(own, "odd".into());
+        look(&mut greeting, &nobody);
+        let (sender, heard) = channel::<()>();
+        greeting.hear(|_, _| -> io::Result<()> { panic!("a defect") }, move |()| sender.send(()).unwrap());
+        // The thread drops `take`, and the sender with it, when it has ended or almost has.
+        assert!(heard.recv_timeout(PATIENCE).is_err());
+        assert!(lock(&greeting.heard).is_empty());
+        wait("a free place", || greeting.threads.load(Ordering::Acquire) == 0);
     }
 
     #[test]

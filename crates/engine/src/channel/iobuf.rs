@@ -81,7 +81,7 @@ impl<'a> IoBuf<'a> {
 /// The bufs from the first that has bytes; `None` when all are used up.
 pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
-    Some(&mut bufs[first..])
+    bufs.get_mut(first..)
 }
 
 pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {

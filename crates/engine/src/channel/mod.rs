@@ -1,5 +1,18 @@
 //! Byte streams between the two sides: connecting, listening, and moving bytes, without copying them where they are not encrypted.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::indexing_slicing
+    )
+)]
+
 mod connect;
 mod control;
 mod greeting;
@@ -9,6 +22,13 @@ mod pacer;
 mod raw;
 mod stream;
 pub mod tcp;
+#[cfg_attr(
+    not(test),
+    expect(
+        clippy::indexing_slicing,
+        reason = "positions in buffers of its own, which `session/hostile.rs` drives with any bytes"
+    )
+)]
 mod tls;
 mod uri;
 

@@ -140,7 +140,7 @@ impl Stream {
         let age = |stamp: SystemTime| SystemTime::now().duration_since(stamp).ok();
         let Some(records) = &self.records else {
             let (received, stamp) = self.raw.receive_stamped(bytes, libc::MSG_WAITALL)?;
-            let (now, rest) = (stamp.and_then(age), &mut bytes[received..]);
+            let (now, rest) = (stamp.and_then(age), bytes.get_mut(received..).unwrap_or_default());
             if rest.is_empty() {
                 return Ok(now);
             }
@@ -165,8 +165,8 @@ impl Stream {
             return records.receive(&mut bufs, &self.raw, Patience::Until(deadline));
         }
         let mut received = 0;
-        while received < bytes.len() {
-            received += self.raw.receive_some_before(&mut bytes[received..], deadline)?;
+        while let Some(rest) = bytes.get_mut(received..).filter(|rest| !rest.is_empty()) {
+            received += self.raw.receive_some_before(rest, deadline)?;
         }
         Ok(())
     }

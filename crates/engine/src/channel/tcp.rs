@@ -111,7 +111,7 @@ pub fn all_acknowledged(socket: BorrowedFd<'_>) -> io::Result<bool> {
     const AT: [usize; 2] = [24, 144];
     const LEN: usize = AT[1] + 4;
     let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
-    let none = |at: usize| info[at..at + 4].iter().all(|byte| *byte == 0);
+    let none = |at: usize| info.get(at..at + 4).is_some_and(|bytes| bytes.iter().all(|byte| *byte == 0));
     Ok(len >= LEN && AT.into_iter().all(none))
 }
 

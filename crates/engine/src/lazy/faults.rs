@@ -3,6 +3,7 @@
 use super::ahead::{Ahead, Guess};
 use super::{Fault, Lazy, Origin, Place};
 use crate::sync::fence;
+use crate::vm::{VmError, caught};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -11,6 +12,15 @@ use std::time::Duration;
 const LOOK: Duration = Duration::from_secs(1);
 /// A host that fails at reading faults is asked again after this long: giving up would leave the guest asleep.
 pub(super) const AGAIN: Duration = Duration::from_millis(100);
+
+/// Calls `serve` until it returns, and again after each panic, which the VM's own code may cause. A guest without a thread for its faults
+/// would sleep at its next fault for ever.
+pub(crate) fn again_after_panics(mut serve: impl FnMut()) {
+    while let Err(panic) = caught(|| Ok::<_, VmError>(serve())) {
+        tracing::error!("a fault of the guest was not served: {panic}; the thread goes on");
+        std::thread::sleep(AGAIN);
+    }
+}
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
 pub(crate) fn serve_faults<O: Origin>(lazy: &Lazy<O>, stripe: usize) {
@@ -94,5 +104,20 @@ impl<O> Lazy<O> {
         self.waiters.take(region, pages, |waiter| {
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fault_thread_goes_on_after_a_panic() {
+        let mut calls = 0;
+        again_after_panics(|| {
+            calls += 1;
+            assert!(calls > 2, "a clumsy VM");
+        });
+        assert_eq!(calls, 3);
     }
 }

@@ -29,13 +29,8 @@ pub(super) struct Latencies(Vec<Mutex<Class>>);
 
 impl Latencies {
     pub(super) fn new(vcpus: u32) -> Self {
-        let class = || Class {
-            histogram: Histogram::new_with_bounds(FINEST, LONGEST, DIGITS).expect("constants that fit"),
-            faults: 0,
-            sum_ns: 0,
-            max_ns: 0,
-            buckets: [0; BUCKETS],
-        };
+        let class =
+            || Class { histogram: histogram(), faults: 0, sum_ns: 0, max_ns: 0, buckets: [0; BUCKETS] };
         Self((0..=vcpus.min(MOST_VCPUS)).map(|_| Mutex::new(class())).collect())
     }
 
@@ -69,8 +64,7 @@ impl Latencies {
 
     /// All classes together: mean, median, 99th percentile and maximum in ns.
     pub(super) fn all(&self) -> FaultLatency {
-        let mut whole =
-            Histogram::<u64>::new_with_bounds(FINEST, LONGEST, DIGITS).expect("constants that fit");
+        let mut whole = histogram();
         let mut sum = FaultLatency { buckets: vec![0; BUCKETS], ..FaultLatency::default() };
         for class in &self.0 {
             let class = lock(class);
@@ -85,6 +79,11 @@ impl Latencies {
         sum.p99_ns = whole.value_at_quantile(0.99);
         sum
     }
+}
+
+#[cfg_attr(not(test), expect(clippy::expect_used, reason = "the bounds are constants"))]
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(FINEST, LONGEST, DIGITS).expect("constants that fit")
 }
 
 fn lock(class: &Mutex<Class>) -> MutexGuard<'_, Class> {

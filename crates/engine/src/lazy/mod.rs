@@ -26,6 +26,12 @@
 //! An origin gives each page out once, so none comes twice. If one does all the same it is left as it is, because placing
 //! never overwrites, and counted.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
+)]
+
 mod ahead;
 mod faults;
 mod latency;
@@ -33,7 +39,7 @@ mod memory;
 mod place;
 mod waiters;
 
-pub(crate) use faults::serve_faults;
+pub(crate) use faults::{again_after_panics, serve_faults};
 pub use memory::{Fault, LazyMemory, Placed};
 
 use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};

@@ -4,7 +4,7 @@ use super::fill::{FileOrigin, Lazy};
 use super::open::{RestoreError, open};
 use super::progress::LazyProgress;
 use super::{identity, ms, uri};
-use crate::lazy::serve_faults;
+use crate::lazy::{again_after_panics, serve_faults};
 use crate::monitor::thread_cpu_us;
 use crate::target::Received;
 use crate::vm::{TargetVm, VmError};
@@ -98,7 +98,9 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
     let mut filling = Filling { lazy: Arc::new(lazy), threads: Vec::new() };
     let start = |filling: &mut Filling| {
         for stripe in 0..filling.lazy.memory.stripes() {
-            filling.spawn(format!("fault-{stripe}"), move |lazy| serve_faults(lazy, stripe))?;
+            filling.spawn(format!("fault-{stripe}"), move |lazy| {
+                again_after_panics(|| serve_faults(lazy, stripe));
+            })?;
         }
         let began = Instant::now();
         vm.load(&sections).map_err(|error| failed(error.into()))?;

@@ -5,6 +5,12 @@
 //! can be read without the others. It is written under a temporary name and takes its own only when all of it has reached
 //! the disk, so a file of that name is always whole; until then the guest can go on here.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
+)]
+
 mod fill;
 mod lazy;
 mod open;

@@ -1,7 +1,7 @@
 //! An opened snapshot: what it is of, and its pages one by one.
 
 use super::pio;
-use crate::vm::{TargetVm, VmError};
+use crate::vm::{TargetVm, VmError, warn_if_panics_abort};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -226,6 +226,7 @@ fn part<T>(
 
 /// Opens the file at `path` for the guest of `vm`.
 pub(super) fn open(path: &Path, vm: &dyn TargetVm) -> Result<SnapshotPages, crate::MigrateError> {
+    warn_if_panics_abort();
     let uri = super::uri(path);
     let file = File::open(path).map_err(|source| crate::MigrateError::File { uri: uri.clone(), source })?;
     SnapshotPages::open(file, vm).map_err(|source| crate::MigrateError::Snapshot { uri, source })

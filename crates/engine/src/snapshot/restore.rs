@@ -5,7 +5,7 @@ use super::{identity, ms, threads, uri};
 use crate::MigrateError;
 use crate::monitor::thread_cpu_us;
 use crate::target::{ReceiveFailure, Received};
-use crate::vm::{GuestMemory, TargetVm};
+use crate::vm::{GuestMemory, TargetVm, caught};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -61,7 +61,7 @@ impl Reading<'_> {
         let first = Mutex::new(None);
         let work = || {
             let before = thread_cpu_us();
-            if let Err(error) = self.work() {
+            if let Err(error) = caught(|| self.work()) {
                 self.stop.store(true, Ordering::Relaxed);
                 first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(error);
             }

@@ -4,7 +4,7 @@ use super::write::{Stop, Written, write};
 use super::{ms, uri};
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::{Bytes, Downtime, PassReport, Report};
-use crate::vm::SourceVm;
+use crate::vm::{SourceVm, warn_if_panics_abort};
 use crate::{MigrateError, random};
 use std::fs::File;
 use std::io;
@@ -60,6 +60,7 @@ fn store(
     afterwards: Afterwards,
 ) -> Result<Report, MigrateError> {
     let began = Instant::now();
+    warn_if_panics_abort();
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
     let (mut partial, file) = create(path, id).map_err(failed)?;

@@ -2,7 +2,7 @@
 
 use super::{pio, threads};
 use crate::monitor::Monitor;
-use crate::vm::{self, GuestMemory, SourceVm, VmError};
+use crate::vm::{self, GuestMemory, SourceVm, VmError, caught};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -124,7 +124,7 @@ impl<'a> Pages<'a> {
     fn write(&self) -> Result<(), Stop> {
         let first = Mutex::new(None);
         let work = || {
-            if let Err(stop) = self.work() {
+            if let Err(stop) = caught(|| self.work()) {
                 self.stop.store(true, Ordering::Relaxed);
                 // What comes after the first is its consequence.
                 first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(stop);

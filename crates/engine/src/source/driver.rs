@@ -27,7 +27,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::Monitor;
 use crate::report::Report;
-use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm, shielded};
+use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm, caught_io, shielded};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
@@ -232,7 +232,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         let (control, inputs, generation) =
             (Arc::clone(&self.control), self.inputs.0.clone(), self.generation);
         let read = move || loop {
-            match read_message(&control) {
+            match caught_io(|| read_message(&control)) {
                 Ok(message) => {
                     if inputs.send((generation, Input::Message(message))).is_err() {
                         return;

@@ -1,5 +1,11 @@
 //! The side that a guest leaves.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
+)]
+
 mod driver;
 pub(crate) mod events;
 pub(crate) mod flight;
@@ -23,7 +29,7 @@ pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, Switc
 use crate::channel::{Pacer, Uri, connect};
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Report, word};
-use crate::vm::{SourceVm, TrackerKind};
+use crate::vm::{SourceVm, TrackerKind, warn_if_panics_abort};
 use crate::{MigrateError, random};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -51,6 +57,7 @@ pub fn migrate(
 ) -> Result<Report, MigrateError> {
     let began = Instant::now();
     let cpu_before = thread_cpu_us();
+    warn_if_panics_abort();
     check(vm, settings)?;
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);

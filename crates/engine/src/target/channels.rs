@@ -1,16 +1,17 @@
 //! The channels of a migration at its target, and the threads that serve them.
 
 use super::driver::{Input, Numbered};
-use super::lazy::{UrgentLine, serve_faults};
+use super::lazy::{UrgentLine, again_after_panics, serve_faults};
 use super::probe::echo_probes;
 use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use crate::awake::Asking;
 use crate::channel::{Incoming, Stream, answer, read_message, tcp};
 use crate::monitor::thread_cpu_us;
-use crate::vm::{GuestMemory, caught};
+use crate::vm::{GuestMemory, caught, caught_io};
 use crate::{MigrateError, random};
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -75,7 +76,7 @@ impl Link {
         let (control, inputs, attempt) = (Arc::clone(&self.control), self.inputs.clone(), self.attempt);
         let arrivals = Arc::clone(&self.arrivals);
         let read = move || loop {
-            let input = match read_message(&control) {
+            let input = match caught_io(|| read_message(&control)) {
                 Ok(message) => Input::Message(message),
                 Err(error) => {
                     arrivals.lost();
@@ -134,7 +135,9 @@ impl Link {
         // No timeout: a channel is silent while nothing is to be sent; the control channel tells whether the peer lives.
         stream.set_timeouts(None, None)?;
         let stream = Arc::new(stream);
-        self.places(role)[usize::from(index)] = Some(Arc::clone(&stream));
+        if let Some(place) = self.places(role).get_mut(usize::from(index)) {
+            *place = Some(Arc::clone(&stream));
+        }
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
         // What the thread, which reads what a stranger may have sent, need not be able to open.
@@ -146,7 +149,8 @@ impl Link {
                 Role::Bulk => serve.all(PageReceiver::new(&*memory, &arrivals, &*stream), &cpu_us),
                 Role::Probe => {
                     crate::latency::prefer_latency();
-                    serve.report(Input::ChannelLost { role, channel: index, error: echo_probes(&stream) });
+                    let Err(error) = caught(|| Err::<Infallible, _>(echo_probes(&stream)));
+                    serve.report(Input::ChannelLost { role, channel: index, error });
                 }
                 // Single pages: what counts is the time.
                 _ => {
@@ -172,7 +176,7 @@ impl Link {
         let serve = |stripe| {
             let (lazy, cpu_us) = (Arc::clone(lazy), Arc::clone(&self.cpu_us));
             let work = move || {
-                serve_faults(&lazy, stripe);
+                again_after_panics(|| serve_faults(&lazy, stripe));
                 cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
             };
             vmferry_thread::spawn(vmferry_thread::Role::Fault, format!("target-fault-{stripe}"), work)

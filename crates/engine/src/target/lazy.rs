@@ -14,7 +14,7 @@ use std::time::Duration;
 use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
 
-pub(crate) use crate::lazy::serve_faults;
+pub(crate) use crate::lazy::{again_after_panics, serve_faults};
 
 /// Pages that came damaged and are asked for again, at most: beyond that the link is given up.
 const MOST_DAMAGED: u64 = 10_000;
@@ -22,6 +22,9 @@ const MOST_DAMAGED: u64 = 10_000;
 /// How long the source may take to take a request, and those for a huge page.
 const ONE: Duration = Duration::from_secs(1);
 const MANY: Duration = Duration::from_secs(10);
+
+/// A table that does not fit its frame; decoding it has found out before.
+pub(super) const TABLE: WireError = WireError::Damaged { what: "table of a frame" };
 
 /// Memory whose pages come over a link.
 pub(crate) type Lazy = crate::lazy::Lazy<Lines>;
@@ -91,15 +94,15 @@ impl Stager {
             allowed: "one of the layout",
         })?;
         let pages = table.digests().count();
-        let contents = &mut self.bytes[..pages * PAGE_BYTES];
+        let contents = self.bytes.get_mut(..pages * PAGE_BYTES).ok_or(TABLE)?;
         source.fill(&mut [IoBuf::from_bytes_mut(contents)])?;
         let (mut contents, mut digests, mut last) = (&*contents, table.digests(), false);
         for entry in table.runs() {
             last |= match entry.kind {
                 RunKind::Zero => lazy.take_zeros(position, entry.run),
                 RunKind::Data => {
-                    let (own, rest) =
-                        contents.split_at(usize::try_from(entry.run.bytes()).unwrap_or(usize::MAX));
+                    let bytes = usize::try_from(entry.run.bytes()).unwrap_or(usize::MAX);
+                    let (own, rest) = contents.split_at_checked(bytes).ok_or(TABLE)?;
                     contents = rest;
                     lazy.take_pages(position, entry.run, own, &mut digests)?
                 }
@@ -224,7 +227,7 @@ impl Lazy {
         }
         let byte =
             |page: u64| usize::try_from(page - run.first.0).unwrap_or(usize::MAX).saturating_mul(PAGE_BYTES);
-        let bytes = &contents[byte(pages.start)..byte(pages.end)];
+        let bytes = contents.get(byte(pages.start)..byte(pages.end)).ok_or(TABLE)?;
         Ok(self.place_run(region, pages.into(), bytes)?)
     }
 

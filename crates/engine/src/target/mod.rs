@@ -1,5 +1,18 @@
 //! The side that a guest comes to.
 
+// What a peer or the host says must not panic a thread of the engine. Tests may.
+#![cfg_attr(
+    not(test),
+    warn(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::indexing_slicing
+    )
+)]
+
 mod channels;
 mod driver;
 pub(crate) mod lazy;
@@ -14,7 +27,8 @@ pub use rest::{Rest, RestState, RestWatch};
 
 use crate::channel::{Listener, answer};
 use crate::fence::Arbiter;
-use crate::vm::TargetVm;
+use crate::vm::{TargetVm, warn_if_panics_abort};
+use crate::wake::{Ending, Wakers};
 use crate::{MigrateError, channel::Incoming};
 use driver::{Driver, Input, Numbered};
 use measure::Measuring;
@@ -161,6 +175,7 @@ pub fn receive(
     listener: &Listener,
     arrival: &Arrival,
 ) -> Result<Received, ReceiveFailure> {
+    warn_if_panics_abort();
     // A few are enough, and what a peer says waits in its socket, not in our memory.
     let (sender, inputs) = sync_channel(8);
     let ending = ending()?;

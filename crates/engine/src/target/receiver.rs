@@ -1,6 +1,6 @@
 //! A bulk channel's receiving thread: frames straight into guest memory, and a digest of what arrived.
 
-use super::lazy::{Lazy, Stager};
+use super::lazy::{Lazy, Stager, TABLE};
 use crate::awake::{Asking, Awake};
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::vm::{GuestMemory, VmError};
@@ -262,7 +262,8 @@ impl FrameSource for Buffered<'_> {
                     held.start = 0;
                     held.end = self.stream.receive_some(&mut held.bytes)?;
                 }
-                held.start += buf.put(&held.bytes[held.start..held.end]);
+                let bytes = held.bytes.get(held.start..held.end).ok_or(io::ErrorKind::UnexpectedEof)?;
+                held.start += buf.put(bytes);
             }
         }
         Ok(())
@@ -370,7 +371,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         let region = arrivals.region(header.region)?;
         // The table's buffer is lent out and put back: what takes the frame needs the rest of self.
         let mut buffer = std::mem::take(&mut self.table);
-        let bytes = &mut buffer[..header.table_bytes()];
+        let bytes = buffer.get_mut(..header.table_bytes()).ok_or(TABLE)?;
         self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
         let table = Table::decode(header, bytes, region.written.len())?;
         let all_here = match (lazy, header.kind) {
@@ -410,12 +411,13 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 RunKind::Data => {
                     // Marked before it is written: a frame cut off half-way leaves no page that is taken for zero.
                     region.written.set_range(run.range());
-                    bufs[used] = IoBuf::from_window(self.memory.window(region.id, run)?);
+                    *bufs.get_mut(used).ok_or(TABLE)? =
+                        IoBuf::from_window(self.memory.window(region.id, run)?);
                     used += 1;
                 }
             }
         }
-        self.stream.fill(&mut bufs[..used])?;
+        self.stream.fill(bufs.get_mut(..used).ok_or(TABLE)?)?;
         self.check(region, table)
     }
 

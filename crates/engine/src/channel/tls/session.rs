@@ -5,6 +5,7 @@
 //! does not keep a sender waiting, nor the other way round. Order: `sending`, then `shared`.
 
 #[cfg(feature = "hostile")]
+#[cfg_attr(not(test), expect(clippy::expect_used, reason = "nothing that ships has it"))]
 pub(in crate::channel) mod hostile;
 
 use super::Tls;

@@ -6,6 +6,7 @@ use crate::report::PaceFigures;
 use crate::source::pace::{Controller, Decision, Pace, Probe, TcpBulk};
 use crate::source::postcopy::{Claims, unsent_bytes};
 use crate::source::settings;
+use crate::vm::shielded;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -117,6 +118,7 @@ impl<'e> Driver<'_, 'e> {
                 tracing::debug!("the pace ended: {error}");
             }
         };
+        let work = || shielded("pages are sent unpaced from now on", work);
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", self.scope, work).map(drop)
     }
 }
