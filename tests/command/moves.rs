@@ -28,11 +28,23 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
         for field in ["mode", "tracker", "total_ms", "downtime_ms", "setup_ms", "passes", "throughput_mbps"] {
             assert!(!report[field].is_null(), "{field} of {report}");
         }
-        for field in
-            ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"]
-        {
+        let parts = [
+            "pause_ms",
+            "send_state_ms",
+            "last_harvest_ms",
+            "list_pages_ms",
+            "last_pages_ms",
+            "target_prepare_ms",
+            "device_state_ms",
+            "commit_ms",
+            "resume_ms",
+        ];
+        for field in parts {
             assert!(report["downtime"][field].is_number(), "downtime.{field} of {report}");
         }
+        let sum: f64 = parts.iter().filter_map(|field| report["downtime"][field].as_f64()).sum();
+        let downtime = report["downtime_ms"].as_f64().unwrap();
+        assert!(sum >= 0.95 * downtime && sum <= downtime + 0.01, "{sum} of {downtime} ms are explained");
         assert!(report["bytes"]["raw_pages"].as_u64() >= Some(48 << 8), "the content was sent: {report}");
         assert!(report["guest"]["before_writes_per_s"].as_f64() > Some(0.0), "{report}");
         let shown = errors(&output);

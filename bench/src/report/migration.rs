@@ -87,8 +87,17 @@ pub struct Sample {
 }
 
 /// The parts of the downtime, in their order.
-const PARTS: [&str; 6] =
-    ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
+const PARTS: [&str; 9] = [
+    "pause_ms",
+    "send_state_ms",
+    "last_harvest_ms",
+    "list_pages_ms",
+    "last_pages_ms",
+    "target_prepare_ms",
+    "device_state_ms",
+    "commit_ms",
+    "resume_ms",
+];
 
 impl Migration {
     /// The figure at a path.

@@ -156,7 +156,17 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     let part = |name: &str| {
         format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
     };
-    let parts = ["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"];
+    let parts = [
+        "pause_ms",
+        "send_state_ms",
+        "last_harvest_ms",
+        "list_pages_ms",
+        "last_pages_ms",
+        "target_prepare_ms",
+        "device_state_ms",
+        "commit_ms",
+        "resume_ms",
+    ];
     writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
     // A guest that was never stopped had no downtime, rather than one of nothing.
     if report["outcome"] == "completed" || report["downtime_ms"].as_f64().is_some_and(|ms| ms > 0.0) {

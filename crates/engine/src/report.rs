@@ -78,15 +78,22 @@ pub struct Report {
     pub verify_ms: f64,
 }
 
-/// The parts of the downtime, in ms.
+/// The parts of the downtime, in ms. Together they are the downtime, but for what the driver does between two steps.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Downtime {
     /// Until the last vCPU had stopped.
     pub pause_ms: f64,
+    /// Handing the device state over to the link.
+    pub send_state_ms: f64,
     /// The last harvest of dirty pages.
     pub last_harvest_ms: f64,
+    /// Listing the pages that the last pass sends. In postcopy: listing the missing pages, and telling the target which they are.
+    pub list_pages_ms: f64,
     /// Sending the last pages until the target had them.
     pub last_pages_ms: f64,
+    /// What the target does before it loads the device state, with the round trip of the request: it checks that its memory is complete. In
+    /// postcopy it drops the pages that are stale and begins to take faults.
+    pub target_prepare_ms: f64,
     /// Saving the device state here and loading it there.
     pub device_state_ms: f64,
     /// From the target being ready to its word that the guest runs, without starting it.

@@ -405,6 +405,16 @@ pub trait TargetVm: Send {
         Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
     }
 
+    /// Returns how long [`load`](Self::load) and [`start`](Self::start) are expected to take together; `None`, the default, if that is not
+    /// known.
+    ///
+    /// The guest stands still meanwhile, so the source adds this time to the downtime that it predicts, and leaves as much less to the last
+    /// pages. Without it the source assumes that loading takes as long as saving. A VMM whose `load` does more than that, such as building
+    /// the VM, says here what that took before on this host. Called once, when a guest that fits was announced.
+    fn expected_load(&self) -> Option<Duration> {
+        None
+    }
+
     /// Loads the state that [`SourceVm::save`] gave, vCPUs stay stopped. All memory has arrived; or, after
     /// [`LazyMemory::begin`], comes when it is touched.
     ///

@@ -267,6 +267,12 @@ pub enum ToSource {
     Failed(Refusal),
     /// The answer to a ping.
     Pong(u64),
+    /// After [`Accept`](Self::Accept), to a source whose hello has [`FEATURE_COSTS`](crate::FEATURE_COSTS): what the target expects to take
+    /// while the guest stands still.
+    Costs {
+        /// Microseconds that loading the device state and starting the vCPUs take together.
+        load_us: u64,
+    },
 }
 
 impl ToSource {
@@ -286,6 +292,7 @@ impl ToSource {
             Self::Returned(..) => "Returned",
             Self::Failed(..) => "Failed",
             Self::Pong(..) => "Pong",
+            Self::Costs { .. } => "Costs",
         }
     }
 }

@@ -6,8 +6,10 @@ use crate::{Fields, RefusalCode, WireError, crc};
 pub const VERSION_MIN: u16 = 1;
 /// Newest protocol version that this build speaks. Version 1 is frozen (`tests/frozen.rs`).
 pub const VERSION_MAX: u16 = 1;
+/// The source understands [`ToSource::Costs`](crate::ToSource::Costs).
+pub const FEATURE_COSTS: u64 = 1;
 /// Feature bits that this build knows. The low 32 are optional, the high 32 must be understood by the peer.
-pub const FEATURES: u64 = 0;
+pub const FEATURES: u64 = FEATURE_COSTS;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].
 pub const HELLO_BYTES: usize = 80;
 

@@ -32,8 +32,8 @@ pub use frame::{
     RunEntry, RunKind, Table, TableWriter,
 };
 pub use hello::{
-    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN,
-    fence_digest, negotiate,
+    FEATURE_COSTS, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX,
+    VERSION_MIN, fence_digest, negotiate,
 };
 pub use machine::{MachineConfig, Section};
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};

@@ -67,6 +67,7 @@ fn messages_that_end_or_hold_a_migration_are_as_they_were_frozen() {
         ToSource::Failed(why.clone()),
         ToSource::Returned(why),
         ToSource::Pong(300),
+        ToSource::Costs { load_us: 300 },
         ToSource::Verified { pages: 9, mismatched: 1, samples },
     ];
     let name = |message: String| message.split([' ', '(', '{']).next().unwrap_or_default().to_owned();

@@ -239,8 +239,11 @@ fn on_the_way(migration: &Migration, axis: &Axis) -> Option<(Chart, Chart)> {
 fn part_name(part: &str) -> String {
     let (name, what) = match part {
         "pause_ms" => ("pause", "until the last vCPU had stopped"),
+        "send_state_ms" => ("send state", "handing the device state over to the link"),
         "last_harvest_ms" => ("last harvest", "finding the last dirty pages"),
+        "list_pages_ms" => ("list pages", "listing the pages that are sent last, or that are missing"),
         "last_pages_ms" => ("last pages", "sending them"),
+        "target_prepare_ms" => ("target prepare", "what the target does before it loads the state"),
         "device_state_ms" => ("device state", "saving it here and loading it there"),
         "commit_ms" => ("commit", "handing the guest over"),
         "resume_ms" => ("resume", "starting the vCPUs there"),
@@ -264,7 +267,7 @@ fn downtime(page: &mut Page, migration: &Migration) {
         from += ms;
         share
     };
-    let parts = migration.downtime.iter().zip(tones);
+    let parts = migration.downtime.iter().zip(tones.into_iter().cycle());
     let mut shares: Vec<Share> =
         parts.map(|((part, ms), tone)| share(part_name(part), ms.max(0.0), tone)).collect();
     let rest = whole - known;

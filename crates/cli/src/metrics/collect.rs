@@ -232,8 +232,11 @@ const LABELLED: &[Labelled] = &[
         "part",
         &[
             ("pause", "downtime.pause_ms", MS),
+            ("send_state", "downtime.send_state_ms", MS),
             ("last_harvest", "downtime.last_harvest_ms", MS),
+            ("list_pages", "downtime.list_pages_ms", MS),
             ("last_pages", "downtime.last_pages_ms", MS),
+            ("target_prepare", "downtime.target_prepare_ms", MS),
             ("device_state", "downtime.device_state_ms", MS),
             ("commit", "downtime.commit_ms", MS),
             ("resume", "downtime.resume_ms", MS),

@@ -89,7 +89,7 @@ impl Step<'_> {
             self.put(Cargo::Barrier(pass), false);
         }
         self.world.here.job = None;
-        self.tell_here(Duration::ZERO, Event::PassSent { bytes: 0 });
+        self.tell_here(Duration::ZERO, Event::PassSent { bytes: 0, listing: Duration::ZERO });
     }
 
     fn put_page(&mut self, page: usize, content: u8, urgent: bool) {

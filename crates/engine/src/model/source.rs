@@ -24,7 +24,13 @@ pub(super) fn failure() -> Refusal {
 }
 
 fn rehearsed() -> Event {
-    Event::Rehearsed { fixed: Duration::ZERO, settle: Duration::ZERO, stood: Duration::ZERO }
+    Event::Rehearsed {
+        fixed: Duration::ZERO,
+        save: Duration::ZERO,
+        settle: Duration::ZERO,
+        stood: Duration::ZERO,
+        state_bytes: 0,
+    }
 }
 
 fn still_busy() -> Event {

@@ -57,7 +57,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
-    match rng.below(14) {
+    match rng.below(15) {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
@@ -73,6 +73,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         10 => ToSource::Lacking(lacking()),
         11 => resume([0, 1, PAGES, u64::MAX][rng.index(4)]),
         12 => ToSource::Complete(LazyFigures::default()),
+        13 => ToSource::Costs { load_us: [0, u64::MAX][rng.index(2)] },
         _ => ToSource::Pong(rng.below(3)),
     }
 }
@@ -100,9 +101,15 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         6 => Event::TrackerStarted,
         7 => {
             let fixed = Duration::from_micros(rng.below(1000));
-            Event::Rehearsed { fixed, settle: fixed / 2, stood: fixed }
+            Event::Rehearsed {
+                fixed,
+                save: fixed / 4,
+                settle: fixed / 2,
+                stood: fixed,
+                state_bytes: rng.next(),
+            }
         }
-        8 => Event::PassSent { bytes: rng.next() },
+        8 => Event::PassSent { bytes: rng.next(), listing: Duration::ZERO },
         9 => Event::Harvested { pages: rng.below(PAGES), writers: vec![rng.below(9), rng.below(9)] },
         10 => Event::Paused,
         11 => Event::Saved { sections: vec![section()] },
@@ -140,7 +147,13 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::StartTracker => events.push(Event::TrackerStarted),
             Action::Rehearse { .. } => {
                 let fixed = Duration::from_micros(50);
-                events.push(Event::Rehearsed { fixed, settle: fixed, stood: fixed });
+                events.push(Event::Rehearsed {
+                    fixed,
+                    save: fixed,
+                    settle: fixed,
+                    stood: fixed,
+                    state_bytes: 64,
+                });
             }
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
@@ -149,7 +162,10 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 if *kind == source::Pass::Digests {
                     events.push(Event::Comparing { pages: PAGES });
                 }
-                events.extend([Event::PassSent { bytes: 4096 }, Event::Message(received)]);
+                events.extend([
+                    Event::PassSent { bytes: 4096, listing: Duration::ZERO },
+                    Event::Message(received),
+                ]);
                 if *kind == source::Pass::Digests {
                     let verified = ToSource::Verified { pages: PAGES, mismatched: 0, samples: vec![] };
                     events.push(Event::Message(verified));
@@ -167,7 +183,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             }
             Action::SendRest { .. } => {
                 let complete = Event::Message(ToSource::Complete(LazyFigures::default()));
-                events.extend([Event::PassSent { bytes: 4096 }, complete]);
+                events.extend([Event::PassSent { bytes: 4096, listing: Duration::ZERO }, complete]);
             }
             // What the lost channels still had to say counts no more.
             Action::Disconnect => events.clear(),

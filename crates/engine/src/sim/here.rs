@@ -409,7 +409,7 @@ impl World {
     pub(super) fn pass_done(&mut self) {
         self.here.missing -= 1;
         if self.here.missing == 0 {
-            self.source_event(Event::PassSent { bytes: self.here.bytes });
+            self.source_event(Event::PassSent { bytes: self.here.bytes, listing: Duration::ZERO });
         }
     }
 

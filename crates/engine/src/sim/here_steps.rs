@@ -32,7 +32,8 @@ impl World {
             Action::Rehearse { .. } => {
                 self.resume();
                 let fixed = Duration::from_micros(self.rng.below(500));
-                Event::Rehearsed { fixed, settle: fixed / 2, stood: fixed }
+                let save = Duration::ZERO;
+                Event::Rehearsed { fixed, save, settle: fixed / 2, stood: fixed, state_bytes: 0 }
             }
             Action::Harvest => self.harvest(),
             Action::Pause => {

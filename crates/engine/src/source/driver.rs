@@ -326,7 +326,8 @@ impl<'s, 'e> Driver<'s, 'e> {
                 if self.missing > 0 {
                     return Event::Tick;
                 }
-                Event::PassSent { bytes: self.timings.pass_sent(self.ground.monitor) }
+                let bytes = self.timings.pass_sent(self.ground.monitor);
+                Event::PassSent { bytes, listing: self.timings.listing() }
             }
             Ok((_, Input::PassDone(Err(error)) | Input::UrgentLost(error))) => self.channel_failed(error),
         }

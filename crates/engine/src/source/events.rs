@@ -10,20 +10,24 @@ pub(crate) enum Event {
     Message(ToSource),
     ChannelsOpened,
     TrackerStarted,
-    /// The guest stood still for `stood`, and runs. Of that bringing I/O to rest took `settle`; `fixed` is what stopping costs here and
-    /// loading there without it.
+    /// The guest stood still for `stood`, and runs. Of that bringing I/O to rest took `settle`, saving the state of `state_bytes` took
+    /// `save`, and stopping the vCPUs and saving took `fixed`.
     Rehearsed {
         fixed: Duration,
+        save: Duration,
         settle: Duration,
         stood: Duration,
+        state_bytes: u64,
     },
     /// The guest's I/O did not come to rest within the time that it was given: it stood still for so long. After a rehearsal it runs.
     Busy {
         stood: Duration,
         why: String,
     },
+    /// Every channel has sent its part of the pass. Listing the pages of the pass took `listing`.
     PassSent {
         bytes: u64,
+        listing: Duration,
     },
     /// So many pages are dirty; `writers` are the pages that each vCPU wrote since the harvest before, empty if they
     /// cannot be told apart.

@@ -90,17 +90,27 @@ impl Convergence {
 
     /// The downtime to expect for `remaining` pages on top of `fixed` costs.
     pub(crate) fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
-        let seconds = (remaining * PAGE_SIZE) as f64 / self.bandwidth_stopped()?;
-        // Not finite or beyond what a Duration holds: as good as forever.
-        Some(fixed.saturating_add(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)))
+        Some(fixed.saturating_add(self.send_time(remaining * PAGE_SIZE)?))
     }
 
-    /// Takes in a pass and says what to do, `fixed` being what a switchover costs even with nothing to send.
-    pub(crate) fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
+    /// The time that `bytes` take on the link once the guest is stopped.
+    pub(crate) fn send_time(&self, bytes: u64) -> Option<Duration> {
+        let seconds = bytes as f64 / self.bandwidth_stopped()?;
+        // Not finite or beyond what a Duration holds: as good as forever.
+        Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+    }
+
+    /// Takes in what a pass says of the link.
+    pub(crate) fn learn(&mut self, pass: PassOutcome) {
         let seconds = pass.elapsed.as_secs_f64();
         if seconds > 0.0 && (pass.bytes >= TELLING_BYTES || self.bandwidth.is_none()) {
             self.bandwidth = Some((pass.bytes as f64 / seconds).max(1.0));
         }
+    }
+
+    /// Takes in a pass and says what to do, `fixed` being what a switchover costs even with nothing to send.
+    pub(crate) fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
+        self.learn(pass);
         let previous = self.previous.replace(pass.remaining);
         let earlier = std::mem::replace(&mut self.earlier, previous);
         let Some(predicted) = self.predict(pass.remaining, fixed) else { return Decision::Continue };

@@ -119,7 +119,16 @@ pub(crate) struct Session {
     pass_bytes: u64,
     /// Pages harvested and not yet handed to a pass.
     remaining: u64,
+    /// Least time that stopping the vCPUs and saving the state took.
     fixed: Option<Duration>,
+    /// Least time that saving the state took: loading is taken to be as long where the target does not say.
+    save: Duration,
+    /// Bytes of the state that was saved last.
+    state_bytes: u64,
+    /// Time that the target expects to need for loading the state and starting the guest.
+    expected_load: Option<Duration>,
+    /// Time that listing the pages of the last pass took.
+    listing: Duration,
     /// What bringing I/O to rest took besides.
     settle: Duration,
     /// When that was measured, and how long after that it may be again.
@@ -206,6 +215,10 @@ impl Session {
             pass_bytes: 0,
             remaining: 0,
             fixed: None,
+            save: Duration::ZERO,
+            state_bytes: 0,
+            expected_load: None,
+            listing: Duration::ZERO,
             settle: Duration::ZERO,
             rehearsed: now,
             rehearse_after: REHEARSE_AGAIN / 2,
@@ -293,12 +306,21 @@ impl Session {
     }
 
     fn fixed_costs(&self) -> Duration {
-        self.settle + self.costs_without_io()
+        self.settle.saturating_add(self.costs_without_io())
     }
 
     fn costs_without_io(&self) -> Duration {
-        // Harvest once more, and three waits for the target: last pages, load, commit.
-        self.fixed.unwrap_or_default() + self.last_harvest + self.round_trip * 3
+        // The state travels; harvest once more; list the last pages; three waits for the target: last pages, load, commit.
+        let state = self.policy.send_time(self.state_bytes).unwrap_or_default();
+        self.stopping()
+            .saturating_add(state)
+            .saturating_add(self.last_harvest + self.listing + self.round_trip * 3)
+    }
+
+    /// What stopping the guest here and loading it there take, without I/O and with nothing to send.
+    fn stopping(&self) -> Duration {
+        let Some(fixed) = self.fixed else { return self.expected_load.unwrap_or_default() };
+        fixed.saturating_add(self.expected_load.unwrap_or(self.save))
     }
 
     /// Takes in what happened; gives out what to do, in this order.
@@ -359,16 +381,18 @@ impl Session {
         match (self.state, event) {
             (State::Opening { up, .. }, Event::ChannelsOpened) => self.opening(true, up),
             (State::StartingTracker, Event::TrackerStarted) => self.send_live(now, true),
-            (State::Passing { received, .. }, Event::PassSent { bytes }) => {
+            (State::Passing { received, .. }, Event::PassSent { bytes, listing }) => {
                 self.pass_bytes = bytes;
+                self.listing = listing;
                 self.passing(now, true, received)
             }
             (State::Harvesting, Event::Harvested { pages, writers }) => {
                 self.writers = writers;
                 self.harvested(now, pages)
             }
-            (State::Rehearsing, Event::Rehearsed { fixed, settle, stood }) => {
-                self.learnt(now, fixed, settle, stood);
+            (State::Rehearsing, Event::Rehearsed { fixed, save, settle, stood, state_bytes }) => {
+                self.state_bytes = state_bytes;
+                self.learnt(now, (fixed, save), settle, stood);
                 self.decide(now)
             }
             (State::Rehearsing, Event::Busy { stood, why }) => {
@@ -420,6 +444,10 @@ impl Session {
         match (self.state, message) {
             (_, ToSource::Pong(number)) => {
                 self.pong(now, number);
+                Vec::new()
+            }
+            (_, ToSource::Costs { load_us }) => {
+                self.expected_load = Some(Duration::from_micros(load_us));
                 Vec::new()
             }
             (State::Committed, message) => self.after_commit(now, message),

@@ -25,7 +25,14 @@ pub(super) struct Timings {
     pause: Option<Instant>,
     paused: Option<Instant>,
     saved: Option<Instant>,
-    last_harvest: Duration,
+    /// When the driver began with what follows the device state: the last harvest, or the list of missing pages.
+    state_sent: Option<Instant>,
+    /// When the last harvest had ended.
+    harvested: Option<Instant>,
+    /// Time that listing the pages of the newest pass took.
+    listing: Duration,
+    /// When the target was asked to load the state.
+    loading: Option<Instant>,
     last_pages: Option<Instant>,
     received: Option<Instant>,
     verify: Option<Instant>,
@@ -66,6 +73,23 @@ impl Timings {
         }
     }
 
+    /// The pages of the next pass were listed, since `began`.
+    pub(super) fn listed(&mut self, began: Instant) {
+        self.listing = began.elapsed();
+    }
+
+    /// Time that listing the pages of the newest pass took.
+    pub(super) fn listing(&self) -> Duration {
+        self.listing
+    }
+
+    /// The device state, if any, has been handed over to the link.
+    pub(super) fn state_sent(&mut self) {
+        if self.saved.is_some() {
+            self.state_sent.get_or_insert_with(Instant::now);
+        }
+    }
+
     /// All channels have sent the pass; returns its bytes.
     pub(super) fn pass_sent(&mut self, monitor: &Monitor) -> u64 {
         let (_, before) = self.pass.unwrap_or((Instant::now(), 0));
@@ -80,7 +104,7 @@ impl Timings {
 
     /// `of_pass`: it has what was written during the last pass.
     pub(super) fn harvested(&mut self, elapsed: Duration, pages: u64, of_pass: bool) {
-        self.last_harvest = elapsed;
+        self.harvested = Some(Instant::now());
         if let Some(report) = self.passes.last_mut().filter(|_| of_pass) {
             report.harvest_ms = ms(elapsed);
             report.dirtied = pages;
@@ -114,6 +138,7 @@ impl Timings {
             self.spans.precopy()
         }
         (self.pause, self.paused, self.saved, self.predicted) = (None, None, None, None);
+        self.state_sent = None;
     }
 
     pub(super) fn throttled(&mut self, shares: Vec<f64>) {
@@ -153,9 +178,12 @@ impl Timings {
 
     pub(super) fn sending(&mut self, message: &ToTarget) {
         self.lazy |= matches!(message, ToTarget::LoadLazily { .. });
-        if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) && self.verify.is_some() {
-            self.spans.verified();
-            self.verified = Some(Instant::now());
+        if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) {
+            self.loading = Some(Instant::now());
+            if self.verify.is_some() {
+                self.spans.verified();
+                self.verified = self.loading;
+            }
         }
     }
 
@@ -190,14 +218,33 @@ impl Timings {
 
     fn downtime(&self, session: &Session) -> Downtime {
         let save = between(self.paused, self.saved);
-        let commit = between(self.ready, self.running).saturating_sub(session.start_time);
+        // A part begins where the one before it ends, so that together they are the whole downtime. A handover has a list of missing pages
+        // where a last pass is otherwise. A postcopy from the start has no harvest.
+        let harvested = self.harvested.max(self.state_sent);
+        let (listed, sent) =
+            if self.lazy { (self.loading, self.loading) } else { (self.last_pages, self.received) };
+        let verified = self.verify_time();
+        let list =
+            between(harvested, listed).saturating_sub(if self.lazy { verified } else { Duration::ZERO });
+        let check =
+            if self.lazy { Duration::ZERO } else { between(sent, self.loading).saturating_sub(verified) };
+        let (loading, starting) = (between(self.loading, self.ready), between(self.ready, self.running));
+        // The target says so.
+        let (load, start) = (session.load_time.min(loading), session.start_time.min(starting));
         Downtime {
             pause_ms: ms(between(self.pause, self.paused)),
-            last_harvest_ms: ms(self.last_harvest),
-            last_pages_ms: ms(between(self.last_pages, self.received)),
-            device_state_ms: ms(save + session.load_time),
-            commit_ms: ms(commit),
-            resume_ms: ms(session.start_time),
+            send_state_ms: ms(between(self.saved, self.state_sent)),
+            last_harvest_ms: ms(between(self.state_sent, harvested)),
+            list_pages_ms: ms(list),
+            last_pages_ms: ms(if self.lazy {
+                Duration::ZERO
+            } else {
+                between(self.last_pages, self.received)
+            }),
+            target_prepare_ms: ms(check + loading - load),
+            device_state_ms: ms(save + load),
+            commit_ms: ms(starting - start),
+            resume_ms: ms(start),
         }
     }
 
@@ -254,7 +301,7 @@ impl Timings {
         let verification = session.verification.clone().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
         let lazily = session.figures.as_ref().filter(|_| ground.settings.verify);
-        let lazily = lazily.map_or(0, |figures| figures.pages + figures.zero_pages);
+        let lazily = lazily.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
         Report {
             state,
             outcome: word(state),
@@ -293,7 +340,7 @@ impl Timings {
                 destination: ms(session.target_cpu),
             },
             // What came after the handover was placed only where it matched its digest.
-            verified_pages: verification.pages + lazily,
+            verified_pages: verification.pages.saturating_add(lazily),
             mismatched_pages: verification.mismatched,
             skipped_pages: 0,
             suspect_pages_resent: session.suspects_resent,

@@ -25,7 +25,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_wire::{Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
+use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
 
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);
@@ -90,8 +90,11 @@ impl<'a> Driver<'a> {
         let hello = incoming.hello.clone();
         let lacking = Collected::new(memory.layout());
         let link = Link::new(attempt, incoming, sender.clone(), memory)?;
+        let wants_costs = hello.features & FEATURE_COSTS != 0;
+        let load = if wants_costs { vm.expected_load() } else { None };
+        let session = Session::begin(vm.config(), link.tokens).expecting(load);
         let mut driver = Driver {
-            session: Session::begin(vm.config(), link.tokens).fenced(arrival.fence.is_some()),
+            session: session.fenced(arrival.fence.is_some()),
             fence: arrival.fence.clone().map(|fence| Asker::new(fence, link.migration)),
             vm,
             arrival,

@@ -195,6 +195,8 @@ pub(crate) struct Session {
     renounced: Option<Refusal>,
     /// With a fence.
     fenced: Option<fenced::Fenced>,
+    /// Microseconds that the guest is expected to stand still here, for a source that wants to know.
+    load_us: Option<u64>,
 }
 
 /// Fresh random bits, given to the source.
@@ -234,7 +236,13 @@ impl Session {
             complete: None,
             renounced: None,
             fenced: None,
+            load_us: None,
         }
+    }
+
+    /// The same session, which tells the source how long loading the state and starting the guest are expected to take.
+    pub(crate) fn expecting(self, load: Option<Duration>) -> Self {
+        Self { load_us: load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX)), ..self }
     }
 
     /// Whether the source has announced a guest that fits.
@@ -407,7 +415,11 @@ impl Session {
         self.state = State::AwaitChannels { missing: self.channels.count() };
         self.accepted = true;
         let Tokens { bulk, urgent, resume } = self.tokens;
-        vec![Action::AwaitChannels(self.channels), Action::Send(ToSource::Accept { bulk, urgent, resume })]
+        let costs = self.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
+        [Action::AwaitChannels(self.channels), Action::Send(ToSource::Accept { bulk, urgent, resume })]
+            .into_iter()
+            .chain(costs)
+            .collect()
     }
 
     fn channel_up(&mut self) -> Vec<Action> {

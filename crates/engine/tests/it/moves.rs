@@ -5,7 +5,7 @@ use crate::toy::{Method, Options, Toy, Tracking, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Downtime, Listener, MigrationState, Monitor, OnTimeout, Report, Settings, SwitchoverBandwidth, Uri,
+    Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Settings, SwitchoverBandwidth, Uri,
 };
 use vmferry_memory::RegionId;
 use vmferry_testkit::{PATIENCE, wait};
@@ -28,11 +28,43 @@ fn a_loaded_guest_moves_by_any_number_of_channels_and_any_socket() {
     }
 }
 
-/// The parts of the downtime.
-fn parts(report: &Report) -> [f64; 6] {
-    let Downtime { pause_ms, last_harvest_ms, last_pages_ms, device_state_ms, commit_ms, resume_ms } =
-        report.downtime;
-    [pause_ms, last_harvest_ms, last_pages_ms, device_state_ms, commit_ms, resume_ms]
+/// The sum of the parts of the downtime.
+fn explained(parts: &Downtime) -> f64 {
+    parts.pause_ms
+        + parts.send_state_ms
+        + parts.last_harvest_ms
+        + parts.list_pages_ms
+        + parts.last_pages_ms
+        + parts.target_prepare_ms
+        + parts.device_state_ms
+        + parts.commit_ms
+        + parts.resume_ms
+}
+
+#[test]
+fn parts_of_the_downtime_are_the_whole_downtime() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+        for verify in [false, true] {
+            let options = Options { ballast: 3 << 20, lazy: true, ..Options::default() };
+            let settings = Settings { mode, verify, ..quick() };
+            let (report, _) = move_well(options, &unix_uri(), &settings);
+            let (sum, whole) = (explained(&report.downtime), report.downtime_ms);
+            // Each part begins where the one before it ends, however busy the host is.
+            assert!((sum - whole).abs() < 1e-3, "{mode:?}: {sum} of {whole} ms: {:?}", report.downtime);
+        }
+    }
+}
+
+#[test]
+fn time_that_the_target_needs_is_predicted() {
+    // Far above what the rest takes, and within the limit.
+    let load = Duration::from_secs(20);
+    let settings = Settings { downtime_limit: Duration::from_secs(60), ..quick() };
+    let options = Options { expected_load: Some(load), ..Options::default() };
+    let (report, _) = move_well(options, &unix_uri(), &settings);
+    assert!(report.predicted_downtime_ms >= Some(20e3), "{:?}", report.predicted_downtime_ms);
+    let (report, _) = move_well(Options::default(), &unix_uri(), &settings);
+    assert!(report.predicted_downtime_ms < Some(20e3), "{:?}", report.predicted_downtime_ms);
 }
 
 /// What takes long is told, and where it belongs.
@@ -52,7 +84,7 @@ fn a_slow_vm_is_found_in_its_part_of_the_downtime() {
         let report = ended.sent.unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{method:?}: {:?}", report.error);
         assert!(part(&report.downtime) >= 199.0, "{method:?}: {:?}", report.downtime);
-        assert!(parts(&report).iter().sum::<f64>() <= report.downtime_ms + 1.0, "{report:?}");
+        assert!((explained(&report.downtime) - report.downtime_ms).abs() < 1e-3, "{report:?}");
     };
     std::thread::scope(|scope| {
         scope.spawn(|| check(Method::Pause, |parts| parts.pause_ms));
@@ -70,11 +102,6 @@ fn the_report_adds_up() {
         let settings = Settings { verify, ..quick() };
         let (report, _) =
             move_well(Options { ballast: 3 << 20, ..Options::default() }, &unix_uri(), &settings);
-        // Between the parts lie two thread switches and the words to the target. A busy host stretches those, so there is no more to say
-        // of them here; the test before this one finds what is told in no part.
-        let (parts, sum) = (parts(&report), parts(&report).iter().sum::<f64>());
-        assert!(sum <= report.downtime_ms + 1.0, "{sum} of {}: {parts:?}", report.downtime_ms);
-        assert!(parts.iter().all(|part| *part > 0.0), "{parts:?}");
         assert!(
             report.downtime_ms + report.verify_ms + report.setup_ms <= report.total_ms + 1.0,
             "{report:?}"

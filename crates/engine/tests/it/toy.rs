@@ -79,6 +79,8 @@ pub(crate) struct Options {
     pub(crate) freed: u64,
     /// One of this many writes frees its page instead; 0: none.
     pub(crate) free_one_in: u64,
+    /// What the target says of the time that it will take.
+    pub(crate) expected_load: Option<Duration>,
 }
 
 impl Default for Options {
@@ -98,6 +100,7 @@ impl Default for Options {
             free: None,
             freed: 0,
             free_one_in: 0,
+            expected_load: None,
         }
     }
 }
@@ -394,6 +397,10 @@ impl TargetVm for Toy {
         };
         let clumsy = self.board.clumsy.get().copied();
         Ok(self.board.lazy.get_or_init(|| Arc::new(Faulting::new(Box::new(write), clumsy))).clone())
+    }
+
+    fn expected_load(&self) -> Option<Duration> {
+        self.board.options.expected_load
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

@@ -16,6 +16,7 @@ use vmferry_wire::{Refusal, RefusalCode, RunName};
 impl<'e> Driver<'_, 'e> {
     pub(super) fn harvest(&mut self) -> Event {
         let began = Instant::now();
+        self.timings.state_sent();
         // The questions of the pass end with it: an answer that comes after the harvest may name what it found.
         self.stop_asking();
         self.pending.land();
@@ -52,6 +53,7 @@ impl<'e> Driver<'_, 'e> {
     }
 
     pub(super) fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
+        let began = Instant::now();
         let (flight, first) = match pass {
             Pass::Dirty { first } => (self.pending.take_off(), first),
             Pass::Again(runs) => match self.named(&runs) {
@@ -60,6 +62,7 @@ impl<'e> Driver<'_, 'e> {
             },
             Pass::Digests => return Some(self.send_digests(number)),
         };
+        self.timings.listed(began);
         if !first {
             self.keep_sockets_short();
         }

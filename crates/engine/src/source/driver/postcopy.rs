@@ -44,6 +44,7 @@ impl<'e> Driver<'_, 'e> {
     /// The guest stands still: what is pending now is what the target lacks.
     pub(super) fn hand_over(&mut self, also: &[RunName]) -> Event {
         let layout = self.ground.memory.layout();
+        self.timings.state_sent();
         if self.ground.settings.mode == MigrationMode::Postcopy {
             // No harvest came before.
             self.settle_free();

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 
 impl Driver<'_, '_> {
-    /// Stops the guest for an instant to learn what that costs: saving here stands for loading there.
+    /// Stops the guest for an instant to learn what that costs.
     pub(super) fn rehearse(&mut self, within: Duration) -> Event {
         match self.busy(|vm, _, _| vm::rehearse(vm, within)) {
             Ok(Rehearsal { sections: Err(busy), stood, .. }) => Event::Busy { stood, why: busy.to_string() },
             Ok(Rehearsal { sections: Ok(sections), pause, settle, save, stood }) => match fits(&sections) {
-                Ok(()) => Event::Rehearsed { fixed: pause + save * 2, settle, stood },
+                Ok(state_bytes) => Event::Rehearsed { fixed: pause + save, save, settle, stood, state_bytes },
                 Err(error) => local("rehearsing the pause", &error),
             },
             Err(error) => local("rehearsing the pause", &error),
@@ -45,8 +45,8 @@ impl Driver<'_, '_> {
     }
 }
 
-/// Whether the wire carries that much: better known before the guest is stopped for it.
-fn fits(sections: &[Section]) -> Result<(), VmError> {
+/// Returns how many bytes the state has, if the wire carries that much: better known before the guest is stopped for it.
+fn fits(sections: &[Section]) -> Result<u64, VmError> {
     /// What is said of a section besides its bytes.
     const AROUND: usize = 64;
     let bytes = |section: &Section| section.name.len() + section.payload.len();
@@ -63,5 +63,5 @@ fn fits(sections: &[Section]) -> Result<(), VmError> {
             "the device state has {all} bytes in {count} sections, and {most} MiB in {MAX_SECTIONS} can be sent"
         )));
     }
-    Ok(())
+    Ok(all as u64)
 }

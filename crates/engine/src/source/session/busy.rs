@@ -36,7 +36,7 @@ impl Session {
     /// By what was measured last, the guest cannot be stopped for as short as it has to be, whatever is to be sent; or could be but for what
     /// its I/O took then.
     pub(super) fn cannot_stop(&self) -> bool {
-        let least = self.fixed.map(|fixed| fixed + self.settle);
+        let least = self.fixed.map(|_| self.stopping().saturating_add(self.settle));
         self.waits_for_io() || least.is_some_and(|least| least > self.settings.downtime_limit)
     }
 
@@ -162,8 +162,15 @@ impl Session {
     }
 
     /// The guest was stopped for an instant, and its I/O came to rest.
-    pub(super) fn learnt(&mut self, now: Duration, fixed: Duration, settle: Duration, stood: Duration) {
+    pub(super) fn learnt(
+        &mut self,
+        now: Duration,
+        (fixed, save): (Duration, Duration),
+        settle: Duration,
+        stood: Duration,
+    ) {
         // A busy host makes it longer, never shorter; what I/O takes changes with what the guest does.
+        self.save = if self.fixed.is_some() { self.save.min(save) } else { save };
         self.fixed = Some(self.fixed.map_or(fixed, |before| before.min(fixed)));
         (self.settle, self.busy) = (settle, None);
         self.rehearsed = now;

@@ -68,6 +68,8 @@ impl Session {
             elapsed: self.harvest_began.saturating_sub(self.pass_began),
             remaining: self.remaining,
         };
+        // First: the time that the state takes on the link is one of the costs.
+        self.policy.learn(outcome);
         let decision = self.policy.decide(outcome, self.fixed_costs());
         self.pass += 1;
         self.judge(now, outcome, decision);

@@ -161,7 +161,7 @@ impl Session {
             }
             (_, Event::PeerLost(why) | Event::NotSent(why)) => self.suspend(now, why),
             (_, Event::LocalFailure(why)) => self.suspend(now, why.to_string()),
-            (State::Postcopy, Event::PassSent { bytes }) => {
+            (State::Postcopy, Event::PassSent { bytes, .. }) => {
                 self.pass_bytes = bytes;
                 Vec::new()
             }

@@ -25,6 +25,10 @@ impl Session {
             pass_bytes,
             remaining,
             fixed,
+            save,
+            state_bytes: _,
+            expected_load,
+            listing,
             settle,
             rehearsed,
             rehearse_after: _,
@@ -97,6 +101,7 @@ impl Session {
         last_ping.0 = 0;
         // Nothing takes any time in a model, so nothing was measured: no rate, and no decision that rests on one.
         assert!(policy.bandwidth().is_none() && shares.is_empty() && *round_trip == Duration::ZERO);
+        assert!(expected_load.is_none() && [*save, *listing] == [Duration::ZERO; 2]);
         assert!(*last_harvest == Duration::ZERO && fixed.is_none_or(|fixed| fixed == Duration::ZERO));
         state.hash(hasher);
         (pass, pass_bytes, remaining, fixed.is_some(), lacking, left_before).hash(hasher);

@@ -51,7 +51,7 @@ fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, d
         return wake(session, now, dirty);
     }
     *now += took;
-    session.handle(*now, Event::PassSent { bytes });
+    session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO });
     let received = ToSource::Received { pass: session.pass, suspects: 0, runs: Vec::new() };
     assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
     *now += MS;
@@ -106,7 +106,12 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
 }
 
 fn rehearsed(fixed: Duration) -> Event {
-    Event::Rehearsed { fixed, settle: Duration::ZERO, stood: fixed }
+    stopped(fixed, Duration::ZERO)
+}
+
+/// A rehearsal in which saving took no time.
+fn stopped(fixed: Duration, settle: Duration) -> Event {
+    Event::Rehearsed { fixed, save: Duration::ZERO, settle, stood: fixed + settle, state_bytes: 0 }
 }
 
 fn busy(stood: Duration) -> Event {
@@ -236,8 +241,7 @@ fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Dur
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     for _ in 0..50 {
         assert_eq!(session.state, State::Rehearsing);
-        let asked = session
-            .handle(now, Event::Rehearsed { fixed: costs.0, settle: costs.1, stood: costs.0 + costs.1 });
+        let asked = session.handle(now, stopped(costs.0, costs.1));
         let ends = asked.contains(&Action::Pause);
         seen.push((now, asked));
         if ends || now > Duration::from_secs(600) {
@@ -276,7 +280,7 @@ fn what_io_took_once_is_measured_again_where_nothing_else_keeps_the_guest() {
     session.handle(now, Event::Message(ToSource::Pong(1)));
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     // A flush of 200 ms, and three round trips of 50: 351 ms.
-    session.handle(now, Event::Rehearsed { fixed: MS, settle: 200 * MS, stood: 201 * MS });
+    session.handle(now, stopped(MS, 200 * MS));
     assert_eq!(session.state, State::Resting, "passes would only cost it faults");
     assert!(session.busy().is_none() && session.waits_for_io());
     assert_eq!(wake(&mut session, &mut now, 5), [REHEARSE]);
@@ -502,4 +506,45 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     let Some(Outcome::Failed(why)) = &session.ended else { panic!("{:?}", session.ended) };
     assert_eq!(why.detail.matches(" page 0x").count(), 16, "{}", why.detail);
     assert!(why.detail.ends_with("page 0xf, and 69984 more"), "{}", why.detail);
+}
+
+/// What is predicted for a stop with nothing to send, in ms, after a pass whose pages took `listing` to list, and the rehearsal `event`. The
+/// target has said that it needs `load_us`, if anything.
+fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
+    let mut session = passing(Settings::default());
+    if let Some(load_us) = load_us {
+        assert_eq!(session.handle(Duration::ZERO, Event::Message(ToSource::Costs { load_us })), []);
+    }
+    let now = 1000 * MS;
+    session.handle(now, Event::PassSent { bytes: 100 << 20, listing });
+    let received = ToSource::Received { pass: 0, suspects: 0, runs: Vec::new() };
+    session.handle(now, Event::Message(received));
+    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
+    let asked = session.handle(now, event);
+    let predicted = session.predicted_downtime().unwrap();
+    assert_eq!(asked == [Action::Pause], predicted <= 300 * MS, "{predicted:?}: {asked:?}");
+    predicted.as_millis()
+}
+
+#[test]
+fn every_known_part_of_the_downtime_is_predicted_and_counts_against_the_limit() {
+    let saved = |save, state_bytes| Event::Rehearsed {
+        fixed: 10 * MS + save,
+        save,
+        settle: Duration::ZERO,
+        stood: Duration::ZERO,
+        state_bytes,
+    };
+    let zero = Duration::ZERO;
+    // Loading is taken to be as long as saving, until the target says what it takes.
+    assert_eq!(predicted_ms(None, zero, saved(7 * MS, 0)), 24);
+    assert_eq!(predicted_ms(Some(0), zero, saved(7 * MS, 0)), 17);
+    assert_eq!(predicted_ms(Some(100_000), zero, saved(7 * MS, 0)), 117);
+    assert_eq!(predicted_ms(Some(300_000), zero, saved(7 * MS, 0)), 317);
+    assert!(predicted_ms(Some(u64::MAX), zero, saved(7 * MS, 0)) > 1 << 50);
+    // The link carries 100 MiB a second.
+    assert_eq!(predicted_ms(None, zero, saved(zero, 20 << 20)), 210);
+    assert_eq!(predicted_ms(None, zero, saved(zero, 40 << 20)), 410);
+    assert_eq!(predicted_ms(None, 50 * MS, saved(zero, 0)), 60);
+    assert_eq!(predicted_ms(None, 350 * MS, saved(zero, 0)), 360);
 }

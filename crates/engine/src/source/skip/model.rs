@@ -115,7 +115,13 @@ impl Move {
             }
             Action::Rehearse { .. } => self.tell(
                 world,
-                Event::Rehearsed { fixed: Duration::ZERO, settle: Duration::ZERO, stood: Duration::ZERO },
+                Event::Rehearsed {
+                    fixed: Duration::ZERO,
+                    save: Duration::ZERO,
+                    settle: Duration::ZERO,
+                    stood: Duration::ZERO,
+                    state_bytes: 0,
+                },
             ),
             Action::Harvest => world.todo.push(Todo::Harvest),
             Action::Pause => world.todo.push(Todo::Pause),
@@ -212,7 +218,7 @@ impl Move {
                 world.hand = taken.map(Hand::Taken);
                 if taken.is_none() {
                     world.sending = None;
-                    self.tell(world, Event::PassSent { bytes: 0 });
+                    self.tell(world, Event::PassSent { bytes: 0, listing: Duration::ZERO });
                     let received = ToSource::Received { pass: number, suspects: 0, runs: Vec::new() };
                     self.tell(world, Event::Message(received));
                 }

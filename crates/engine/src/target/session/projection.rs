@@ -28,6 +28,7 @@ impl Session {
             complete,
             renounced,
             fenced,
+            load_us: _,
         } = self;
         state.hash(hasher);
         (accepted, barriers, received, last_pass, verify_pass, clean).hash(hasher);
