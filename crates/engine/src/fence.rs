@@ -179,6 +179,8 @@ impl Asker {
             wake();
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Fence, "fence", ask) {
+            // The caller asks again as soon as it has this answer. Without the pause it would spin.
+            std::thread::sleep(after);
             let why = ArbiterError::Unreachable(format!("no thread to ask it: {error}"));
             let _ = self.answers.0.send((word, Err(why)));
         }

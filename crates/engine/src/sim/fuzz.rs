@@ -424,7 +424,11 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
         all_here |= matches!(event, Event::AllHere(_));
         let (was_started, thanked) =
             (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
+        let (heeded, was_renounced) =
+            (matches!(event, Event::Stopped) && session.heeds_stop(), session.renounced());
         let actions = session.handle(event);
+        let heard = session.ended() || (session.renounced() && !was_renounced);
+        assert!(!heeded || heard, "a stop that is reported for ever");
         assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {

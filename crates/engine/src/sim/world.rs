@@ -323,7 +323,9 @@ impl World {
             Item::StopTarget if self.there.rest => self.crash_target(),
             Item::StopTarget => {
                 self.there.stopped |= !self.there.ended();
-                self.target_event(self.there.link, target::Event::Stopped);
+                if self.there.session.heeds_stop() {
+                    self.target_event(self.there.link, target::Event::Stopped);
+                }
                 if !self.there.ended() {
                     // As the real driver, which looks every time.
                     self.at(100_000, Item::StopTarget);

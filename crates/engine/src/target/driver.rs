@@ -185,7 +185,7 @@ impl<'a> Driver<'a> {
 
     fn wait(&mut self) -> Option<Event> {
         // Looked at every time: a source that never stops talking must not keep us from it.
-        if self.arrival.stopped() {
+        if self.arrival.stopped() && self.session.heeds_stop() {
             return Some(Event::Stopped);
         }
         if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {

@@ -51,15 +51,25 @@ pub struct Arrival {
     fence: Option<Arc<dyn Arbiter>>,
     undecided: Mutex<Option<String>>,
     wakers: Wakers,
+    #[cfg(test)]
+    watched: tests::Watched,
 }
 
 impl Arrival {
     /// With how long a source may be silent before it is given up.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
-        let (stop, abandon, undecided) = (AtomicBool::default(), AtomicBool::default(), Mutex::default());
-        let wakers = Wakers::default();
-        Self { stop, abandon, peer_timeout, stay_awake: true, fence: None, undecided, wakers }
+        Self {
+            stop: AtomicBool::default(),
+            abandon: AtomicBool::default(),
+            peer_timeout,
+            stay_awake: true,
+            fence: None,
+            undecided: Mutex::default(),
+            wakers: Wakers::default(),
+            #[cfg(test)]
+            watched: tests::Watched::default(),
+        }
     }
 
     /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
@@ -95,6 +105,9 @@ impl Arrival {
     }
 
     /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.
+    ///
+    /// With an arbiter, a guest that the target has claimed, or could claim, is given back first.
+    /// [`receive`] then returns when the arbiter or the source has heard so, however long that takes.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wakers.wake();
@@ -115,6 +128,8 @@ impl Arrival {
     }
 
     fn stopped(&self) -> bool {
+        #[cfg(test)]
+        self.watched.looks.fetch_add(1, Ordering::Relaxed);
         self.stop.load(Ordering::Acquire)
     }
 
@@ -251,3 +266,6 @@ fn refuse(incoming: &Incoming, why: RefusalCode) {
         tracing::warn!("{}: {error}", incoming.stream.peer);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -250,6 +250,20 @@ impl Session {
         self.accepted
     }
 
+    /// Returns whether a stop changes anything now.
+    ///
+    /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The driver
+    /// reports a stop only while this is true: the stop flag stays set, and an event that changes
+    /// nothing would keep the driver from all others.
+    pub(crate) fn heeds_stop(&self) -> bool {
+        match self.state {
+            // With an arbiter the guest is being given back. The session ends with the answer.
+            State::Renounced => self.fenced.is_none(),
+            State::Starting | State::Done => false,
+            _ => !self.running_lazily(),
+        }
+    }
+
     /// Whether all memory is here, so that the bulk channels have done their work.
     pub(crate) fn memory_complete(&self) -> bool {
         !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Claiming | State::Starting)

@@ -20,8 +20,6 @@ pub(super) struct Fenced {
     pub(super) vain: u32,
     /// The guest is being given back.
     pub(super) giving_back: bool,
-    /// Somebody here wants this to end.
-    pub(super) stopping: bool,
     /// Why it is not decided who owns the guest, while it is not.
     pub(super) why: Option<String>,
 }
@@ -133,9 +131,6 @@ impl Session {
             false => Action::Disconnect,
         });
         actions.extend(self.renounce(why));
-        if let Some(fenced) = self.fenced.as_mut() {
-            fenced.stopping = stopped;
-        }
         actions
     }
 
@@ -151,7 +146,8 @@ impl Session {
             return Vec::new();
         };
         match answer {
-            Err(ArbiterError::Unreachable(error)) if !fenced.stopping => {
+            // Also after a stop: while the register holds the target, the guest can run nowhere.
+            Err(ArbiterError::Unreachable(error)) => {
                 fenced.why =
                     Some(format!("the guest will not run here, and its source may not know that: {error}"));
                 vec![Action::Fence { word: Word::GiveBack, after: fenced.again.next() }]
@@ -162,12 +158,5 @@ impl Session {
                 self.end(why, None)
             }
         }
-    }
-
-    /// Somebody here wants a renounced guest's wait to end: whether the fence is heard once more before.
-    pub(super) fn stops_later(&mut self) -> bool {
-        let Some(fenced) = self.fenced.as_mut() else { return false };
-        fenced.stopping = true;
-        fenced.giving_back
     }
 }

@@ -60,7 +60,7 @@ impl Session {
         let Some(why) = self.renounced.clone() else { return Vec::new() };
         match event {
             Event::ControlBack => vec![Action::Send(ToSource::Returned(why))],
-            Event::Stopped if self.stops_later() => Vec::new(),
+            Event::Stopped if !self.heeds_stop() => Vec::new(),
             Event::Message(ToTarget::Thanks | ToTarget::Cancel(_)) | Event::Stopped => self.end(why, None),
             Event::PeerLost(_) | Event::LocalFailure(_) => vec![Action::Disconnect],
             // A late commit among them.

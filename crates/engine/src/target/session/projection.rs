@@ -35,8 +35,6 @@ impl Session {
         (sections.len(), state_bytes, state_complete, channels.count()).hash(hasher);
         (lazy, lost, complete.is_some(), renounced.is_some()).hash(hasher);
         let fenced = fenced.as_ref();
-        fenced
-            .map(|Fenced { vain, giving_back, stopping, again: _, why: _ }| (vain, giving_back, stopping))
-            .hash(hasher);
+        fenced.map(|Fenced { vain, giving_back, again: _, why: _ }| (vain, giving_back)).hash(hasher);
     }
 }

@@ -1,0 +1,260 @@
+//! The target's driver with its real threads and sockets. The test plays the source and the arbiter.
+
+use super::*;
+use crate::channel::Uri;
+use crate::fence::{ArbiterError, MigrationId, Ruling, Side, Word};
+use crate::vm::{GuestMemory, VmError};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use vmferry_memory::{Gpa, Layout, PageRun, Region, RegionId, Window};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, HELLO_BYTES, HelloReply, MachineConfig, Mode, Section,
+    ToSource, ToTarget, Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
+};
+
+/// Time after which a test that waits has failed.
+const HANG: Duration = Duration::from_secs(60);
+/// Most times that a driver reads the stop flag in a test: ten times a second, and once an event.
+const MOST_LOOKS: u64 = 1000;
+
+/// Access of a test to the driver of an [`Arrival`].
+#[derive(Debug, Default)]
+pub(super) struct Watched {
+    /// Number of times that the stop flag was read.
+    pub(super) looks: AtomicU64,
+}
+
+/// A question to the arbiter, which the test answers.
+struct Question {
+    word: Word,
+    answer: Sender<Result<Ruling, ArbiterError>>,
+}
+
+impl Question {
+    fn answer(self, answer: Result<Ruling, ArbiterError>) {
+        self.answer.send(answer).unwrap();
+    }
+}
+
+#[derive(Debug)]
+struct Scripted(Sender<Question>);
+
+impl Arbiter for Scripted {
+    fn name(&self) -> String {
+        "scripted".into()
+    }
+
+    fn register(&self, migration: MigrationId) -> String {
+        migration.to_string()
+    }
+
+    fn open(&self, _: MigrationId) -> Result<(), ArbiterError> {
+        Err(unreachable())
+    }
+
+    fn say(&self, _: MigrationId, word: Word) -> Result<Ruling, ArbiterError> {
+        let (answer, answered) = channel();
+        self.0.send(Question { word, answer }).map_err(|_| unreachable())?;
+        answered.recv().map_err(|_| unreachable())?
+    }
+
+    fn close(&self, _: MigrationId) -> Result<(), ArbiterError> {
+        Err(unreachable())
+    }
+}
+
+fn unreachable() -> ArbiterError {
+    ArbiterError::Unreachable("no answer".into())
+}
+
+/// Memory of one page that is never received.
+struct OnePage(Layout);
+
+impl OnePage {
+    fn new() -> Self {
+        Self(Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: 4096 }]).unwrap())
+    }
+}
+
+impl GuestMemory for OnePage {
+    fn layout(&self) -> &Layout {
+        &self.0
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        Err(VmError::new(format!("{region} has no {run}")))
+    }
+}
+
+struct Vm {
+    starts: Result<(), &'static str>,
+    started: bool,
+}
+
+impl TargetVm for Vm {
+    fn config(&self) -> MachineConfig {
+        let regions = OnePage::new().0.regions().to_vec();
+        MachineConfig { kind: "test".into(), vcpus: 1, regions, extra: vec![], features: vec![] }
+    }
+
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::new(OnePage::new())
+    }
+
+    fn load(&mut self, _: &[Section]) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        self.starts.map_err(VmError::new)?;
+        self.started = true;
+        Ok(())
+    }
+}
+
+/// A source that the test plays message by message.
+struct Source {
+    port: u16,
+    control: TcpStream,
+}
+
+impl Source {
+    /// Says hello, and sends `Setup`.
+    fn connect(listener: &Listener) -> Self {
+        let Uri::Tcp { port, .. } = listener.uri().unwrap() else { panic!("no TCP port") };
+        let mut source = Self { port, control: greet(port, Role::Control, Token::NONE) };
+        let machine = Vm { starts: Ok(()), started: false }.config();
+        let (bulk_channels, urgent_channels) = (1, 0);
+        let mode = Mode::Precopy;
+        source.say(&ToTarget::Setup { machine, mode, bulk_channels, urgent_channels, probe: false });
+        source
+    }
+
+    fn say(&mut self, message: &ToTarget) {
+        self.control.write_all(&encode_control(message).unwrap()).unwrap();
+    }
+
+    fn hear(&mut self) -> ToSource {
+        let mut header = [0; CONTROL_HEADER_BYTES];
+        self.control.read_exact(&mut header).expect("the target is silent or has hung up");
+        let header = ControlHeader::decode(&header).unwrap();
+        let mut body = vec![0; header.len];
+        self.control.read_exact(&mut body).unwrap();
+        decode_control(header, &body).unwrap()
+    }
+
+    /// Sends a ping; its answer shows that the driver reads its queue.
+    fn ping(&mut self, number: u64) {
+        self.say(&ToTarget::Ping(number));
+        assert_eq!(self.hear(), ToSource::Pong(number));
+    }
+
+    /// Moves a guest without pages, from the target's `Accept` to the commit.
+    fn commit(&mut self) {
+        let ToSource::Accept { bulk, .. } = self.hear() else { panic!("not accepted") };
+        let mut channel = greet(self.port, Role::Bulk, bulk);
+        assert_eq!(self.hear(), ToSource::ChannelsUp);
+        self.say(&ToTarget::Final { pass: 0 });
+        self.say(&ToTarget::StateEnd { sections: 0 });
+        channel.write_all(&FrameHeader::barrier(0, 0).encode()).unwrap();
+        assert!(matches!(self.hear(), ToSource::Received { pass: 0, suspects: 0, .. }));
+        self.say(&ToTarget::Load);
+        assert!(matches!(self.hear(), ToSource::Ready { .. }));
+        self.say(&ToTarget::Commit);
+    }
+}
+
+/// Says the hello of a channel, which must be answered well.
+fn greet(port: u16, role: Role, token: Token) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(HANG)).unwrap();
+    let hello = Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+        features: 0,
+        migration: MigrationId([7; 16]),
+        role,
+        index: 0,
+        token,
+        fence: fence_digest("scripted"),
+    };
+    stream.write_all(&hello.encode()).unwrap();
+    let mut reply = [0; HELLO_BYTES];
+    stream.read_exact(&mut reply).unwrap();
+    assert_eq!(HelloReply::decode(&reply).unwrap().refused, None);
+    stream
+}
+
+/// The target under test, as the test's thread reaches it.
+struct Target {
+    arrival: Arc<Arrival>,
+    questions: Receiver<Question>,
+    listener: Arc<Listener>,
+}
+
+impl Target {
+    /// Waits for the next question to the arbiter, which must be `word`.
+    fn asks(&self, word: Word) -> Question {
+        let question = self.questions.recv_timeout(HANG).expect("the arbiter is not asked");
+        assert_eq!(question.word, word);
+        question
+    }
+
+    /// Returns how often the driver has read the stop flag.
+    fn looks(&self) -> u64 {
+        self.arrival.watched.looks.load(Ordering::Relaxed)
+    }
+}
+
+const CLAIM: Word = Word::Claim(Side::Target);
+const OURS: Ruling = Ruling::Target { runs: false };
+
+/// Runs `script` beside a target that receives into `vm`. Returns why no guest came, and the VM.
+///
+/// A script that panics does not wait for the target's thread, which may hang.
+fn received(mut vm: Vm, script: impl FnOnce(&Target)) -> (ReceiveFailure, Vm) {
+    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
+    let (asked, questions) = channel();
+    let arrival = Arrival::new(HANG).fence(Some(Arc::new(Scripted(asked))));
+    let target = Target { arrival: Arc::new(arrival), questions, listener: Arc::new(listener) };
+    let (arrival, listener) = (Arc::clone(&target.arrival), Arc::clone(&target.listener));
+    let (ended, end) = channel();
+    std::thread::spawn(move || {
+        let failure = receive(&mut vm, &listener, &arrival).unwrap_err();
+        ended.send((failure, vm)).unwrap();
+    });
+    script(&target);
+    end.recv_timeout(HANG).expect("the target does not end")
+}
+
+#[test]
+fn stopped_target_gives_the_guest_back_until_the_arbiter_answers() {
+    let vm = Vm { starts: Err("no vCPU thread"), started: false };
+    let (failure, vm) = received(vm, |target| {
+        let mut source = Source::connect(&target.listener);
+        target.asks(Word::Look).answer(Ok(Ruling::Open));
+        source.commit();
+        target.asks(CLAIM).answer(Ok(OURS));
+        assert!(matches!(source.hear(), ToSource::Returned(_)));
+        target.asks(Word::GiveBack).answer(Err(unreachable()));
+        let outstanding = target.asks(Word::GiveBack);
+        let looks = target.looks();
+        target.arrival.stop();
+        source.ping(1);
+        source.ping(2);
+        drop(source);
+        outstanding.answer(Err(unreachable()));
+        assert!(target.arrival.undecided().is_some());
+        target.asks(Word::GiveBack).answer(Err(unreachable()));
+        target.asks(Word::GiveBack).answer(Ok(Ruling::Source));
+        let looks = target.looks() - looks;
+        assert!(looks < MOST_LOOKS, "the driver spins: it looked for a stop {looks} times");
+    });
+    assert!(
+        matches!(&failure, ReceiveFailure::Failed(why) if why.detail.contains("no vCPU thread")),
+        "{failure}"
+    );
+    assert!(!vm.started);
+}
