@@ -84,6 +84,11 @@ impl Fence {
         fates
     }
 
+    /// Returns whether the target waits for the answer to its claim.
+    pub(super) fn target_claims(&self) -> bool {
+        self.asked[CLAIM_THERE]
+    }
+
     pub(super) fn can_lapse(&self) -> bool {
         !self.lapsed && !matches!(self.register, None | Some(Ruling::Open))
     }

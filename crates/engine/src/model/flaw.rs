@@ -33,12 +33,13 @@ pub(super) enum Flaw {
     IgnoresLostClaim,
     TakesSilenceForAWin,
     ForgetsToGiveBack,
+    EndsClaiming,
     LeaseRunsOut,
 }
 
 impl Flaw {
     /// All, each with the migration in which it is looked for, and the fewest faults that will do.
-    pub(super) const ALL: [(Self, MigrationMode, u8); 28] = [
+    pub(super) const ALL: [(Self, MigrationMode, u8); 29] = [
         (Self::LosesPage, Precopy, 0),
         (Self::HarvestsBeforePause, Precopy, 0),
         (Self::HarvestsBeforeSaving, Precopy, 0),
@@ -66,6 +67,7 @@ impl Flaw {
         (Self::IgnoresLostClaim, Precopy, 1),
         (Self::TakesSilenceForAWin, Precopy, 2),
         (Self::ForgetsToGiveBack, Precopy, 2),
+        (Self::EndsClaiming, Precopy, 2),
         (Self::LeaseRunsOut, Precopy, 0),
     ];
 
@@ -77,6 +79,7 @@ impl Flaw {
                 | Self::IgnoresLostClaim
                 | Self::TakesSilenceForAWin
                 | Self::ForgetsToGiveBack
+                | Self::EndsClaiming
                 | Self::LeaseRunsOut
         )
     }
@@ -121,6 +124,7 @@ impl Flaw {
             Self::ForgetsToGiveBack => {
                 "the target renounces what it has claimed, and does not tell the fence"
             }
+            Self::EndsClaiming => "a target that is stopped while it claims ends, and gives nothing back",
             Self::LeaseRunsOut => "what the fence has given it gives again after a while",
         }
     }

@@ -109,7 +109,7 @@ fn ends_right(world: &World) -> bool {
     if renounced && !gone && !there.stopped && unknown {
         return false;
     }
-    if world.fence.is_some() && !gone && !there.stopped && unknown {
+    if world.fence.is_some() && !gone && unknown {
         // Nobody died, and the fence has not decided.
         return false;
     }

@@ -3,6 +3,7 @@
 //! What a session's action does and what event answers it is in [`Step::perform_there`] alone.
 
 use super::Flaw;
+use super::fence::Fence;
 use super::judge::Promise;
 use super::source::failure;
 use super::step::{Deed, Mishap, Step};
@@ -354,6 +355,11 @@ impl Step<'_> {
             return self.crash_target();
         }
         self.world.there.stopped = true;
+        if self.flaw(Flaw::EndsClaiming) && self.world.fence.as_ref().is_some_and(Fence::target_claims) {
+            self.send_there(ToSource::Failed(failure()));
+            self.world.there.outcome = Some(Outcome::Failed(failure()));
+            return self.close_target();
+        }
         self.tell_there(Event::Stopped);
     }
 

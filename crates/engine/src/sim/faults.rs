@@ -95,6 +95,16 @@ impl World {
         }
     }
 
+    /// Schedules, in some runs, the stop or the death of a target that has just claimed its guest.
+    pub(super) fn target_claims(&mut self) {
+        for (item, often) in [(Item::StopTarget, 60), (Item::CrashTarget, 30)] {
+            if !self.faults.calm && self.rng.per_mille(often) {
+                let soon = 1 + self.rng.below(2_000);
+                self.at(soon, item);
+            }
+        }
+    }
+
     /// At any scale: while greeting, while pages move, late.
     fn some_time(&mut self) -> u64 {
         let scale = [300, 3000, 10_000, 30_000, 100_000][self.rng.index(5)];

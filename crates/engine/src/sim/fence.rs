@@ -63,6 +63,9 @@ impl World {
             self.at(1, Item::FenceAnswers(side, word, Ok(ruling)));
             return;
         }
+        if word == Word::Claim(Side::Target) {
+            self.target_claims();
+        }
         let after = u64::try_from(after.as_micros()).expect("short");
         let (from, until) = self.fence.down;
         let down = (from..until).contains(&(self.now + after)) || self.rng.per_mille(self.fence.fails);

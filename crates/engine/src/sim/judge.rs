@@ -38,8 +38,7 @@ impl World {
         if renounced && !gone && !self.there.stopped && matches!(source, Some(Outcome::Unknown(_))) {
             return wrong("the target renounced it, and its source was not told");
         }
-        let stopped = gone || self.there.stopped;
-        if self.fenced() && !stopped && matches!(source, Some(Outcome::Unknown(_))) {
+        if self.fenced() && !gone && matches!(source, Some(Outcome::Unknown(_))) {
             return wrong("nobody died, and the fence has not decided");
         }
         let by_timeout =

@@ -284,25 +284,23 @@ impl Session {
             Event::Ruled(word, answer) => self.ruled(word, answer),
             event if self.running_lazily() => self.lazily(event),
             event if self.state == State::Renounced => self.after_renouncing(event),
-            Event::Stopped if self.state == State::Starting => Vec::new(),
-            Event::Stopped => {
-                self.fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"), true)
-            }
-            // The source would not take up a link that it did not know to be lost.
-            Event::ControlBack if self.may_be_asked() && self.state != State::Claiming => {
-                let given_back = self.renounce(lost_before("the source opened a new one"));
-                self.after_renouncing(Event::ControlBack).into_iter().chain(given_back).collect()
-            }
-            Event::PeerLost(why) if self.may_be_asked() && self.state != State::Claiming => {
-                self.fail(lost_before(&why), false)
-            }
             Event::AllHere(figures) => {
                 // So few pages were lacking that they came while the state was loaded. Told when the guest runs.
                 self.complete = Some(figures);
                 Vec::new()
             }
+            // Before `Stopped`: a target that may own the guest has to give it back to the arbiter.
             event if self.state == State::Claiming => self.claiming(event),
             event if self.state == State::Starting => self.starting(event),
+            Event::Stopped => {
+                self.fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"), true)
+            }
+            // The source would not take up a link that it did not know to be lost.
+            Event::ControlBack if self.may_be_asked() => {
+                let given_back = self.renounce(lost_before("the source opened a new one"));
+                self.after_renouncing(Event::ControlBack).into_iter().chain(given_back).collect()
+            }
+            Event::PeerLost(why) if self.may_be_asked() => self.fail(lost_before(&why), false),
             Event::Message(message) => self.message(message),
             Event::Prepared if self.state == State::Preparing => self.accept(),
             Event::ChannelUp => self.channel_up(),

@@ -258,3 +258,23 @@ fn stopped_target_gives_the_guest_back_until_the_arbiter_answers() {
     );
     assert!(!vm.started);
 }
+
+#[test]
+fn target_that_is_stopped_while_it_claims_gives_the_guest_back() {
+    let vm = Vm { starts: Ok(()), started: false };
+    let (failure, vm) = received(vm, |target| {
+        let mut source = Source::connect(&target.listener);
+        target.asks(Word::Look).answer(Ok(Ruling::Open));
+        source.commit();
+        let claim = target.asks(CLAIM);
+        target.arrival.stop();
+        assert!(matches!(source.hear(), ToSource::Returned(_)));
+        let returned = target.asks(Word::GiveBack);
+        claim.answer(Ok(OURS));
+        source.ping(1);
+        returned.answer(Err(unreachable()));
+        target.asks(Word::GiveBack).answer(Ok(Ruling::Source));
+    });
+    assert!(matches!(failure, ReceiveFailure::Failed(why) if why.code == RefusalCode::Cancelled));
+    assert!(!vm.started);
+}
