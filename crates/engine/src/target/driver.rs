@@ -30,7 +30,7 @@ use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, Section, ToSource,
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);
 /// How long a source may take to announce its guest. Until it has, it keeps others out and has shown nothing for it.
-const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What another thread reports, with the number of the attempt that it belongs to: a thread of an attempt that was
 /// refused can report its end when the next source is already served. Connections belong to none.
@@ -188,7 +188,7 @@ impl<'a> Driver<'a> {
         if self.arrival.stopped() && self.session.heeds_stop() {
             return Some(Event::Stopped);
         }
-        if !self.session.accepted() && self.began.elapsed() > SETUP_TIMEOUT {
+        if self.session.awaits_setup() && self.began.elapsed() > self.arrival.setup_timeout() {
             return Some(Event::PeerLost(format!(
                 "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
                 self.link.control.peer

@@ -133,6 +133,15 @@ impl Arrival {
         self.stop.load(Ordering::Acquire)
     }
 
+    /// Time that a source may take to announce its guest.
+    fn setup_timeout(&self) -> Duration {
+        #[cfg(test)]
+        if self.watched.setup_is_over.load(Ordering::Acquire) {
+            return Duration::ZERO;
+        }
+        driver::SETUP_TIMEOUT
+    }
+
     fn abandoned(&self) -> bool {
         self.abandon.load(Ordering::Acquire)
     }

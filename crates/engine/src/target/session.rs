@@ -250,6 +250,11 @@ impl Session {
         self.accepted
     }
 
+    /// Returns whether the source has not announced its guest yet.
+    pub(crate) fn awaits_setup(&self) -> bool {
+        self.state == State::AwaitSetup
+    }
+
     /// Returns whether a stop changes anything now.
     ///
     /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The driver

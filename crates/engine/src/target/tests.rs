@@ -24,6 +24,8 @@ const MOST_LOOKS: u64 = 1000;
 pub(super) struct Watched {
     /// Number of times that the stop flag was read.
     pub(super) looks: AtomicU64,
+    /// The time in which a source has to announce its guest has passed.
+    pub(super) setup_is_over: AtomicBool,
 }
 
 /// A question to the arbiter, which the test answers.
@@ -277,4 +279,22 @@ fn target_that_is_stopped_while_it_claims_gives_the_guest_back() {
     });
     assert!(matches!(failure, ReceiveFailure::Failed(why) if why.code == RefusalCode::Cancelled));
     assert!(!vm.started);
+}
+
+#[test]
+fn setup_timeout_does_not_run_while_the_arbiter_is_asked() {
+    let vm = Vm { starts: Ok(()), started: false };
+    let (failure, _) = received(vm, |target| {
+        let mut source = Source::connect(&target.listener);
+        let look = target.asks(Word::Look);
+        target.arrival.watched.setup_is_over.store(true, Ordering::Release);
+        // The driver reads the clock again between the two answers.
+        source.ping(1);
+        source.ping(2);
+        look.answer(Ok(Ruling::Open));
+        assert!(matches!(source.hear(), ToSource::Accept { .. }));
+        target.arrival.stop();
+        assert!(matches!(source.hear(), ToSource::Failed(why) if why.code == RefusalCode::Cancelled));
+    });
+    assert!(matches!(failure, ReceiveFailure::Failed(_)), "{failure}");
 }
