@@ -27,10 +27,12 @@ pub use measure::probe;
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
 
 use crate::channel::{Pacer, Uri, connect};
+use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Report, word};
 use crate::vm::{SourceVm, TrackerKind, warn_if_panics_abort};
 use crate::{MigrateError, random};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use vmferry_memory::Layout;
@@ -62,7 +64,16 @@ pub fn migrate(
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
     let channel = (migration, Role::Control, 0, Token::NONE);
-    let control = match connect(uri, channel, settings, Some(monitor)) {
+    // Opened before the hello: the target's limit for announcing a guest begins there, and an arbiter
+    // may take longer than that.
+    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
+    let control = connect(uri, channel, settings, Some(monitor)).inspect_err(|_| {
+        // No target reads the register of a guest that was never announced.
+        if let Some(fence) = &settings.fence {
+            Asker::new(Arc::clone(fence), migration).close();
+        }
+    });
+    let control = match control {
         Err(why @ MigrateError::Cancelled { .. }) => {
             monitor.update(|progress| progress.state = MigrationState::Cancelled);
             return Ok(Report {
@@ -78,8 +89,6 @@ pub fn migrate(
         }
         control => control?,
     };
-    // Before anything moves: whoever cannot be asked now could not be later either.
-    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
     let ground = driver::Ground {
         uri,
         settings,

@@ -6,6 +6,7 @@ mod busy;
 mod clumsy;
 mod encrypted;
 mod faulting;
+mod fenced;
 mod free_pages;
 mod freeing;
 mod liars;

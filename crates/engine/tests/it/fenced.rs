@@ -1,0 +1,84 @@
+//! The source's register at its arbiter, over real sockets.
+
+use crate::rig::{quick, socket_path};
+use crate::toy::{Options, Toy};
+use std::os::unix::net::UnixListener;
+use std::sync::{Arc, Mutex};
+use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Word};
+use vmferry_engine::{MigrateError, Monitor, Settings, Uri, migrate};
+
+/// An arbiter that notes what is asked of it.
+#[derive(Debug, Default)]
+struct Noting {
+    asked: Mutex<Vec<&'static str>>,
+    /// The target, if it listens.
+    target: Option<UnixListener>,
+}
+
+impl Noting {
+    fn note(&self, what: &'static str) {
+        self.asked.lock().unwrap().push(what);
+    }
+}
+
+impl Arbiter for Noting {
+    fn name(&self) -> String {
+        "noting".into()
+    }
+
+    fn register(&self, migration: MigrationId) -> String {
+        migration.to_string()
+    }
+
+    fn open(&self, _: MigrationId) -> Result<(), ArbiterError> {
+        // No connection waits in the queue of a listener that was never asked for one.
+        let early = self.target.as_ref().is_some_and(|target| target.accept().is_ok());
+        self.note(if early { "open, behind a connection" } else { "open" });
+        // Ends the migration: what comes then is no part of these tests.
+        match &self.target {
+            Some(_) => Err(ArbiterError::Unreachable("no answer".into())),
+            None => Ok(()),
+        }
+    }
+
+    fn say(&self, _: MigrationId, _: Word) -> Result<Ruling, ArbiterError> {
+        self.note("say");
+        Ok(Ruling::Open)
+    }
+
+    fn close(&self, _: MigrationId) -> Result<(), ArbiterError> {
+        self.note("close");
+        Ok(())
+    }
+}
+
+/// Tries to migrate to `uri`, which fails. Returns why, and what the arbiter was asked.
+fn refused(uri: &Uri, arbiter: Noting) -> (MigrateError, Vec<&'static str>) {
+    let mut source = Toy::new(Options::default(), true);
+    let arbiter = Arc::new(arbiter);
+    let settings = Settings { fence: Some(Arc::clone(&arbiter) as Arc<dyn Arbiter>), ..quick() };
+    let error = migrate(&mut source, uri, None, &settings, &Monitor::new()).unwrap_err();
+    assert!(source.works(), "the guest stands still");
+    let asked = std::mem::take(&mut *arbiter.asked.lock().unwrap());
+    (error, asked)
+}
+
+/// The target's limit for announcing a guest begins with the hello, and an arbiter may take longer.
+#[test]
+fn source_opens_its_register_before_it_connects() {
+    let path = socket_path();
+    let target = UnixListener::bind(&path).unwrap();
+    target.set_nonblocking(true).unwrap();
+    let arbiter = Noting { target: Some(target), ..Noting::default() };
+    let (error, asked) = refused(&Uri::Unix(path.clone()), arbiter);
+    std::fs::remove_file(path).unwrap();
+    assert!(matches!(error, MigrateError::Fence(_)), "{error}");
+    assert_eq!(asked, ["open"]);
+}
+
+#[test]
+fn source_that_reaches_no_target_removes_its_register() {
+    let (error, asked) = refused(&Uri::Unix(socket_path()), Noting::default());
+    assert!(matches!(error, MigrateError::Connect { .. }), "{error}");
+    assert_eq!(asked, ["open", "close"]);
+}
