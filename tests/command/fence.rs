@@ -6,6 +6,7 @@ use crate::etcd::{self, Etcd, Slow};
 use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, say, spawn, vmferry};
 use rustix::process::Signal;
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -235,6 +236,20 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
         assert!(!other_runs || won == "the other", "{stopped} stood still");
         say(&format!("fence, {stopped} stopped: {won} has the guest"));
     }
+}
+
+/// Each request that the two members do not answer takes 4 s, and each side makes several.
+#[test]
+fn migration_succeeds_when_the_first_two_members_never_answer() {
+    let Some(etcd) = an_etcd() else { return };
+    let silent = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let ports = silent.iter().map(|silent| silent.local_addr().unwrap().port()).chain([etcd.port()]);
+    let members: Vec<_> = ports.map(|port| format!("http://127.0.0.1:{port}")).collect();
+    let fence = format!("etcd:{}", members.join(","));
+    let mut pair = Pair::new("process", [&fence, &fence], None);
+    let output = finish(pair.migrate(&[]));
+    assert_eq!(code(&output), 0, "{output:?}");
+    assert!(pair.one_owner("two silent members"));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use serde_json::{Value, json};
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use ureq::Agent;
@@ -24,6 +25,8 @@ const MOST_BYTES: u64 = 64 << 10;
 pub(super) struct Etcd {
     agent: Agent,
     endpoints: Vec<String>,
+    /// Index of the endpoint that answered last, which is asked first.
+    answered: AtomicUsize,
     prefix: String,
     login: Option<Login>,
 }
@@ -58,19 +61,27 @@ impl Etcd {
         let login = user.map(|(name, password)| Login { name, password, token: Mutex::default() });
         let own = own.as_ref().map(|(chain, key)| (chain.as_slice(), key.as_slice()));
         let agent = http_client::agent(ca.as_deref(), own, PATIENCE)?;
-        Ok(Self { agent, endpoints, prefix, login })
+        Ok(Self { agent, endpoints, answered: AtomicUsize::new(0), prefix, login })
     }
 
     fn key(&self, migration: MigrationId) -> String {
         format!("{}{migration}", self.prefix)
     }
 
-    /// One request, to the first member that answers it. A member that was asked in vain may have heard it.
+    /// Sends one request to each member in turn until one answers.
+    ///
+    /// The member that answered last is asked first, so a member that does not answer costs its time
+    /// once and not with every request. A member that was asked in vain may have heard the request.
     fn post(&self, path: &str, body: &Value) -> Result<Value, ArbiterError> {
         let mut why = String::new();
-        for endpoint in &self.endpoints {
+        let first = self.answered.load(Ordering::Relaxed);
+        for at in (first..self.endpoints.len()).chain(0..first) {
+            let endpoint = &self.endpoints[at];
             match self.ask(endpoint, path, body) {
-                Ok(answer) => return Ok(answer),
+                Ok(answer) => {
+                    self.answered.store(at, Ordering::Relaxed);
+                    return Ok(answer);
+                }
                 Err(error) => {
                     let between = if why.is_empty() { "" } else { "; " };
                     why = format!("{why}{between}{endpoint}: {error}");

@@ -170,6 +170,49 @@ fn who_says_nothing_at_all_is_given_up_and_the_next_member_is_asked() {
     drop(TcpStream::connect(silent.local_addr().unwrap()));
 }
 
+/// Members that take connections and never answer cost [`PATIENCE`] each, with the first request only.
+#[test]
+fn silent_members_are_asked_once_and_then_the_one_that_answered() {
+    let Some(process) = etcd_process::start() else { return };
+    let silent = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let ports = silent.iter().map(|silent| silent.local_addr().unwrap().port()).chain([process.port()]);
+    let members = ports.map(|port| format!("http://127.0.0.1:{port}")).collect();
+    let etcd = Etcd::new(members, "/test/".into(), Access::default()).unwrap();
+    etcd.open(id(5)).unwrap();
+    for (word, ruling) in [
+        (Word::Look, Ruling::Open),
+        (Word::Claim(Side::Target), THERE),
+        (Word::Runs, RUNS_THERE),
+        (Word::GiveBack, Ruling::Source),
+    ] {
+        assert_eq!(etcd.say(id(5), word), Ok(ruling), "{word:?}");
+    }
+    etcd.close(id(5)).unwrap();
+    for silent in silent {
+        silent.set_nonblocking(true).unwrap();
+        let asked = silent.incoming().take_while(Result::is_ok).count();
+        assert_eq!(asked, 1, "a member that never answered was asked {asked} times");
+    }
+}
+
+/// A member that answered and then fails is left for the next one in the list.
+#[test]
+fn member_that_no_longer_answers_is_left_for_the_next() {
+    let (Some(mut first), Some(second)) = (etcd_process::start(), etcd_process::start()) else { return };
+    let members = [first.port(), second.port()].map(|port| format!("http://127.0.0.1:{port}")).to_vec();
+    let etcd = Etcd::new(members, "/test/".into(), Access::default()).unwrap();
+    // Two processes that are no cluster, to see which of them was asked.
+    let opened_at = |port| at(port).say(id(6), Word::Look) == Ok(Ruling::Open);
+    etcd.open(id(6)).unwrap();
+    assert!(opened_at(first.port()) && !opened_at(second.port()));
+    first.kill().unwrap();
+    etcd.open(id(6)).unwrap();
+    assert!(opened_at(second.port()));
+    first.start_again().unwrap();
+    etcd.close(id(6)).unwrap();
+    assert!(opened_at(first.port()) && !opened_at(second.port()), "the second answered last");
+}
+
 /// Certificates that are none are told apart before anything is asked.
 #[test]
 fn files_that_are_no_certificates_are_refused() {
