@@ -16,7 +16,7 @@ const MOST_NAMED: usize = 10;
 /// How many seeds a thread takes at once.
 const TAKEN: u64 = 64;
 
-/// Simulate migrations: the sessions that ship, a fake clock, links and hosts that fail
+/// Simulate migrations: the state machines that ship, a fake clock, faulty links and hosts
 #[derive(Debug, Parser)]
 #[command(name = "cargo sim", bin_name = "cargo sim", version)]
 struct Args {
