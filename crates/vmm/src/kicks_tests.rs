@@ -2,9 +2,8 @@
 
 use crate::boot::testing::TestElf;
 use crate::{DiskOptions, Exit, Vm, VmOptions, open_kvm, passes_kicks};
-use std::io::Write;
-use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress};
+use vmferry_testkit::{Need, PATIENCE, skip};
 
 const WINDOW: u32 = 0xd000_0000;
 /// Where the queue of the disk is, its header, its data and its answer.
@@ -69,14 +68,8 @@ fn write_request(vm: &Vm) {
 fn a_notification_reaches_the_disk_by_eventfd_and_without() {
     match open_kvm().and_then(|_| passes_kicks()) {
         Ok(true) => {}
-        Ok(false) => {
-            let _ = writeln!(std::io::stdout(), "not run: KVM here has no ioeventfd");
-            return;
-        }
-        Err(error) => {
-            let _ = writeln!(std::io::stdout(), "not run: {error}");
-            return;
-        }
+        Ok(false) => return skip(Need::Kvm, "KVM has no ioeventfd here"),
+        Err(error) => return skip(Need::Kvm, error),
     }
     let path = std::env::temp_dir().join(format!("vmferry-kicks-{}", std::process::id()));
     let content: Vec<u8> = (0..8192u32).map(|at| (at / 512 + at % 7).to_le_bytes()[0]).collect();
@@ -89,7 +82,7 @@ fn a_notification_reaches_the_disk_by_eventfd_and_without() {
         vm.load_kernel(&TestElf::with_entry(&program(times)).build(), "").unwrap();
         write_request(&vm);
         vm.start().unwrap();
-        let exit = vm.handle().wait_for_exit_timeout(Duration::from_secs(30));
+        let exit = vm.handle().wait_for_exit_timeout(PATIENCE);
         assert_eq!(exit, Some(Exit::PoweredOff(9)), "by eventfd: {kicks}");
         let mut data = vec![0; 513];
         vm.ram().map().read_slice(&mut data[..512], GuestAddress(DATA)).unwrap();

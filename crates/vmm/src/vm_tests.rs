@@ -3,25 +3,17 @@
 use crate::boot::testing::{TestBzImage, TestElf};
 use crate::state::{Saved, Sections, ShadowStackSaved, VcpuSaved};
 use crate::{CpuChoice, Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
-use std::io::Write;
-use std::time::Duration;
 use vmferry_engine::Section;
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const MEMORY: u64 = 8 << 20;
-const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Whether this host has a KVM that may be used. Says so either way, where the test harness cannot hide it.
+/// Confines the threads of the VM to the system calls of their roles.
+///
+/// Returns whether this user may use a KVM here; without one the calling test is skipped.
 fn kvm() -> bool {
-    // Every thread of the VM makes the system calls of its role, and no others.
     vmferry_confine::confine_threads().unwrap();
-    let opened = open_kvm();
-    let line = match &opened {
-        Ok(_) => "KVM: ran".to_owned(),
-        Err(error) => format!("KVM: not run: {error}"),
-    };
-    let name = std::thread::current().name().unwrap_or_default().to_owned();
-    let _ = writeln!(std::io::stdout(), "{line} ({name})");
-    opened.is_ok()
+    open_kvm().map_err(|error| skip(Need::Kvm, error)).is_ok()
 }
 
 /// Runs 32-bit code until the guest ends; gives what it wrote to the serial port.
@@ -179,12 +171,16 @@ fn state_that_is_loaded_is_saved_the_same() {
     if !kvm() {
         return;
     }
-    let mut source = Vm::new(VmOptions::new(MEMORY, 3)).unwrap();
-    // Registers with something in them, then: add ecx, 1; jmp back to it.
-    let code = [0xbb, 0x78, 0x56, 0x34, 0x12, 0xbe, 0xef, 0xbe, 0xad, 0xde, 0x83, 0xc1, 0x01, 0xeb, 0xfb];
+    let (sink, output) = SerialSink::capture();
+    let mut options = VmOptions::new(MEMORY, 3);
+    options.serial = sink;
+    let mut source = Vm::new(options).unwrap();
+    // Registers with something in them, a byte that says so, then: add ecx, 1; jmp back to it.
+    let registers = [0xbb, 0x78, 0x56, 0x34, 0x12, 0xbe, 0xef, 0xbe, 0xad, 0xde];
+    let code = [&registers[..], &out(0x3f8, b'r'), &[0x83, 0xc1, 0x01, 0xeb, 0xfb]].concat();
     source.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
     source.start().unwrap();
-    std::thread::sleep(Duration::from_millis(20));
+    wait("the guest's byte", || output.text() == "r");
     source.pause().unwrap();
     let saved = source.save_state().unwrap();
     assert_eq!(saved.iter().filter(|section| section.name != ShadowStackSaved::NAME).count(), 3 + 8);
@@ -218,11 +214,8 @@ fn the_state_of_a_busy_guest_is_saved_the_same() {
     let args = format!("workload=zipf:0.9,ws=4M stats=page cpus=2 tsc_khz={}", source.tsc_khz());
     source.load_kernel(vmferry_guest_image::ELF, &args).unwrap();
     source.start().unwrap();
-    let start = std::time::Instant::now();
-    while !source.handle().stats().is_ok_and(|stats| stats.writes() > 1000) {
-        assert!(start.elapsed() < PATIENCE, "the guest runs: {:?}", source.handle().exit());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let writes = |vm: &Vm| vm.handle().stats().map_or(0, |stats| stats.writes());
+    wait("the guest's work", || writes(&source) > 1000);
     let mut options = VmOptions::new(memory, 2);
     options.incoming = true;
     for _ in 0..5 {
@@ -234,7 +227,8 @@ fn the_state_of_a_busy_guest_is_saved_the_same() {
         let timeless = |s: &&Section| !matches!(s.name.as_str(), "kvm-clock" | "pit");
         saved.iter().filter(timeless).zip(again.iter().filter(timeless)).for_each(|(a, b)| compare(a, b));
         source.resume().unwrap();
-        std::thread::sleep(Duration::from_millis(3));
+        let before = writes(&source);
+        wait("the guest going on", || writes(&source) > before);
     }
 }
 
@@ -332,8 +326,7 @@ fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
     let sentence = target.machine_config().difference(&source.machine_config());
     let error = target.load_state(&saved);
     if source.machine_config().features == target.machine_config().features {
-        println!("this host offers no more than the baseline");
-        return;
+        return skip(Need::Cpu, "this processor offers no more than the baseline");
     }
     assert!(sentence.as_ref().is_some_and(|s| s.contains("not offered here")), "{sentence:?}");
     let error = error.unwrap_err().to_string();
@@ -375,12 +368,24 @@ fn a_guest_that_resets_its_machine_starts_again_in_the_same_one() {
     if !kvm() {
         return;
     }
+    // On a thread with descriptors of its own, so that those of tests beside this one are not counted.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // SAFETY: closes the descriptors of this thread's table only. None of them is used by it.
+            let own = unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_UNSHARE.cast_signed()) };
+            assert_eq!(own, 0, "{}", std::io::Error::last_os_error());
+            reset_again_and_again();
+        });
+    });
+}
+
+fn reset_again_and_again() {
     let (sink, output) = SerialSink::capture();
     let mut options = VmOptions::new(64 << 20, 2);
     (options.serial, options.rng) = (sink, true);
     let mut vm = Vm::new(options).unwrap();
     let handle = vm.handle();
-    let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let files = || std::fs::read_dir("/proc/thread-self/fd").unwrap().count();
     let ended = || handle.wait_for_exit_timeout(PATIENCE).expect("the guest ends");
     let mut before = 0;
     // Whatever the guest left of its processor and its memory must not be there the next time: it says so by '!'.
@@ -405,21 +410,15 @@ fn a_guest_that_resets_its_machine_starts_again_in_the_same_one() {
         }
     }
     assert_eq!(output.text(), "abcdef");
-    assert!(
-        files() <= before + 2,
-        "{before} files were open, now {}: others in this process have a few",
-        files()
-    );
+    assert_eq!(files(), before, "open descriptors");
 
     // A guest that uses all of the machine, with all processors.
     let args = format!("workload=uniform,ws=4M stats=page cpus=2 tsc_khz={}", vm.tsc_khz());
     vm.load_kernel(vmferry_guest_image::ELF, &args).unwrap();
     vm.start().unwrap();
-    let start = std::time::Instant::now();
-    while !handle.stats().is_ok_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 1000)) {
-        assert!(start.elapsed() < PATIENCE, "the guest runs: {:?}", handle.exit());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait("the work of both vCPUs", || {
+        handle.stats().is_ok_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 1000))
+    });
     let running = vm.reset().unwrap_err().to_string();
     assert!(running.contains("has not asked for it"), "{running}");
     vm.pause().unwrap();
@@ -436,8 +435,7 @@ fn a_guest_that_crashes_its_processor_can_be_started_again() {
     vm.start().unwrap();
     let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest ends");
     if !exit.is_reset() {
-        println!("not run: this KVM says {exit} where others have a triple fault");
-        return;
+        return skip(Need::Kvm, format!("this KVM reports {exit} where others report a triple fault"));
     }
     vm.reset().unwrap();
     let code = [out(0xf4, 42), HALT.to_vec()].concat();
@@ -469,10 +467,9 @@ fn a_guest_hears_its_power_button_if_it_listens() {
     let handle = vm.handle();
     assert!(!handle.press_power_button().unwrap(), "nobody listens before there is a guest");
     vm.start().unwrap();
-    let start = std::time::Instant::now();
-    while !handle.press_power_button().unwrap() {
-        assert!(start.elapsed() < PATIENCE && handle.exit().is_none(), "{:?}", handle.exit());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait("a guest that listens", || {
+        assert_eq!(handle.exit(), None);
+        handle.press_power_button().unwrap()
+    });
     assert_eq!(handle.wait_for_exit_timeout(PATIENCE), Some(Exit::PoweredOff(6)));
 }

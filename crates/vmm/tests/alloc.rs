@@ -1,34 +1,17 @@
 //! The bare-metal guest's allocator and driver with this VMM's balloon.
-//!
-//! Every test prints `KVM: ran`, or `KVM: not run` and why.
 
 mod confined;
 
-use std::io::Write;
-use std::time::{Duration, Instant};
+use confined::kvm;
 use vmferry_guest_abi::{
     AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State, StatsSink,
 };
 use vmferry_memory::PageSet;
-use vmferry_vmm::{BalloonHandle, Captured, Error, SerialSink, Vm, VmHandle, VmOptions, open_kvm};
+use vmferry_testkit::{wait, wait_for};
+use vmferry_vmm::{BalloonHandle, Captured, SerialSink, Vm, VmHandle, VmOptions};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 256 * MIB;
-const PATIENCE: Duration = Duration::from_secs(60);
-
-fn kvm() -> bool {
-    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    confined::threads();
-    let opened = open_kvm();
-    let line = match &opened {
-        Ok(_) => "KVM: ran".to_owned(),
-        Err(error @ (Error::NoKvm | Error::NoPermission)) => format!("KVM: not run: {error}"),
-        Err(error) => panic!("KVM is there and cannot be used: {error}"),
-    };
-    let name = std::thread::current().name().unwrap_or_default().to_owned();
-    let _ = writeln!(std::io::stdout(), "{line} ({name})");
-    opened.is_ok()
-}
 
 struct Guest {
     vm: Vm,
@@ -55,34 +38,32 @@ impl Guest {
     }
 
     fn wait(&self, what: &str, wanted: impl Fn(&AllocSnapshot) -> bool) -> AllocSnapshot {
-        let start = Instant::now();
-        loop {
+        wait_for(what, || {
             let now = self.handle.alloc_stats();
             if let Ok(now) = &now
                 && wanted(now)
             {
-                return *now;
+                return Ok(*now);
             }
             assert!(self.handle.exit().is_none(), "{what}: the guest ended: {}", self.serial.text());
-            let seen = now.map(|now| (now.guest, now.cpus().to_vec()));
-            assert!(start.elapsed() < PATIENCE, "{what}: {seen:?}, serial: {}", self.serial.text());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            Err((now.map(|now| (now.guest, now.cpus().to_vec())), self.serial.text()))
+        })
+    }
+
+    /// Waits until the guest has written `writes` times more than now.
+    fn wait_writes(&self, writes: u64) {
+        let count = || self.handle.stats().map(|stats| stats.writes());
+        let before = wait_for("the guest's report", count);
+        wait("the guest's writes", || count().is_ok_and(|now| now >= before + writes));
     }
 
     fn verify(&self, request: u64) {
         assert!(self.handle.request_verify(request));
-        let start = Instant::now();
-        loop {
-            if let Ok(stats) = self.handle.stats()
-                && stats.verified(request)
-            {
-                assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{}", self.serial.text());
-                return;
-            }
-            assert!(start.elapsed() < PATIENCE, "the guest did not check its memory: {}", self.serial.text());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let stats = wait_for("the guest's check of its memory", || match self.handle.stats() {
+            Ok(stats) if stats.verified(request) => Ok(stats),
+            _ => Err(self.serial.text()),
+        });
+        assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{}", self.serial.text());
     }
 
     fn balloon(&self) -> BalloonHandle {
@@ -192,19 +173,11 @@ fn free_pages_are_hinted_on_demand() {
     let mut sizes = Vec::new();
     for walk in 1..=3 {
         let command = guest.balloon().ask_hints().unwrap();
-        let (mut hinted, start) = (guest.empty_set(), Instant::now());
-        loop {
+        let mut hinted = guest.empty_set();
+        wait_for("the end of the hints", || {
             let hints = guest.balloon().take_hints(command, &mut hinted).expect("the request");
-            if hints.ended {
-                break;
-            }
-            assert!(
-                start.elapsed() < PATIENCE,
-                "no hints: {:?}",
-                guest.handle.alloc_stats().map(|s| s.guest)
-            );
-            std::thread::sleep(Duration::from_millis(1));
-        }
+            if hints.ended { Ok(()) } else { Err(guest.handle.alloc_stats().map(|s| s.guest)) }
+        });
         let now = guest.wait("the walk", |now| now.guest.hint_walks == walk);
         assert_eq!(u64::from(command), now.guest.hint_id);
         // All but what is kept for the guest itself.
@@ -217,7 +190,8 @@ fn free_pages_are_hinted_on_demand() {
             guest.wait("the end", |now| now.guest.held_pages == 0);
         } else {
             guest.balloon().stop_hints();
-            std::thread::sleep(Duration::from_millis(50));
+            // The guest looks at its balloon between writes.
+            guest.wait_writes(50);
             assert_eq!(guest.handle.alloc_stats().unwrap().guest.held_pages, hinted.count());
         }
     }

@@ -3,28 +3,17 @@
 
 mod confined;
 
-use std::io::Write;
+use confined::kvm;
 use std::path::PathBuf;
-use std::time::Duration;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, Uri, migrate, receive,
     restore, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink};
-use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions, open_kvm};
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
+use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions};
 
 const MEMORY: u64 = 64 << 20;
-
-fn kvm() -> bool {
-    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    confined::threads();
-    let text = match open_kvm() {
-        Ok(_) => "KVM: ran".to_owned(),
-        Err(error) => format!("KVM: not run: {error}"),
-    };
-    let _ = writeln!(std::io::stdout(), "{text}");
-    text == "KVM: ran"
-}
 
 /// A disk that is removed at the end.
 struct Temp(PathBuf);
@@ -49,7 +38,7 @@ impl Temp {
         (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
         vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
         vm.start().unwrap();
-        assert!(goes_on(&vm.handle()));
+        goes_on(&vm.handle());
         vm
     }
 
@@ -72,17 +61,11 @@ impl Drop for Temp {
     }
 }
 
-fn goes_on(handle: &VmHandle) -> bool {
+/// Waits until the guest has written 100 times more.
+fn goes_on(handle: &VmHandle) {
     let writes = || handle.stats().map_or(0, |stats| stats.writes());
     let before = writes();
-    let began = std::time::Instant::now();
-    while writes() <= before + 100 {
-        if began.elapsed() > Duration::from_secs(30) {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    true
+    wait("the guest going on", || writes() > before + 100);
 }
 
 /// Moves the guest of `source`; the target has `disk`.
@@ -92,7 +75,7 @@ fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     let uri = Uri::Unix(format!("{}-{mode:?}.sock", disk.0.display()).into());
     let listener = Listener::bind(&uri, false).unwrap();
     let settings = Settings { mode, ..Settings::default() };
-    let arrival = Arrival::new(Duration::from_secs(10));
+    let arrival = Arrival::new(PATIENCE);
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let received = receive(&mut target, &listener, &arrival);
@@ -120,7 +103,7 @@ fn a_disk_goes_with_its_guest() {
         if mode == MigrationMode::Postcopy
             && report.error.as_ref().is_some_and(|why| why.contains("userfaultfd"))
         {
-            let _ = writeln!(std::io::stdout(), "postcopy: not run: {report:?}");
+            skip(Need::Uffd, report.error.unwrap());
             continue;
         }
         assert_eq!(report.state, MigrationState::Completed, "{mode:?}: {report:?}");
@@ -129,7 +112,7 @@ fn a_disk_goes_with_its_guest() {
         assert!(error.contains("is in use by another VM of this process"), "{error}");
         drop(vm);
         assert!(disk.taken());
-        assert!(goes_on(&target.handle()), "{mode:?}");
+        goes_on(&target.handle());
         vm = target;
     }
     vm.stop();
@@ -154,7 +137,7 @@ fn a_guest_whose_disk_cannot_be_had_there_stays_and_keeps_it() {
         assert!(understood, "{mode:?}: {why}");
         drop(target);
         assert!(disk.taken(), "{mode:?}: the source has it again");
-        assert!(goes_on(&vm.handle()), "{mode:?}");
+        goes_on(&vm.handle());
     }
 }
 
@@ -173,7 +156,8 @@ fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
     let restored = restore(&mut target, &path);
     std::fs::remove_file(&path).unwrap();
     let _ = restored.unwrap();
-    assert!(disk.taken() && goes_on(&target.handle()));
+    assert!(disk.taken());
+    goes_on(&target.handle());
 }
 
 #[test]
@@ -187,7 +171,7 @@ fn another_disk_is_refused_before_anything_moves() {
     let mut target = Vm::new(larger.options(true)).unwrap();
     let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-disks-{}-other", std::process::id())));
     let listener = Listener::bind(&uri, false).unwrap();
-    let arrival = Arrival::new(Duration::from_secs(10));
+    let arrival = Arrival::new(PATIENCE);
     let why = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
         let report = migrate(&mut vm, &uri, None, &Settings::default(), &Monitor::new()).unwrap();
@@ -196,5 +180,6 @@ fn another_disk_is_refused_before_anything_moves() {
         report.error.unwrap()
     });
     assert!(why.contains("disk 0") && why.contains("65536 bytes, writable"), "{why}");
-    assert!(disk.taken() && goes_on(&vm.handle()));
+    assert!(disk.taken());
+    goes_on(&vm.handle());
 }

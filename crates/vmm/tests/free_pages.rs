@@ -1,44 +1,22 @@
 //! KVM guests that allocate, touch and free memory, and move without what is free: by hints and by their own map, with every
 //! tracker, before and after their memory.
-//!
-//! Every test prints `KVM: ran`, or `KVM: not run` and why.
 
 mod confined;
 
-use std::io::Write;
-use std::time::{Duration, Instant};
+use confined::kvm;
+use std::time::Duration;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, TargetVm,
     TrackerKind, Uri, migrate, receive,
 };
 use vmferry_guest_abi::{GuestArgs, HintMode, PAGE_SIZE, ReportMode, State, StatsSink};
-use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 256 * MIB;
 /// What the guest touches and frees.
 const FREED: u64 = 128 * MIB;
-const PATIENCE: Duration = Duration::from_secs(60);
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-fn kvm() -> bool {
-    // Every thread of the VM and of its moves makes the system calls of its role, and no others.
-    confined::threads();
-    let opened = open_kvm();
-    say(&opened.as_ref().map_or_else(|error| format!("KVM: not run: {error}"), |_| "KVM: ran".to_owned()));
-    opened.is_ok()
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !done() {
-        assert!(begin.elapsed() < PATIENCE, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 fn options(tracker: TrackerKind) -> VmOptions {
     let mut options = VmOptions::new(MEMORY, 2);
@@ -75,12 +53,7 @@ fn whole(handle: &VmHandle, what: &str) {
     wait("the guest's check of its pages", || {
         handle.stats().is_ok_and(|stats| stats.verified(9) || stats.corrupt() > 0)
     });
-    let mut last = None;
-    wait("a report", || {
-        last = handle.stats().ok();
-        last.is_some()
-    });
-    let stats = last.unwrap();
+    let stats = wait_for("a report", || handle.stats());
     assert_eq!((stats.state, stats.corrupt()), (State::Running, 0), "{what}: {:?}", stats.first_corrupt());
 }
 
@@ -100,7 +73,7 @@ fn moved(case: &Case) -> Report {
     options.incoming = true;
     let mut target = Vm::new(options).unwrap();
     let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(Duration::from_secs(10)));
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
     // A link of 2 Gbit/s: a pass takes long enough for a guest to be asked in.
     let settings = Settings {
         mode,
@@ -146,7 +119,7 @@ fn moved(case: &Case) -> Report {
 fn trackers() -> Vec<TrackerKind> {
     let ring = largest_dirty_ring().is_ok_and(|largest| largest.is_some_and(|entries| entries >= 4096));
     if !ring {
-        say("KVM: not run with dirty rings: this host has none");
+        skip(Need::Kvm, "KVM has no dirty rings of 4096 entries here");
     }
     [TrackerKind::Log, TrackerKind::Wp].into_iter().chain(ring.then_some(TrackerKind::Ring)).collect()
 }
@@ -192,7 +165,7 @@ fn a_guest_that_runs_there_first_does_not_wait_for_what_is_free() {
         return;
     }
     if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().lazy_memory() {
-        return say(&format!("postcopy: not run: {error}"));
+        return skip(Need::Uffd, error);
     }
     for (mode, hints, rounds) in [
         (MigrationMode::Postcopy, HintMode::Incremental, 1),

@@ -8,18 +8,18 @@ mod pool;
 #[path = "../../process/tests/postcopy/proxy.rs"]
 mod proxy;
 
+use confined::kvm;
 use pool::Pool;
 use proxy::{Harm, Proxy, Rule, Way};
-use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, FillState, Listener, MigrateError, MigrationMode, MigrationState, Monitor, PostcopyFigures,
     Report, Settings, TrackerKind, UrgentPath, Uri, migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmHandle, VmOptions, largest_dirty_ring, open_kvm};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmHandle, VmOptions, largest_dirty_ring};
 use vmferry_wire::Role;
 
 const MEMORY: u64 = 64 << 20;
@@ -27,29 +27,16 @@ const CPUS: u32 = 2;
 /// Writes all over a part of memory, so that faults come from everywhere.
 const WORKLOAD: &str = "uniform,ws=24M,rate=50k,fill=mix:30";
 
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
     handle.stats().ok()
 }
 
-/// Huge pages for so many guests; `None`, and a line that says why, where this host has no KVM or none of them.
+/// Huge pages for so many guests; `None`, and the calling test is skipped, where this host has no KVM or none of them.
 fn pool(guests: u64) -> Option<Pool> {
-    confined::threads();
-    let pool = open_kvm()
-        .map_err(|error| error.to_string())
-        .and_then(|_| Pool::with(guests * MEMORY / HUGE_PAGE_BYTES));
-    pool.map_err(|why| say(&format!("KVM guests on huge pages: not run: {why}"))).ok()
+    if !kvm() {
+        return None;
+    }
+    Pool::with(guests * MEMORY / HUGE_PAGE_BYTES).map_err(|why| skip(Need::HugePages, why)).ok()
 }
 
 fn options(backing: Backing) -> VmOptions {
@@ -85,12 +72,7 @@ fn corrupt(vm: &Vm, request: u64) -> u64 {
     let handle = vm.handle();
     wait("a guest that can be asked", || handle.request_verify(request));
     wait("the guest checking itself", || stats(&handle).is_some_and(|stats| stats.verified(request)));
-    let mut last = None;
-    wait("a report", || {
-        last = stats(&handle);
-        last.is_some()
-    });
-    last.unwrap().corrupt()
+    wait_for("a report", || handle.stats()).corrupt()
 }
 
 fn moved(
@@ -112,7 +94,7 @@ fn moved_over(
     settings: &Settings,
 ) -> (Report, Vm, Option<PostcopyFigures>) {
     let mut target = empty(target);
-    let (arrival, figures) = (Arrival::new(Duration::from_secs(10)), Mutex::new(None));
+    let (arrival, figures) = (Arrival::new(PATIENCE), Mutex::new(None));
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let received = receive(&mut target, listener, &arrival).unwrap();
@@ -143,6 +125,9 @@ const BOTH_WAYS: [(Backing, Backing); 3] = [
 fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
     let Some(_pool) = pool(2) else { return };
     let rings = largest_dirty_ring().unwrap().is_some();
+    if !rings {
+        skip(Need::Kvm, "KVM has no dirty rings here");
+    }
     let trackers = [TrackerKind::Log, TrackerKind::Wp, TrackerKind::Ring];
     for kind in trackers.into_iter().filter(|kind| rings || *kind != TrackerKind::Ring) {
         let of = |backing| {
@@ -163,7 +148,6 @@ fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
             vm = target;
         }
     }
-    say("KVM guests on huge pages: ran");
 }
 
 #[test]
@@ -205,7 +189,7 @@ fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
         let settings = Settings {
             mode: MigrationMode::Postcopy,
             max_bandwidth: Some(16 << 20),
-            reconnect_for: Duration::from_secs(20),
+            reconnect_for: PATIENCE,
             ..Settings::default()
         };
         let mut source = running(options(Backing::HugePages));
@@ -238,13 +222,13 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
         assert_eq!(corrupt(&target, 5), 0, "{from} to {to}");
         match comes {
             Ok(comes) => {
-                let progress = comes.wait(Duration::from_secs(60));
+                let progress = comes.wait(PATIENCE);
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
                 assert_eq!(corrupt(&lazy, 5), 0, "{from} to {to}");
                 say(&format!("lazily, {from} to {to}: {progress:?}"));
             }
-            Err(MigrateError::NotLazy { why }) => say(&format!("lazy restore: not run: {why}")),
+            Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),
             Err(error) => panic!("{error}"),
         }
     }

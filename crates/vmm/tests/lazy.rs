@@ -2,29 +2,18 @@
 
 mod confined;
 
-use std::io::Write;
-use std::sync::Arc;
+use confined::kvm;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_engine::{LazyMemory, TargetVm};
 use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot};
 use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
-use vmferry_vmm::{Backing, Vm, VmHandle, VmOptions, open_kvm};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_vmm::{Backing, Vm, VmHandle, VmOptions};
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
 
 fn running() -> Vm {
     let mut vm = Vm::new(VmOptions::new(MEMORY, CPUS)).unwrap();
@@ -45,11 +34,9 @@ struct Move {
     lazy: Arc<dyn LazyMemory>,
 }
 
-/// `None`, and a line that says why, where this host cannot do it.
+/// `None`, and the calling test is skipped, where this host cannot do it.
 fn moving(backing: Backing) -> Option<Move> {
-    confined::threads();
-    if let Err(error) = open_kvm() {
-        say(&format!("KVM: not run: {error}"));
+    if !kvm() {
         return None;
     }
     let mut options = VmOptions::new(MEMORY, CPUS);
@@ -58,7 +45,7 @@ fn moving(backing: Backing) -> Option<Move> {
     let lazy = match target.lazy_memory() {
         Ok(lazy) => lazy,
         Err(error) => {
-            say(&format!("KVM guest with missing pages: not run: {error}"));
+            skip(Need::Uffd, format!("{backing}: {error}"));
             return None;
         }
     };
@@ -78,7 +65,10 @@ fn moving(backing: Backing) -> Option<Move> {
 #[derive(Default)]
 struct Counts {
     done: AtomicBool,
-    paused: AtomicBool,
+    /// Locked by the test while no fault may be resolved.
+    gate: Mutex<()>,
+    /// Faults that were read and are not resolved yet: of each, a thread sleeps.
+    waiting: AtomicU64,
     placed: AtomicU64,
     of_vcpus: AtomicU64,
     others: AtomicU64,
@@ -87,13 +77,11 @@ struct Counts {
 fn serve(source: &Vm, lazy: &dyn LazyMemory, stripe: usize, counts: &Counts) {
     let mut page = [0; PAGE_BYTES];
     while !counts.done.load(Ordering::Acquire) {
-        if counts.paused.load(Ordering::Acquire) {
-            std::thread::sleep(Duration::from_millis(1));
-            continue;
-        }
         let Some(fault) = lazy.next_fault(stripe, Duration::from_millis(200)).unwrap() else { continue };
         let whose = if fault.vcpu.is_some() { &counts.of_vcpus } else { &counts.others };
         whose.fetch_add(1, Ordering::Relaxed);
+        counts.waiting.fetch_add(1, Ordering::AcqRel);
+        let open = counts.gate.lock().unwrap();
         let run = PageRun::new(fault.page, 1);
         let window = source.ram().window(fault.region, run).unwrap();
         let placed = if window.copy_page(0, &mut page) {
@@ -101,6 +89,8 @@ fn serve(source: &Vm, lazy: &dyn LazyMemory, stripe: usize, counts: &Counts) {
         } else {
             lazy.place(fault.region, run, &page)
         };
+        drop(open);
+        counts.waiting.fetch_sub(1, Ordering::AcqRel);
         counts.placed.fetch_add(placed.unwrap().pages, Ordering::Relaxed);
     }
 }
@@ -123,12 +113,7 @@ fn with_served(moving: &mut Move, work: impl FnOnce(&mut Vm, &Counts)) -> Counts
 fn verified(handle: &VmHandle, request: u64) -> StatsSnapshot {
     wait("a guest that can be asked", || handle.request_verify(request));
     wait("the guest checking itself", || handle.stats().is_ok_and(|stats| stats.verified(request)));
-    let mut last = None;
-    wait("a report", || {
-        last = handle.stats().ok();
-        last.is_some()
-    });
-    last.unwrap()
+    wait_for("a report", || handle.stats())
 }
 
 #[test]
@@ -136,11 +121,9 @@ fn a_guest_runs_before_its_memory_has_come() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let Some(mut moving) = moving(backing) else { return };
         let before = moving.source.handle().stats().unwrap().writes();
-        // Nobody who looks may wait.
-        let asked = Instant::now();
+        // A look must not wait for a page: none comes yet, so that a look that waits never returns.
         assert!(moving.target.handle().stats().is_err());
         assert!(!moving.target.handle().request_verify(1));
-        assert!(asked.elapsed() < Duration::from_secs(1));
         let lazy = Arc::clone(&moving.lazy);
         let counts = with_served(&mut moving, |target, _| {
             target.start().unwrap();
@@ -153,7 +136,7 @@ fn a_guest_runs_before_its_memory_has_come() {
         });
         let placed = counts.placed.into_inner();
         say(&format!(
-            "KVM: ran ({backing}): {placed} pages placed, faults of vCPUs {}, of others {}",
+            "{backing}: {placed} pages placed, faults of vCPUs {}, of others {}",
             counts.of_vcpus.load(Ordering::Relaxed),
             counts.others.load(Ordering::Relaxed)
         ));
@@ -176,21 +159,22 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
         target.start().unwrap();
         let mut slowest = Duration::ZERO;
         for _ in 0..20 {
-            std::thread::sleep(Duration::from_millis(2));
-            // Within a moment every vCPU sleeps, and nobody comes to wake it.
-            counts.paused.store(true, Ordering::Release);
-            std::thread::sleep(Duration::from_millis(10));
+            let placed = counts.placed.load(Ordering::Relaxed);
+            wait("some pages that came", || counts.placed.load(Ordering::Relaxed) > placed + 10);
+            // From here on no page comes.
+            let gate = counts.gate.lock().unwrap();
+            wait("a thread that sleeps on a page", || counts.waiting.load(Ordering::Acquire) > 0);
             let begin = Instant::now();
             let paused = target.pause();
             slowest = slowest.max(begin.elapsed());
-            counts.paused.store(false, Ordering::Release);
+            drop(gate);
             match paused {
                 Ok(()) => target.resume().unwrap(),
                 Err(error) => {
                     say(&format!(
                         "pause of a sleeping vCPU: the host's kernel does not interrupt it: {error}"
                     ));
-                    assert!(slowest < Duration::from_secs(20), "it does not hang");
+                    assert!(slowest < PATIENCE, "it does not hang");
                     target.pause().unwrap();
                     target.resume().unwrap();
                     break;
@@ -207,10 +191,11 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
 fn a_vm_that_sleeps_can_be_dropped() {
     let Some(Move { source, mut target, lazy }) = moving(Backing::Anonymous) else { return };
     target.start().unwrap();
-    std::thread::sleep(Duration::from_millis(20));
+    let fault = |stripe| lazy.next_fault(stripe, Duration::ZERO).unwrap().is_some();
+    wait("a vCPU that sleeps on a page", || (0..lazy.stripes()).any(fault));
     let begin = Instant::now();
     drop(target);
-    assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     say(&format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
     // The engine may still hold it.
     lazy.end().unwrap();

@@ -2,13 +2,13 @@
 
 mod confined;
 
-use std::io::Write;
-use std::time::{Duration, Instant};
+use confined::kvm;
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{DirtyTracker, SourceVm, TrackerKind};
 use vmferry_guest_abi::{GuestArgs, StatsSink};
 use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
-use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring, open_kvm};
+use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
@@ -17,18 +17,6 @@ const WORKLOAD: &str = "sequential,ws=8M,data=16M,rate=20k,fill=random";
 const WS_PAGES: u64 = (8 << 20) / PAGE_BYTES as u64;
 /// So small that it is full again and again.
 const RING: u32 = 256;
-
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-fn wait(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
 
 fn writes(vm: &Vm) -> u64 {
     vm.handle().stats().map_or(0, |stats| stats.writes())
@@ -141,11 +129,15 @@ fn check(kind: TrackerKind) {
     tracker.harvest(&mut PageSet::empty(&layout)).unwrap();
     protect_all(&vm, &*tracker);
     vm.resume().unwrap();
-    let mut dirty = PageSet::empty(&layout);
+    // Between two harvests each vCPU writes to more pages than a ring of this size holds.
+    let (mut dirty, mut next) = (PageSet::empty(&layout), written);
     wait("every page being written", || {
-        tracker.harvest(&mut dirty).unwrap();
-        std::thread::sleep(Duration::from_millis(20));
-        writes(&vm) > written + 4 * WS_PAGES
+        let now = writes(&vm);
+        if now >= next {
+            next = now + 4 * u64::from(RING);
+            tracker.harvest(&mut dirty).unwrap();
+        }
+        now > written + 4 * WS_PAGES
     });
     vm.pause().unwrap();
     tracker.harvest(&mut dirty).unwrap();
@@ -172,30 +164,26 @@ fn check(kind: TrackerKind) {
 
 #[test]
 fn each_tracker_reports_what_the_guest_wrote() {
-    confined::threads();
-    if let Err(error) = open_kvm() {
-        return say(&format!("KVM: not run: {error}"));
+    if !kvm() {
+        return;
     }
-    say("KVM: ran");
     check(TrackerKind::Log);
     match vmferry_dirty::WpTracker::available() {
         Ok(()) => check(TrackerKind::Wp),
-        Err(error) => say(&format!("wp: not run: {error}")),
+        Err(error) => skip(Need::Uffd, error),
     }
     match largest_dirty_ring().unwrap() {
         Some(_) => check(TrackerKind::Ring),
-        None => say("ring: not run: KVM here has no dirty rings"),
+        None => skip(Need::Kvm, "KVM has no dirty rings here"),
     }
 }
 
 /// The choice between ring and log is made when the VM starts (traps.md 2).
 #[test]
 fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
-    confined::threads();
-    if let Err(error) = open_kvm() {
-        return say(&format!("KVM: not run: {error}"));
+    if !kvm() {
+        return;
     }
-    say("KVM: ran");
     let refused = |vm: &mut Vm, kind| match vm.tracker(Some(kind)) {
         Ok(_) => panic!("{kind} was given"),
         Err(error) => error.to_string(),
@@ -203,7 +191,7 @@ fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
     let why = refused(&mut Vm::new(VmOptions::new(MEMORY, 1)).unwrap(), TrackerKind::Ring);
     assert!(why.contains("--dirty-ring"), "{why}");
     let Some(largest) = largest_dirty_ring().unwrap() else {
-        return say("ring: not run: KVM here has no dirty rings");
+        return skip(Need::Kvm, "KVM has no dirty rings here");
     };
     let mut options = VmOptions::new(MEMORY, 1);
     options.dirty_ring = Some(RING);

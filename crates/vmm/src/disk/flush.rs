@@ -127,6 +127,7 @@ impl Losses {
 mod tests {
     use super::*;
     use std::time::Duration;
+    use vmferry_testkit::PATIENCE;
 
     type Flush = Box<dyn FnOnce() -> Result<(), DiskError> + Send>;
 
@@ -143,7 +144,7 @@ mod tests {
     }
 
     fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(30)
+        Instant::now() + PATIENCE
     }
 
     #[test]
@@ -153,12 +154,12 @@ mod tests {
         let both = [
             flush("one", move || {
                 first.0.send(()).unwrap();
-                second.1.recv_timeout(Duration::from_secs(20)).unwrap();
+                second.1.recv_timeout(PATIENCE).unwrap();
                 Ok(())
             }),
             flush("other", move || {
                 second.0.send(()).unwrap();
-                first.1.recv_timeout(Duration::from_secs(20)).unwrap();
+                first.1.recv_timeout(PATIENCE).unwrap();
                 Ok(())
             }),
         ];
@@ -186,7 +187,7 @@ mod tests {
         let error = all(apart(again(), &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         drop(go_on);
-        assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok("done late"));
+        assert_eq!(hears.recv_timeout(PATIENCE), Ok("done late"));
         // What it says counts no more: the next is waited for.
         let next = ["slow.img", "quick.img"].map(|name| flush(name, || Ok(())));
         all(apart(next, &late), soon()).unwrap();

@@ -5,16 +5,16 @@ use super::file::RawFile;
 use crate::memory::GuestRam;
 use crate::options::{Backing, DiskOptions, VmOptions};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 use vmferry_engine::LazyMemory;
 use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet, RegionId};
+use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_testkit::{Need, PATIENCE, skip};
 use vmferry_virtio::blk::Disk;
 
 /// A file that is removed at the end.
@@ -227,8 +227,8 @@ fn hold_a_disk_for_another_process() {
     let file = open(Path::new(&path), false).unwrap();
     file.take().unwrap();
     writeln!(std::io::stdout(), "\nheld").unwrap();
-    // Until it is killed.
-    std::thread::sleep(Duration::from_secs(60));
+    // Until it is killed, or its parent has ended.
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
 #[test]
@@ -237,6 +237,7 @@ fn another_process_that_has_it_is_named_and_its_end_frees_it() {
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "disk::tests::hold_a_disk_for_another_process", "--nocapture"])
         .env(HELD, &disk.0)
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -247,6 +248,13 @@ fn another_process_that_has_it_is_named_and_its_end_frees_it() {
     assert!(error.contains(&format!("is in use by process {} (", other.id())), "{error}");
     ended.unwrap();
     assert!(disk.open(false).take().unwrap());
+}
+
+/// Waits until a thread sleeps on page 8.
+fn wait_for_fault(memory: &UffdMemory) {
+    let stripe = memory.stripe_of(RegionId(0), PageIndex(8));
+    let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+    assert_eq!(fault.page, PageIndex(8));
 }
 
 /// Page 8 has not come yet.
@@ -265,7 +273,7 @@ fn missing(ram: &Arc<GuestRam>, lazy: &LazySlot) -> Option<Arc<UffdMemory>> {
             Some(memory)
         }
         Err(error) => {
-            writeln!(std::io::stdout(), "disks while pages are missing: not run: {error}").unwrap();
+            skip(Need::Uffd, error);
             None
         }
     }
@@ -280,7 +288,7 @@ fn requests_sleep_on_pages_that_are_to_come_and_write_what_comes() {
     file.take().unwrap();
     std::thread::scope(|scope| {
         let write = scope.spawn(|| file.write(512, &slices!(ram, [(0x7f00, 512)])));
-        std::thread::sleep(Duration::from_millis(50));
+        wait_for_fault(&memory);
         assert!(!write.is_finished() && disk.bytes() == pattern(1 << 16));
         // Others go on meanwhile: the sleeper has no lock of the file's.
         file.write(4096, &slices!(ram, [(0x7000, 512)])).unwrap();
@@ -300,7 +308,7 @@ fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
     file.take().unwrap();
     std::thread::scope(|scope| {
         let write = scope.spawn(|| file.write(512, &slices!(ram, [(0x7f00, 512)])));
-        std::thread::sleep(Duration::from_millis(50));
+        wait_for_fault(&memory);
         assert!(!write.is_finished());
         file.abandon();
         memory.end().unwrap();
@@ -317,10 +325,7 @@ impl Loop {
         let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
         let device = output.ok().filter(|output| output.status.success());
         let Some(device) = device else {
-            let _ = writeln!(
-                std::io::stdout(),
-                "not run: no loop device (needs root, losetup and the loop driver)"
-            );
+            skip(Need::Root, "no loop device: needs root, losetup and the loop driver");
             return None;
         };
         Some(Self(String::from_utf8(device.stdout).unwrap().trim().to_owned()))
@@ -381,7 +386,7 @@ impl Narrow {
         mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "vmferry-narrow"]).arg(&narrow.0);
         let mounted = mount.output().is_ok_and(|output| output.status.success());
         if !mounted {
-            let _ = writeln!(std::io::stdout(), "not run: no file system can be mounted (needs root)");
+            skip(Need::Root, "no file system can be mounted");
         }
         mounted.then_some(narrow)
     }
@@ -453,8 +458,9 @@ fn what_is_not_cached_or_still_to_come_is_not_done_at_once() {
     assert!(!file.read_at_once((1 << 16) - 512, &slices!(ram, [(0, 1024)])));
     file.read(0, &slices!(ram, [(0, 4096)])).unwrap();
     let at_once = file.read_at_once(0, &slices!(ram, [(0x1000, 4000), (0x3000, 96)]));
-    println!("this file system says what is cached: {at_once}");
-    if at_once {
+    if !at_once {
+        skip(Need::Kernel, "this file system does not read without waiting (RWF_NOWAIT)");
+    } else {
         let mut read = [0; 4000];
         ram.map().read_slice(&mut read, GuestAddress(0x1000)).unwrap();
         assert_eq!(read, pattern(1 << 16)[..4000]);

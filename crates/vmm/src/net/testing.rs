@@ -14,6 +14,7 @@ use vmferry_fault::LazySlot;
 use vmferry_virtio::net::HEADER;
 use vmferry_virtio::signals::Interrupt;
 
+use vmferry_testkit::{Need, PATIENCE, skip, wait};
 pub(super) use vmferry_virtio::net::{RX, TX};
 
 /// For local experiments (IEEE 802): no kernel sends such by itself.
@@ -22,18 +23,6 @@ const KIND: u16 = 0x88b5;
 const SIZE: u16 = 32;
 /// Bytes of a receive buffer.
 const BUFFER: u32 = 4096;
-
-pub(super) fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-pub(super) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
 
 #[derive(Debug, Default)]
 pub(super) struct NoLine(AtomicU32);
@@ -51,26 +40,24 @@ pub(super) fn ram() -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&options).unwrap())
 }
 
-/// Runs `test` with a tap that is up, in a network namespace that goes with it; says so where that is not allowed.
-pub(super) fn sandbox(what: &str, test: impl FnOnce(&str) + Send) {
+/// Runs `test` with a tap that is up, in a network namespace that goes with it; skips the calling test where that is not allowed.
+pub(super) fn sandbox(test: impl FnOnce(&str) + Send) {
     // The thread that carries frames makes the system calls of its role, and no others.
     vmferry_confine::confine_threads().unwrap();
     let run = || {
         // SAFETY: the network only, of this thread only.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
             let error = std::io::Error::last_os_error();
-            return say(&format!("{what}: not run: no network namespace ({error}); needs root"));
+            return Err(format!("no network namespace: {error}"));
         }
-        match make_tap("tap0") {
-            Ok(_kept) => test("tap0"),
-            Err(error) => say(&format!("{what}: not run: no tap here ({error})")),
-        }
+        make_tap("tap0").map_err(|error| format!("no tap: {error}"))?;
+        test("tap0");
+        Ok(())
     };
-    std::thread::scope(|scope| {
-        let ran = scope.spawn(run).join();
-        if let Err(panic) = ran {
-            std::panic::resume_unwind(panic);
-        }
+    std::thread::scope(|scope| match scope.spawn(run).join() {
+        Ok(Ok(())) => {}
+        Ok(Err(why)) => skip(Need::Root, why),
+        Err(panic) => std::panic::resume_unwind(panic),
     });
 }
 
@@ -210,7 +197,7 @@ impl Driver {
         let mut options = NetOptions::new(tap);
         options.mac = mac.map(|mac| mac.parse().unwrap());
         let net = VmNet::new((&ram, &lazy), &options, 0, (Box::new(NoLine::default()), None)).unwrap();
-        wait_for("the tap to run", || runs(tap));
+        wait("the tap to run", || runs(tap));
         Self { net, ram, lazy, put: [0; 2], seen: [0; 2] }
     }
 
@@ -299,7 +286,7 @@ impl Driver {
     pub(super) fn next_frame(&mut self) -> (u16, Vec<u8>) {
         loop {
             let seen = self.seen[usize::from(RX)];
-            wait_for("a frame", || self.used(RX) != seen);
+            wait("a frame", || self.used(RX) != seen);
             self.seen[usize::from(RX)] = seen.wrapping_add(1);
             let at = Self::rings(RX) + 0x2004 + 8 * u64::from(seen % SIZE);
             let [buffer, len]: [u32; 2] = self.ram.map().read_obj(GuestAddress(at)).unwrap();

@@ -1,7 +1,7 @@
 //! Tests of the network interface at real taps, each in a network namespace of its own, without KVM.
 
 use super::VmNet;
-use super::testing::{Driver, Host, RX, TX, ram, sandbox, say, wait_for};
+use super::testing::{Driver, Host, RX, TX, ram, sandbox};
 use crate::bus::MmioDevice;
 use crate::error::Error;
 use crate::options::NetOptions;
@@ -14,19 +14,17 @@ use vmferry_engine::LazyMemory;
 use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
 use vmferry_memory::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_sys::tap::TapError;
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 use vmferry_virtio::device::Resume;
 use vmferry_virtio::net::{HEADER, announcement};
 
-/// Soon, for a thread that has to wake.
-const SOON: Duration = Duration::from_secs(5);
-
 fn soon() -> Instant {
-    Instant::now() + SOON
+    Instant::now() + PATIENCE
 }
 
 #[test]
 fn what_is_wrong_with_a_tap_is_said() {
-    sandbox("errors of taps", |tap| {
+    sandbox(|tap| {
         let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
         let open = |name: &str| {
             let line = Box::new(super::testing::NoLine::default());
@@ -53,7 +51,7 @@ fn what_is_wrong_with_a_tap_is_said() {
 
 #[test]
 fn frames_go_both_ways_and_what_is_written_is_marked() {
-    sandbox("frames at a tap", |tap| {
+    sandbox(|tap| {
         let host = Host::at(tap);
         let mut driver = Driver::new(tap, None);
         let sections = driver.net.device().save().unwrap();
@@ -67,7 +65,7 @@ fn frames_go_both_ways_and_what_is_written_is_marked() {
         let marks = driver.ram.regions()[0].marks().bitmap();
         let mut harvested = Bitmap::new(marks.len());
         driver.notify(RX);
-        wait_for("the thread", || driver.net.status().wakeups > 0);
+        wait("the thread", || driver.net.status().wakeups > 0);
         for number in 0..40u8 {
             if number < 10 {
                 marks.harvest(&mut harvested);
@@ -85,8 +83,8 @@ fn frames_go_both_ways_and_what_is_written_is_marked() {
         assert_eq!(driver.net.status().figures.rx_copied, 0);
         for number in 0..40 {
             let sent = driver.send(number, 200);
-            assert_eq!(host.receive_own(SOON), Some(sent), "{number}");
-            wait_for("the buffer", || driver.used(TX) == u16::from(number) + 1);
+            assert_eq!(host.receive_own(PATIENCE), Some(sent), "{number}");
+            wait("the buffer", || driver.used(TX) == u16::from(number) + 1);
         }
         marks.harvest(&mut harvested);
         assert!(!harvested.test(driver.frame_at() >> 12), "what is only read is not marked");
@@ -97,7 +95,7 @@ fn frames_go_both_ways_and_what_is_written_is_marked() {
 
 #[test]
 fn a_guest_that_comes_is_announced_on_the_wire() {
-    sandbox("announcements", |tap| {
+    sandbox(|tap| {
         let host = Host::at(tap);
         let driver = Driver::new(tap, Some("52:54:00:00:00:07"));
         driver.device().resumed(Resume::First).unwrap();
@@ -108,12 +106,13 @@ fn a_guest_that_comes_is_announced_on_the_wire() {
         let expected = announcement("52:54:00:00:00:07".parse().unwrap());
         let mut times = Vec::new();
         for _ in 0..6 {
-            let frame = host.receive_kind(0x8035, SOON).expect("an announcement");
+            let frame = host.receive_kind(0x8035, PATIENCE).expect("an announcement");
             assert_eq!(frame, expected[HEADER..]);
             times.push(begin.elapsed());
         }
-        say(&format!("announcements after {times:?}"));
+        say(format!("announcements after {times:?}"));
         assert!(times[5] - times[0] >= Duration::from_millis(1200), "{times:?}");
+        // The pauses grow by 100 ms, so a seventh would come after 550 ms. On a busy host a defect may go unseen here.
         assert_eq!(host.receive_kind(0x8035, Duration::from_millis(700)), None, "and no more");
         assert!(driver.device().quiesce(soon()));
     });
@@ -121,7 +120,7 @@ fn a_guest_that_comes_is_announced_on_the_wire() {
 
 #[test]
 fn a_guest_goes_on_at_another_tap() {
-    sandbox("a move between taps", |tap| {
+    sandbox(|tap| {
         let host = Host::at(tap);
         let mut here = Driver::new(tap, None);
         here.device().resumed(Resume::First).unwrap();
@@ -134,8 +133,6 @@ fn a_guest_goes_on_at_another_tap() {
         // This frame, and perhaps some of the host's kernel's own.
         let used = here.used(RX);
         host.send(2, 100);
-        std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(here.used(RX), used, "nothing is written any more");
         let sections = [here.device().save().unwrap()];
 
         let other = host.another("tap1");
@@ -146,11 +143,13 @@ fn a_guest_goes_on_at_another_tap() {
         parts.finish().unwrap();
         assert_eq!(there.net.status().mac, here.net.status().mac, "the guest's address, not this side's");
         there.device().resumed(Resume::Moved).unwrap();
-        assert!(other.receive_kind(0x8035, SOON).is_some());
+        assert!(other.receive_kind(0x8035, PATIENCE).is_some());
         other.send(3, 100);
         assert_eq!(there.next_frame().1, other.frame(3, 100));
         let sent = there.send(4, 100);
-        assert_eq!(other.receive_own(SOON), Some(sent));
+        assert_eq!(other.receive_own(PATIENCE), Some(sent));
+        // The other interface has carried frames since the second one was sent here.
+        assert_eq!(here.used(RX), used, "nothing is written any more");
         // The source's guest stays after all: it has what came meanwhile, and its buffers.
         here.device().resumed(Resume::Again).unwrap();
         assert_eq!(here.next_frame().1, host.frame(2, 100));
@@ -161,7 +160,7 @@ fn a_guest_goes_on_at_another_tap() {
 /// Trap 18: a frame comes, the page that it goes to is still at the source, and the link is gone.
 #[test]
 fn nobody_hangs_when_a_frame_waits_for_a_page() {
-    sandbox("a frame and a missing page", |tap| {
+    sandbox(|tap| {
         let host = Host::at(tap);
         let mut driver = Driver::new(tap, None);
         driver.device().resumed(Resume::First).unwrap();
@@ -181,7 +180,7 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
         });
         let memory = match made {
             Ok(memory) => memory,
-            Err(error) => return say(&format!("missing pages: not run: {error}")),
+            Err(error) => return skip(Need::Uffd, error),
         };
         // A test that fails must not wait for the thread either.
         struct End(Arc<UffdMemory>);
@@ -201,17 +200,16 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
             driver.device().resumed(Resume::Again).unwrap();
             host.send(1, 100);
             let stripe = memory.stripe_of(RegionId(0), PageIndex(missing));
-            let fault = memory.next_fault(stripe, SOON).unwrap().expect("somebody comes to the page");
+            let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("somebody comes to the page");
             assert_eq!(fault.page, PageIndex(missing));
-            let begin = Instant::now();
             assert!(!driver.device().quiesce(Instant::now() + Duration::from_millis(100)), "it sleeps");
-            let status = driver.net.status();
-            assert!(begin.elapsed() < Duration::from_secs(1) && status.driver, "and nobody else does");
+            // The page comes after this only: a status that waits for it would never return.
+            assert!(driver.net.status().driver);
             // The page comes, and everything goes on.
             memory.place(RegionId(0), PageRun::from(missing..missing + 1), &page).unwrap();
             assert!(driver.device().quiesce(soon()));
             driver.device().resumed(Resume::Again).unwrap();
-            wait_for("the frame", || driver.used(RX) > before);
+            wait("the frame", || driver.used(RX) > before);
             assert_eq!(driver.next_frame().1, host.frame(1, 100));
             assert!(driver.device().quiesce(soon()));
             memory.end().unwrap();
@@ -224,9 +222,9 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
 #[test]
 fn a_vm_that_moves_is_announced_at_its_new_tap() {
     if let Err(error) = crate::open_kvm() {
-        return say(&format!("a VM with a network interface: not run: {error}"));
+        return skip(Need::Kvm, error);
     }
-    sandbox("a VM with a network interface", |tap| {
+    sandbox(|tap| {
         let (host, other) = (Host::at(tap), Host::at(tap).another("tap1"));
         let options = |tap: &str| {
             let mut options = crate::VmOptions::new(64 << 20, 1);
@@ -255,11 +253,14 @@ fn a_vm_that_moves_is_announced_at_its_new_tap() {
         target.start().unwrap();
         let mac = source.handle().nets()[0].mac;
         assert_eq!(target.handle().nets()[0].mac, mac);
-        assert_eq!(other.receive_kind(0x8035, SOON).expect("an announcement"), announcement(mac)[HEADER..]);
+        assert_eq!(
+            other.receive_kind(0x8035, PATIENCE).expect("an announcement"),
+            announcement(mac)[HEADER..]
+        );
         // Paused in the middle of its announcements, it goes on with them.
         target.pause().unwrap();
         target.resume().unwrap();
-        assert!(other.receive_kind(0x8035, SOON).is_some());
+        assert!(other.receive_kind(0x8035, PATIENCE).is_some());
         target.stop();
         source.stop();
     });

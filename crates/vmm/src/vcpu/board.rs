@@ -293,6 +293,20 @@ mod tests {
     }
 
     #[test]
+    fn pause_ends_a_hold() {
+        let (board, _pages) = board();
+        board.run_all();
+        assert!(board.may_run(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                board.hold(0, 2 * vmferry_testkit::PATIENCE);
+                board.paused(0);
+            });
+            board.pause_all(vmferry_testkit::PATIENCE).unwrap();
+        });
+    }
+
+    #[test]
     fn a_command_to_run_that_comes_late_is_not_obeyed() {
         let (board, pages) = board();
         board.run_all();
