@@ -141,7 +141,6 @@ mod tests {
     /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
     #[test]
     fn noise_neither_panics_nor_writes_what_it_must_not() {
-        let seeds = crate::hostile::tests::noise(super::drive);
-        assert!(seeds > 20, "{seeds}");
+        crate::hostile::tests::noise(300, super::drive);
     }
 }

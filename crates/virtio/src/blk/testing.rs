@@ -299,11 +299,4 @@ impl DiskGuest {
     }
 }
 
-/// Waits until `true`; not for ever.
-pub(crate) fn until(what: &str, mut is: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !is() {
-        assert!(began.elapsed() < Duration::from_secs(20), "waited in vain for {what}");
-        std::thread::sleep(Duration::from_micros(200));
-    }
-}
+pub(crate) use vmferry_testkit::wait as until;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use vm_memory::Bytes;
 
 const SHORT: Duration = Duration::from_millis(20);
-const LONG: Duration = Duration::from_secs(10);
+const LONG: Duration = vmferry_testkit::PATIENCE;
 
 #[derive(Debug, Default)]
 struct Line(AtomicU32);
@@ -162,6 +162,7 @@ fn rest_comes_when_nothing_is_under_way_and_nothing_begins_until_it_is_over() {
     assert!(rig.requests.try_recv().is_err(), "begun at rest");
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| rig.device.quiesce(Instant::now() + LONG));
+        // The other thread then waits, unless this host is busy. The result is the same without the wait.
         std::thread::sleep(SHORT);
         rig.done.send(head).unwrap();
         rig.device.notify(&rig.memory, 0);

@@ -140,7 +140,6 @@ fn elsewhere(guest: &mut NetGuest, choices: &mut Choices<'_>) {
 mod tests {
     #[test]
     fn noise_neither_panics_nor_leaves_memory() {
-        let seeds = crate::hostile::tests::noise(super::drive);
-        assert!(seeds > 100, "{seeds}");
+        crate::hostile::tests::noise(2000, super::drive);
     }
 }

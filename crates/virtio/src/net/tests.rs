@@ -239,6 +239,7 @@ fn a_frame_that_never_fits_is_given_up() {
     post(&mut guest, 0, 2, 512);
     come(&guest, [frame(1, 9000), frame(2, 60)]);
     let RxStep::Full(Some(at)) = guest.receive() else { panic!("there is no room") };
+    // Until the time at which the device gives the frame up. A busy host wakes this thread later, which changes nothing.
     std::thread::sleep(at.saturating_duration_since(Instant::now()));
     assert_eq!((guest.receive(), guest.control.figures().rx_given_up), (RxStep::Dry, 1));
     assert_eq!(guest.got(), Some(as_got(frame(2, 60), 1)));

@@ -6,7 +6,7 @@ use crate::hostile::{Choices, STEPS, chain, moved, registers, scribble};
 use crate::testing::{Driver, WRITE, memory};
 use std::time::{Duration, Instant};
 
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_secs(60);
 
 /// Does to it what `bytes` say.
 ///
@@ -71,7 +71,6 @@ mod tests {
     /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
     #[test]
     fn noise_neither_panics_nor_is_refused_its_state() {
-        let seeds = crate::hostile::tests::noise(super::drive);
-        assert!(seeds > 20, "{seeds}");
+        crate::hostile::tests::noise(2000, super::drive);
     }
 }

@@ -92,6 +92,7 @@ fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
             assert!(guest.device.quiesce(soon()));
             let at_rest = guest.used(0);
             if round % 10 == 0 {
+                // A request that is begun at rest needs less. On a busy host a defect may go unseen here.
                 std::thread::sleep(Duration::from_micros(300));
             }
             assert_eq!(guest.used(0), at_rest, "something was begun at rest");
@@ -104,6 +105,7 @@ fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
         guest.write_of(0, 0xff);
         assert!(guest.device.quiesce(soon()));
         guest.kick();
+        // As above.
         std::thread::sleep(Duration::from_millis(5));
         assert_ne!(guest.sector(0), 0xff, "it was begun at rest");
         let there = guest.moved();

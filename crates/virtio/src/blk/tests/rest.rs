@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 const SHORT: Duration = Duration::from_millis(50);
 
 pub(super) fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + vmferry_testkit::PATIENCE
 }
 
 impl DiskGuest {
@@ -75,7 +75,7 @@ fn at_rest_everything_begun_is_done_and_the_rest_is_in_the_ring() {
     assert_eq!((saved.queues[0].next_avail, saved.queues[0].next_used), (2, 2));
     let there = guest.moved();
     assert_eq!(there.device.save(), saved);
-    // Nothing happens on either side until one goes on.
+    // Nothing happens on either side until one goes on. On a busy host a defect may go unseen here.
     std::thread::sleep(SHORT);
     assert_eq!((guest.disk.bytes(), there.used(0)), (disk, 2));
     there.device.resumed(Resume::Moved).unwrap();
@@ -94,6 +94,7 @@ fn a_guest_that_stays_goes_on_after_its_rest() {
         guest.notify(0);
         assert!(guest.device.quiesce(soon()));
         let at_rest = guest.used(0);
+        // A request that is begun at rest needs less. On a busy host a defect may go unseen here.
         std::thread::sleep(Duration::from_micros(300));
         assert_eq!(guest.used(0), at_rest);
         guest.device.resumed(Resume::Again).unwrap();
@@ -114,16 +115,16 @@ fn a_reset_waits_for_what_is_under_way_and_forgets_the_rest() {
     guest.waiting(2);
     let (device, memory) = (std::sync::Arc::clone(&guest.device), guest.memory.clone());
     let reset = std::thread::spawn(move || device.write(&memory, 0x70, &[0; 4]));
+    // A reset that does not wait needs less. On a busy host a defect may go unseen here.
     std::thread::sleep(SHORT);
     assert!(!reset.is_finished(), "memory that a request may still write is the guest's again");
     guest.disk.gate(true);
     reset.join().unwrap();
     assert_eq!([0, 1, 2, 3].map(|number| guest.sector(number) == 7), [true, true, false, false]);
-    // Of the old ring nothing is given back into the new one.
     guest.start(&ALL, &[0]);
-    std::thread::sleep(SHORT);
-    assert_eq!((guest.used(0), guest.needs_reset()), (0, false));
     assert_eq!(guest.ask(0, 0, &[(DATA, 512, WRITE)]).0, OK);
+    // Of the old ring nothing is given back into the new one: what is used is the request above.
+    assert_eq!((guest.used(0), guest.needs_reset()), (1, false));
 }
 
 #[test]
@@ -154,6 +155,7 @@ fn a_device_that_is_given_up_comes_to_rest_all_the_same() {
         // A queue is switched off when nothing uses it any more.
         let disk = std::sync::Arc::clone(&guest.disk);
         let later = std::thread::spawn(move || {
+            // `give_up` then waits for the gate, unless this host is busy. The result is the same without the wait.
             std::thread::sleep(SHORT);
             disk.gate(true);
         });
@@ -262,6 +264,6 @@ fn who_stops_and_resumes_the_guest_never_waits_for_a_thread_that_sleeps_in_the_r
     assert!(guest.device.due() && !guest.device.work(&guest.memory), "another thread is at it");
     barrier.wait();
     sleeper.join().unwrap();
-    assert_eq!(told.recv_timeout(Duration::from_secs(20)).unwrap(), Resume::Again);
+    assert_eq!(told.recv_timeout(vmferry_testkit::PATIENCE).unwrap(), Resume::Again);
     assert!(!guest.device.due());
 }
