@@ -230,9 +230,7 @@ mod tests {
                 Answer::Read(bytes) => bytes,
                 other => panic!("{other:?}"),
             };
-        while read(&mut desk).is_empty() {
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+        vmferry_testkit::wait("what `cat` writes", || !read(&mut desk).is_empty());
         assert_eq!(read(&mut desk), b"llo\n");
         assert!(matches!(desk.handle(Request::Ended { id }).unwrap(), Answer::Ended(None)));
         desk.handle(Request::Kill { id }).unwrap();

@@ -1,13 +1,13 @@
 use super::*;
 use crate::machine::{Answer, Arguments, Command};
 use crate::{Client, ClientError, ErrorClass, hostile};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-
-const PATIENCE: Duration = Duration::from_secs(20);
+use vmferry_testkit::{PATIENCE, wait};
 
 /// Executes what is needed to see how the server treats its clients.
 struct Bench {
@@ -180,8 +180,8 @@ fn every_client_is_told_of_events_once_it_has_negotiated() {
 #[test]
 fn nobody_stalls_anybody() {
     let limits = Limits {
-        message_time: Duration::from_secs(2),
-        read_time: Duration::from_secs(2),
+        message_time: Duration::from_secs(1),
+        read_time: Duration::from_secs(1),
         ..Limits::default()
     };
     let rig = Rig::new(limits);
@@ -206,6 +206,11 @@ fn nobody_stalls_anybody() {
         desc(&std::iter::repeat_with(|| half.line()).find(|line| line.get("event").is_none()).unwrap())
             .contains("did not end in time")
     );
+    // Not before it is dropped may it read: the server would go on with it.
+    wait("the end of the one that reads nothing", || {
+        let mut socket = [PollFd::new(never.0.get_ref(), PollFlags::RDHUP)];
+        poll(&mut socket, Some(&Timespec::default())).unwrap() > 0
+    });
     never.0.get_mut().set_nonblocking(false).unwrap();
     let mut rest = Vec::new();
     // A reset, where it had still asked for something.
@@ -240,11 +245,7 @@ fn there_is_room_for_so_many_and_again_when_one_leaves() {
     let error = Client::connect(&rig.path, PATIENCE).unwrap_err();
     assert!(error.to_string().contains("too many clients"), "{error}");
     clients.pop();
-    let until = Instant::now() + PATIENCE;
-    while Client::connect(&rig.path, PATIENCE).is_err() {
-        assert!(Instant::now() < until, "the place was not given back");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait("the place of the one that left", || Client::connect(&rig.path, PATIENCE).is_ok());
     for client in &mut clients {
         client.execute("echo", json!({})).unwrap();
     }
@@ -261,10 +262,7 @@ fn a_promise_is_kept_when_its_answer_has_left() {
     }
     drop(never);
     good.execute("marked", json!({})).unwrap();
-    let until = Instant::now() + PATIENCE;
-    while good.execute("count", json!({})).unwrap() != 1 {
-        assert!(Instant::now() < until, "only for what was sent");
-    }
+    wait("the count of what was sent", || good.execute("count", json!({})).unwrap() == 1);
 }
 
 #[test]
