@@ -82,6 +82,6 @@ mod tests {
         let mut child = Reaped::spawn(Command::new("sleep").arg("60")).unwrap();
         assert!(child.wait_for(Duration::from_millis(20)).unwrap().is_none());
         let mut child = Reaped::spawn(&mut Command::new("true")).unwrap();
-        assert!(child.wait_for(Duration::from_secs(10)).unwrap().unwrap().success());
+        assert!(child.wait_for(vmferry_testkit::PATIENCE).unwrap().unwrap().success());
     }
 }

