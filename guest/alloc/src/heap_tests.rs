@@ -294,6 +294,7 @@ fn an_allocation_waits_only_for_what_is_being_reported() {
     assert_eq!((heap.stats().waits, heap.stats().failed), (0, 0));
     let got = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| heap.alloc(&machine, 3));
+        // The other thread then waits, unless this host is busy. Both ways must have the same result.
         std::thread::sleep(std::time::Duration::from_millis(1));
         machine.with(|buddy| buddy.put_back(block));
         waiting.join().unwrap()

@@ -2,12 +2,10 @@
 
 mod rig;
 
-use rig::{Guest, PATIENCE, accelerators};
+use rig::{Guest, PATIENCE, accelerators, wait_for};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
-use std::thread;
-use std::time::{Duration, Instant};
 use vmferry_guest_abi::{
     ALLOC_STATS_GPA, AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, Line, PAGE_SIZE, ReportMode,
     State, StatsSink,
@@ -43,26 +41,14 @@ fn snapshot(guest: &Guest) -> AllocSnapshot {
         guest.memory.read_exact_at(&mut bytes, ALLOC_STATS_GPA + 8 * word as u64).unwrap();
         u64::from_le_bytes(bytes)
     };
-    let start = Instant::now();
-    loop {
-        match AllocSnapshot::read(load) {
-            Ok(snapshot) => return snapshot,
-            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_for("statistics", || AllocSnapshot::read(load))
 }
 
 fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> AllocSnapshot {
-    let start = Instant::now();
-    loop {
+    wait_for(what, || {
         let now = snapshot(guest);
-        if done(&now) {
-            return now;
-        }
-        assert!(start.elapsed() < PATIENCE, "{what}: {:?} {:?}", now.guest, now.cpus());
-        thread::sleep(Duration::from_millis(10));
-    }
+        if done(&now) { Ok(now) } else { Err((now.guest, now.cpus().to_vec())) }
+    })
 }
 
 /// All rounds are done, and the host has been told of everything that is free.
@@ -162,8 +148,8 @@ fn memory_is_inflated_by_page_numbers() {
             let now = wait(&guest, "inflation", |now| now.guest.inflate_us != 0);
             assert_eq!((now.guest.inflate_pages, now.guest.balloon_pages), (16_384, 16_384));
             assert!(now.guest.inflate_send_ns + now.guest.inflate_alloc_ns <= now.guest.inflate_ns);
-            // It stays there, although the host has not asked for it.
-            thread::sleep(Duration::from_millis(200));
+            // It stays there, although the host has not asked for it, while the guest checks all of its memory.
+            assert_eq!(guest.verify(1).corrupt(), 0);
             assert_eq!(snapshot(&guest).guest.balloon_pages, 16_384);
         }
     }
@@ -203,11 +189,9 @@ fn the_balloon_follows_the_host() {
             monitor.ask(&format!(r#"{{"execute": "balloon", "arguments": {{"value": {target}}}}}"#));
             let pages = (MEMORY - target) / PAGE_SIZE;
             wait(&guest, "inflation", |now| now.guest.balloon_pages == pages);
-            let start = Instant::now();
-            while !monitor.ask(r#"{"execute": "query-balloon"}"#).contains(&target.to_string()) {
-                assert!(start.elapsed() < PATIENCE, "{accelerator}: QEMU was not told");
-                thread::sleep(Duration::from_millis(10));
-            }
+            rig::wait("what QEMU is told", || {
+                monitor.ask(r#"{"execute": "query-balloon"}"#).contains(&target.to_string())
+            });
         }
         assert_eq!(guest.verify(1).corrupt(), 0, "{accelerator}");
     }
@@ -227,11 +211,9 @@ fn free_pages_are_hinted_while_the_guest_moves() {
             // A guest that allocates as fast as it can may dirty more than QEMU sends by itself: here it is to end, not to be quick.
             monitor.ask(r#"{"execute": "migrate-set-parameters", "arguments": {"downtime-limit": 20000}}"#);
             monitor.ask(r#"{"execute": "migrate", "arguments": {"uri": "exec:cat > /dev/null"}}"#);
-            let start = Instant::now();
-            while !monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#) {
-                assert!(start.elapsed() < PATIENCE, "{accelerator}: the migration does not end");
-                thread::sleep(Duration::from_millis(20));
-            }
+            rig::wait("the end of the migration", || {
+                monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#)
+            });
             // It has not really gone anywhere: it goes on, and everything is there.
             monitor.ask(r#"{"execute": "cont"}"#);
             let now = wait(&guest, "the end of the hints", |now| now.guest.held_pages == 0);

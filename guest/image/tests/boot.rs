@@ -4,10 +4,8 @@
 
 mod rig;
 
-use rig::{Guest, PATIENCE, accelerators};
+use rig::{Guest, accelerators, wait};
 use std::os::unix::fs::FileExt;
-use std::thread;
-use std::time::{Duration, Instant};
 use vmferry_guest_abi::{GuestArgs, Line, State, StatsSink};
 
 const MEMORY: u64 = 64 << 20;
@@ -77,12 +75,8 @@ fn an_old_version_of_a_page_is_found_by_the_guest_itself() {
         let address = guest.find(3);
         let old = guest.page(address);
         let writes = guest.stats().writes();
-        let start = Instant::now();
         // Every page of the working set is written about 30 times.
-        while guest.stats().writes() < writes + 2000 {
-            assert!(start.elapsed() < PATIENCE, "the guest does not write");
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait("the guest's writes", || guest.stats().writes() >= writes + 2000);
         assert_eq!(guest.verify(1).corrupt(), 0);
         guest.memory.write_all_at(&old, address).unwrap();
         let stats = guest.verify(2);

@@ -8,21 +8,20 @@
 )]
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tempfile::TempDir;
 use vmferry_guest_abi::{Fill, GuestArgs, Line, PAGE_WORDS, ReadyLine, STATS_GPA, StatsSnapshot, offset};
 use vmferry_guest_image::ELF;
+use vmferry_testkit::{Need, skip};
+pub use vmferry_testkit::{PATIENCE, wait, wait_for};
 
 pub const CPUS: u64 = 2;
-
-/// For anything that a guest does: emulated CPUs on a busy machine are slow.
-pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub struct Guest {
     qemu: Child,
@@ -41,26 +40,16 @@ impl Drop for Guest {
     }
 }
 
-/// Says something that `cargo test` shows even when the test passes: what is written to the handle itself is not captured.
-fn say(what: &str) {
-    std::io::stdout().write_all(format!("{what}\n").as_bytes()).unwrap();
-}
-
-/// The accelerators that this host has, and a word on each that it has not.
+/// The accelerators that this host has. The calling test is skipped for each that it lacks.
 pub fn accelerators() -> Vec<&'static str> {
     if let Err(error) = Command::new("qemu-system-x86_64").arg("--version").stdout(Stdio::null()).status() {
-        say(&format!("QEMU: not run: qemu-system-x86_64: {error}"));
-        say("KVM: not run: there is no QEMU to boot the guest with");
+        skip(Need::Qemu, format!("qemu-system-x86_64: {error}"));
         return Vec::new();
     }
-    say("QEMU: ran");
     match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => {
-            say("KVM: ran");
-            vec!["tcg", "kvm"]
-        }
+        Ok(_) => vec!["tcg", "kvm"],
         Err(error) => {
-            say(&format!("KVM: not run: /dev/kvm: {error}"));
+            skip(Need::Kvm, format!("/dev/kvm: {error}"));
             vec!["tcg"]
         }
     }
@@ -100,14 +89,7 @@ impl Guest {
         let (sender, lines) = mpsc::channel();
         thread::spawn(move || output.lines().map_while(Result::ok).all(|line| sender.send(line).is_ok()));
         let open = || OpenOptions::new().read(true).write(true).open(&memory);
-        let start = Instant::now();
-        let memory = loop {
-            match open() {
-                Ok(file) => break file,
-                Err(error) => assert!(start.elapsed() < PATIENCE, "QEMU made no memory file: {error}"),
-            }
-            thread::sleep(Duration::from_millis(5));
-        };
+        let memory = wait_for("QEMU's memory file", open);
         let mut guest = Self { qemu, lines, memory, bytes, ready: ReadyLine::default(), folder };
         guest.ready = guest.until(|line| if let Line::Ready(ready) = line { Some(ready) } else { None });
         assert_eq!(guest.ready.cpus, CPUS);
@@ -154,14 +136,7 @@ impl Guest {
             u64::from_le_bytes(bytes)
         };
         // A vCPU that the host has stopped in the middle of an update is read again.
-        let start = Instant::now();
-        loop {
-            match StatsSnapshot::read(load) {
-                Ok(stats) => return stats,
-                Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_for("statistics", || StatsSnapshot::read(load))
     }
 
     /// Has the guest check all its memory; what it then reports.
@@ -169,14 +144,9 @@ impl Guest {
         self.memory
             .write_all_at(&request.to_le_bytes(), STATS_GPA + 8 * offset::VERIFY_REQUEST as u64)
             .unwrap();
-        let start = Instant::now();
-        loop {
+        wait_for("the guest's check of its memory", || {
             let stats = self.stats();
-            if stats.verified(request) {
-                return stats;
-            }
-            assert!(start.elapsed() < PATIENCE, "the guest did not check its memory: {stats:?}");
-            thread::sleep(Duration::from_millis(5));
-        }
+            if stats.verified(request) { Ok(stats) } else { Err(stats) }
+        })
     }
 }
