@@ -1,10 +1,10 @@
 //! The balloon, from outside.
 
-use crate::support::{Folder, Run, code, document, errors, kinds, vmferry};
+use crate::support::{Folder, Run, code, document, errors, has_kvm, vmferry};
 
 #[test]
 fn a_target_is_set_and_shown() {
-    if !kinds().contains(&"kvm") {
+    if !has_kvm() {
         return;
     }
     let folder = Folder::new();
@@ -32,7 +32,7 @@ fn a_target_is_set_and_shown() {
 
 #[test]
 fn a_target_moves_with_its_guest() {
-    if !kinds().contains(&"kvm") {
+    if !has_kvm() {
         return;
     }
     let folder = Folder::new();

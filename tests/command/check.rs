@@ -1,6 +1,6 @@
 //! What the command says of its host.
 
-use crate::support::{Folder, VMFERRY, code, document, say, vmferry};
+use crate::support::{Folder, Need, VMFERRY, code, document, say, skip, vmferry};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -76,13 +76,13 @@ fn an_ordinary_user_is_told_how_to_get_the_faults_of_the_kernel() {
     }
     let output = match command.output() {
         Ok(output) => output,
-        Err(error) => return say(&format!("not run: no other user can start {VMFERRY}: {error}")),
+        Err(error) => return skip(Need::Root, format!("no other user can start {VMFERRY}: {error}")),
     };
     let document = document(&output);
     complete(&document);
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let faults = find(&document, "faults_kernel");
-    say(&format!("an ordinary user: {faults}"));
+    say(format!("an ordinary user: {faults}"));
     if sysctl.trim() == "1" {
         assert_eq!(faults["ok"], true, "{faults}");
     } else if faults["ok"] == true {

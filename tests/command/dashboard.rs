@@ -1,12 +1,12 @@
 //! The dashboard's panels, asked of a real Prometheus that has watched migrations; and what `promtool` says of the metrics.
 
-use crate::support::{Folder, PATIENCE, Run, can_track, code, kinds, say};
+use crate::support::{Folder, Need, PATIENCE, Run, can_track, code, kinds, say, skip, wait_for};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 const DASHBOARD: &str = include_str!("../../docs/grafana/vmferry.json");
 /// How often it scrapes, and over how long a panel's rates are.
@@ -63,12 +63,10 @@ impl Prometheus {
         why: impl Fn() -> T,
         done: impl Fn(&Self) -> Option<bool>,
     ) {
-        let deadline = Instant::now() + PATIENCE;
-        while done(self) != Some(true) {
-            let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < deadline, "waited in vain for {what}: {:?}", why());
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        wait_for(what, || {
+            assert_eq!(self.child.try_wait().unwrap(), None, "{:?}", why());
+            if done(self) == Some(true) { Ok(()) } else { Err(why()) }
+        });
     }
 
     /// What its API answers; `None` if it cannot be reached.
@@ -103,7 +101,7 @@ fn installed(programs: &[&str]) -> bool {
     let missing = |program: &&&str| Command::new(program).arg("--version").output().is_err();
     let missing: Vec<_> = programs.iter().filter(missing).collect();
     if !missing.is_empty() {
-        say(&format!("not run: {missing:?} not found; Debian has both in the package prometheus"));
+        skip(Need::Program, format!("{missing:?} not found; Debian has both in the package prometheus"));
     }
     missing.is_empty()
 }
@@ -157,7 +155,7 @@ fn ask(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<
             _ => f64::MAX,
         };
         assert!(least >= 0.0 && most <= bound, "{title}: {least} to {most} {unit}");
-        say(&format!("{title}: {} series, {least:.4} to {most:.4} {unit}", series.len()));
+        say(format!("{title}: {} series, {least:.4} to {most:.4} {unit}", series.len()));
     }
 }
 
@@ -201,7 +199,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
         middle.migrate(&uri(&target), &[&slow[..], &["--mode", "postcopy", "--pace", "16M/s"]].concat());
     let postcopy = code(&moved) == 0;
     if !postcopy {
-        say(&format!("postcopy: not run: {}", crate::support::errors(&moved)));
+        skip(Need::Uffd, crate::support::errors(&moved));
     }
     // What it says after its end is told before it goes; and it goes then.
     for (name, address) in [("downtime", &first), ("total", &first)] {
@@ -217,7 +215,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
         let lacks = (!kvm && ["rings", "Full rings", "Memory"].iter().any(|part| title.contains(part)))
             || (!postcopy && title.contains("Waits for a page"));
         if lacks {
-            say(&format!("{title}: not asked: no guest here has that"));
+            say(format!("{title}: not asked: no guest here has that"));
             continue;
         }
         ask(&prometheus, panel, since, &instances);

@@ -1,11 +1,13 @@
 //! Guests that move over encrypted connections, and connections that do not come about.
 
 use crate::authority::Authority;
-use crate::support::{Folder, Run, can_track, code, document, errors, finish, kinds, say, vmferry};
+use crate::support::{
+    Folder, Need, Run, beside, can_track, code, document, errors, finish, kinds, skip, vmferry,
+};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use vmferry_testkit::wait;
 
 /// `--tls-*` for a host of `name`, with files in `folder`.
 fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
@@ -24,7 +26,7 @@ fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
 }
 
 fn target(kind: &str, folder: &Folder, own: &[String]) -> (Run, String) {
-    let mut more = vec!["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "5s"];
+    let mut more = vec!["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "30s"];
     more.extend(own.iter().map(String::as_str));
     let run = Run::start(kind, folder, "target", &more);
     let status = run.wait("the target listening", |status| status["vm"]["incoming"].is_string());
@@ -37,7 +39,7 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
     if !can_track() {
         return;
     }
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let (folder, ours, theirs) = (Folder::new(), Authority::new(), Authority::new());
         let (there, uri) = target(kind, &folder, &options(&folder, &ours, "127.0.0.1"));
         let here = Run::source(kind, &folder);
@@ -68,7 +70,7 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
         assert_eq!(document(&moved)["mismatched_pages"], 0);
         there.goes_on();
         there.whole();
-    }
+    });
 }
 
 #[test]
@@ -93,7 +95,7 @@ fn what_is_missing_or_does_not_fit_is_said_before_anything_begins() {
 #[test]
 fn keys_are_not_for_whoever_listens() {
     if !rustix::process::geteuid().is_root() {
-        return say("another user: not run: only root can become one");
+        return skip(Need::Root, "only root can become another user");
     }
     const ANOTHER: u32 = 65_534;
     let (folder, authority) = (Folder::new(), Authority::new());
@@ -111,11 +113,8 @@ for _ in range(2):
 "#;
     let mut other = Command::new("python3");
     other.args(["-c", script, &api]).uid(ANOTHER).gid(ANOTHER).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let Ok(child) = other.spawn() else { return say("another user: not run: there is no python3") };
-    let there = Instant::now();
-    while !std::path::Path::new(&api).exists() && there.elapsed() < Duration::from_secs(10) {
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let Ok(mut child) = other.spawn() else { return skip(Need::Program, "there is no python3") };
+    wait("a listener", || std::path::Path::new(&api).exists() || child.try_wait().unwrap().is_some());
     let migrate = ["migrate", "--api", &api, "tcp:127.0.0.1:1"];
     let words: Vec<_> = own.iter().map(String::as_str).collect();
     let refused = vmferry(&[&migrate[..], &words[..]].concat());
@@ -125,7 +124,7 @@ for _ in range(2):
     let meant = vmferry(&[&migrate[..], &words[..]].concat());
     let heard = finish(child);
     if !heard.status.success() {
-        return say(&format!("another user: not run: {}", errors(&heard).trim()));
+        return skip(Need::Root, format!("as another user: {}", errors(&heard)));
     }
     assert!(code(&refused) == 1 && errors(&refused).contains("is not given keys"), "{refused:?}");
     assert_eq!(code(&meant), 1);

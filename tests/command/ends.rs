@@ -4,21 +4,15 @@
 #[expect(dead_code, reason = "the loaders' tests use more of it")]
 mod image;
 
-use crate::support::{Folder, PATIENCE, Run, code, errors, finish, kinds, say, spawn, vmferry};
+use crate::support::{
+    Folder, Run, code, errors, finish, has_kvm, kinds, say, spawn, vmferry, wait_for, wait_for_end,
+};
 use image::TestElf;
 use rustix::process::Signal;
-use std::time::{Duration, Instant};
 
 /// Waits for the end of its process; gives the status.
 fn ended(run: &mut Run) -> i32 {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(status) = run.child.try_wait().unwrap() {
-            return status.code().unwrap_or(-1);
-        }
-        assert!(Instant::now() < deadline, "it did not end");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for_end(&mut run.child).unwrap_or(-1)
 }
 
 #[test]
@@ -68,8 +62,8 @@ fn times(serial: &str) -> usize {
 
 #[test]
 fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
-    if !kinds().contains(&"kvm") {
-        return say("resets: not run: no /dev/kvm");
+    if !has_kvm() {
+        return;
     }
     let folder = Folder::new();
     let (kernel, serial) = (folder.path("kernel"), folder.path("serial"));
@@ -79,11 +73,10 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
     let common = ["--kernel", &kernel, "--serial", &serial, "--disk", &disk];
     let mut run = Run::sized("kvm", "16M", &folder, "api", &common);
     let reach = |count| {
-        let deadline = Instant::now() + PATIENCE;
-        while times(&serial) < count {
-            assert!(Instant::now() < deadline, "it was started {} times only", times(&serial));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for("starts of the guest", || {
+            let times = times(&serial);
+            if times < count { Err(times) } else { Ok(()) }
+        });
     };
     let held = || {
         let here =
@@ -93,9 +86,12 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
     };
     reach(3);
     let before = held();
-    reach(20);
-    let after = held();
-    assert!(after.0 <= before.0 + 1 && after.1 <= before.1 + 1, "files and threads: {before:?}, {after:?}");
+    // Seven resets show a descriptor or a thread that each of them leaves behind. During a reset there may be some more.
+    reach(10);
+    wait_for(&format!("files and threads as before, {before:?}"), || {
+        let after = held();
+        if after.0 <= before.0 + 1 && after.1 <= before.1 + 1 { Ok(()) } else { Err(after) }
+    });
     let status = run.status().unwrap();
     assert_eq!(status["vm"]["place"], "running", "{status}");
     // The disk was never given away.
@@ -107,8 +103,8 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
 
 #[test]
 fn a_guest_that_resets_ends_the_command_if_that_is_asked_for() {
-    if !kinds().contains(&"kvm") {
-        return say("resets: not run: no /dev/kvm");
+    if !has_kvm() {
+        return;
     }
     let folder = Folder::new();
     let kernel = folder.path("kernel");
@@ -120,8 +116,8 @@ fn a_guest_that_resets_ends_the_command_if_that_is_asked_for() {
 
 #[test]
 fn a_vm_takes_little_of_the_host_beside_its_guests_memory() {
-    if !kinds().contains(&"kvm") {
-        return say("overhead: not run: no /dev/kvm");
+    if !has_kvm() {
+        return;
     }
     let folder = Folder::new();
     let disk = folder.path("disk");
@@ -130,6 +126,6 @@ fn a_vm_takes_little_of_the_host_beside_its_guests_memory() {
     let run = Run::sized("kvm", "1G", &folder, "api", &more);
     let status = run.wait("the guest running", |s| s["vm"]["guest"]["t_us"].as_u64() > Some(0));
     let overhead = status["vm"]["overhead_kib"].as_u64().unwrap();
-    say(&format!("beside its guest's memory the VM takes {overhead} KiB"));
+    say(format!("beside its guest's memory the VM takes {overhead} KiB"));
     assert!((256..16 << 10).contains(&overhead), "{overhead} KiB");
 }

@@ -6,20 +6,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 pub(crate) use vmferry_bench::etcd::{Etcd, NoEtcd};
+use vmferry_testkit::{Need, skip};
 
 pub(crate) fn start() -> Option<Etcd> {
-    or_say_why(Etcd::start())
+    or_skip(Etcd::start())
 }
 
-/// `None`, and says so, where it is not installed.
-pub(crate) fn or_say_why(etcd: Result<Etcd, NoEtcd>) -> Option<Etcd> {
+/// `None`, and the calling test is skipped, where it is not installed.
+pub(crate) fn or_skip(etcd: Result<Etcd, NoEtcd>) -> Option<Etcd> {
     match etcd {
         Ok(etcd) => Some(etcd),
-        Err(why) => {
-            // Past the test harness, which hides what passing tests print.
-            let _ = writeln!(std::io::stdout(), "etcd: not run: {why}");
+        Err(error @ NoEtcd::Start(_)) => {
+            skip(Need::Etcd, error);
             None
         }
+        Err(error) => panic!("{error}"),
     }
 }
 

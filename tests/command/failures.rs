@@ -1,7 +1,8 @@
 //! Migrations that end early: refused, called off, or cut by the death of a side.
 
 use crate::support::{
-    Folder, Run, VMFERRY, can_track, code, errors, finish, kinds, spawn, vmferry, wait_for_end,
+    Folder, Run, VMFERRY, beside, can_track, code, errors, finish, kinds, spawn, vmferry, wait_for,
+    wait_for_end,
 };
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -64,6 +65,19 @@ fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
     let child = spawn(&args);
     source.wait("the first pages sent", |s| s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
     child
+}
+
+/// Waits until a thread of `child` is blocked as it writes to this descriptor.
+fn blocked_writing(child: &Child, descriptor: u32) {
+    // Its number and its first argument; "running" if the thread is in none.
+    let call = format!("{} {descriptor:#x} ", libc::SYS_write);
+    wait_for(&format!("a thread that writes to {descriptor}"), || {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+        let calls =
+            threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("syscall")).ok());
+        let calls: Vec<_> = calls.collect();
+        if calls.iter().any(|this| this.starts_with(&call)) { Ok(()) } else { Err(calls) }
+    });
 }
 
 /// As Ctrl-C does.
@@ -149,8 +163,10 @@ fn ctrl_c_is_heard_while_nobody_reads() {
         rustix::pipe::fcntl_setpipe_size(pipe, 4096).unwrap();
         let held = || rustix::io::ioctl_fionread(pipe).unwrap();
         source.wait("a look", |s| held() > 1000 && s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
-        // Long enough for a line on standard error, too.
-        std::thread::sleep(std::time::Duration::from_secs(2));
+        blocked_writing(&child, 1);
+        if !to.is_empty() {
+            blocked_writing(&child, 2);
+        }
         interrupt(&child);
         source.wait("the guest to stay", |s| s["outcome"] == "cancelled" && s["vm"]["place"] == "running");
         assert_eq!(child.try_wait().unwrap(), None, "its reader is waited for");
@@ -167,7 +183,7 @@ fn the_death_of_one_side_costs_the_other_nothing() {
     if !can_track() {
         return;
     }
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let folder = Folder::new();
         let mut source = Run::source(kind, &folder);
         let (mut target, uri) = Run::target(kind, &folder, "t1", "tcp:127.0.0.1:0");
@@ -186,7 +202,7 @@ fn the_death_of_one_side_costs_the_other_nothing() {
         assert!(errors(&output).contains("the process that had the guest is gone"), "{output:?}");
         assert_eq!(wait_for_end(&mut target.child), Some(1), "a guest that did not come was not run");
         assert!(!Path::new(&target.api).exists(), "no socket is left behind");
-    }
+    });
 }
 
 /// Lines that are lost cost nobody a guest, and a report that is lost does not say that it stayed.

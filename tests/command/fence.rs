@@ -4,12 +4,14 @@
 use crate::authority::Authority;
 use crate::etcd::{self, Etcd, Slow};
 use crate::proxy::{Harm, Proxy, Rule, Way};
-use crate::support::{Folder, PATIENCE, Run, can_track, code, errors, finish, kinds, say, spawn, vmferry};
+use crate::support::{
+    Folder, Run, beside, can_track, code, errors, finish, kinds, say, spawn, vmferry, wait_for,
+};
 use rustix::process::Signal;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Child;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The commit of a precopy, or a postcopy, is cut: it still arrives (`CutBehindCommit`), or it does not.
 const CUTS: [Harm; 2] = [Harm::CutBehindCommit, Harm::CutAllAtCommit];
@@ -71,26 +73,24 @@ impl Pair {
 
     /// Waits until one side runs the guest and the other never will; says whether it is the target.
     fn one_owner(&mut self, what: &str) -> bool {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
+        let moved = wait_for("one owner", || {
             let (here, there) = (place(&self.source), place(&self.target));
             let (here_runs, there_runs) =
                 (here.as_deref() == Some("running"), there.as_deref() == Some("running"));
             assert!(!(here_runs && there_runs), "{what}: it runs on both sides");
             if there_runs && matches!(here.as_deref(), None | Some("moved")) {
-                self.target.wait("all of the guest", |s| s["vm"]["guest"]["corrupt"] == 0);
-                self.target.goes_on();
-                self.target.whole();
-                return true;
+                Ok(true)
+            } else if here_runs && there.is_none() {
+                Ok(false)
+            } else {
+                Err(format!("{what}: source {here:?}, target {there:?}"))
             }
-            if here_runs && there.is_none() {
-                self.source.goes_on();
-                self.source.whole();
-                return false;
-            }
-            assert!(Instant::now() < deadline, "{what}: nobody owns it: source {here:?}, target {there:?}");
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        });
+        let owner = if moved { &self.target } else { &self.source };
+        owner.wait("all of the guest", |s| s["vm"]["guest"]["corrupt"] == 0);
+        owner.goes_on();
+        owner.whole();
+        moved
     }
 }
 
@@ -103,7 +103,7 @@ fn place(run: &Run) -> Option<String> {
 fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
     let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         for mode in MODES {
             for harm in CUTS {
                 let what = format!("{kind}, {mode}, {harm:?}");
@@ -118,10 +118,10 @@ fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
                 assert!(said.contains(words), "{what}: {said}");
                 // A commit that did not arrive moves nothing; after one that did both may claim, and one wins.
                 assert!(!moved || harm == Harm::CutBehindCommit, "{what}");
-                say(&format!("{what}: {}", if moved { "target" } else { "source" }));
+                say(format!("{what}: {}", if moved { "target" } else { "source" }));
             }
         }
-    }
+    });
 }
 
 /// How the fence is out of reach at the handover.
@@ -137,14 +137,18 @@ enum Outage {
 
 #[test]
 fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
-    let Some(mut etcd) = an_etcd() else { return };
-    let slow = Slow::before(&etcd);
     let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
-    for (outage, harm) in [
+    let mut cases = Vec::new();
+    for case in [
         (Outage::Stopped, Harm::CutBehindCommit),
         (Outage::Killed, Harm::CutAllAtCommit),
         (Outage::Late, Harm::CutBehindCommit),
     ] {
+        let Some(etcd) = an_etcd() else { return };
+        cases.push((etcd, case));
+    }
+    beside(cases, |(mut etcd, (outage, harm))| {
+        let slow = Slow::before(&etcd);
         let what = format!("{outage:?}, {harm:?}");
         let fence = slow.fence();
         let mut pair = Pair::new("process", [&fence, &fence], Some(harm));
@@ -184,15 +188,15 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
             Outage::Late => slow.delay(Duration::ZERO),
         }
         let moved = pair.one_owner(&what);
-        say(&format!("fence {what}: {}", if moved { "target" } else { "source" }));
-    }
+        say(format!("fence {what}: {}", if moved { "target" } else { "source" }));
+    });
 }
 
 /// Without an answer for as long as the link holds the guest goes back by the target's own word.
 #[test]
 fn a_target_that_cannot_claim_gives_the_guest_back() {
     let Some(etcd) = an_etcd() else { return };
-    for mode in MODES {
+    beside(MODES, |mode| {
         // Only the target's way to the fence is lost, after the register was looked for.
         let slow = Slow::before(&etcd);
         // A source that has handed over is silent: the link must hold for as long as three attempts take.
@@ -210,14 +214,14 @@ fn a_target_that_cannot_claim_gives_the_guest_back() {
         // By its own word after three attempts.
         assert!(errors(&output).contains("the guest was not started on the target"), "{output:?}");
         assert!(!pair.one_owner(mode));
-    }
+    });
 }
 
 /// A side that stands still between being told and doing it finds out what became of the guest meanwhile.
 #[test]
 fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
-    let Some(etcd) = an_etcd() else { return };
-    for stopped in ["target", "source"] {
+    let (Some(one), Some(other)) = (an_etcd(), an_etcd()) else { return };
+    beside([("target", one), ("source", other)], |(stopped, etcd)| {
         let fence = etcd.fence();
         let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
         let child = pair.begun_without(&etcd);
@@ -227,15 +231,18 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
         etcd.signal(Signal::CONT).unwrap();
         // Either side may have won by now: what the one that stands still had asked may be granted too.
         let other = if stopped == "target" { &pair.source } else { &pair.target };
-        std::thread::sleep(Duration::from_secs(3));
+        wait_for("the other side's ruling", || match other.status() {
+            Some(status) if status["state"] == "unknown" => Err(status),
+            _ => Ok(()),
+        });
         let other_runs = place(other).as_deref() == Some("running");
         side.signal(Signal::CONT);
         finish(child);
         let moved = pair.one_owner(stopped);
         let won = if moved == (stopped == "source") { "the other" } else { "the one that stood still" };
         assert!(!other_runs || won == "the other", "{stopped} stood still");
-        say(&format!("fence, {stopped} stopped: {won} has the guest"));
-    }
+        say(format!("fence, {stopped} stopped: {won} has the guest"));
+    });
 }
 
 /// Each request that the two members do not answer takes 4 s, and each side makes several.
@@ -307,11 +314,10 @@ fn a_person_takes_only_what_the_fence_gives() {
     assert!(code(&output) == 1 && errors(&output).contains("nobody can know"), "{output:?}");
     etcd.signal(Signal::CONT).unwrap();
     // Its source may have been granted it before, or not.
-    let deadline = Instant::now() + PATIENCE;
-    while place(&pair.target).is_some_and(|place| place != "running") {
-        assert!(Instant::now() < deadline, "{:?}", pair.target.status());
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_for("the target's ruling", || match place(&pair.target) {
+        Some(place) if place != "running" => Err(place),
+        _ => Ok(()),
+    });
     let output = recover("--take");
     if place(&pair.target).is_some() {
         assert!(code(&output) == 1 && errors(&output).contains("must not run here as well"), "{output:?}");
@@ -334,7 +340,7 @@ fn a_fence_with_certificates_is_reached_from_within_the_sandbox() {
     let (folder, authority) = (Folder::new(), Authority::new());
     let (certificate, key) = authority.issue("127.0.0.1");
     let started = Etcd::start_encrypted(&certificate, &key, &authority.pem);
-    let Some(etcd) = etcd::or_say_why(started) else { return };
+    let Some(etcd) = etcd::or_skip(started) else { return };
     let fence = |name: &str| {
         let (certificate, key) = authority.issue(name);
         let files = [("ca", &authority.pem), ("cert", &certificate), ("key", &key)].map(|(what, text)| {

@@ -1,16 +1,16 @@
 //! Migrations that go well: between processes, through a file, of every kind of guest.
 
 use crate::support::{
-    Folder, Run, WORKLOAD, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
+    Folder, Need, Run, WORKLOAD, beside, can, can_track, code, document, errors, finish, kinds, say, spawn,
+    vmferry, wait_for,
 };
-use std::time::Duration;
 
 #[test]
 fn the_demo_moves_a_guest_of_each_kind_and_reports() {
     if !can_track() {
         return;
     }
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let output =
             vmferry(&["demo", "--guest", kind, "--memory", "96M", "--workload", WORKLOAD, "--json", "-"]);
         assert_eq!(code(&output), 0, "{output:?}");
@@ -50,7 +50,7 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
         let shown = errors(&output);
         assert!(shown.contains("checked every page of its own"), "{shown}");
         assert!(shown.contains("pages;"), "progress lines: {shown}");
-    }
+    });
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
     if !can_track() {
         return;
     }
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let folder = Folder::new();
         let source = Run::source(kind, &folder);
         let (second, uri) = Run::target(kind, &folder, "second", "tcp:127.0.0.1:0");
@@ -104,7 +104,7 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
         fifth.whole();
         let output = fifth.migrate("unix:/nonexistent/x", &["--keep-running"]);
         assert!(code(&output) == 1 && errors(&output).contains("--keep-running"), "{output:?}");
-    }
+    });
 }
 
 /// The most memory that was ever resident in the process, in KiB; none if it has ended.
@@ -147,16 +147,16 @@ fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
         let mut child = spawn(&["migrate", "--api", &source.api, uri, "--channels", "4"]);
         let mut during = before;
         // The source ends soon after its report was read: it is looked at all the time.
-        while child.try_wait().unwrap().is_none() {
+        wait_for("the end of the migration", || {
             during = during.max(peak_kib(&source).unwrap_or(0));
-            std::thread::sleep(Duration::from_millis(1));
-        }
+            child.try_wait().unwrap().ok_or("it goes on")
+        });
         let output = finish(child);
         assert_eq!(code(&output), 0, "{output:?}");
         target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
         let source_added = during - before;
         let target_added = peak_kib(&target).unwrap().saturating_sub(before);
-        say(&format!("{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"));
+        say(format!("{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"));
         assert!(before > data << 10, "the guest's content is there: {before} KiB");
         assert!(source_added <= MOST_ADDED_KIB, "{source_added} KiB at the source");
         assert!(target_added <= MOST_ADDED_KIB, "{target_added} KiB at the target");
@@ -167,11 +167,9 @@ fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
 
 #[test]
 fn a_guest_with_dirty_rings_moves_by_them_and_is_measured_by_vcpu() {
-    let rings = String::from_utf8_lossy(&vmferry(&["check"]).stdout).into_owned();
-    if !rings.lines().any(|line| line.starts_with("yes") && line.contains("dirty rings")) {
-        return say(&format!("rings: not run: {rings}"));
+    if !can(Need::Kvm, "dirty_rings") {
+        return;
     }
-    say("KVM: ran");
     let folder = Folder::new();
     let with = ["--dirty-ring", "1024", "--cpus", "2"];
     let source = Run::start("kvm", &folder, "source", &[&with[..], &["--workload", WORKLOAD]].concat());

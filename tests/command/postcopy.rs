@@ -1,15 +1,14 @@
 //! Guests that run on the target before their memory is there: every way to get there, and what may go wrong on it.
 
 use crate::support::{
-    Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, say, spawn, vmferry,
-    wait_for_end,
+    Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds, say, skip,
+    spawn, vmferry, wait_for, wait_for_end,
 };
 use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
 /// Moves a loaded guest with these arguments, and looks at it on the other side.
 fn moves(kind: &str, uri: impl Fn(&Folder) -> String, more: &[&str]) -> Value {
@@ -35,7 +34,7 @@ fn tcp(_: &Folder) -> String {
 
 #[test]
 fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let fast = ["--mode", "postcopy", "--max-bandwidth", "60M/s"];
         for (path, pace) in
             [("shared", "off"), ("interleaved", "auto"), ("dedicated", "50M/s"), ("dedicated", "auto")]
@@ -44,7 +43,7 @@ fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
             let postcopy = &report["postcopy"];
             assert!(postcopy["faults"].as_u64() > Some(0), "{path} {pace}: {report}");
             assert_eq!(report["passes"].as_array().unwrap().len(), 1, "nothing was sent before: {report}");
-            say(&format!(
+            say(format!(
                 "{kind}, {path}, pace {pace}: {} faults, mean {:.0} us, stopped for {:.1} ms",
                 postcopy["faults"],
                 postcopy["mean_us"].as_f64().unwrap(),
@@ -52,7 +51,7 @@ fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
             ));
         }
         moves(kind, |folder| format!("unix:{}", folder.path("wire")), &fast);
-    }
+    });
 }
 
 #[test]
@@ -60,7 +59,7 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
     if !can_track() {
         return;
     }
-    for kind in kinds() {
+    beside(kinds(), |kind| {
         let slow = ["--max-bandwidth", "40M/s", "--downtime-limit", "1ms"];
         let report = moves(kind, tcp, &[&slow[..], &["--mode", "hybrid"]].concat());
         assert!(report["passes"].as_array().unwrap().len() > 1, "{report}");
@@ -75,7 +74,7 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
         assert_eq!(code(&finish(child)), 0);
         target.wait("all of the guest", |s| s["state"] == "completed");
         target.whole();
-    }
+    });
 }
 
 /// A migration in `state`, with some pages sent, whose command has seen that state.
@@ -87,11 +86,10 @@ fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
     source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(2 << 20));
     let seen = || std::fs::read_to_string(&events).unwrap_or_default();
     let is_in = |line: &str| serde_json::from_str::<Value>(line).is_ok_and(|status| status["state"] == state);
-    let deadline = Instant::now() + PATIENCE;
-    while !seen().lines().any(is_in) {
-        assert!(Instant::now() < deadline, "the command saw no {state}: {}", seen());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_for(&format!("a command that has seen {state}"), || {
+        let seen = seen();
+        if seen.lines().any(is_in) { Ok(()) } else { Err(seen) }
+    });
     child
 }
 
@@ -122,7 +120,7 @@ fn a_source_that_dies_in_postcopy_takes_the_guest_with_it_and_everybody_says_so(
 /// The target is not heard of for a while: stopped as it stands, as by a host that swaps, or a network that is down.
 #[test]
 fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
-    for by_hand in [true, false] {
+    beside([true, false], |by_hand| {
         let folder = Folder::new();
         let source = Run::source("process", &folder);
         let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
@@ -163,7 +161,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
         target.whole();
         let mut source = source;
         assert_eq!(wait_for_end(&mut source.child), Some(0), "nothing needs it any more");
-    }
+    });
 }
 
 #[test]
@@ -197,8 +195,11 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
 fn a_target_that_may_not_have_faults_says_how_to_permit_it() {
     let forbidden = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let root = rustix::process::geteuid().is_root();
-    if !root || forbidden.trim() != "0" || kinds().len() < 2 || !can_track() {
-        return say("userfaultfd forbidden: not run: needs root, /dev/kvm and vm.unprivileged_userfaultfd=0");
+    if !root || forbidden.trim() != "0" {
+        return skip(Need::Root, "needs root and vm.unprivileged_userfaultfd=0");
+    }
+    if !has_kvm() || !can_track() {
+        return;
     }
     let folder = Folder::new();
     let source = Run::source("kvm", &folder);
@@ -215,18 +216,14 @@ fn a_target_that_may_not_have_faults_says_how_to_permit_it() {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn();
-    let Ok(child) = child else { return say("userfaultfd forbidden: not run: nobody cannot execute this") };
+    let Ok(child) = child else { return skip(Need::Root, "another user cannot execute this command") };
     let mut target = Run { child, api };
-    let begin = Instant::now();
-    let status = loop {
-        if let Some(status) = target.status().filter(|s| s["vm"]["incoming"].is_string()) {
-            break status;
-        }
-        if target.child.try_wait().unwrap().is_some() || begin.elapsed() > PATIENCE {
-            return say("userfaultfd forbidden: not run: nobody cannot run a KVM guest here");
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    let listens = wait_for("the target listening, or its end", || {
+        let status = target.status().filter(|s| s["vm"]["incoming"].is_string());
+        let ended = target.child.try_wait().unwrap().is_some();
+        if ended || status.is_some() { Ok(status) } else { Err("neither") }
+    });
+    let Some(status) = listens else { return skip(Need::Root, "another user cannot run a KVM guest here") };
     let uri = status["vm"]["incoming"].as_str().unwrap();
     let output = source.migrate(uri, &["--mode", "postcopy"]);
     assert_eq!(code(&output), 1, "{output:?}");

@@ -1,7 +1,9 @@
 //! The process that runs a guest is confined: each of its threads, before and during a migration, on both sides. What a confined thread
 //! cannot do is tested thread by thread in `crates/confine/tests`; here it is that the command's own are those threads.
 
-use crate::support::{Folder, Run, VMFERRY, WORKLOAD, code, errors, finish, kinds, say, spawn, vmferry};
+use crate::support::{
+    Folder, Need, Run, VMFERRY, WORKLOAD, code, errors, finish, has_kvm, kinds, say, skip, spawn, vmferry,
+};
 use crate::terminal::Terminal;
 use crate::threads::{can_confine, confined, filters_around, threads};
 use std::os::unix::fs::chown;
@@ -29,7 +31,7 @@ fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
         let told = &status["vm"]["confinement"];
         assert_eq!((&told["mode"], &told["seccomp"]["in_force"]), (&"kill".into(), &true.into()), "{told}");
         assert_eq!(told["capabilities"]["in_force"], true, "{told}");
-        say(&format!("{kind}: {told}"));
+        say(format!("{kind}: {told}"));
         if kind == "kvm" {
             continue;
         }
@@ -39,7 +41,7 @@ fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
         let migration = spawn(&args);
         source.wait("a pass", |s| s["progress"]["pass"].as_u64() > Some(0) || s["state"] == "precopy");
         let (here, there) = (confined(&source, "source"), confined(&target, "target"));
-        say(&format!("threads of a migration: {here:?}, {there:?}"));
+        say(format!("threads of a migration: {here:?}, {there:?}"));
         assert!(here.iter().any(|name| name.starts_with("source-")), "{here:?}");
         assert!(there.iter().any(|name| name.starts_with("target-")), "{there:?}");
         assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
@@ -91,14 +93,13 @@ fn files_are_reached_where_the_command_line_says_and_nowhere_else() {
 
 #[test]
 fn a_console_is_set_up_read_and_left_as_it_was() {
-    if !kinds().contains(&"kvm") {
-        return say("the console: not run: no /dev/kvm");
+    if !has_kvm() {
+        return;
     }
     let args = ["run", "--memory", "64M", "--workload", "idle", "--serial", "stdio"];
     let mut terminal = Terminal::foreground(&args);
     terminal.wait_for("Ctrl-] ends vmferry");
     terminal.press("text\r");
-    std::thread::sleep(std::time::Duration::from_millis(200));
     terminal.press("\u{1d}");
     assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
 }
@@ -114,7 +115,7 @@ fn a_jail_has_nothing_but_what_was_named() {
     if !rustix::process::geteuid().is_root() {
         let output = vmferry(&[&["run", "--guest", "process", "--memory", "64M"], &prison[..]].concat());
         assert!(code(&output) == 1 && errors(&output).contains("only root can make a jail"), "{output:?}");
-        return say("a jail: only its refusal was tested: this is not root");
+        return skip(Need::Root, "only the refusal of a jail was tested");
     }
     let root = vmferry(&["run", "--guest", "process", "--jail", &jail, "--uid", "0", "--gid", "0"]);
     assert!(code(&root) == 1 && errors(&root).contains("must not be root"), "{root:?}");
@@ -143,7 +144,7 @@ fn a_jail_has_nothing_but_what_was_named() {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         there.sort();
-        say(&format!("{kind}: in the jail: {there:?}"));
+        say(format!("{kind}: in the jail: {there:?}"));
         for gone in ["root", "home", "bin", "usr/bin", "etc/passwd", "var/log"] {
             assert!(!std::path::Path::new(&format!("{root}/{gone}")).exists(), "{gone}");
         }
@@ -167,7 +168,8 @@ fn a_jail_has_nothing_but_what_was_named() {
         target.goes_on();
         let file = format!("file:{}", own.path("copy"));
         assert_eq!(code(&target.migrate(&file, &["--keep-running"])), 0);
-        drop((source, target));
+        drop(source);
+        target.quit();
         assert!(!std::path::Path::new(&own.path("target")).exists(), "its socket is gone");
     }
 }
@@ -190,7 +192,7 @@ fn descriptors_that_were_inherited_are_closed_and_a_console_is_its_users() {
         .filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok())
         .collect();
     assert!(open.len() > 2 && open.iter().all(|file| !file.starts_with("/etc")), "{open:?}");
-    if kinds().contains(&"kvm") {
+    if has_kvm() {
         let _kvm = Run::start("kvm", &folder, "kvm", &["--serial", &serial, "--workload", "idle,ws=4M"]);
         use std::os::unix::fs::PermissionsExt;
         assert_eq!(std::fs::metadata(&serial).unwrap().permissions().mode() & 0o777, 0o600);

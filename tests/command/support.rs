@@ -1,45 +1,59 @@
 //! What the tests share: processes of the command, ended and waited for whatever happens.
 
-use serde_json::Value;
-use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::mpsc;
+use vmferry_control::Client;
+pub(crate) use vmferry_testkit::{Need, PATIENCE, say, skip, wait_for};
 
 pub(crate) const VMFERRY: &str = env!("CARGO_BIN_EXE_vmferry");
 pub(crate) const WORKLOAD: &str = "uniform,ws=16M,data=48M,rate=20k,fill=random";
-/// Longer than anything here takes on a busy host.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Past the test harness, which hides what passing tests print.
-pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
-
-/// The kinds of guest that run here; says so for KVM.
+/// The kinds of guest that run here. The calling test is skipped for KVM where there is none.
 pub(crate) fn kinds() -> Vec<&'static str> {
-    match std::fs::File::options().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => {
-            say("KVM: ran");
-            vec!["process", "kvm"]
-        }
-        Err(error) => {
-            say(&format!("KVM: not run: /dev/kvm: {error}"));
-            vec!["process"]
-        }
-    }
+    if has_kvm() { vec!["process", "kvm"] } else { vec!["process"] }
 }
 
-/// Whether process guests can be tracked by this user; says so if not.
-pub(crate) fn can_track() -> bool {
-    let checked = vmferry(&["check"]);
-    let text = String::from_utf8_lossy(&checked.stdout).into_owned();
-    let yes = text.lines().any(|line| line.starts_with("yes") && line.contains("tracking by wp"));
-    if !yes {
-        say(&format!("not run: this user cannot track by write protection: {text}"));
+/// Returns whether KVM guests run here. The calling test is skipped if they do not.
+pub(crate) fn has_kvm() -> bool {
+    let opened = std::fs::File::options().read(true).write(true).open("/dev/kvm");
+    opened.map_err(|error| skip(Need::Kvm, format!("/dev/kvm: {error}"))).is_ok()
+}
+
+/// What `vmferry check` reports. It is the same for all tests.
+fn checked() -> &'static Value {
+    static CHECKED: OnceLock<Value> = OnceLock::new();
+    CHECKED.get_or_init(|| document(&vmferry(&["check", "--json", "-"])))
+}
+
+/// Returns whether the check `id` is fulfilled. The calling test is skipped if it is not.
+pub(crate) fn can(need: Need, id: &str) -> bool {
+    let checks = checked()["checks"].as_array().unwrap();
+    let check = checks.iter().find(|check| check["id"] == id).unwrap();
+    if check["ok"] == false {
+        skip(need, check);
     }
-    yes
+    check["ok"] == true
+}
+
+/// Returns whether this user can track the pages of process guests. The calling test is skipped if not.
+pub(crate) fn can_track() -> bool {
+    can(Need::Uffd, "wp")
+}
+
+/// Runs `test` for each of `cases`, all at once: these tests wait most of the time.
+pub(crate) fn beside<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(T) + Sync) {
+    std::thread::scope(|scope| {
+        for case in cases {
+            let test = &test;
+            scope.spawn(move || test(case));
+        }
+    });
 }
 
 pub(crate) struct Folder(PathBuf);
@@ -82,28 +96,19 @@ pub(crate) fn spawn(args: &[&str]) -> Child {
         .unwrap()
 }
 
-/// Waits for the end, with a limit.
-pub(crate) fn finish(mut child: Child) -> Output {
-    let deadline = Instant::now() + PATIENCE;
-    while child.try_wait().unwrap().is_none() {
-        if Instant::now() > deadline {
-            let _ = child.kill();
-            panic!("it did not end: {:?}", child.wait_with_output());
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    child.wait_with_output().unwrap()
+/// Waits for the end of `child`; reads all that it writes.
+pub(crate) fn finish(child: Child) -> Output {
+    let (pid, (send, ended)) = (Pid::from_child(&child), mpsc::channel());
+    std::thread::spawn(move || send.send(child.wait_with_output()));
+    let output = ended.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+        let _ = kill_process(pid, Signal::KILL);
+        panic!("it did not end: {:?}", ended.recv())
+    });
+    output.unwrap()
 }
 
 pub(crate) fn wait_for_end(child: &mut Child) -> Option<i32> {
-    let deadline = Instant::now() + PATIENCE;
-    while Instant::now() < deadline {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status.code();
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    panic!("the process did not end");
+    wait_for("the end of a process", || child.try_wait().unwrap().ok_or("it runs")).code()
 }
 
 pub(crate) fn code(output: &Output) -> i32 {
@@ -142,26 +147,26 @@ impl Run {
     }
 
     pub(crate) fn target(kind: &str, folder: &Folder, name: &str, uri: &str) -> (Self, String) {
-        let run = Self::start(kind, folder, name, &["--incoming", uri, "--peer-timeout", "3s"]);
+        let run = Self::start(kind, folder, name, &["--incoming", uri, "--peer-timeout", "30s"]);
         let status = run.wait("the target listening", |s| s["vm"]["incoming"].is_string());
         let uri = status["vm"]["incoming"].as_str().unwrap().to_owned();
         (run, uri)
     }
 
     pub(crate) fn status(&self) -> Option<Value> {
-        let output = vmferry(&["status", "--api", &self.api]);
-        serde_json::from_slice(&output.stdout).ok()
+        self.ask("x-vmferry-status", json!({}))
+    }
+
+    /// What its control socket answers; `None` if that cannot be reached.
+    fn ask(&self, command: &str, arguments: Value) -> Option<Value> {
+        Client::connect(Path::new(&self.api), PATIENCE).ok()?.execute(command, arguments).ok()
     }
 
     pub(crate) fn wait(&self, what: &str, done: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            if let Some(status) = self.status().filter(&done) {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "waited in vain for {what}: {:?}", self.status());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_for(what, || match self.status() {
+            Some(status) if done(&status) => Ok(status),
+            other => Err(other),
+        })
     }
 
     /// The guest goes on here: it writes more than it had, and finds nothing wrong.
@@ -175,11 +180,7 @@ impl Run {
 
     /// All pages of the guest are as it left them.
     pub(crate) fn whole(&self) {
-        // Through the socket: a request that only tests and demonstrations make has no subcommand.
-        let mut stream = std::os::unix::net::UnixStream::connect(&self.api).unwrap();
-        stream.write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
-        let request = b"{\"execute\": \"x-vmferry-verify-guest\", \"arguments\": {\"request\": 77}}\n";
-        stream.write_all(request).unwrap();
+        self.ask("x-vmferry-verify-guest", json!({ "request": 77 })).unwrap();
         let status = self.wait("the guest checking itself", |s| s["vm"]["guest"]["verify_done"] == 77);
         assert_eq!(status["vm"]["guest"]["corrupt"], 0, "{status}");
     }
@@ -202,9 +203,14 @@ impl Run {
     }
 
     /// Stops the process as it stands (`STOP`), or lets it go on (`CONT`).
-    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
-        let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
-        rustix::process::kill_process(pid, signal).unwrap();
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Has it end by its control socket, and waits for that.
+    pub(crate) fn quit(mut self) {
+        assert_eq!(code(&vmferry(&["quit", "--api", &self.api])), 0);
+        assert_eq!(wait_for_end(&mut self.child), Some(0));
     }
 
     pub(crate) fn kill(&mut self) {
@@ -215,14 +221,6 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        let _ = vmferry(&["quit", "--api", &self.api]);
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < deadline {
-            if matches!(self.child.try_wait(), Ok(Some(_))) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

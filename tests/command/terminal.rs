@@ -1,6 +1,6 @@
 //! A terminal for the commands that want one: a pseudo-terminal, and what was written to it.
 
-use crate::support::{PATIENCE, VMFERRY};
+use crate::support::{VMFERRY, wait_for};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
@@ -11,7 +11,6 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// A command on a terminal of its own; ended when dropped.
 pub(crate) struct Terminal {
@@ -96,11 +95,10 @@ impl Terminal {
     }
 
     pub(crate) fn wait_for(&self, what: &str) {
-        let deadline = Instant::now() + PATIENCE;
-        while !self.text().contains(what) {
-            assert!(Instant::now() < deadline, "waited in vain for {what:?} in {:?}", self.text());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_for(&format!("{what:?} on a terminal"), || {
+            let text = self.text();
+            if text.contains(what) { Ok(()) } else { Err(text) }
+        });
     }
 
     pub(crate) fn press(&mut self, keys: &str) {
@@ -112,14 +110,9 @@ impl Terminal {
     }
 
     pub(crate) fn end(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "it did not end: {:?}", self.text());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        wait_for("the end of a command on a terminal", || {
+            self.child.try_wait().unwrap().ok_or_else(|| self.text())
+        })
     }
 }
 

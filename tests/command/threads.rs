@@ -1,9 +1,7 @@
 //! What confines each thread of a process, as the kernel says it (proc(5), `status`).
 
-use crate::support::{Run, say, vmferry};
-use serde_json::Value;
+use crate::support::{Need, Run, can, wait_for};
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 pub(crate) struct Thread {
     name: String,
@@ -40,8 +38,8 @@ pub(crate) fn filters_around() -> u64 {
 
 /// Two filters hold for the process, and at least one more for each thread; returns their names.
 pub(crate) fn confined(run: &Run, what: &str) -> Vec<String> {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
+    // One that has just begun confines itself next.
+    wait_for(&format!("the confinement of all threads {what}"), || {
         let threads = threads(run);
         let open = |thread: &&Thread| {
             thread.number("Seccomp") != 2
@@ -50,24 +48,14 @@ pub(crate) fn confined(run: &Run, what: &str) -> Vec<String> {
                 || thread.fields["CapPrm"] != "0000000000000000"
                 || thread.fields["CapEff"] != "0000000000000000"
         };
-        // One that has just begun confines itself next.
         match threads.iter().find(open) {
-            None => return threads.into_iter().map(|thread| thread.name).collect(),
-            Some(thread) if Instant::now() > deadline => {
-                panic!("{what}: the thread '{}' is not confined: {:?}", thread.name, thread.fields)
-            }
-            Some(_) => std::thread::sleep(Duration::from_millis(1)),
+            None => Ok(threads.into_iter().map(|thread| thread.name).collect()),
+            Some(thread) => Err(format!("'{}' is not confined: {:?}", thread.name, thread.fields)),
         }
-    }
+    })
 }
 
-/// Whether this host confines at all.
+/// Returns whether this host confines at all. The calling test is skipped if it does not.
 pub(crate) fn can_confine() -> bool {
-    let checked: Value = serde_json::from_slice(&vmferry(&["check", "--json", "-"]).stdout).unwrap();
-    let seccomp =
-        checked["checks"].as_array().unwrap().iter().find(|check| check["id"] == "seccomp").unwrap();
-    if seccomp["ok"] == false {
-        say(&format!("not run: {seccomp}"));
-    }
-    seccomp["ok"] == true
+    can(Need::Kernel, "seccomp")
 }

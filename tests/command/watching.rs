@@ -1,12 +1,11 @@
 //! Watching guests and their migrations: on a terminal, from Prometheus, afterwards as a page.
 
-use crate::support::{Folder, Run, can_track, code, errors, vmferry};
+use crate::support::{Folder, PATIENCE, Run, beside, can_track, code, errors, vmferry};
 use crate::terminal::Terminal;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
-use std::time::Duration;
 
 #[test]
 fn results_become_a_page_and_other_files_are_refused() {
@@ -66,7 +65,7 @@ fn results_become_a_page_and_other_files_are_refused() {
 /// The metrics at an address.
 fn scrape(address: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
         .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text\r\n\r\n")
         .unwrap();
@@ -111,7 +110,7 @@ fn a_migration_is_shown_on_a_terminal() {
     if !can_track() {
         return;
     }
-    for (columns, colour) in [(120, true), (60, false)] {
+    beside([(120, true), (60, false)], |(columns, colour)| {
         let folder = Folder::new();
         let source = Run::source("process", &folder);
         let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
@@ -128,7 +127,7 @@ fn a_migration_is_shown_on_a_terminal() {
         assert_eq!(text.contains("\u{1b}[1m"), colour, "{text:?}");
         target.wait("the guest being here", |status| status["vm"]["place"] == "running");
         target.goes_on();
-    }
+    });
 }
 
 #[test]

@@ -14,14 +14,9 @@ mod script;
 
 use page::{Block, Kind, Page};
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-/// Past the test harness, which hides what passing tests print.
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
-}
+use vmferry_testkit::{Need, say, skip};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
@@ -62,9 +57,9 @@ fn blocks_of_commands_run_as_they_stand() {
     for (page, block) in blocks(&pages()) {
         let place = format!("{}:{}", page.name, block.line);
         match (&block.kind, &kvm) {
-            (Kind::NotRun(why), _) => say(&format!("{place}: not run: {why}")),
+            (Kind::NotRun(why), _) => say(format!("{place}: not run: {why}")),
             (Kind::Run, Err(error)) if block.needs_kvm() => {
-                say(&format!("{place}: not run: /dev/kvm: {error}"))
+                skip(Need::Kvm, format!("{place}: /dev/kvm: {error}"));
             }
             (Kind::Run, _) => {
                 script::run(&place, block);
@@ -73,7 +68,7 @@ fn blocks_of_commands_run_as_they_stand() {
             _ => {}
         }
     }
-    say(&format!("{ran} blocks ran"));
+    say(format!("{ran} blocks ran"));
     assert!(ran > 0, "no block was run at all");
 }
 

@@ -5,10 +5,7 @@ use std::fs::File;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-
-/// Longer than any block takes on a busy host.
-const PATIENCE: Duration = Duration::from_secs(120);
+use vmferry_testkit::wait_for;
 
 /// A guest that the block started.
 struct Guest {
@@ -26,27 +23,19 @@ impl Guest {
         let log = folder.join(format!("guest-{number}.log"));
         let mut guest =
             Self { child: shell(folder, &format!("exec {line}"), &log), socket: folder.join(socket), log };
-        let began = Instant::now();
-        while !guest.socket.exists() {
+        wait_for(&format!("{place}: `{line}`: {socket:?}"), || {
             let ended = guest.child.try_wait().unwrap();
             assert!(ended.is_none(), "{place}: `{line}` ended: {ended:?}: {}", read(&guest.log));
-            assert!(began.elapsed() < PATIENCE, "{place}: `{line}`: no {socket:?}: {}", read(&guest.log));
-            std::thread::sleep(Duration::from_millis(10));
-        }
+            if guest.socket.exists() { Ok(()) } else { Err(read(&guest.log)) }
+        });
         guest
     }
 }
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        let _ = vmferry().args(["quit", "--api"]).arg(&self.socket).output();
-        let began = Instant::now();
-        while self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            if began.elapsed() > Duration::from_secs(20) {
-                let _ = self.child.kill();
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -56,10 +45,6 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
-}
-
-fn vmferry() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_vmferry"))
 }
 
 fn shell(folder: &Path, command: &str, log: &Path) -> Child {
@@ -126,18 +111,8 @@ fn foreground(place: &str, folder: &Path, number: usize, script: &str, guests: &
     let log = folder.join(format!("part-{number}.log"));
     // Says which line it was.
     let mut child = shell(folder, &format!("set -x\n{script}"), &log);
-    let began = Instant::now();
-    let status = loop {
-        match child.try_wait().unwrap() {
-            Some(status) => break status,
-            None if began.elapsed() > PATIENCE => {
-                let _ = child.kill();
-                let _ = child.wait();
-                panic!("{place}: it did not end: {}", read(&log));
-            }
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
-    };
+    let status =
+        wait_for(&format!("{place}: its end"), || child.try_wait().unwrap().ok_or_else(|| read(&log)));
     let logs: Vec<_> = guests.iter().map(|guest| read(&guest.log)).collect();
     assert!(status.success(), "{place}: {status}: {}\nguests: {logs:?}", read(&log));
 }

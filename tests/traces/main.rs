@@ -12,7 +12,7 @@ use collector::{Collector, Received};
 use serde_json::Value;
 use std::os::unix::fs::chown;
 use std::process::{Command, Stdio};
-use support::{Folder, Run, VMFERRY, WORKLOAD, can_track, code, errors, finish, say};
+use support::{Folder, Need, Run, VMFERRY, WORKLOAD, can_track, code, errors, finish, say, skip};
 
 /// What its thread is called, as far as the kernel keeps a name.
 const THREAD: &str = "OpenTelemetry.T";
@@ -105,7 +105,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     let told = end(&mut source);
     assert!(!told.contains("traces"), "{told}");
     let spans = collector.wait("the migration", |spans| !named(spans, "migration").is_empty());
-    say(&format!("{} spans of {}", spans.len(), report["total_ms"]));
+    say(format!("{} spans of {}", spans.len(), report["total_ms"]));
 
     let migration = only(&spans, "migration");
     assert!(migration.span.parent_span_id.is_empty() && migration.span.trace_id.len() == 16);
@@ -145,7 +145,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     };
     for phase in phases {
         let told = report["phases"].as_array().unwrap().iter().find(|told| told["phase"] == *phase.span.name);
-        say(&format!("{}: {:.1} ms, in the report {:?}", phase.span.name, ms(phase), told));
+        say(format!("{}: {:.1} ms, in the report {:?}", phase.span.name, ms(phase), told));
     }
 }
 
@@ -162,7 +162,7 @@ fn a_real_collector_understands_every_span() {
     let told = end(&mut source);
     assert!(!told.contains("traces"), "{told}");
     let (resource, spans) = collector.spans("migration");
-    say(&format!("a real collector: {} spans", spans.len()));
+    say(format!("a real collector: {} spans", spans.len()));
     assert_eq!(resource["service.name"], "Str(vmferry)");
     assert_eq!(resource["deployment.environment"], "Str(test)");
     let migration = spans.iter().find(|span| span.is("Name") == "migration").unwrap();
@@ -204,7 +204,7 @@ fn a_postcopy_has_its_phase_and_a_failed_migration_is_an_error() {
     let (_target, uri) = Run::target("process", &folder, "third", "tcp:127.0.0.1:0");
     let output = source.migrate(&uri, &["--mode", "postcopy"]);
     if errors(&output).contains("userfaultfd") {
-        return say(&format!("postcopy: not run: {}", errors(&output)));
+        return skip(Need::Uffd, errors(&output));
     }
     assert_eq!(code(&output), 0, "{output:?}");
     end(&mut source);
@@ -242,7 +242,7 @@ fn a_collector_that_is_absent_mute_or_refuses_delays_and_fails_nothing() {
         }
         // The process ends all the same, and says what became of its traces: once.
         let told = end(&mut source);
-        say(&format!("{kind}: {told}"));
+        say(format!("{kind}: {told}"));
         match kind {
             "absent" => {
                 assert!(told.contains("traces do not reach") && told.contains(&gone.to_string()), "{told}")
@@ -266,7 +266,7 @@ fn the_thread_that_sends_is_confined_in_a_jail_too() {
     assert!(names.iter().any(|name| name == THREAD), "{names:?}");
     drop(run);
     if !rustix::process::geteuid().is_root() {
-        return say("a jail: not run: this is not root");
+        return skip(Need::Root, "only root can make a jail");
     }
     let (folder, root) = (Folder::new(), Folder::new());
     chown(folder.path(""), Some(64_001), Some(64_001)).unwrap();

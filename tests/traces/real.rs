@@ -1,10 +1,9 @@
 //! What OpenTelemetry's own Collector makes of the spans: its exporter `debug` says all that it has understood.
 
-use crate::support::{Folder, PATIENCE, say};
+use crate::support::{Folder, Need, skip, wait_for};
 use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
 
 /// Its names, by distribution.
 const NAMES: [&str; 2] = ["otelcol", "otelcol-contrib"];
@@ -34,7 +33,7 @@ impl Otelcol {
         let version =
             |name: &&&str| Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success());
         let Some(name) = NAMES.iter().find(version) else {
-            say(&format!("not run: none of {NAMES:?} found; docs/operations.md says how one is built"));
+            skip(Need::Program, format!("none of {NAMES:?}; docs/operations.md says how one is built"));
             return None;
         };
         // Its own choice of a port it does not tell.
@@ -62,15 +61,10 @@ impl Otelcol {
 
     /// Waits until the log is so, and gives it.
     fn until(&self, what: &str, done: impl Fn(&str) -> bool) -> String {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
+        wait_for(what, || {
             let log = std::fs::read_to_string(&self.log).unwrap();
-            if done(&log) {
-                return log;
-            }
-            assert!(Instant::now() < deadline, "waited in vain for {what}: {log}");
-            std::thread::sleep(std::time::Duration::from_millis(50));
-        }
+            if done(&log) { Ok(log) } else { Err(log) }
+        })
     }
 
     /// All spans and what they come from, once one of this name is there.

@@ -118,8 +118,11 @@ impl Tell {
 
     /// Looks at what nobody reports: how much memory the guest has, and how a guest that came before its memory is doing.
     pub(super) fn look(&self, balloon: Option<u64>, rest: Option<MigrationState>) {
+        self.look_at(Instant::now(), balloon, rest);
+    }
+
+    fn look_at(&self, now: Instant, balloon: Option<u64>, rest: Option<MigrationState>) {
         let mut seen = self.0.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
         if let Some(actual) = balloon {
             let (before, at) = *seen.balloon.get_or_insert((actual, now));
             if before != actual && now - at >= BALLOON_EVERY {
@@ -162,11 +165,11 @@ mod tests {
         let path = std::env::temp_dir().join(format!("vmferry-tell-{:?}", std::thread::current().id()));
         let events = Events::new().unwrap();
         let server = Server::start(&path, Arc::new(Nothing), &events, Limits::default()).unwrap();
-        let mut client = Client::connect(&path, Duration::from_secs(20)).unwrap();
+        let mut client = Client::connect(&path, vmferry_testkit::PATIENCE).unwrap();
         happens(&Tell::new(events));
         drop(server);
         let mut names = Vec::new();
-        while let Ok(Some(event)) = client.next_event(Duration::from_secs(20)) {
+        while let Ok(Some(event)) = client.next_event(vmferry_testkit::PATIENCE) {
             let more = ["status", "pass", "actual"].iter().find_map(|name| event.data.get(name));
             names.push(more.map_or(event.name.clone(), |more| format!("{} {more}", event.name)));
         }
@@ -212,12 +215,12 @@ mod tests {
     fn what_nobody_reports_is_told_when_it_changes() {
         let names = told(|tell| {
             tell.of_migrations(true);
+            let begin = Instant::now();
             for rest in [MigrationState::Postcopy, MigrationState::Postcopy, MigrationState::Completed] {
-                tell.look(Some(5), Some(rest));
+                tell.look_at(begin, Some(5), Some(rest));
             }
-            tell.look(Some(6), None);
-            std::thread::sleep(BALLOON_EVERY);
-            tell.look(Some(7), None);
+            tell.look_at(begin + BALLOON_EVERY / 2, Some(6), None);
+            tell.look_at(begin + BALLOON_EVERY, Some(7), None);
         });
         let states = ["MIGRATION \"postcopy-active\"", "MIGRATION \"completed\"", "BALLOON_CHANGE 7"];
         assert_eq!(names, states, "a change within a second is told with the next");

@@ -84,9 +84,8 @@ fn promtool_finds_nothing_wrong_with_any_metric() {
     let mut child = match command.spawn() {
         Ok(child) => child,
         Err(error) => {
-            // Past the test harness, which hides what passing tests print.
-            let _ = writeln!(std::io::stdout(), "promtool: not run: {error}; Debian has it in prometheus");
-            return;
+            let why = format!("promtool: {error}; Debian has it in the package prometheus");
+            return vmferry_testkit::skip(vmferry_testkit::Need::Program, why);
         }
     };
     let plain = crate::metrics::plain::plain(&text(status()).unwrap());
