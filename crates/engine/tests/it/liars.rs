@@ -1,6 +1,7 @@
 //! Targets that mean harm: whatever they say or leave unsaid, the source's guest goes on.
 
-use crate::rig::{socket_path, unix_uri, until_hung_up};
+use crate::proxy::until_hung_up;
+use crate::rig::{socket_path, unix_uri};
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,8 +1,9 @@
 //! A link that counts bytes and does harm at a chosen one.
 
-use crate::rig::{socket_path, until_hung_up};
+use crate::rig::socket_path;
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_engine::Uri;
+use vmferry_testkit::PATIENCE;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, ToTarget, decode_control};
 
 /// One direction of one connection: connections in the order of their arrival, the control channel is 0.
@@ -167,6 +169,14 @@ impl Drop for Proxy {
         self.acceptor.take().unwrap().join().unwrap();
         std::fs::remove_file(&self.path).unwrap();
     }
+}
+
+/// Waits until the other end has hung up, and reads nothing.
+pub(crate) fn until_hung_up(stream: &UnixStream) {
+    let mut fd = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+    let within = i32::try_from(PATIENCE.as_millis()).unwrap();
+    // SAFETY: one structure of our own, about a descriptor that is open.
+    assert_eq!(unsafe { libc::poll(&raw mut fd, 1, within) }, 1, "the other end does not hang up");
 }
 
 fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut into: UnixStream) {

@@ -1,8 +1,6 @@
 //! A source and a target on this host, a migration between them, and what must hold after any of them.
 
 use crate::toy::{Options, Toy};
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +8,7 @@ use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report, Settings,
     Uri, migrate, receive,
 };
-use vmferry_testkit::{PATIENCE, wait};
+use vmferry_testkit::wait;
 
 /// A path for a socket that nobody else uses.
 pub(crate) fn socket_path() -> PathBuf {
@@ -26,14 +24,6 @@ pub(crate) fn unix_uri() -> Uri {
 /// Nobody who is there is taken for silent, on a busy host either.
 pub(crate) fn quick() -> Settings {
     Settings { peer_timeout: Duration::from_secs(20), ..Settings::default() }
-}
-
-/// Waits until the other end has hung up, and reads nothing.
-pub(crate) fn until_hung_up(stream: &UnixStream) {
-    let mut fd = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
-    let within = i32::try_from(PATIENCE.as_millis()).unwrap();
-    // SAFETY: one structure of our own, about a descriptor that is open.
-    assert_eq!(unsafe { libc::poll(&raw mut fd, 1, within) }, 1, "the other end does not hang up");
 }
 
 pub(crate) struct Ended {
