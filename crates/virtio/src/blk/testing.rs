@@ -299,4 +299,11 @@ impl DiskGuest {
     }
 }
 
-pub(crate) use vmferry_testkit::wait as until;
+/// Waits until `done` returns true. Feature `hostile` has no development dependencies, and so no `vmferry_testkit::wait`.
+pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
