@@ -5,7 +5,7 @@ mod confined;
 #[path = "../../sys/tests/pool/mod.rs"]
 mod pool;
 #[expect(dead_code, reason = "of what it can do to a link, one thing is done here")]
-#[path = "../../process/tests/postcopy/proxy.rs"]
+#[path = "../../process/tests/it/proxy.rs"]
 mod proxy;
 
 use confined::kvm;

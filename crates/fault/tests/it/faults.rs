@@ -1,8 +1,6 @@
 //! Real faults on real memory, handled by real threads.
 
-mod rig;
-
-use rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, served, setup, touch_all};
+use crate::rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, served, setup, touch_all};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -290,7 +288,7 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
     // A copy where that user may read it.
     let copy = std::env::temp_dir().join(format!("vmferry-fault-child-{}", std::process::id()));
     std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
-    let name = "an_ordinary_user_is_told_how_to_permit_it";
+    let name = "faults::an_ordinary_user_is_told_how_to_permit_it";
     let output = std::process::Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all"])
         .arg(&copy)

@@ -1,9 +1,6 @@
 //! Missing pages of memory made of huge pages (hugetlbfs), on real ones.
 
-#[path = "../../sys/tests/pool/mod.rs"]
-mod pool;
-
-use pool::Pool;
+use crate::pool::Pool;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::os::fd::OwnedFd;
