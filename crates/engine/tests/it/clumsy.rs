@@ -108,6 +108,11 @@ fn panic_of<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 
 /// Moves a guest whose memory follows it, between VMs that are `prepare`d. Whoever looks after it gives it up when it cannot go on by itself.
 fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
+    lazily_within(quick().peer_timeout, prepare)
+}
+
+/// The same between sides that bear silence for `peer_timeout`.
+fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
     let (sender, ended) = channel();
     std::thread::spawn(move || {
         let options = Options { lazy: true, rest: Duration::from_millis(2), ..Options::default() };
@@ -118,7 +123,7 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
         let uri = listener.uri().unwrap();
         let settings = Settings {
             mode: MigrationMode::Postcopy,
-            peer_timeout: quick().peer_timeout,
+            peer_timeout,
             reconnect_for: Duration::from_millis(300),
             ..Settings::default()
         };
@@ -151,12 +156,15 @@ fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
         let whole = there && target.works() && target.lost().is_empty();
         sender.send(Lazily { sent, received, runs, whole }).unwrap();
     });
-    ended.recv_timeout(PATIENCE * 2).expect("it never ends")
+    ended.recv_timeout(PATIENCE).expect("it never ends")
 }
 
 #[test]
 fn a_guest_whose_start_panics_runs_nowhere_and_its_source_does_not_guess() {
-    let Lazily { sent, received, runs, .. } = lazily(|_, target| target.panics(Method::Start));
+    // The source hears nothing more, and is to find that out.
+    let silence = Duration::from_secs(1);
+    let Lazily { sent, received, runs, .. } =
+        lazily_within(silence, |_, target| target.panics(Method::Start));
     assert!(received.unwrap_err().contains("a clumsy VM"));
     let (state, why) = sent.unwrap();
     assert_eq!((state, runs.0), (MigrationState::Unknown, false), "{why}");

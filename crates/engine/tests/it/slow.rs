@@ -41,11 +41,11 @@ fn what_a_vm_takes_long_for_is_no_silence() {
 #[test]
 fn a_vm_that_hangs_is_not_waited_for_for_ever() {
     // A side is spoken for during three of these, and then given up after one.
-    const BORNE: Duration = Duration::from_millis(400);
+    const BORNE: Duration = Duration::from_millis(300);
     std::thread::scope(|scope| {
         for method in [Method::Save, Method::Load] {
             scope.spawn(move || {
-                let (source, _target, ended) = moved(method, BORNE * 8, BORNE);
+                let (source, _target, ended) = moved(method, BORNE * 5, BORNE);
                 assert_eq!(ended.state(), Some(MigrationState::Failed), "{method:?}: {}", ended.error());
                 assert!(source.works(), "{method:?}: the guest stands still");
             });

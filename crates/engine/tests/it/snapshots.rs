@@ -239,7 +239,7 @@ impl SourceVm for Restless {
 #[test]
 fn memory_that_changes_while_it_is_written_is_noticed() {
     let mut noticed = 0;
-    for _ in 0..20 {
+    for _ in 0..8 {
         let folder = Folder::new();
         let options = Options { writers: 1, rest: Duration::ZERO, ..Options::default() };
         let mut source = Restless(Toy::new(options, true));
@@ -254,7 +254,7 @@ fn memory_that_changes_while_it_is_written_is_noticed() {
         assert!(report.error.unwrap().contains("change although the guest is paused"));
         assert_eq!(folder.names(), [""; 0]);
     }
-    say(format!("changes while paused: noticed in {noticed} of 20 saves"));
+    say(format!("changes while paused: noticed in {noticed} of 8 saves"));
 }
 
 /// A save that fails or is cancelled in any of its steps leaves no file, and the guest where it was.
