@@ -192,6 +192,15 @@ pub(crate) fn take(
     Ok(rest.finish(listener, arrival))
 }
 
+/// Has a target stop when it is dropped.
+struct Stopped<'a>(&'a Arrival);
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        self.0.abandon();
+    }
+}
+
 /// Ends a migration that does not end, so that the test does.
 pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
     wait("the end of what was given up", || {
@@ -230,18 +239,20 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
             resume_unwind(panic);
         }
         let sent = sending.join().unwrap();
+        // Whatever happens: a target that waits on is told to stop.
+        let stopped = Stopped(&arrival);
         // One whose source is gone before it could thank waits on for it, and has everything all the same.
         let rest = || watch.lock().unwrap().as_ref().map(RestWatch::now);
         let complete = || rest().is_some_and(|rest| rest.state == MigrationState::Completed);
         let begin = Instant::now();
         let ended = || match sent.as_ref().map(|report| report.state) {
-            // Of one that was left alone nothing more is to come: it is told to stop.
-            Ok(MigrationState::Lost) => true,
-            Ok(MigrationState::Unknown) => begin.elapsed() > settings.peer_timeout * 2,
-            _ => false,
+            Ok(MigrationState::Completed) => false,
+            // One that was left alone, or never heard of a guest, waits on.
+            Ok(MigrationState::Lost) | Err(_) => true,
+            Ok(_) => begin.elapsed() > settings.peer_timeout * 2,
         };
         wait("the target's end", || receiving.is_finished() || complete() || ended());
-        arrival.abandon();
+        drop(stopped);
         (sent, receiving.join().unwrap())
     });
     let harmed = proxy.harmed();
