@@ -374,12 +374,12 @@ fn log_survives_a_failed_migration(manual: ManualProtect) {
     let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(&layout);
     for _ in 0..3 {
-        send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+        send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
         dirty.clear();
         stretch(&mut vcpu);
         tracker.harvest(&mut dirty).unwrap();
     }
-    send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy);
+    send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
     assert_eq!(lost(&memory, &copy), [], "the guest stands still, and all of it was sent");
     stretch(&mut vcpu);
     tracker.stop().unwrap();

@@ -4,7 +4,6 @@ use super::VmNet;
 use crate::bus::MmioDevice;
 use crate::memory::GuestRam;
 use crate::options::{NetOptions, VmOptions};
-use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +13,7 @@ use vmferry_fault::LazySlot;
 use vmferry_virtio::net::HEADER;
 use vmferry_virtio::signals::Interrupt;
 
-use vmferry_testkit::{Need, PATIENCE, skip, wait};
+use vmferry_testkit::{Need, skip, wait};
 pub(super) use vmferry_virtio::net::{RX, TX};
 
 /// For local experiments (IEEE 802): no kernel sends such by itself.
