@@ -18,10 +18,13 @@ fn main() -> ExitCode {
 fn act(arguments: &[String]) -> Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["run", plan] => runner::run(Path::new(plan)),
-        ["scenario", name, plan] => runner::scenario(name, Path::new(plan)),
+        ["scenario", name, plan, pace] => {
+            let pace = pace.parse().with_context(|| format!("{pace} is no pace"))?;
+            runner::scenario(name, Path::new(plan), pace)
+        }
         ["serve", address] => {
             peer::serve(address.parse().with_context(|| format!("{address} is no address"))?)
         }
-        _ => bail!("usage: lab-agent run PLAN | scenario NAME PLAN | serve ADDRESS"),
+        _ => bail!("usage: lab-agent run PLAN | scenario NAME PLAN PACE | serve ADDRESS"),
     }
 }

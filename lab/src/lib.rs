@@ -8,6 +8,8 @@
 //! |---|---|
 //! | [`desk`], [`peer`] | programs that a scenario starts, here or on the other machine |
 //! | [`emulator`] | whether the emulator itself lost a guest |
+//! | [`death`] | whether the emulator itself lost a machine |
+//! | [`pace`] | time limits that follow from how fast this machine is |
 //! | [`plan`] | what the host asks the agent to do |
 //! | [`record`] | how one scenario ended |
 //! | [`runner`] | one scenario after the other, each in a process of its own, within its time |
@@ -18,8 +20,10 @@
 
 #![forbid(unsafe_code)]
 
+pub mod death;
 pub mod desk;
 pub mod emulator;
+pub mod pace;
 pub mod peer;
 pub mod plan;
 pub mod record;

@@ -3,6 +3,7 @@
 //! One request and one answer a connection, both JSON, each ended by closing that direction. Only the lab's machines are on this link.
 
 use crate::desk::{Answer, Desk, Place, Request};
+use crate::pace::{Limit, stretched};
 use anyhow::{Context, Result, bail};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -33,7 +34,7 @@ pub fn serve(address: SocketAddr) -> Result<()> {
 }
 
 fn answer(mut stream: TcpStream, desk: &mut Desk) -> Result<()> {
-    stream.set_read_timeout(Some(CONNECT))?;
+    stream.set_read_timeout(Some(stretched(CONNECT)))?;
     let mut text = Vec::new();
     stream.read_to_end(&mut text)?;
     let request = serde_json::from_slice(&text).context("not a request")?;
@@ -54,12 +55,12 @@ impl There {
     /// # Errors
     /// If it does not within `patience`.
     pub fn reach(address: SocketAddr, patience: Duration) -> Result<Self> {
-        let deadline = std::time::Instant::now() + patience;
+        let limit = Limit::new(patience);
         let there = Self { address };
         loop {
             match there.ask(Request::Run { command: vec!["true".into()] }) {
                 Ok(_) => return Ok(there),
-                Err(error) if std::time::Instant::now() > deadline => {
+                Err(error) if limit.is_over() => {
                     return Err(error)
                         .with_context(|| format!("the other machine ({address}) does not answer"));
                 }
@@ -71,8 +72,8 @@ impl There {
 
 impl Place for There {
     fn ask(&self, request: Request) -> Result<Answer> {
-        let mut stream = TcpStream::connect_timeout(&self.address, CONNECT)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut stream = TcpStream::connect_timeout(&self.address, stretched(CONNECT))?;
+        stream.set_read_timeout(Some(stretched(PATIENCE)))?;
         stream.write_all(&serde_json::to_vec(&request)?)?;
         stream.shutdown(Shutdown::Write)?;
         let mut text = Vec::new();

@@ -28,8 +28,6 @@ pub struct Plan {
     pub fsck: Option<PathBuf>,
     /// Where the other machine's agent listens, if there is one.
     pub peer: Option<SocketAddr>,
-    /// Seconds from the agent's start until nothing new is begun, and what runs is ended.
-    pub seconds: u64,
     /// Whether KVM is emulated here: then times say little, and every wait is long.
     pub emulated: bool,
 }

@@ -10,6 +10,8 @@ use std::path::Path;
 pub const RECORDS: &str = "records.jsonl";
 /// The file that names the scenario under way.
 pub const CURRENT: &str = "current";
+/// The file that holds the pace of the machine that runs the scenarios (see [`crate::pace`]), as a decimal number.
+pub const PACE: &str = "pace";
 
 /// How a scenario ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +23,8 @@ pub enum Outcome {
     Failed,
     /// It cannot be tried here, for a reason that lies in the host and not in vmferry.
     Skipped,
+    /// Each time it was tried, the emulator died: nothing is known of it, and so the run is not good.
+    Emulator,
     /// It did not get its turn. The run is not complete, and so not good.
     NotRun,
 }
@@ -33,6 +37,7 @@ impl Outcome {
             Self::Passed => "passed",
             Self::Failed => "FAILED",
             Self::Skipped => "skipped",
+            Self::Emulator => "EMULATOR",
             Self::NotRun => "NOT RUN",
         }
     }

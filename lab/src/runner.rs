@@ -4,8 +4,9 @@
 //! (`vmferry run --die-with-parent`, and its process group).
 
 use crate::emulator::Watch;
+use crate::pace::{self, Limit};
 use crate::plan::Plan;
-use crate::record::{CURRENT, Outcome, Record};
+use crate::record::{CURRENT, Outcome, PACE, Record};
 use crate::scenarios::{self, Lab, Scenario, Verdict};
 use crate::violation;
 use anyhow::{Context, Result};
@@ -25,28 +26,32 @@ const EXITS: &str = "exits.txt";
 /// The file in a scenario's folder that holds what it said.
 const LOG: &str = "log.txt";
 
-/// Runs all that the plan in the file `path` asks for.
+/// Runs all that the plan in the file `path` asks for, up to the first scenario whose guest the emulator lost.
 ///
 /// # Errors
 /// If results cannot be written. A scenario that fails is no error: its record says so.
 pub fn run(path: &Path) -> Result<()> {
     let plan = Plan::read(path)?;
     let start = Instant::now();
-    let end = start + Duration::from_secs(plan.seconds);
     // Without it a guest that the emulator loses is taken for one that vmferry lost.
     let watch = plan.emulated.then(Watch::start).transpose().unwrap_or_else(|error| {
         println!("LAB does not watch the emulator: {error:#}");
         None
     });
     for name in &plan.scenarios {
+        let pace = pace::calibrate();
+        std::fs::write(plan.results.join(PACE), pace.to_string())?;
         std::fs::write(plan.results.join(CURRENT), name)?;
         let began = Instant::now();
-        println!("LAB {:7.1} begin {name}", start.elapsed().as_secs_f64());
+        println!("LAB {:7.1} begin {name} (pace {pace:.1})", start.elapsed().as_secs_f64());
         let mut record = match scenarios::find(name) {
             None => Record::new(name, Outcome::Failed, Some("there is no such scenario".into()), 0.0),
-            Some(scenario) => tried(scenario, path, &plan, (end, watch.as_ref()))?,
+            Some(scenario) => watched(scenario, path, &plan, watch.as_ref())?,
         };
         record.seconds = began.elapsed().as_secs_f64();
+        if plan.emulated {
+            record.figures.insert("pace".into(), pace.into());
+        }
         record.append(&plan.results)?;
         let why = record.why.as_deref().map_or_else(String::new, |why| format!(": {why}"));
         println!(
@@ -55,81 +60,59 @@ pub fn run(path: &Path) -> Result<()> {
             record.outcome.word(),
             record.seconds
         );
+        if record.outcome == Outcome::Emulator {
+            // Another machine goes on.
+            break;
+        }
     }
     std::fs::write(plan.results.join(CURRENT), "")?;
     Ok(())
 }
 
-/// One scenario; and once more if it failed with a guest that the emulator lost.
-fn tried(
-    scenario: &Scenario,
-    path: &Path,
-    plan: &Plan,
-    (end, watch): (Instant, Option<&Watch>),
-) -> Result<Record> {
-    let record = once(scenario, path, plan, (end, watch))?;
-    let Some(lost) = watch.map(Watch::lost).transpose()?.flatten() else { return Ok(record) };
-    println!("LAB the emulator lost a guest of {}: {lost}", scenario.name);
+/// One scenario. If it failed: what KVM saw last, and whether that proves that the emulator lost its guest.
+fn watched(scenario: &Scenario, path: &Path, plan: &Plan, watch: Option<&Watch>) -> Result<Record> {
+    let record = one(scenario, path, plan)?;
+    let Some(watch) = watch else { return Ok(record) };
+    let (last, lost) = (watch.last()?, watch.lost()?);
+    if let Some(lost) = &lost {
+        println!("LAB the emulator lost a guest of {}: {lost}", scenario.name);
+    }
     if record.outcome != Outcome::Failed {
         return Ok(record);
     }
-    // What the first had to show stays beside what the second has.
-    let folder = plan.folder(scenario.name);
-    std::fs::rename(&folder, folder.with_extension("lost"))?;
-    let mut again = once(scenario, path, plan, (end, watch))?;
-    if again.outcome == Outcome::NotRun {
-        again = record;
-    }
-    // Whose fault a second one is, is not asked any more.
-    let _ = watch.map(Watch::lost).transpose()?;
-    again.figures.insert("emulator_lost_a_guest".into(), lost.into());
-    Ok(again)
-}
-
-/// One scenario; and what KVM saw last if it failed.
-fn once(
-    scenario: &Scenario,
-    path: &Path,
-    plan: &Plan,
-    (end, watch): (Instant, Option<&Watch>),
-) -> Result<Record> {
-    let record = one(scenario, path, plan, end)?;
-    if let Some(last) = watch.map(Watch::last).transpose()?
-        && record.outcome == Outcome::Failed
-    {
-        std::fs::write(plan.folder(scenario.name).join(EXITS), last)?;
-    }
-    Ok(record)
+    std::fs::write(plan.folder(scenario.name).join(EXITS), last)?;
+    Ok(match lost {
+        Some(lost) => Record {
+            outcome: Outcome::Emulator,
+            why: Some(format!("a guest at the outer kernel's own instructions: {lost}")),
+            ..record
+        },
+        None => record,
+    })
 }
 
 /// One scenario in its process.
-fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Record> {
+fn one(scenario: &Scenario, path: &Path, plan: &Plan) -> Result<Record> {
     let name = scenario.name;
-    let left = end.saturating_duration_since(Instant::now());
-    if left < scenario.usually {
-        let why =
-            format!("{} s were left, and it takes about {}", left.as_secs(), scenario.usually.as_secs());
-        return Ok(Record::new(name, Outcome::NotRun, Some(why), 0.0));
-    }
     let folder = plan.folder(name);
     std::fs::create_dir_all(&folder)?;
     let log = File::create(folder.join(LOG))?;
     let mut child = Command::new(std::env::current_exe()?)
         .args(["scenario", name])
         .arg(path)
+        .arg(pace::current().to_string())
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log)
         .process_group(0)
         .spawn()
         .context("cannot start a process for a scenario")?;
-    let limit = left.min(scenario.limit);
-    let deadline = Instant::now() + limit;
+    let limit = Limit::new(scenario.limit);
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break Some(status);
         }
-        if Instant::now() > deadline {
+        if limit.is_over() {
             break None;
         }
         std::thread::sleep(TICK);
@@ -140,7 +123,7 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Re
     }
     let Some(status) = status else {
         child.wait()?;
-        let why = format!("not done after {} s; see {name}/{LOG}", limit.as_secs());
+        let why = format!("not done after {}; see {name}/{LOG}", limit.words());
         return Ok(Record::new(name, Outcome::Failed, Some(why), 0.0));
     };
     let record =
@@ -157,11 +140,12 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan, end: Instant) -> Result<Re
     })
 }
 
-/// Runs one scenario here and leaves its record in its folder.
+/// Runs one scenario here, at the pace that the agent measured, and leaves its record in its folder.
 ///
 /// # Errors
 /// If there is no such scenario, or its record cannot be written.
-pub fn scenario(name: &str, path: &Path) -> Result<()> {
+pub fn scenario(name: &str, path: &Path, pace: f64) -> Result<()> {
+    pace::keep(pace);
     // Whoever ends the agent ends this, and with it what it starts.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let plan = Plan::read(path)?;

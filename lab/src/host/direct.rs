@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(8);
 const TICK: Duration = Duration::from_millis(100);
 
 /// The plan as this host sees it.
-pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, share: &Path) -> Plan {
+pub(crate) fn plan(scenarios: Vec<String>, share: &Path) -> Plan {
     let inside = |name: &str| share.join("in").join(name);
     Plan {
         scenarios,
@@ -29,7 +29,6 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, share: &Path) -> Plan {
         slow_disk: None,
         fsck: Some(inside("e2fsck")),
         peer: None,
-        seconds,
         emulated: false,
     }
 }
@@ -63,19 +62,13 @@ pub(crate) fn lacks(plan: &Plan, folder: &Path) -> Result<Option<String>> {
 }
 
 /// Runs the plan in the file `path` here.
-pub(crate) fn run(
-    agent: &Path,
-    path: &Path,
-    plan: &Plan,
-    folder: &Path,
-    end: Instant,
-) -> Result<Vec<Record>> {
+pub(crate) fn run(agent: &Path, path: &Path, plan: &Plan, folder: &Path) -> Result<Vec<Record>> {
     let mut command = leashed(agent)?;
     command.arg("run").arg(path).stdin(Stdio::null());
     command.stdout(std::fs::File::create(folder.join("agent.log"))?);
     let mut agent = Ended(command.spawn().context("cannot start lab-agent")?);
     let mut watch = Watch::new(plan.results.clone(), Instant::now())?;
-    while agent.0.try_wait()?.is_none() && Instant::now() < end {
+    while agent.0.try_wait()?.is_none() {
         watch.look()?;
         std::thread::sleep(TICK);
     }

@@ -1,23 +1,34 @@
 //! The scenarios in emulated machines: one, or two with a link between them.
 
 use super::machine::{Machine, Setup};
-use super::run::{Watch, own_record, seconds_until, under_way};
+use super::run::{Watch, own_record, under_way};
 use super::{Whole, initramfs, write};
 use anyhow::{Result, bail};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
+use vmferry_lab::death::{self, Death};
 use vmferry_lab::peer;
 use vmferry_lab::plan::Plan;
-use vmferry_lab::record::{self, CURRENT, Record};
+use vmferry_lab::record::{self, CURRENT, Outcome, Record};
 
-/// How long the machine may take until its first scenario begins.
-const BOOT: Duration = Duration::from_secs(120);
+/// Longest time without a new line on the console of a machine that boots. The host's pace is not known by then.
+const BOOT: Duration = Duration::from_secs(300);
+/// How often a scenario is tried while the emulator dies of it.
+const TRIES: usize = 3;
+/// So many deaths in one run are too many: the emulator cannot be used.
+const MOST_DEATHS: usize = 8;
+/// The agent ends a scenario at its limit. An agent that has not done so at this multiple of the limit hangs with its kernel.
+const HUNG: u32 = 3;
 /// How often the results are looked at.
 const TICK: Duration = Duration::from_millis(250);
 /// The records of the machines themselves.
 const MACHINE: &str = "outer-machine";
 const OTHER: &str = "other-machine";
+/// Processors of each machine. With two, the emulator runs them on threads of its own that disturb each other: an inner guest gets
+/// an interrupt twice when the other processor stops this one, and a kernel dies in every second or third run.
+const CPUS: u32 = 1;
 /// Addresses on the link between them.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 1);
 const OTHER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 2);
@@ -33,7 +44,7 @@ const TROUBLE: [&str; 7] = [
 ];
 
 /// The plan as the machine sees it.
-pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, two: bool) -> Plan {
+pub(crate) fn plan(scenarios: Vec<String>, two: bool) -> Plan {
     let inside = |name: &str| PathBuf::from("/lab").join(name);
     Plan {
         scenarios,
@@ -46,7 +57,6 @@ pub(crate) fn plan(scenarios: Vec<String>, seconds: u64, two: bool) -> Plan {
         slow_disk: Some("/dev/vda".into()),
         fsck: Some(inside("e2fsck")),
         peer: two.then_some(SocketAddr::from((OTHER_ADDRESS, peer::PORT))),
-        seconds,
         emulated: true,
     }
 }
@@ -76,7 +86,7 @@ impl Hall<'_> {
             initrd: &self.initrd,
             share: self.share,
             memory_mib,
-            cpus: 2,
+            cpus: CPUS,
             options,
             serial: Some(self.serial(name)),
             network,
@@ -123,109 +133,185 @@ fn card(server: &str, link: &Path, number: u8) -> Vec<String> {
     ]
 }
 
-/// Runs the plan in the machines; what is left of it once more, if the emulator lost the first machine.
-pub(crate) fn run(
-    folder: &Path,
-    share: &Path,
-    whole: &Whole,
-    two: bool,
-    end: Instant,
-) -> Result<Vec<Record>> {
+/// What a run in emulated machines found.
+#[derive(Debug, Default)]
+pub(crate) struct Run {
+    pub(crate) records: Vec<Record>,
+    pub(crate) deaths: Vec<Death>,
+}
+
+/// Runs the plan in the machines. After a death of the emulator, fresh machines go on with the scenario that was under way.
+pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Result<Run> {
     let initrd = folder.join("initrd");
     write(&initrd, &initramfs::outer(&whole.outer, &whole.busybox)?)?;
     let hall = Hall { folder, share, whole, initrd };
-    let mut machines = once(&hall, two, end)?;
-    if let Some(lost) = lost(&said(&hall.serial(MACHINE))) {
-        println!("the emulator lost the machine ({lost}): another one goes on");
-        leave(&hall, end)?;
-        machines = once(&hall, two, end)?;
-        for record in &mut machines {
-            record.figures.insert("emulator_lost_a_machine".into(), lost.clone().into());
+    let results = share.join("results");
+    let mut deaths: Vec<Death> = Vec::new();
+    let mut given_up = Vec::new();
+    let machines = loop {
+        let ended = once(&hall, two)?;
+        let Some(proof) = ended.proof else { break ended.machines };
+        let scenario = tried_last(&results)?;
+        println!("the emulator died ({proof})");
+        let log = format!("{}.lost-{}.log", ended.dead, deaths.len() + 1);
+        deaths.push(Death { scenario: scenario.clone(), proof, seconds: ended.lived.as_secs_f64(), log });
+        if deaths.iter().filter(|death| death.scenario == scenario).count() >= TRIES {
+            println!("{scenario}: the emulator died {TRIES} times, it is not tried again");
+            given_up.push(scenario);
+        }
+        if leave(&hall, deaths.len(), &given_up)? == 0 || deaths.len() >= MOST_DEATHS {
+            break ended.machines;
+        }
+        println!("a fresh machine goes on");
+    };
+    let mut records = machines;
+    records.extend(settled(record::read(&results)?, &deaths, &given_up));
+    let under_way = under_way(&results, &records);
+    records.extend(under_way);
+    Ok(Run { records, deaths })
+}
+
+/// The scenario that was under way, or whose guest the agent found lost.
+fn tried_last(results: &Path) -> Result<String> {
+    let current = std::fs::read_to_string(results.join(CURRENT)).unwrap_or_default();
+    if !current.is_empty() {
+        return Ok(current);
+    }
+    let last = record::read(results)?.pop().filter(|record| record.outcome == Outcome::Emulator);
+    Ok(last.map_or_else(|| "boot".to_owned(), |record| record.scenario))
+}
+
+/// The records that count: a try that ended in a death does not, but its scenario says how many there were.
+fn settled(records: Vec<Record>, deaths: &[Death], given_up: &[String]) -> Vec<Record> {
+    let mut settled: Vec<_> =
+        records.into_iter().filter(|record| record.outcome != Outcome::Emulator).collect();
+    for record in &mut settled {
+        let count = deaths.iter().filter(|death| death.scenario == record.scenario).count();
+        if count > 0 {
+            record.figures.insert("emulator_deaths".into(), count.into());
         }
     }
-    let results = share.join("results");
-    machines.extend(record::read(&results)?);
-    let under_way = under_way(&results, &machines);
-    machines.extend(under_way);
-    Ok(machines)
+    settled.extend(given_up.iter().map(|name| {
+        let last = deaths.iter().rfind(|death| &death.scenario == name).map(|death| death.proof.clone());
+        Record::new(name, Outcome::Emulator, last, 0.0)
+    }));
+    settled
 }
 
-/// What an outer kernel says that the emulator lost, if it did: see [`vmferry_lab::emulator`]. Behind `vmrun` nothing can interrupt it, and no
-/// exception can be its own before it has loaded its own segments; whoever has one there got it from its guest.
-fn lost(serial: &str) -> Option<String> {
-    let mut lines = serial.lines().skip_while(|line| !line.contains("BUG:"));
-    let first = lines.next()?;
-    let ended = lines.clone().any(|line| line.contains("Kernel panic"));
-    let there = lines.any(|line| line.contains(" svm_vcpu_enter_exit+") && !line.contains('?'));
-    (there && ended).then(|| first.trim().to_owned())
-}
-
-/// Plans what is left for another machine. What the first had to show stays beside what that one will.
-fn leave(hall: &Hall<'_>, end: Instant) -> Result<()> {
+/// Plans what is left for fresh machines, and returns how many scenarios that are. What the dead ones had to show stays beside what
+/// the fresh ones will.
+fn leave(hall: &Hall<'_>, number: usize, given_up: &[String]) -> Result<usize> {
     let path = hall.share.join("plan.json");
     let mut plan = Plan::read(&path)?;
     let results = hall.share.join("results");
-    let done = record::read(&results)?;
+    let done = settled(record::read(&results)?, &[], given_up);
     plan.scenarios.retain(|name| done.iter().all(|record| &record.scenario != name));
-    plan.seconds = seconds_until(end);
     plan.write(&path)?;
+    let lost = format!("lost-{number}");
     for name in [MACHINE, OTHER] {
         let log = hall.serial(name);
         if log.exists() {
-            std::fs::rename(&log, log.with_extension("lost.log"))?;
+            std::fs::rename(&log, log.with_extension(format!("{lost}.log")))?;
         }
     }
-    for name in plan.scenarios {
-        let shown = results.join(&name);
+    for name in plan.scenarios.iter().chain(given_up) {
+        let shown = results.join(name);
         if shown.exists() {
-            std::fs::rename(&shown, shown.with_extension("lost"))?;
+            std::fs::rename(&shown, shown.with_extension(&lost))?;
         }
     }
     write(&results.join(CURRENT), b"")?;
     let _ = std::fs::remove_file(hall.link());
-    Ok(())
+    Ok(plan.scenarios.len())
 }
 
-/// Boots the machines and waits for the first; the records of the machines.
-fn once(hall: &Hall<'_>, two: bool, end: Instant) -> Result<Vec<Record>> {
+/// How a pair of machines ended.
+struct Ended {
+    /// Their records.
+    machines: Vec<Record>,
+    /// What proves that the emulator died.
+    proof: Option<String>,
+    /// The machine whose log holds the proof.
+    dead: &'static str,
+    lived: Duration,
+}
+
+/// Boots the machines, and waits until one of them is off.
+fn once(hall: &Hall<'_>, two: bool) -> Result<Ended> {
     let began = Instant::now();
+    let results = hall.share.join("results");
     let mut machine = hall.first(two)?;
-    let other = two.then(|| hall.other()).transpose()?;
-    let mut watch = Watch::new(hall.share.join("results"), began)?;
-    let why = wait(&mut machine, &mut watch, end)?;
-    drop(machine);
-    let mut records = vec![{
-        let why = why.or_else(|| trouble(&said(&hall.serial(MACHINE)), true));
-        let mut record = own_record(MACHINE, why, began.elapsed());
-        if let Some(begun) = watch.begun() {
-            record.figures.insert("boot_s".into(), begun.as_secs_f64().into());
-        }
-        record.figures.insert("kernel".into(), hall.whole.outer.version.clone().into());
-        record
-    }];
-    if let Some(mut other) = other {
-        let why = other.ended()?.map(|status| format!("it went off by itself ({status})"));
-        drop(other);
-        let why = why.or_else(|| trouble(&said(&hall.serial(OTHER)), false));
-        records.push(own_record(OTHER, why, began.elapsed()));
+    let mut other = two.then(|| hall.other()).transpose()?;
+    let mut watch = Watch::new(results.clone(), began)?;
+    let stop = wait(hall, &mut machine, other.as_mut(), &mut watch)?;
+    drop((machine, other));
+    let consoles = [MACHINE, OTHER].map(|name| said(&hall.serial(name)));
+    let lost = record::read(&results)?.pop().filter(|record| record.outcome == Outcome::Emulator);
+    let proofs = [
+        (MACHINE, stop.status.and_then(death::in_status)),
+        (MACHINE, death::in_console(&consoles[0])),
+        (OTHER, stop.other.and_then(death::in_status)),
+        (OTHER, death::in_console(&consoles[1])),
+        (MACHINE, lost.and_then(|record| record.why)),
+    ];
+    let (dead, proof) = proofs.into_iter().find(|(_, proof)| proof.is_some()).unwrap_or((MACHINE, None));
+    let why = stop.why.or_else(|| trouble(&consoles[0], true));
+    let mut first = own_record(MACHINE, why, began.elapsed());
+    if let Some(begun) = watch.begun() {
+        first.figures.insert("boot_s".into(), begun.as_secs_f64().into());
     }
-    Ok(records)
+    first.figures.insert("kernel".into(), hall.whole.outer.version.clone().into());
+    let mut machines = vec![first];
+    if two {
+        let why = stop.other.map(|status| format!("it went off by itself ({status})"));
+        machines.push(own_record(OTHER, why.or_else(|| trouble(&consoles[1], false)), began.elapsed()));
+    }
+    Ok(Ended { machines, proof, dead, lived: began.elapsed() })
 }
 
-/// Waits until the machine is off; what went wrong with it, if anything did.
-fn wait(machine: &mut Machine, watch: &mut Watch, end: Instant) -> Result<Option<String>> {
-    let began = Instant::now();
+/// Why the machines are waited for no longer.
+#[derive(Debug, Default)]
+struct Stop {
+    /// How the first one ended, if it did by itself.
+    status: Option<ExitStatus>,
+    /// How the other one ended, if it did by itself.
+    other: Option<ExitStatus>,
+    /// What went wrong with the first.
+    why: Option<String>,
+}
+
+/// Waits until a machine is off or gets on no longer.
+fn wait(
+    hall: &Hall<'_>,
+    machine: &mut Machine,
+    mut other: Option<&mut Machine>,
+    watch: &mut Watch,
+) -> Result<Stop> {
+    let mut quiet = (0, Instant::now());
     loop {
         watch.look()?;
         if let Some(status) = machine.ended()? {
             watch.look()?;
-            return Ok((!status.success()).then(|| format!("QEMU ended with {status}")));
+            let why = (!status.success()).then(|| format!("QEMU ended with {status}"));
+            return Ok(Stop { status: Some(status), why, ..Stop::default() });
         }
-        if watch.begun().is_none() && began.elapsed() > BOOT {
-            return Ok(Some(format!("it did not come up within {} s", BOOT.as_secs())));
+        if let Some(other) = &mut other
+            && let Some(status) = other.ended()?
+        {
+            let why = Some("it was switched off, because the other machine went off".to_owned());
+            return Ok(Stop { other: Some(status), why, ..Stop::default() });
         }
-        if Instant::now() > end {
-            return Ok(Some("the lab's time was up, and it was switched off".into()));
+        let said = std::fs::metadata(hall.serial(MACHINE)).map_or(0, |data| data.len());
+        if said != quiet.0 {
+            quiet = (said, Instant::now());
+        }
+        if watch.begun().is_none() && quiet.1.elapsed() > BOOT {
+            let why = Some(format!("it did not come up, and said nothing for {} s", BOOT.as_secs()));
+            return Ok(Stop { why, ..Stop::default() });
+        }
+        if let Some(name) = watch.hangs(HUNG) {
+            let why = Some(format!("it hung in {name}, and was switched off"));
+            return Ok(Stop { why, ..Stop::default() });
         }
         std::thread::sleep(TICK);
     }
@@ -258,18 +344,38 @@ mod tests {
         assert!(trouble("LAB ended with status 1\n", true).is_some());
     }
 
+    fn death(scenario: &str) -> Death {
+        let log = "outer-machine.lost-1.log".to_owned();
+        Death { scenario: scenario.into(), proof: "BUG: x".into(), seconds: 1.0, log }
+    }
+
     #[test]
-    fn a_machine_is_lost_only_behind_vmrun() {
-        let crash = |place: &str| {
-            format!(
-                "[ 1.0] fine\n[ 7.1] BUG: TASK stack guard page was hit\n[ 7.2]  ? svm_vcpu_enter_exit+0x1/0x80\n\
-                 [ 7.3]  {place}+0x4a/0x80 [kvm_amd]\n[ 7.4] Kernel panic - not syncing: Fatal exception\n"
-            )
-        };
-        let found = lost(&crash("svm_vcpu_enter_exit"));
-        assert_eq!(found.as_deref(), Some("[ 7.1] BUG: TASK stack guard page was hit"));
-        assert_eq!(lost(&crash("tun_get_user")), None);
-        assert_eq!(lost(crash("svm_vcpu_enter_exit").split("[ 7.4]").next().unwrap()), None);
-        assert_eq!(lost("LAB ended with status 0\n"), None);
+    fn a_try_that_ended_in_a_death_is_no_record_of_its_scenario() {
+        let record = |name: &str, outcome| Record::new(name, outcome, None, 1.0);
+        let records = vec![
+            record("a", Outcome::Emulator),
+            record("a", Outcome::Passed),
+            record("b", Outcome::Failed),
+            record("c", Outcome::Emulator),
+        ];
+        let deaths = [death("a"), death("c"), death("c"), death("c")];
+        let settled = settled(records, &deaths, &["c".to_owned()]);
+        let short: Vec<_> = settled.iter().map(|record| (record.scenario.as_str(), record.outcome)).collect();
+        assert_eq!(short, [("a", Outcome::Passed), ("b", Outcome::Failed), ("c", Outcome::Emulator)]);
+        assert_eq!(settled[0].figures["emulator_deaths"], 1);
+        assert_eq!(settled[1].figures.get("emulator_deaths"), None);
+        assert_eq!(settled[2].why.as_deref(), Some("BUG: x"));
+    }
+
+    #[test]
+    fn the_scenario_of_a_death_is_the_one_under_way_or_the_one_that_lost_its_guest() {
+        let results = tempfile::tempdir().unwrap();
+        assert_eq!(tried_last(results.path()).unwrap(), "boot");
+        Record::new("a", Outcome::Passed, None, 1.0).append(results.path()).unwrap();
+        assert_eq!(tried_last(results.path()).unwrap(), "boot");
+        Record::new("b", Outcome::Emulator, None, 1.0).append(results.path()).unwrap();
+        assert_eq!(tried_last(results.path()).unwrap(), "b");
+        std::fs::write(results.path().join(CURRENT), "c").unwrap();
+        assert_eq!(tried_last(results.path()).unwrap(), "c");
     }
 }

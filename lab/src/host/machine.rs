@@ -52,7 +52,8 @@ impl Machine {
         command.arg("-kernel").arg(&setup.kernel.image).arg("-initrd").arg(setup.initrd);
         // Mitigations guard against neighbours that an emulated machine does not have, and cost it much.
         // The emulator's TSCs agree, though its processors do not claim so; any other clock costs an emulated device's access.
-        let line = format!("console=ttyS0 panic=-1 mitigations=off tsc=reliable {}", setup.options);
+        let line =
+            format!("console=ttyS0 oops=panic panic=-1 mitigations=off tsc=reliable {}", setup.options);
         command.args(["-append", &line]);
         command.arg("-fsdev").arg(option("local,id=lab,security_model=none,path=", setup.share));
         command.args(["-device", "virtio-9p-pci,fsdev=lab,mount_tag=lab"]);

@@ -1,21 +1,16 @@
 //! One run of the lab.
 
 use super::build::Programs;
+use super::emulated::Run;
 use super::{Whole, direct, emulated, fill, parts};
 use crate::LabArgs;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use vmferry_lab::record::{self, CURRENT, Outcome, Record};
+use vmferry_lab::record::{self, CURRENT, Outcome, PACE, Record};
 use vmferry_lab::scenarios::{self, Scenario};
 use vmferry_lab::summary::Summary;
-
-/// How long all of it may take, in the short form and in the long one.
-const LIMIT_QUICK: Duration = Duration::from_secs(6 * 60);
-const LIMIT: Duration = Duration::from_secs(15 * 60);
-/// What is left to the machine to come up, and to us to sum up.
-const RESERVE: Duration = Duration::from_secs(25);
 
 /// Runs the lab; `true` if all is well.
 pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
@@ -34,31 +29,31 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     let built = start.elapsed();
     // What a first build takes is cargo's, not the lab's.
     let begin = Instant::now();
-    let end = begin + if args.quick { LIMIT_QUICK } else { LIMIT };
     fill(&share, whole, &programs)?;
     let names: Vec<_> = chosen.iter().map(|scenario| scenario.name.to_owned()).collect();
     let two = chosen.iter().any(|scenario| scenario.machines > 1);
-    let seconds = seconds_until(end);
     let path = share.join("plan.json");
     println!("built in {:.0} s", built.as_secs_f64());
-    let own = direct::plan(names.clone(), seconds, &share);
+    let own = direct::plan(names.clone(), &share);
     let lack = if args.emulate { Some("not asked for".to_owned()) } else { direct::lacks(&own, &folder)? };
-    let mut records = match &lack {
+    let Run { mut records, deaths } = match &lack {
         None => {
             println!("this host's KVM boots Linux guests: the scenarios run right here");
             own.write(&path)?;
-            direct::run(&programs.path("lab-agent"), &path, &own, &folder, end)?
+            let records = direct::run(&programs.path("lab-agent"), &path, &own, &folder)?;
+            Run { records, ..Run::default() }
         }
         Some(why) => {
             println!("this host's own KVM: {why}");
             println!("starting the emulated machine (Linux {})", whole.outer.version);
-            emulated::plan(names.clone(), seconds, two).write(&path)?;
-            emulated::run(&folder, &share, whole, two, end)?
+            emulated::plan(names.clone(), two).write(&path)?;
+            emulated::run(&folder, &share, whole, two)?
         }
     };
     complete(&mut records, &names);
     let summary = Summary::new(
         records,
+        deaths,
         begin.elapsed().as_secs_f64(),
         args.quick,
         if lack.is_none() { "direct" } else { "emulated" },
@@ -66,11 +61,6 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     summary.write(&folder)?;
     println!("\n{}\nlogs and summaries: {}", summary.table(), folder.display());
     Ok(summary.is_good())
-}
-
-/// For how long scenarios may run, in seconds.
-pub(crate) fn seconds_until(end: Instant) -> u64 {
-    end.saturating_duration_since(Instant::now() + RESERVE).as_secs()
 }
 
 /// The scenarios that were asked for.
@@ -122,6 +112,7 @@ pub(crate) struct Watch {
     start: Instant,
     seen: usize,
     current: String,
+    since: Instant,
     begun: Option<Duration>,
 }
 
@@ -129,7 +120,7 @@ impl Watch {
     /// Of what is done from now on.
     pub(crate) fn new(results: PathBuf, start: Instant) -> Result<Self> {
         let seen = record::read(&results)?.len();
-        Ok(Self { results, start, seen, current: String::new(), begun: None })
+        Ok(Self { results, start, seen, current: String::new(), since: start, begun: None })
     }
 
     /// How long it took until the first scenario began.
@@ -151,8 +142,16 @@ impl Watch {
                 println!("{:6.0} s  begins   {current}", self.seconds());
             }
             self.current = current;
+            self.since = Instant::now();
         }
         Ok(())
+    }
+
+    /// The scenario that has been under way for longer than `times` its limit, at the pace that the agent measured.
+    pub(crate) fn hangs(&self, times: u32) -> Option<&str> {
+        let pace = std::fs::read_to_string(self.results.join(PACE)).ok().and_then(|text| text.parse().ok());
+        let limit = scenarios::find(&self.current)?.limit.mul_f64(pace.unwrap_or(1.0)) * times;
+        (self.since.elapsed() > limit).then_some(self.current.as_str())
     }
 
     fn seconds(&self) -> f64 {
@@ -180,6 +179,20 @@ mod tests {
         complete(&mut records, &["a".to_owned(), "b".to_owned()]);
         assert_eq!(records.len(), 2);
         assert_eq!((records[1].scenario.as_str(), records[1].outcome), ("b", Outcome::NotRun));
+    }
+
+    #[test]
+    fn an_agent_hangs_if_a_scenario_is_not_over_at_a_multiple_of_its_limit() {
+        let results = tempfile::tempdir().unwrap();
+        let mut watch = Watch::new(results.path().to_owned(), Instant::now()).unwrap();
+        assert_eq!(watch.hangs(0), None, "nothing is under way");
+        std::fs::write(results.path().join(CURRENT), "host").unwrap();
+        watch.look().unwrap();
+        let limit = scenarios::find("host").unwrap().limit;
+        watch.since = Instant::now().checked_sub(limit * 4).unwrap();
+        assert_eq!(watch.hangs(3), Some("host"));
+        std::fs::write(results.path().join(PACE), "1.5").unwrap();
+        assert_eq!(watch.hangs(3), None);
     }
 
     #[test]

@@ -18,7 +18,7 @@ const fn demo(
     quick: bool,
     run: fn(&mut Lab) -> Result<Verdict>,
 ) -> Scenario {
-    Scenario { name, about, quick, machines: 1, usually: seconds(30), limit: seconds(120), run }
+    Scenario { name, about, quick, machines: 1, limit: seconds(120), run }
 }
 
 pub(super) const SCENARIOS: &[Scenario] = &[
@@ -27,7 +27,6 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         about: "this KVM is a full one, and vmferry finds what it offers",
         quick: true,
         machines: 1,
-        usually: seconds(5),
         limit: seconds(60),
         run: host,
     },
@@ -212,7 +211,6 @@ mod tests {
             disk: None,
             fsck: None,
             peer: None,
-            seconds: 1,
             emulated: true,
         };
         Lab::new(plan, "/nowhere".into())

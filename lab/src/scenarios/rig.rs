@@ -3,6 +3,7 @@
 use super::Lab;
 use super::vm::{Boot, Guest, Vm};
 use crate::desk::{Here, Place};
+use crate::pace::stretched;
 use crate::peer::There;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -40,10 +41,10 @@ impl<'a> Rig<'a> {
         Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
     }
 
-    /// For how long a guest may get no processor: an emulated machine's two are shared by everything that a move takes. Whether a
+    /// For how long a guest may get no processor: an emulated machine's only one is shared by everything that a move takes. Whether a
     /// clock steps is told by [`slack`](Self::slack).
     pub(crate) fn stall(&self) -> Duration {
-        Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 })
+        stretched(Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 }))
     }
 
     pub(crate) fn name(&mut self, what: &str) -> String {

@@ -1,6 +1,7 @@
 //! A `vmferry run` with a guest in it, or a place for one.
 
 use crate::desk::{Answer, Place, Ran, Request};
+use crate::pace::Limit;
 use crate::told::Told;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -160,12 +161,12 @@ impl Vm {
             errors,
             read: Cell::new(0),
         };
-        let deadline = Instant::now() + PROMPT;
+        let limit = Limit::new(PROMPT);
         while vm.command(&["status"]).is_err() {
             if let Some(status) = vm.ended()? {
                 bail!("{name} ended with status {status}: {}", vm.said());
             }
-            ensure!(Instant::now() < deadline, "{name} does not answer: {}", vm.said());
+            ensure!(!limit.is_over(), "{name} does not answer within {}: {}", limit.words(), vm.said());
             std::thread::sleep(TICK);
         }
         Ok(vm)
@@ -217,12 +218,12 @@ impl Vm {
 
     /// Waits until `find` finds what it wants in the status document.
     pub(crate) fn until<T>(&self, what: &str, find: impl Fn(&Value) -> Result<Option<T>>) -> Result<T> {
-        let deadline = Instant::now() + PROMPT;
+        let limit = Limit::new(PROMPT);
         loop {
             if let Some(found) = find(&self.status()?)? {
                 return Ok(found);
             }
-            ensure!(Instant::now() < deadline, "{what} did not happen in time: {}", self.said());
+            ensure!(!limit.is_over(), "{what} did not happen within {}: {}", limit.words(), self.said());
             std::thread::sleep(TICK);
         }
     }
@@ -255,12 +256,12 @@ impl Vm {
 
     /// Waits until it has ended.
     pub(crate) fn end(&self, within: Duration) -> Result<i32> {
-        let deadline = Instant::now() + within;
+        let limit = Limit::new(within);
         loop {
             if let Some(status) = self.ended()? {
                 return Ok(status);
             }
-            ensure!(Instant::now() < deadline, "its process did not end within {} s", within.as_secs());
+            ensure!(!limit.is_over(), "its process did not end within {}", limit.words());
             std::thread::sleep(TICK);
         }
     }
@@ -290,7 +291,7 @@ impl Vm {
         within: Duration,
         find: impl Fn(&str) -> Option<T>,
     ) -> Result<T> {
-        let deadline = Instant::now() + within;
+        let limit = Limit::new(within);
         let mut rest = Vec::new();
         loop {
             rest.extend(self.more()?);
@@ -309,7 +310,7 @@ impl Vm {
             if let Some(status) = self.ended()? {
                 bail!("while waiting for {what}, its process ended with status {status}: {}", self.said());
             }
-            ensure!(Instant::now() < deadline, "{what} did not happen within {} s", within.as_secs());
+            ensure!(!limit.is_over(), "{what} did not happen within {}", limit.words());
             std::thread::sleep(TICK);
         }
     }

@@ -11,7 +11,7 @@ pub(super) fn xml(records: &[Record], seconds: f64) -> String {
         text,
         "<testsuite name=\"vmferry-lab\" tests=\"{}\" failures=\"{}\" skipped=\"{}\" time=\"{seconds:.1}\">",
         records.len(),
-        count(&[Outcome::Failed, Outcome::NotRun]),
+        count(&[Outcome::Failed, Outcome::NotRun, Outcome::Emulator]),
         count(&[Outcome::Skipped]),
     );
     for record in records {
@@ -26,6 +26,7 @@ pub(super) fn xml(records: &[Record], seconds: f64) -> String {
             Outcome::Passed => {}
             Outcome::Skipped => _ = write!(text, "<skipped message=\"{why}\"/>"),
             Outcome::Failed => _ = write!(text, "<failure message=\"{why}\"/>"),
+            Outcome::Emulator => _ = write!(text, "<failure message=\"emulator: {why}\"/>"),
             Outcome::NotRun => _ = write!(text, "<failure message=\"not run: {why}\"/>"),
         }
         if !record.figures.is_empty() {

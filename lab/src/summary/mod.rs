@@ -2,6 +2,7 @@
 
 mod junit;
 
+use crate::death::Death;
 use crate::record::{Outcome, Record};
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets};
@@ -17,14 +18,22 @@ pub struct Summary {
     good: bool,
     seconds: f64,
     records: Vec<Record>,
+    /// Deaths of the emulator on the way: each of their scenarios was tried again in a fresh machine.
+    emulator_deaths: Vec<Death>,
 }
 
 impl Summary {
     /// Sums up `records`, of a run that took `seconds`.
     #[must_use]
-    pub fn new(records: Vec<Record>, seconds: f64, quick: bool, kvm: &str) -> Self {
+    pub fn new(
+        records: Vec<Record>,
+        emulator_deaths: Vec<Death>,
+        seconds: f64,
+        quick: bool,
+        kvm: &str,
+    ) -> Self {
         let good = records.iter().all(|record| record.outcome.is_good());
-        Self { kvm: kvm.to_owned(), quick, good, seconds, records }
+        Self { kvm: kvm.to_owned(), quick, good, seconds, records, emulator_deaths }
     }
 
     /// Whether nothing failed and everything had its turn.
@@ -48,12 +57,22 @@ impl Summary {
             ]);
         }
         let count = |outcome| self.records.iter().filter(|record| record.outcome == outcome).count();
+        let deaths: String = self
+            .emulator_deaths
+            .iter()
+            .map(|death| {
+                let Death { scenario, proof, seconds, log } = death;
+                format!("\nemulator died in {scenario} after {seconds:.0} s: {proof} ({log})")
+            })
+            .collect();
         format!(
-            "{table}\n\n{} passed, {} failed, {} skipped, {} not run; {:.0} s ({} KVM)",
+            "{table}\n{deaths}\n{} passed, {} failed, {} skipped, {} not run, {} given up; {} deaths of the emulator; {:.0} s ({} KVM)",
             count(Outcome::Passed),
             count(Outcome::Failed),
             count(Outcome::Skipped),
             count(Outcome::NotRun),
+            count(Outcome::Emulator),
+            self.emulator_deaths.len(),
             self.seconds,
             self.kvm
         )
@@ -95,20 +114,27 @@ mod tests {
 
     #[test]
     fn a_run_is_good_if_nothing_failed_and_nothing_was_left_out() {
-        let with = |outcome| Summary::new(vec![Record::new("x", outcome, None, 1.0)], 1.0, true, "emulated");
+        let with = |outcome| {
+            Summary::new(vec![Record::new("x", outcome, None, 1.0)], Vec::new(), 1.0, true, "emulated")
+        };
         assert!(with(Outcome::Passed).is_good());
         assert!(with(Outcome::Skipped).is_good());
         assert!(!with(Outcome::Failed).is_good());
         assert!(!with(Outcome::NotRun).is_good());
+        assert!(!with(Outcome::Emulator).is_good());
     }
 
     #[test]
     fn the_table_says_why_or_what_was_measured() {
         let mut passed = Record::new("one", Outcome::Passed, None, 1.0);
         passed.figures.insert("downtime_ms".into(), 12.34.into());
+        let death =
+            Death { scenario: "one".into(), proof: "BUG: x".into(), seconds: 9.4, log: "l.log".into() };
         let failed = Record::new("two", Outcome::Failed, Some("no guest".into()), 2.0);
-        let table = Summary::new(vec![passed, failed], 3.0, false, "direct").table();
+        let table = Summary::new(vec![passed, failed], vec![death], 3.0, false, "direct").table();
         assert!(table.contains("downtime_ms 12.3") && table.contains("no guest"), "{table}");
-        assert!(table.contains("1 passed, 1 failed, 0 skipped, 0 not run; 3 s (direct KVM)"), "{table}");
+        assert!(table.contains("emulator died in one after 9 s: BUG: x (l.log)"), "{table}");
+        let last = "1 passed, 1 failed, 0 skipped, 0 not run, 0 given up; 1 deaths of the emulator; 3 s (direct KVM)";
+        assert!(table.ends_with(last), "{table}");
     }
 }

@@ -1,6 +1,7 @@
 //! A guest that is asked to shut down, and one that starts its machine anew.
 
 use super::{Lab, Rig, Verdict, ready, seconds};
+use crate::pace::stretched;
 use crate::scenarios::vm::Guest;
 use anyhow::{Result, ensure};
 
@@ -24,7 +25,7 @@ pub(super) fn ends(lab: &mut Lab) -> Result<Verdict> {
         "(dd if=/dev/input/event0 of=/dev/null bs=24 count=1 2>/dev/null; poweroff -f) & echo now-listening",
         "now-listening",
     )?;
-    std::thread::sleep(seconds(1));
+    std::thread::sleep(stretched(seconds(1)));
     target.command(&["powerdown"])?;
     let status = target.end(rig.patience())?;
     ensure!(status == 0, "after its power button the process ended with status {status}: {}", target.said());

@@ -27,15 +27,7 @@ const fn scenario(
     usually: u64,
     run: fn(&mut Lab) -> Result<Verdict>,
 ) -> Scenario {
-    Scenario {
-        name,
-        about,
-        quick,
-        machines: 1,
-        usually: seconds(usually),
-        limit: seconds(usually * 3 + 60),
-        run,
-    }
+    Scenario { name, about, quick, machines: 1, limit: seconds(usually * 3 + 60), run }
 }
 
 pub(super) const SCENARIOS: &[Scenario] = &[

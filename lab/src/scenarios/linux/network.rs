@@ -1,6 +1,7 @@
 //! A connection that outlives the place where its guest ran.
 
 use super::{Lab, Rig, Verdict};
+use crate::pace::{Limit, stretched};
 use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{BufRead, BufReader, Write};
@@ -98,8 +99,9 @@ struct Talk {
 
 impl Talk {
     fn start(address: SocketAddr) -> Result<Self> {
-        let stream = TcpStream::connect_timeout(&address, SILENCE).context("cannot connect to the guest")?;
-        stream.set_read_timeout(Some(SILENCE))?;
+        let silence = stretched(SILENCE);
+        let stream = TcpStream::connect_timeout(&address, silence).context("cannot connect to the guest")?;
+        stream.set_read_timeout(Some(silence))?;
         stream.set_nodelay(true)?;
         let (stop, lines) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stopped, counted) = (Arc::clone(&stop), Arc::clone(&lines));
@@ -110,12 +112,9 @@ impl Talk {
     /// Waits for so many more lines.
     fn goes_on(&self, more: u64) -> Result<()> {
         let wanted = self.lines.load(Ordering::Acquire) + more;
-        let deadline = Instant::now() + SILENCE;
+        let limit = Limit::new(SILENCE);
         while self.lines.load(Ordering::Acquire) < wanted {
-            ensure!(
-                !self.thread.is_finished() && Instant::now() < deadline,
-                "the connection to the guest is lost"
-            );
+            ensure!(!self.thread.is_finished() && !limit.is_over(), "the connection to the guest is lost");
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())

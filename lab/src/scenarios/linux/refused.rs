@@ -2,9 +2,10 @@
 
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::desk::{Answer, Request};
+use crate::pace::Limit;
 use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Context, Result, bail, ensure};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// So slow that the first pass takes until it is called off.
 const SLOW: [&str; 6] = ["--mode", "precopy", "--max-bandwidth", "4M/s", "--downtime-limit", "1ms"];
@@ -53,9 +54,9 @@ impl Rig<'_> {
             }
         };
         signal()?;
-        let deadline = Instant::now() + seconds(30);
+        let limit = Limit::new(seconds(30));
         while !vm.said().contains("the guest was asked to shut down") {
-            ensure!(vm.ended()?.is_none() && Instant::now() < deadline, "it was not asked: {}", vm.said());
+            ensure!(vm.ended()?.is_none() && !limit.is_over(), "it was not asked: {}", vm.said());
             std::thread::sleep(Duration::from_millis(50));
         }
         vm.shell("echo still-$kept", "still-42")?;
@@ -80,7 +81,7 @@ impl Rig<'_> {
 
 /// Waits until pages are on their way.
 fn under_way(source: &Vm) -> Result<()> {
-    let deadline = Instant::now() + seconds(30);
+    let limit = Limit::new(seconds(30));
     loop {
         let status = source.status()?;
         if status["progress"]["pass_done"].as_u64() > Some(0)
@@ -88,18 +89,18 @@ fn under_way(source: &Vm) -> Result<()> {
         {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "the move does not begin: {status}");
+        ensure!(!limit.is_over(), "the move does not begin: {status}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
 fn ended(rig: &Rig<'_>, mover: u32) -> Result<i32> {
-    let deadline = Instant::now() + seconds(60);
+    let limit = Limit::new(seconds(60));
     loop {
         if let Answer::Ended(Some(status)) = rig.here.ask(Request::Ended { id: mover })? {
             return Ok(status);
         }
-        ensure!(Instant::now() < deadline, "`vmferry migrate` does not end");
+        ensure!(!limit.is_over(), "`vmferry migrate` does not end");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

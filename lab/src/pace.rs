@@ -1,0 +1,146 @@
+//! The speed of this machine, and time limits that follow from it.
+//!
+//! An emulated machine is as fast as its host has time for it: four times slower on a busy host is usual. So every time limit of
+//! the lab is given for a reference machine and stretched by the pace: the factor by which this machine is slower. The pace is
+//! measured when a process of the lab starts, before every scenario, and again whenever a time limit seems to be over.
+
+use rustix::time::{ClockId, clock_gettime};
+use std::cell::Cell;
+use std::hint::black_box;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Processor time that [`work`] takes in the emulated machine on an idle host (2 cores of 2026, QEMU 11.1.3).
+const REFERENCE: Duration = Duration::from_millis(48);
+/// A host that is slower than that does not get on: the limits end somewhere.
+const SLOWEST: f64 = 30.0;
+/// Steps of [`work`].
+const STEPS: u32 = 20_000_000;
+/// Bits of the pace of this process; zero until it is known.
+static PACE: AtomicU64 = AtomicU64::new(0);
+
+/// Measures the pace, and keeps it as the pace of this process.
+pub fn calibrate() -> f64 {
+    let pace = measure();
+    keep(pace);
+    pace
+}
+
+/// Takes over the pace that another process of this machine has measured.
+pub fn keep(pace: f64) {
+    PACE.store(clamped(pace).to_bits(), Ordering::Relaxed);
+}
+
+/// Returns the pace of this process: 1 on the reference machine and on any faster one.
+#[must_use]
+pub fn current() -> f64 {
+    match PACE.load(Ordering::Relaxed) {
+        0 => calibrate(),
+        bits => f64::from_bits(bits),
+    }
+}
+
+/// Returns a time limit of the reference machine as one of this machine.
+#[must_use]
+pub fn stretched(limit: Duration) -> Duration {
+    limit.mul_f64(current())
+}
+
+/// Measures the pace: by the processor time of this thread, so that other work in this machine does not count. What the host
+/// does meanwhile counts: an emulated machine takes the time for which its host let it wait for its own.
+#[must_use]
+pub fn measure() -> f64 {
+    let before = cpu_time();
+    black_box(work(black_box(STEPS)));
+    let took = cpu_time().saturating_sub(before);
+    clamped(took.as_secs_f64() / REFERENCE.as_secs_f64())
+}
+
+/// Limits are never shorter than on the reference machine, and they end somewhere.
+fn clamped(pace: f64) -> f64 {
+    pace.clamp(1.0, SLOWEST)
+}
+
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap_or_default()
+}
+
+/// Arithmetic and a few pages of memory, no system call (SplitMix64).
+fn work(steps: u32) -> u64 {
+    let mut table = [0_u64; 4096];
+    let mut state = 1_u64;
+    for _ in 0..steps {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let slot = &mut table[(mixed >> 52) as usize];
+        *slot = slot.wrapping_add(mixed);
+    }
+    table.iter().fold(state, |sum, slot| sum ^ slot)
+}
+
+/// A time limit that is stretched by the pace.
+#[derive(Debug)]
+pub struct Limit {
+    began: Instant,
+    limit: Duration,
+    pace: Cell<f64>,
+}
+
+impl Limit {
+    /// Begins a time limit that would be `limit` on the reference machine.
+    #[must_use]
+    pub fn new(limit: Duration) -> Self {
+        Self { began: Instant::now(), limit, pace: Cell::new(current()) }
+    }
+
+    /// Whether the limit is over. Before the answer is yes, the pace is measured again: the host may have become busy.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        if !self.is_reached() {
+            return false;
+        }
+        self.pace.set(self.pace.get().max(measure()));
+        self.is_reached()
+    }
+
+    /// The limit with its pace, in words for a message.
+    #[must_use]
+    pub fn words(&self) -> String {
+        format!("{:.0} s (pace {:.1})", self.stretched().as_secs_f64(), self.pace.get())
+    }
+
+    fn stretched(&self) -> Duration {
+        self.limit.mul_f64(self.pace.get())
+    }
+
+    fn is_reached(&self) -> bool {
+        self.began.elapsed() >= self.stretched()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_faster_machine_does_not_shorten_limits_and_a_slow_one_does_not_remove_them() {
+        assert_eq!([0.2, 1.0, 2.5, 1e9].map(clamped), [1.0, 1.0, 2.5, SLOWEST]);
+    }
+
+    #[test]
+    fn a_limit_that_is_reached_asks_for_the_pace_again() {
+        let began = Instant::now().checked_sub(Duration::from_secs(20)).unwrap();
+        let limit = |seconds: u64, pace: f64| Limit {
+            began,
+            limit: Duration::from_secs(seconds),
+            pace: Cell::new(pace),
+        };
+        // No machine is so slow that these depend on what is measured.
+        assert!(limit(0, 1.0).is_over());
+        assert!(!limit(21, 1.0).is_over());
+        assert!(!limit(3, 7.0).is_over());
+        let measured = limit(1, 1.0);
+        let _ = measured.is_over();
+        assert!(measured.pace.get() >= 1.0);
+    }
+}
