@@ -45,11 +45,16 @@ const OWN_FAULTS: [i32; 6] = [
 /// Returns the line of an outer kernel's log that proves that the emulator killed this kernel.
 #[must_use]
 pub fn in_console(log: &str) -> Option<String> {
-    let mut lines = log.lines().skip_while(|line| !FATAL.iter().any(|word| line.contains(word)));
+    let mut lines = kernel(log).skip_while(|line| !FATAL.iter().any(|word| line.contains(word)));
     let first = lines.next()?;
     let mut lines = lines.skip_while(|line| !in_world_switch(line));
     let frame = lines.next()?;
     lines.any(|line| line.contains(PANIC)).then(|| format!("{}; {}", first.trim(), text(frame)))
+}
+
+/// The lines of a console that the agent did not write: it quotes what a guest's kernel complains of.
+pub fn kernel(log: &str) -> impl Iterator<Item = &str> {
+    log.lines().filter(|line| !line.starts_with("LAB "))
 }
 
 /// A question mark is a frame that may be left over from an earlier call.
@@ -100,6 +105,9 @@ mod tests {
         let whole = crash(stack, frame);
         assert_eq!(in_console(whole.split("[ 7.4]").next().unwrap()), None, "it has not ended");
         assert_eq!(in_console("LAB ended with status 0\n"), None);
+        let quoted =
+            whole.replace("[ 7.1] BUG", "LAB 3.2 FAILED linux-boot (1.0 s): its kernel complains: BUG");
+        assert_eq!(in_console(&quoted), None, "a guest's kernel complained");
     }
 
     #[test]

@@ -323,7 +323,7 @@ fn said(serial: &Path) -> String {
 
 /// What a machine's kernel complains of, or that it did not end as it should.
 fn trouble(serial: &str, ends: bool) -> Option<String> {
-    let line = serial.lines().find(|line| TROUBLE.iter().any(|trouble| line.contains(trouble)));
+    let line = death::kernel(serial).find(|line| TROUBLE.iter().any(|trouble| line.contains(trouble)));
     if let Some(line) = line {
         return Some(format!("its kernel complains: {}", line.trim()));
     }
@@ -342,6 +342,8 @@ mod tests {
         assert!(trouble("[ 1.0] all is well\n", true).unwrap().contains("before it was done"));
         assert_eq!(trouble("[ 1.0] all is well\n", false), None);
         assert!(trouble("LAB ended with status 1\n", true).is_some());
+        let quoted = "LAB 9.0 FAILED linux-boot (1.0 s): its kernel complains: [\"Call Trace:\"]\nLAB ended with status 0\n";
+        assert_eq!(trouble(quoted, true), None, "a guest's kernel complained, and not this one");
     }
 
     fn death(scenario: &str) -> Death {
