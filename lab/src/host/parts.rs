@@ -3,6 +3,7 @@
 use super::modules::Modules;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::rc::Rc;
 
 /// Modules without which a kernel cannot be the outer machine's.
@@ -11,6 +12,10 @@ pub(crate) const OUTER_MODULES: [&str; 9] =
 /// Modules that a Linux guest under vmferry needs.
 pub(crate) const GUEST_MODULES: [&str; 7] =
     ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4", "button", "evdev"];
+
+/// The oldest QEMU that will do. With 7.2 a guest's XSETBV is not intercepted: it changes the XCR0 of the outer kernel, and the
+/// guest's kernel finds sizes of its FPU state that contradict each other.
+const LEAST_QEMU: (u32, u32) = (10, 0);
 
 /// What makes a guest's file system.
 pub(crate) const MKFS: &str = "mkfs.ext4";
@@ -27,6 +32,8 @@ pub(crate) struct Kernel {
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     pub(crate) qemu: Option<PathBuf>,
+    /// The version of a QEMU that is there, but too old.
+    pub(crate) old_qemu: Option<(u32, u32)>,
     pub(crate) busybox: Option<PathBuf>,
     /// What checks a guest's file system.
     pub(crate) fsck: Option<PathBuf>,
@@ -75,7 +82,10 @@ impl Parts {
             .into_iter()
             .chain(tool("e2fsck.static"))
             .find(|file| is_static(file));
-        Self { qemu: tool("qemu-system-x86_64"), busybox, fsck, outer, guest }
+        let found = tool("qemu-system-x86_64");
+        let version = found.as_deref().and_then(version);
+        let old_qemu = version.filter(|version| *version < LEAST_QEMU);
+        Self { qemu: found.filter(|_| old_qemu.is_none()), old_qemu, busybox, fsck, outer, guest }
     }
 
     /// What is not there: a line each for people.
@@ -83,7 +93,14 @@ impl Parts {
         const FETCH: &str = "`cargo xtask lab fetch` gets it without installing anything";
         let mut missing = Vec::new();
         if self.qemu.is_none() {
-            missing.push("qemu-system-x86_64: `apt-get install qemu-system-x86`".to_owned());
+            let (major, minor) = LEAST_QEMU;
+            let what = self.old_qemu.map_or_else(String::new, |(old, of)| {
+                format!(" (here is {old}.{of}, whose virtualization lacks what guests need)")
+            });
+            missing.push(format!(
+                "qemu-system-x86_64 of version {major}.{minor} or newer{what}: `apt-get install qemu-system-x86`, on Debian 12 from \
+                 bookworm-backports"
+            ));
         }
         if self.busybox.is_none() {
             missing.push(format!("a static busybox: {FETCH}, or `apt-get install busybox-static`"));
@@ -108,6 +125,18 @@ impl Parts {
         }
         missing
     }
+}
+
+/// The version of a QEMU.
+fn version(qemu: &Path) -> Option<(u32, u32)> {
+    let output = Command::new(qemu).arg("--version").stdin(Stdio::null()).output().ok()?;
+    version_in(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// The version in what `--version` says.
+fn version_in(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.strip_prefix("QEMU emulator version ")?.split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
 /// The first of `modules` that `kernel` lacks.
@@ -155,6 +184,17 @@ mod tests {
         let missing = Parts::default().missing();
         assert!(missing.len() >= 5);
         assert!(missing.iter().all(|line| line.contains("apt-get") || line.contains("fetch")), "{missing:?}");
+    }
+
+    #[test]
+    fn a_qemu_that_is_too_old_is_missing_and_named() {
+        let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)\nCopyright (c)";
+        assert_eq!(version_in(debian), Some((7, 2)));
+        assert_eq!(version_in("QEMU emulator version 11.1.50"), Some((11, 1)));
+        assert_eq!(version_in("something else"), None);
+        assert!((7, 2) < LEAST_QEMU && LEAST_QEMU <= (10, 0));
+        let parts = Parts { old_qemu: Some((7, 2)), ..Parts::default() };
+        assert!(parts.missing()[0].contains("here is 7.2"), "{:?}", parts.missing());
     }
 
     #[test]
