@@ -17,6 +17,9 @@ pub(crate) const GUEST_MODULES: [&str; 7] =
 /// guest's kernel finds sizes of its FPU state that contradict each other.
 const LEAST_QEMU: (u32, u32) = (10, 0);
 
+/// In the lab's folder: runs a QEMU that was fetched.
+pub(crate) const QEMU: &str = "qemu";
+
 /// What makes a guest's file system.
 pub(crate) const MKFS: &str = "mkfs.ext4";
 
@@ -82,7 +85,8 @@ impl Parts {
             .into_iter()
             .chain(tool("e2fsck.static"))
             .find(|file| is_static(file));
-        let found = tool("qemu-system-x86_64");
+        let fetched = Some(folder().join(QEMU)).filter(|file| file.is_file());
+        let found = fetched.or_else(|| tool("qemu-system-x86_64"));
         let version = found.as_deref().and_then(version);
         let old_qemu = version.filter(|version| *version < LEAST_QEMU);
         Self { qemu: found.filter(|_| old_qemu.is_none()), old_qemu, busybox, fsck, outer, guest }
@@ -98,8 +102,7 @@ impl Parts {
                 format!(" (here is {old}.{of}, whose virtualization lacks what guests need)")
             });
             missing.push(format!(
-                "qemu-system-x86_64 of version {major}.{minor} or newer{what}: `apt-get install qemu-system-x86`, on Debian 12 from \
-                 bookworm-backports"
+                "qemu-system-x86_64 of version {major}.{minor} or newer{what}: {FETCH}, or `apt-get install qemu-system-x86`"
             ));
         }
         if self.busybox.is_none() {

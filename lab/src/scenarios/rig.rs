@@ -3,7 +3,6 @@
 use super::Lab;
 use super::vm::{Boot, Guest, Vm};
 use crate::desk::{Here, Place};
-use crate::pace::stretched;
 use crate::peer::There;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -44,7 +43,7 @@ impl<'a> Rig<'a> {
     /// For how long a guest may get no processor: an emulated machine's only one is shared by everything that a move takes. Whether a
     /// clock steps is told by [`slack`](Self::slack).
     pub(crate) fn stall(&self) -> Duration {
-        stretched(Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 }))
+        Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 })
     }
 
     pub(crate) fn name(&mut self, what: &str) -> String {

@@ -1,9 +1,11 @@
-//! `cargo xtask lab fetch`: kernels and a busybox, unpacked beside the build, not installed.
+//! `cargo xtask lab fetch`: kernels, a busybox, and a QEMU where there is none that will do, unpacked beside the build, not installed.
 //!
 //! A kernel package that is installed becomes the machine's next boot; the lab only wants its files. `apt-get download` gets them
 //! from wherever this machine gets its packages, and checks their signatures.
 
-use super::parts;
+mod qemu;
+
+use super::parts::{self, Parts};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -42,7 +44,10 @@ pub(crate) fn fetch() -> Result<bool> {
         }
         std::fs::remove_dir_all(&folder)?;
     }
-    println!("all is in {}; `cargo xtask lab check` says whether anything is missing", root.display());
+    if Parts::find().qemu.is_none() {
+        qemu::fetch(&lab)?;
+    }
+    println!("all is in {}; `cargo xtask lab check` says whether anything is missing", lab.display());
     Ok(true)
 }
 
