@@ -1,12 +1,16 @@
-//! Deaths of the emulator: a machine, or a guest in it, that ended in a way that only the emulator can have caused.
+//! Deaths of the emulator: a machine, or a guest in it, that ended in a way that only the emulator
+//! can have caused.
 //!
-//! A death needs a proof in a log. Without one, an end is a failure, and the scenario that was under way is not tried again.
+//! A death needs a proof in a log. Without one, an end is a failure, and the scenario that was
+//! under way is not tried again.
 //!
-//! The proof in an outer kernel's log is an exception or an interrupt inside the world switch. Between `vmrun` and the return of
-//! `svm_vcpu_enter_exit`, the global interrupt flag is clear, and the kernel accesses only memory that is always mapped. So no
-//! interrupt can arrive there and no instruction there can fault, unless the emulator delivers what belongs to the guest, or
-//! delivers it at the wrong time. The first handler then runs with the guest's GS base, faults at its first access to per-CPU data,
-//! and faults again in the handler of that fault, until the stack is used up.
+//! The proof in an outer kernel's log is an exception or an interrupt inside the world switch.
+//! Between `vmrun` and the return of `svm_vcpu_enter_exit`, the global interrupt flag is clear, and
+//! the kernel accesses only memory that is always mapped. So no interrupt can arrive there and no
+//! instruction there can fault, unless the emulator delivers what belongs to the guest, or delivers
+//! it at the wrong time. The first handler then runs with the guest's GS base, faults at its first
+//! access to per-CPU data, and faults again in the handler of that fault, until the stack is used
+//! up.
 
 use serde::Serialize;
 use std::os::unix::process::ExitStatusExt;
@@ -52,7 +56,8 @@ pub fn in_console(log: &str) -> Option<String> {
     lines.any(|line| line.contains(PANIC)).then(|| format!("{}; {}", first.trim(), text(frame)))
 }
 
-/// The lines of a console that the agent did not write: it quotes what a guest's kernel complains of.
+/// The lines of a console that the agent did not write: it quotes what a guest's kernel complains
+/// of.
 pub fn kernel(log: &str) -> impl Iterator<Item = &str> {
     log.lines().filter(|line| !line.starts_with("LAB "))
 }
@@ -67,7 +72,8 @@ fn text(line: &str) -> &str {
     line.split_once(']').map_or(line, |(_, text)| text).trim()
 }
 
-/// Returns why the end of QEMU itself is a death. An end by SIGKILL is none: QEMU does not do that to itself.
+/// Returns why the end of QEMU itself is a death. An end by SIGKILL is none: QEMU does not do that
+/// to itself.
 #[must_use]
 pub fn in_status(status: ExitStatus) -> Option<String> {
     status.signal().filter(|signal| OWN_FAULTS.contains(signal)).map(|_| format!("QEMU ended with {status}"))

@@ -43,7 +43,7 @@ enum Chore {
 pub(crate) struct LabArgs {
     #[command(subcommand)]
     errand: Option<Errand>,
-    /// The short form: the scenarios that show most, within 6 minutes instead of 15
+    /// The short form: the scenarios that show most
     #[arg(long)]
     pub(crate) quick: bool,
     /// Use the emulated machine even where the host's own KVM could do

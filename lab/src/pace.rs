@@ -1,22 +1,24 @@
 //! The speed of this machine, and time limits that follow from it.
 //!
-//! An emulated machine is as fast as its host has time for it: four times slower on a busy host is usual. So every time limit of
-//! the lab is given for a reference machine and stretched by the pace: the factor by which this machine is slower. The pace is
-//! measured when a process of the lab starts, before every scenario, and again whenever a time limit seems to be over.
+//! An emulated machine is as fast as its host has time for it: four times slower on a busy host is
+//! usual. So every time limit of the lab is given for a reference machine and stretched by the
+//! pace: the factor by which this machine is slower. The pace is measured when a process of the lab
+//! starts, before every scenario, and again whenever a time limit seems to be over.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Processor time that [`work`] takes in the emulated machine on an idle host (2 cores of 2026, QEMU 11.1.3).
+/// Processor time that [`work`] takes in the emulated machine on an idle host (2 cores of 2026,
+/// QEMU 11.1.3).
 const REFERENCE: Duration = Duration::from_millis(48);
 /// A host that is slower than that does not get on: the limits end somewhere.
 const SLOWEST: f64 = 30.0;
 /// Steps of [`work`].
 const STEPS: u32 = 20_000_000;
-/// Rounds of [`work`] for a pace. A host gives a machine that was idle more than its share at first, so that a short measurement
-/// finds it faster than it is.
+/// Rounds of [`work`] for a pace. A host gives a machine that was idle more than its share at
+/// first, so that a short measurement finds it faster than it is.
 const ROUNDS: u32 = 3;
 /// The same before something fails.
 const ROUNDS_TO_BE_SURE: u32 = 12;
@@ -50,8 +52,8 @@ pub fn stretched(limit: Duration) -> Duration {
     limit.mul_f64(current())
 }
 
-/// Whether something `took` longer than `limit` at the pace of this machine. Before the answer is yes, the pace is measured again,
-/// for longer: the host may have become busy.
+/// Whether something `took` longer than `limit` at the pace of this machine. Before the answer is
+/// yes, the pace is measured again, for longer: the host may have become busy.
 #[must_use]
 pub fn exceeds(took: Duration, limit: Duration) -> bool {
     let (exceeds, pace) = judge(took, limit, current(), || measure(ROUNDS_TO_BE_SURE));
@@ -59,7 +61,8 @@ pub fn exceeds(took: Duration, limit: Duration) -> bool {
     exceeds
 }
 
-/// The answer of [`exceeds`] and the pace that it rests on: `pace`, or a slower one that is measured now.
+/// The answer of [`exceeds`] and the pace that it rests on: `pace`, or a slower one that is
+/// measured now.
 fn judge(took: Duration, limit: Duration, pace: f64, measure: impl FnOnce() -> f64) -> (bool, f64) {
     if took < limit.mul_f64(pace) {
         return (false, pace);
@@ -68,8 +71,9 @@ fn judge(took: Duration, limit: Duration, pace: f64, measure: impl FnOnce() -> f
     (took >= limit.mul_f64(pace), pace)
 }
 
-/// Measures the pace: by the processor time of this thread, so that other work in this machine does not count. What the host
-/// does meanwhile counts: an emulated machine takes the time for which its host let it wait for its own.
+/// Measures the pace: by the processor time of this thread, so that other work in this machine does
+/// not count. What the host does meanwhile counts: an emulated machine takes the time for which its
+/// host let it wait for its own.
 fn measure(rounds: u32) -> f64 {
     let before = cpu_time();
     for _ in 0..rounds {

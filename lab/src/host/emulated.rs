@@ -26,8 +26,8 @@ const TICK: Duration = Duration::from_millis(250);
 /// The records of the machines themselves.
 const MACHINE: &str = "outer-machine";
 const OTHER: &str = "other-machine";
-/// Processors of each machine. With two, the emulator runs them on threads of its own that disturb each other: an inner guest gets
-/// an interrupt twice when the other processor stops this one, and a kernel dies in every second or third run.
+/// Processors of each machine. With two, on two threads of QEMU, kernels died now and then
+/// (`lab/README.md`).
 const CPUS: u32 = 1;
 /// Addresses on the link between them.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 1);

@@ -1,7 +1,8 @@
-//! A QEMU that is new enough, from the backports of this machine's Debian, unpacked with all of its libraries.
+//! A QEMU that is new enough, from the backports of this machine's Debian, unpacked with all of its
+//! libraries.
 //!
-//! apt-get works in a folder of its own, with sources of its own and no installed packages: it downloads everything that QEMU needs,
-//! the C library included, and installs nothing.
+//! apt-get works in a folder of its own, with sources of its own and no installed packages: it
+//! downloads everything that QEMU needs, the C library included, and installs nothing.
 
 use super::{run, unpack};
 use crate::host::parts::QEMU;
@@ -71,7 +72,8 @@ pub(super) fn fetch(lab: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The archive of this machine's release, and the release's name: the first source whose suite is no addition to another.
+/// The archive of this machine's release, and the release's name: the first source whose suite is
+/// no addition to another.
 fn archive(targets: &str) -> Option<(&str, &str)> {
     targets.lines().find_map(|line| {
         let mut words = line.split_whitespace();
