@@ -303,6 +303,7 @@ fn requests_sleep_on_pages_that_are_to_come_and_write_what_comes() {
 #[test]
 fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
     let (disk, ram, lazy) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(LazySlot::new(1)));
+    ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x7000)).unwrap();
     let Some(memory) = missing(&ram, &lazy) else { return };
     let file = RawFile::open(&DiskOptions::new(&disk.0), &lazy).unwrap();
     file.take().unwrap();

@@ -296,11 +296,11 @@ mod tests {
     fn pause_ends_a_hold() {
         let (board, _pages) = board();
         board.run_all();
-        assert!(board.may_run(0));
+        assert!(board.may_run(0) && board.may_run(1));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 board.hold(0, 2 * vmferry_testkit::PATIENCE);
-                board.paused(0);
+                [0, 1].map(|cpu| board.paused(cpu));
             });
             board.pause_all(vmferry_testkit::PATIENCE).unwrap();
         });
