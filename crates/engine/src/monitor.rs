@@ -157,12 +157,10 @@ pub struct Progress {
     pub awaits_recover: bool,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
 fn millis<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64() * 1e3)
 }
 
-#[expect(clippy::ref_option, reason = "the signature that serde asks for")]
 fn some_millis<S: serde::Serializer>(time: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
     match time {
         Some(time) => millis(time, serializer),

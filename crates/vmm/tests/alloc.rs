@@ -46,7 +46,7 @@ impl Guest {
                 return Ok(*now);
             }
             assert!(self.handle.exit().is_none(), "{what}: the guest ended: {}", self.serial.text());
-            Err((now.map(|now| (now.guest, now.cpus().to_vec())), self.serial.text()))
+            Err(Box::new((now.map(|now| (now.guest, now.cpus().to_vec())), self.serial.text())))
         })
     }
 
@@ -176,7 +176,7 @@ fn free_pages_are_hinted_on_demand() {
         let mut hinted = guest.empty_set();
         wait_for("the end of the hints", || {
             let hints = guest.balloon().take_hints(command, &mut hinted).expect("the request");
-            if hints.ended { Ok(()) } else { Err(guest.handle.alloc_stats().map(|s| s.guest)) }
+            if hints.ended { Ok(()) } else { Err(Box::new(guest.handle.alloc_stats().map(|s| s.guest))) }
         });
         let now = guest.wait("the walk", |now| now.guest.hint_walks == walk);
         assert_eq!(u64::from(command), now.guest.hint_id);

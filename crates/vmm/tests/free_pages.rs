@@ -103,7 +103,7 @@ fn moved(case: &Case) -> Report {
         });
     }
     whole(&handle, &what);
-    say(&format!(
+    say(format!(
         "{what}: {} KiB on the wire, {:.0} ms, downtime {:.1} ms, {} pages left out, {:?}",
         report.bytes.wire >> 10,
         report.total_ms,

@@ -168,7 +168,7 @@ fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
             let before = stats(&source.handle()).map_or(0, |stats| stats.writes());
             let (_, target, figures) = moved(&mut source, options(to), None, &settings);
             let figures = figures.expect("the guest came before its memory");
-            say(&format!("{what}: {figures:?}"));
+            say(format!("{what}: {figures:?}"));
             assert!(figures.faults > 0, "{what}");
             assert_eq!(figures.duplicates, 0, "{what}");
             assert_eq!(corrupt(&target, 5), 0, "{what}");
@@ -198,7 +198,7 @@ fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
             moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
         assert_eq!(figures.expect("the guest came before its memory").duplicates, 0);
         assert_eq!(corrupt(&target, 5), 0, "{role:?} after {after} bytes");
-        say(&format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
+        say(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
         cut += proxy.harmed();
     }
     // How much goes which way depends on where the guest writes.
@@ -226,7 +226,7 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
                 assert_eq!(corrupt(&lazy, 5), 0, "{from} to {to}");
-                say(&format!("lazily, {from} to {to}: {progress:?}"));
+                say(format!("lazily, {from} to {to}: {progress:?}"));
             }
             Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),
             Err(error) => panic!("{error}"),

@@ -135,7 +135,7 @@ fn a_guest_runs_before_its_memory_has_come() {
             target.resume().unwrap();
         });
         let placed = counts.placed.into_inner();
-        say(&format!(
+        say(format!(
             "{backing}: {placed} pages placed, faults of vCPUs {}, of others {}",
             counts.of_vcpus.load(Ordering::Relaxed),
             counts.others.load(Ordering::Relaxed)
@@ -171,7 +171,7 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
             match paused {
                 Ok(()) => target.resume().unwrap(),
                 Err(error) => {
-                    say(&format!(
+                    say(format!(
                         "pause of a sleeping vCPU: the host's kernel does not interrupt it: {error}"
                     ));
                     assert!(slowest < PATIENCE, "it does not hang");
@@ -181,7 +181,7 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
                 }
             }
         }
-        say(&format!("slowest pause of sleeping vCPUs: {slowest:?}"));
+        say(format!("slowest pause of sleeping vCPUs: {slowest:?}"));
         let stats = verified(&target.handle(), 3);
         assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
     });
@@ -196,7 +196,7 @@ fn a_vm_that_sleeps_can_be_dropped() {
     let begin = Instant::now();
     drop(target);
     assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
-    say(&format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
+    say(format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
     // The engine may still hold it.
     lazy.end().unwrap();
     drop((lazy, source));

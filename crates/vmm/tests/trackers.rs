@@ -143,7 +143,7 @@ fn check(kind: TrackerKind) {
     tracker.harvest(&mut dirty).unwrap();
     let (after, written) = (copy(&vm), writes(&vm) - written);
     let found = compare(&before, &after, &vm, &dirty);
-    say(&format!(
+    say(format!(
         "{kind}: {written} writes, {} pages changed, {} reported, {}",
         found.changed,
         found.reported,

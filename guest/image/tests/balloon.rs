@@ -47,7 +47,7 @@ fn snapshot(guest: &Guest) -> AllocSnapshot {
 fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> AllocSnapshot {
     wait_for(what, || {
         let now = snapshot(guest);
-        if done(&now) { Ok(now) } else { Err((now.guest, now.cpus().to_vec())) }
+        if done(&now) { Ok(now) } else { Err(Box::new((now.guest, now.cpus().to_vec()))) }
     })
 }
 

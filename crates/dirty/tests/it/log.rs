@@ -323,7 +323,7 @@ fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
 
 /// What the VMM finds dirty in its own log.
 fn own_log(vm: &VmFd) -> BTreeSet<u64> {
-    let mut log = [0; PAGES as usize / 64];
+    let mut log = vec![0; usize::try_from(PAGES / 64).unwrap()];
     // SAFETY: the slot has this many pages.
     unsafe { kvm::get_dirty_log(fd(vm), 0, PAGES * 4096, &mut log) }.unwrap();
     let mut pages = Bitmap::new(PAGES);
@@ -384,7 +384,10 @@ fn log_survives_a_failed_migration(manual: ManualProtect) {
     stretch(&mut vcpu);
     tracker.stop().unwrap();
     let written: BTreeSet<u64> = (2..PAGES).filter(|page| word(*page) != 0).collect();
-    assert!(written.len() > 30 && (2..PAGES).any(|page| before[page as usize] != word(page)), "{written:?}");
+    assert!(
+        written.len() > 30 && (2..PAGES).any(|page| before[usize::try_from(page).unwrap()] != word(page)),
+        "{written:?}"
+    );
     let found = &own_log(&vm) | &set_of(&handed_back);
     assert!(found.is_superset(&written) && found.contains(&130), "written {written:?}, found {found:?}");
     // The guest writes 127 pages at most.
@@ -402,7 +405,8 @@ fn log_is_as_before(vm: &VmFd, vcpu: &mut VcpuFd, memory: &Memory, manual: Manua
     }
     let before: Vec<u64> = (0..PAGES).map(word).collect();
     stretch(vcpu);
-    let written: BTreeSet<u64> = (2..PAGES).filter(|page| before[*page as usize] != word(*page)).collect();
+    let written: BTreeSet<u64> =
+        (2..PAGES).filter(|page| before[usize::try_from(*page).unwrap()] != word(*page)).collect();
     let found = own_log(vm);
     assert!(found.is_superset(&written) && found.len() <= written.len() + 2, "{written:?}, {found:?}");
     assert_eq!(own_log(vm), if manual.enabled() { found } else { BTreeSet::new() }, "read again");
@@ -425,7 +429,7 @@ fn stop_leaves_the_log_off_and_manual_protection_off() {
     let memory = Memory::new(Kind::Small, PAGES);
     load_code(&memory);
     let slot = add_slot(&vm, 0, 0, &memory);
-    let (mut tracker, _) = tracker(&vm, &[slot.clone()]);
+    let (mut tracker, _) = tracker(&vm, std::slice::from_ref(&slot));
     let mut vcpu = vcpu(&vm);
     tracker.start().unwrap();
     tracker.stop().unwrap();

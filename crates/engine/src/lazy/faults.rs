@@ -16,7 +16,11 @@ pub(super) const AGAIN: Duration = Duration::from_millis(100);
 /// Calls `serve` until it returns, and again after each panic, which the VM's own code may cause. A guest without a thread for its faults
 /// would sleep at its next fault for ever.
 pub(crate) fn again_after_panics(mut serve: impl FnMut()) {
-    while let Err(panic) = caught(|| Ok::<_, VmError>(serve())) {
+    let mut served = || {
+        serve();
+        Ok::<_, VmError>(())
+    };
+    while let Err(panic) = caught(&mut served) {
         tracing::error!("a fault of the guest was not served: {panic}; the thread goes on");
         std::thread::sleep(AGAIN);
     }

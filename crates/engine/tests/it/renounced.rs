@@ -78,7 +78,7 @@ fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
 fn until_recover_is_awaited(monitor: &Monitor) {
     wait_for("a source that has to be told", || {
         let progress = monitor.progress();
-        if progress.awaits_recover { Ok(()) } else { Err(progress) }
+        if progress.awaits_recover { Ok(()) } else { Err(Box::new(progress)) }
     });
 }
 

@@ -300,7 +300,9 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 board.hold(0, 2 * vmferry_testkit::PATIENCE);
-                [0, 1].map(|cpu| board.paused(cpu));
+                for cpu in [0, 1] {
+                    board.paused(cpu);
+                }
             });
             board.pause_all(vmferry_testkit::PATIENCE).unwrap();
         });

@@ -146,7 +146,7 @@ impl Guest {
             .unwrap();
         wait_for("the guest's check of its memory", || {
             let stats = self.stats();
-            if stats.verified(request) { Ok(stats) } else { Err(stats) }
+            if stats.verified(request) { Ok(stats) } else { Err(Box::new(stats)) }
         })
     }
 }
