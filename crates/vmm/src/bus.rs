@@ -8,16 +8,13 @@
 //! (Documentation/admin-guide/kernel-parameters.txt) and QEMU's microvm writes it: `virtio_mmio.device=512@0xd0000000:16`.
 
 use crate::error::{Error, Result};
-use crate::kvm::Machine;
 use crate::state::{Sections, StateError};
 use std::fmt::Debug;
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use vmferry_engine::Section;
 use vmferry_virtio::device::Resume;
 use vmferry_virtio::mmio::{STATUS, WINDOW};
-use vmferry_virtio::signals::Interrupt;
 
 /// Where the first device is.
 const BASE: u64 = 0xd000_0000;
@@ -200,41 +197,6 @@ impl Bus {
     /// Reads the devices' sections; what comes back applies them.
     pub(crate) fn prepare(&self, parts: &mut Sections<'_>) -> std::result::Result<Vec<Load<'_>>, StateError> {
         self.devices.iter().map(|device| device.prepare(parts)).collect()
-    }
-}
-
-/// Pulses an interrupt line of the kernel's interrupt controllers.
-///
-/// By ioctl, not by an eventfd: when `trigger` returns the interrupt is in the controller, so a save that follows has it, and no thread
-/// of the kernel's has to be woken for that ([`kicks`](crate::kicks) has the figures).
-#[derive(Debug)]
-pub(crate) struct IrqLine {
-    pub(crate) machine: Arc<Machine>,
-    pub(crate) gsi: u32,
-}
-
-impl IrqLine {
-    fn pulse(&self) -> io::Result<()> {
-        let set = |active| {
-            let result = self.machine.fd().set_irq_line(self.gsi, active);
-            result.map_err(|e| io::Error::from_raw_os_error(e.errno()))
-        };
-        set(true)?;
-        set(false)
-    }
-}
-
-impl vm_superio::Trigger for IrqLine {
-    type E = io::Error;
-
-    fn trigger(&self) -> io::Result<()> {
-        self.pulse()
-    }
-}
-
-impl Interrupt for IrqLine {
-    fn trigger(&self) -> io::Result<()> {
-        self.pulse()
     }
 }
 

@@ -14,9 +14,10 @@
 
 use crate::acpi;
 use crate::balloon::VmBalloon;
-use crate::bus::{Bus, IrqLine, Place};
+use crate::bus::{Bus, Place};
 use crate::disk::{self, VmDisk};
 use crate::error::Result;
+use crate::irq::IrqLine;
 use crate::kicks::Kicks;
 use crate::kvm::Machine;
 use crate::net::VmNet;

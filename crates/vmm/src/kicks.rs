@@ -4,7 +4,7 @@
 //! the device's work. What is in an eventfd is no state: when a guest goes on, here or elsewhere, every queue is looked at.
 //!
 //! # And interrupts
-//! They are sent by `KVM_IRQ_LINE` (see [`IrqLine`](crate::bus::IrqLine)), two calls for an edge, and not by an eventfd (`KVM_IRQFD`):
+//! They are sent by `KVM_IRQ_LINE` (see [`IrqLine`](crate::irq::IrqLine)), two calls for an edge, and not by an eventfd (`KVM_IRQFD`):
 //! for an input of the I/O APIC, which is all that virtio-mmio devices have, KVM passes such an eventfd's news on in a kernel thread
 //! (only MSIs go at once). Measured: two calls 1.6 to 1.9 us and no switch of threads; an eventfd 13 to 18 us and two switches.
 

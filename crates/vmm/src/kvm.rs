@@ -1,6 +1,7 @@
 //! Opening KVM and making an empty virtual machine of it.
 
 use crate::error::{Error, Result};
+use crate::irq::LineLocks;
 use crate::memory::{GuestRam, RamRegion};
 use kvm_bindings::{KVM_API_VERSION, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VmFd};
@@ -84,6 +85,7 @@ pub fn passes_kicks() -> Result<bool> {
 pub(crate) struct Machine {
     fd: VmFd,
     ram: Arc<GuestRam>,
+    lines: LineLocks,
 }
 
 impl Machine {
@@ -94,7 +96,7 @@ impl Machine {
         if let Some(entries) = ring {
             enable_rings(&fd, entries)?;
         }
-        Ok(Self { fd, ram })
+        Ok(Self { fd, ram, lines: LineLocks::default() })
     }
 
     /// Its memory slots, as trackers want them.
@@ -118,6 +120,11 @@ impl Machine {
 
     pub(crate) fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
+    }
+
+    /// The locks of its interrupt lines.
+    pub(crate) fn lines(&self) -> &LineLocks {
+        &self.lines
     }
 }
 

@@ -8,6 +8,7 @@
 //! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices`, `power` | serial port, reset, exit port; power button |
+//! | `irq` | interrupt lines |
 //! | `bus`, `virtio`, `kicks` | devices at memory addresses, and what is the same for all of them |
 //! | `balloon`, `disk`, `rng` | those devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
@@ -27,6 +28,7 @@ mod error;
 mod handle;
 #[cfg(feature = "hostile")]
 pub mod hostile;
+mod irq;
 mod kicks;
 #[cfg(test)]
 mod kicks_tests;

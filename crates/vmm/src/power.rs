@@ -4,8 +4,8 @@
 //! (ACPI 6.5, 5.6.9), whose method notifies a control method power button (4.8.2.2.1.2). The event is an edge of [`LINE`], and nothing
 //! is kept of it: a press that comes while nobody listens is not heard, as on any machine without an operating system.
 
-use crate::bus::IrqLine;
 use crate::error::{Error, Result};
+use crate::irq::IrqLine;
 use crate::kvm::Machine;
 use crate::shared_state::save_ioapic;
 use std::sync::Arc;
