@@ -16,6 +16,7 @@ fn wrong_usage_is_told_before_anything_begins() {
         &["migrate", "--api", "x", "tcp:h:1", "--switchover-bandwidth", "some"],
         &["recover", "--api", "x", "--take", "--abandon"],
         &["migrate", "--api", "x", "nonsense"],
+        &["run", "--new-mac"],
         &["nonsense"],
     ] {
         let output = vmferry(args);
@@ -23,6 +24,12 @@ fn wrong_usage_is_told_before_anything_begins() {
     }
     let output = vmferry(&["run", "--kernel", "/nonexistent/kernel"]);
     assert_eq!(code(&output), 1);
+    let output = vmferry(&["run", "--incoming", "tcp:127.0.0.1:0", "--new-mac"]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("--new-mac is for a copy in a file"), "{output:?}");
+    let output = vmferry(&["run", "--guest", "process", "--incoming", "file:/nonexistent/copy", "--new-mac"]);
+    assert_eq!(code(&output), 1);
+    assert!(errors(&output).contains("leave --new-mac"), "{output:?}");
     let output = vmferry(&["status", "--api", "/nonexistent/api"]);
     assert_eq!(code(&output), 1);
     assert!(errors(&output).contains("--api /nonexistent/api"), "{output:?}");

@@ -265,6 +265,12 @@ pub(crate) struct RunArgs {
     /// keeps its own); may be given several times, as often on both sides of a move
     #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net)]
     pub(crate) nets: Vec<NetOptions>,
+    /// Give a copy in a file MAC addresses other than its original's
+    ///
+    /// With --incoming file:PATH, for a file that `migrate --keep-running` wrote: each interface gets the address that --net gives it, or
+    /// a random one. The guest's driver reads it when it starts the next time. A guest that moves keeps its addresses.
+    #[arg(long, requires = "incoming")]
+    pub(crate) new_mac: bool,
     /// Give it a source of random numbers; the same on both sides of a move
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) rng: OnOff,

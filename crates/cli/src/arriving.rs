@@ -31,6 +31,10 @@ impl TargetVm for Arriving<'_> {
         self.vm.load(sections)
     }
 
+    fn renew_identity(&mut self) -> Result<(), VmError> {
+        self.vm.renew_identity()
+    }
+
     fn start(&mut self) -> Result<(), VmError> {
         self.vm.start()?;
         if !self.lazy {

@@ -56,6 +56,7 @@ impl Machine {
         options.kicks = args.ioeventfd == OnOff::On;
         options.disks = args.disks.iter().map(DiskArg::options).collect();
         options.nets.clone_from(&args.nets);
+        options.new_macs = args.new_mac;
         options.serial = serial(args.serial.as_deref())?;
         let mut vm = Vm::new(options)?;
         for note in vm.notes() {
@@ -95,6 +96,9 @@ impl Machine {
         }
         if !args.nets.is_empty() {
             bail!("a process guest has no network interfaces; leave --net");
+        }
+        if args.new_mac {
+            bail!("a process guest has no network interfaces; leave --new-mac");
         }
         if args.serial.is_some() {
             bail!("a process guest has no serial console; leave --serial");

@@ -23,7 +23,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, ReceiveFailure, Uri, receive, restore, restore_lazy,
+    LazyRestore, Listener, MigrateError, ReceiveFailure, Received, Uri, receive, restore, restore_lazy,
 };
 
 /// How often the machine's owner looks whether somebody has seen that the guest has moved.
@@ -39,9 +39,7 @@ const LINGER: Duration = Duration::from_millis(200);
 
 /// Runs until the guest ends, moves away, or somebody says so.
 pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
-    if args.incoming == Some(IncomingArg::Defer) && args.api.is_none() {
-        bail!("--incoming defer needs --api PATH: the control socket is where it is said what to wait for");
-    }
+    check(args)?;
     // Before there is a second thread.
     let mut confinement = sandbox::begin(args)?;
     // A jail's change of user would take this back.
@@ -109,6 +107,27 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     result
 }
 
+/// Refuses options that do not fit together.
+fn check(args: &RunArgs) -> Result<()> {
+    match &args.incoming {
+        Some(IncomingArg::Defer) if args.api.is_none() => {
+            bail!(
+                "--incoming defer needs --api PATH: the control socket is where it is said what to wait for"
+            )
+        }
+        Some(IncomingArg::At(uri)) => addresses_stay(uri, args),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses new MAC addresses for a guest that comes from `uri` with its own.
+fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
+    if args.new_mac && !matches!(uri, Uri::File(_)) {
+        bail!("--new-mac is for a copy in a file, and a guest that comes from {uri} is moved; leave it out");
+    }
+    Ok(())
+}
+
 /// Tells the machine's owner when the guest has ended, so that nobody has to look all the time.
 fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
     let watched = Arc::clone(shared);
@@ -160,7 +179,7 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shar
             eprintln!("vmferry: the guest runs{}", arriving::reached_by(args.api.as_deref()));
             Arrived::Here(None)
         }),
-        Way::At(Uri::File(path)) => take_out(path, machine, shared).map(Arrived::Here),
+        Way::At(Uri::File(path)) => take_out(path, args, machine, shared).map(Arrived::Here),
         Way::At(uri) => listen(uri, args.insecure, shared)
             .map_err(Into::into)
             .and_then(|at| await_guest(at, machine, shared)),
@@ -192,13 +211,14 @@ fn deferred(
             return Ok(Arrived::Nobody);
         }
         let Ok((uri, reply)) = incoming.recv_timeout(TICK) else { continue };
-        if let Err(error) = sandbox::reachable(&uri, &args.sandbox) {
+        if let Err(error) = sandbox::reachable(&uri, &args.sandbox).and_then(|()| addresses_stay(&uri, args))
+        {
             drop(reply.send(Err(format!("{error:#}"))));
             continue;
         }
         if let Uri::File(path) = &uri {
             let _ = reply.send(Ok(()));
-            return take_out(path, machine, shared).map(Arrived::Here);
+            return take_out(path, args, machine, shared).map(Arrived::Here);
         }
         match listen(&uri, args.insecure, shared) {
             Ok(listener) => {
@@ -244,9 +264,20 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
 }
 
 /// Runs the guest in a file: at once, where pages can come later, or else when all of them have been read.
-fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Option<Box<LazyRestore>>> {
+fn take_out(
+    path: &Path,
+    args: &RunArgs,
+    machine: &mut Machine,
+    shared: &Shared,
+) -> Result<Option<Box<LazyRestore>>> {
+    let check_copy = |received: &Received| {
+        if args.new_mac && received.copy_of.is_none() {
+            eprintln!("vmferry: {} holds no copy: the guest keeps its MAC addresses", received.source);
+        }
+    };
     match restore_lazy(machine.target(), path) {
         Ok(restore) => {
+            check_copy(restore.received());
             shared.set_received(serde_json::to_value(restore.received())?);
             shared.set_restore(restore.watch());
             Ok(Some(Box::new(restore)))
@@ -254,6 +285,7 @@ fn take_out(path: &Path, machine: &mut Machine, shared: &Shared) -> Result<Optio
         Err(error @ MigrateError::NotLazy { .. }) => {
             eprintln!("vmferry: {error}; it starts when all of the file has been read");
             let received = restore(machine.target(), path)?;
+            check_copy(&received);
             shared.set_received(serde_json::to_value(received)?);
             Ok(None)
         }

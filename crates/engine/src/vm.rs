@@ -422,6 +422,18 @@ pub trait TargetVm: Send {
     /// If a section is missing, unknown, of another version or not valid. The source then resumes.
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError>;
 
+    /// Gives the guest a new identity: a new VM generation ID, and what else tells machines apart.
+    ///
+    /// The engine calls this between [`load`](Self::load) and [`start`](Self::start) for a guest that is taken out of a copy
+    /// ([`save_copy`](crate::save_copy)), because its original goes on. A guest that moves keeps its identity. May write guest memory, under
+    /// the rules of [`load`](Self::load). The default changes nothing.
+    ///
+    /// # Errors
+    /// If the guest would run with the identity of its original. It has not run then.
+    fn renew_identity(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Takes what only the side that runs the guest may hold ([`SourceVm::release`]), and lets the vCPUs run. From here on this side
     /// owns the guest.
     ///

@@ -8,6 +8,7 @@
 //! | `acpi` | tables by which a guest finds out about its machine |
 //! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
 //! | `devices`, `power` | serial port, reset, exit port; power button |
+//! | `generation` | the VM generation ID, which tells copies apart |
 //! | `irq` | interrupt lines |
 //! | `bus`, `virtio`, `kicks` | devices at memory addresses, and what is the same for all of them |
 //! | `balloon`, `disk`, `rng` | those devices |
@@ -25,6 +26,7 @@ mod cpuid;
 mod devices;
 mod disk;
 mod error;
+mod generation;
 mod handle;
 #[cfg(feature = "hostile")]
 pub mod hostile;

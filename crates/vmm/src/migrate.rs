@@ -152,6 +152,10 @@ impl TargetVm for Vm {
         self.load_state(sections).map_err(VmError::new)
     }
 
+    fn renew_identity(&mut self) -> Result<(), VmError> {
+        Self::renew_identity(self).map_err(VmError::new)
+    }
+
     fn start(&mut self) -> Result<(), VmError> {
         Self::start(self).map_err(VmError::new)
     }

@@ -152,7 +152,8 @@ impl DiskOptions {
 pub struct NetOptions {
     /// The host's tap interface by name. Each side of a move has its own.
     pub tap: String,
-    /// The guest's address; `None` for a random one. A guest that comes from elsewhere keeps the one that it has.
+    /// The guest's address; `None` for a random one. A guest that comes from elsewhere keeps the one that it has, unless it is a copy
+    /// and [`VmOptions::new_macs`] is set.
     pub mac: Option<Mac>,
 }
 
@@ -197,6 +198,8 @@ pub struct VmOptions {
     pub disks: Vec<DiskOptions>,
     /// Its network interfaces.
     pub nets: Vec<NetOptions>,
+    /// Whether a guest that is a copy gets the addresses of [`nets`](Self::nets) instead of its original's. A guest that moves keeps its own.
+    pub new_macs: bool,
     /// Where the guest's serial output goes.
     pub serial: SerialSink,
 }
@@ -220,6 +223,7 @@ impl VmOptions {
             kicks: true,
             disks: Vec::new(),
             nets: Vec::new(),
+            new_macs: false,
             serial: SerialSink::discard(),
         }
     }

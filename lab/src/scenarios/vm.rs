@@ -119,6 +119,18 @@ impl Vm {
         Self::start(place, boot, guest, folder, name, &more)
     }
 
+    /// Takes the guest out of `file`, a URI.
+    pub(crate) fn restored(
+        place: &Rc<dyn Place>,
+        boot: &Boot,
+        guest: &Guest,
+        folder: &Path,
+        name: &str,
+        file: &str,
+    ) -> Result<Self> {
+        Self::start(place, boot, guest, folder, name, &["--incoming", file])
+    }
+
     fn start(
         place: &Rc<dyn Place>,
         boot: &Boot,

@@ -3,6 +3,7 @@
 use super::fill::{FileOrigin, Lazy};
 use super::open::{RestoreError, open};
 use super::progress::LazyProgress;
+use super::restore::load;
 use super::{identity, ms, uri};
 use crate::lazy::{again_after_panics, serve_faults};
 use crate::monitor::thread_cpu_us;
@@ -103,7 +104,7 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
             })?;
         }
         let began = Instant::now();
-        vm.load(&sections).map_err(|error| failed(error.into()))?;
+        load(vm, &sections, copy_of.is_some()).map_err(|error| failed(error.into()))?;
         let (load_ms, early) = (ms(began.elapsed()), filling.lazy.figures().pages);
         if !filling.lazy.commit() {
             let why = filling.lazy.origin.failure().unwrap_or_default();

@@ -5,7 +5,7 @@ use super::{identity, ms, threads, uri};
 use crate::MigrateError;
 use crate::monitor::thread_cpu_us;
 use crate::target::{ReceiveFailure, Received};
-use crate::vm::{GuestMemory, TargetVm, caught};
+use crate::vm::{GuestMemory, Section, TargetVm, VmError, caught};
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -38,11 +38,17 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
     };
     reading.read().map_err(|error| broken(error.to_string()))?;
     let began = Instant::now();
-    vm.load(&sections).map_err(|error| broken(error.to_string()))?;
+    load(vm, &sections, copy_of.is_some()).map_err(|error| broken(error.to_string()))?;
     let load_ms = ms(began.elapsed());
     vm.start().map_err(|error| broken(error.to_string()))?;
     let cpu_ms = reading.cpu_us.into_inner() as f64 / 1e3;
     Ok(Received { id, copy_of, pages: reading.found.into_inner(), load_ms, cpu_ms, source, rest: None })
+}
+
+/// Loads the state of the guest, which gets a new identity if it is a copy.
+pub(super) fn load(vm: &mut dyn TargetVm, sections: &[Section], copy: bool) -> Result<(), VmError> {
+    vm.load(sections)?;
+    if copy { vm.renew_identity() } else { Ok(()) }
 }
 
 /// Several threads, each taking the next table and its pages.

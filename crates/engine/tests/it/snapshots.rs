@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use vmferry_engine::{
-    DirtyTracker, FillState, GuestMemory, LazyRestore, MachineConfig, MigrateError, MigrationState, Monitor,
-    Report, Section, SourceVm, TrackerKind, VmError, restore, restore_lazy, save, save_copy,
+    DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, MigrateError,
+    MigrationState, Monitor, Report, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
+    restore_lazy, save, save_copy,
 };
 use vmferry_memory::RegionId;
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
@@ -209,6 +210,82 @@ fn a_copy_leaves_the_guest_here_and_gets_names_of_its_own() {
         goes_on(&copy);
     }
     goes_on(&source);
+}
+
+/// A target that notes in which order it is called, and can refuse a new identity.
+struct Noting {
+    toy: Toy,
+    calls: Vec<&'static str>,
+    refuses: bool,
+}
+
+impl Noting {
+    fn new(options: Options) -> Self {
+        Self { toy: Toy::new(options, false), calls: Vec::new(), refuses: false }
+    }
+}
+
+impl TargetVm for Noting {
+    fn config(&self) -> MachineConfig {
+        TargetVm::config(&self.toy)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        TargetVm::memory(&self.toy)
+    }
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        self.toy.lazy_memory()
+    }
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        self.calls.push("load");
+        self.toy.load(sections)
+    }
+    fn renew_identity(&mut self) -> Result<(), VmError> {
+        self.calls.push("renew");
+        if self.refuses { Err(VmError::new("no random numbers")) } else { Ok(()) }
+    }
+    fn start(&mut self) -> Result<(), VmError> {
+        self.calls.push("start");
+        self.toy.start()
+    }
+}
+
+#[test]
+fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    let copy = folder.file();
+    let _ = save_copy(&mut source, &copy, &Monitor::new()).unwrap();
+    let mut target = Noting::new(Options::default());
+    let _ = restore(&mut target, &copy).unwrap();
+    assert_eq!(target.calls, ["load", "renew", "start"]);
+    let mut target = Noting::new(lazy(Options::default()));
+    let comes = restore_lazy(&mut target, &copy).unwrap();
+    done(&comes);
+    assert_eq!(target.calls, ["load", "renew", "start"]);
+
+    let moved = copy.with_extension("moved");
+    let _ = saved(&mut source, &moved);
+    let mut target = Noting::new(Options::default());
+    let _ = restore(&mut target, &moved).unwrap();
+    assert_eq!(target.calls, ["load", "start"]);
+    let mut target = Noting::new(lazy(Options::default()));
+    let comes = restore_lazy(&mut target, &moved).unwrap();
+    done(&comes);
+    assert_eq!(target.calls, ["load", "start"]);
+}
+
+#[test]
+fn copy_without_new_identity_does_not_run() {
+    let folder = Folder::new();
+    let mut source = Toy::new(Options::default(), true);
+    let _ = save_copy(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let mut target = Noting { refuses: true, ..Noting::new(Options::default()) };
+    let error = restore(&mut target, &folder.file()).unwrap_err().to_string();
+    assert!(error.contains("no random numbers"), "{error}");
+    let mut lazily = Noting { refuses: true, ..Noting::new(lazy(Options::default())) };
+    let error = restore_lazy(&mut lazily, &folder.file()).unwrap_err().to_string();
+    assert!(error.contains("no random numbers"), "{error}");
+    assert_eq!((target.calls, lazily.calls), (vec!["load", "renew"], vec!["load", "renew"]));
 }
 
 /// A VM that writes on while it is paused, as a device that was forgotten would.

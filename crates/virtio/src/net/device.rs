@@ -7,7 +7,7 @@ use super::{CONTROL, FramePort, Mac, NetOptions, Offloads, RX, TX};
 use crate::device::{Device, Progress, QueueSpec, Resume, read_bytes};
 use crate::queue::{Buffer, PORTION, Part, RingError, VirtQueue};
 use crate::signals::Signals;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net as net;
@@ -77,6 +77,8 @@ pub(super) struct Shared<P> {
     options: Mutex<NetOptions>,
     status: Mutex<Status>,
     pub(super) announce: Announce,
+    /// The guest is a copy with an address of its own, which its driver does not use yet.
+    copied: AtomicBool,
 }
 
 impl<P: FramePort> Shared<P> {
@@ -159,6 +161,7 @@ impl<P: FramePort> Net<P> {
             options: Mutex::new(options),
             status: Mutex::new(Status { link: true, announce: false }),
             announce: Announce::default(),
+            copied: AtomicBool::new(false),
         };
         Self { shared: Arc::new(shared), buffer: Buffer::default() }
     }
@@ -351,6 +354,18 @@ impl<P: FramePort> NetControl<P> {
         self.shared.options().mac
     }
 
+    /// Gives the interface another address, for a guest that is a copy and has not run here. Its state was loaded before.
+    ///
+    /// A driver reads the address when it starts, so a driver that runs goes on with the old one until it is started again: Linux's re-reads
+    /// only the link's status when the configuration changes. Therefore the copy is not announced when it starts. Announcements of the
+    /// driver would lead the frames for the original's addresses to the copy.
+    pub fn renew_mac(&self, mac: Mac) {
+        self.shared.copied.store(true, Ordering::Release);
+        self.shared.set_options(NetOptions { mac, ..self.shared.options() });
+        self.shared.set_announce(false);
+        self.shared.signals.config_changed();
+    }
+
     /// Whether the guest has a driver for it.
     #[must_use]
     pub fn driver(&self) -> bool {
@@ -391,7 +406,7 @@ impl<P: FramePort> NetControl<P> {
     /// It may begin; if `moved`, the guest's neighbours are to learn where it is now.
     fn resumed(&self, moved: bool) {
         *lock(&self.shared.gate) = Gate { halted: false, parked: false };
-        if moved {
+        if moved && !self.shared.copied.load(Ordering::Acquire) {
             self.shared.announce.begin();
             self.shared.ask_announce();
         }

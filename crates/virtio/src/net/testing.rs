@@ -233,7 +233,14 @@ impl NetGuest {
     }
 
     /// The same guest at another host: parked, saved, memory and state moved, and running.
-    pub(crate) fn moved(mut self) -> Self {
+    pub(crate) fn moved(self) -> Self {
+        let there = self.loaded();
+        there.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
+        there
+    }
+
+    /// Takes its state to a new device, which does not run yet.
+    pub(crate) fn loaded(mut self) -> Self {
         let now = std::time::Instant::now();
         assert!(!self.driver.device.quiesce(now), "its thread has not parked");
         self.receiver.park(&self.driver.device);
@@ -242,7 +249,6 @@ impl NetGuest {
         let mut there = Self::halted();
         self.driver.move_to(&there.driver);
         there.driver.adopt(&self.driver);
-        there.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
         // What waits at the old host's tap is lost on a real network; here it comes to the new one.
         *lock(&there.wire().coming) = std::mem::take(&mut lock(&self.wire().coming));
         *lock(&there.wire().sent) = std::mem::take(&mut lock(&self.wire().sent));

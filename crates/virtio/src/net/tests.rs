@@ -412,6 +412,27 @@ fn a_guest_that_has_moved_is_announced_again_and_again() {
 }
 
 #[test]
+fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
+    let mac = Mac::new([0x52, 0x54, 0, 9, 9, 9]).unwrap();
+    let mut there = guest().loaded();
+    let generation = there.driver.get(register::VIRTIO_MMIO_CONFIG_GENERATION);
+    there.control.renew_mac(mac);
+    there.driver.device.resumed(crate::device::Resume::Moved).unwrap();
+    assert_eq!((there.control.mac(), there.driver.device.save().device.mac), (mac, mac.bytes()));
+    assert_eq!(there.driver.config(0).to_le_bytes(), [0x52, 0x54, 0, 9]);
+    assert_ne!(there.driver.get(register::VIRTIO_MMIO_CONFIG_GENERATION), generation);
+    // The interrupt says that the configuration has changed. The status does not ask for an announcement.
+    assert_eq!((status(&there), there.driver.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
+    assert_eq!(there.announcer.announce(Instant::now()), None);
+    assert_eq!(*lock(&there.wire().sent), [[0u8; 0]; 0]);
+    // When the copy itself moves on, it is announced.
+    let mut third = there.moved();
+    assert!(third.announcer.announce(Instant::now()).is_some());
+    assert_eq!(*lock(&third.wire().sent), [announcement(mac)]);
+    third.driver.set(register::VIRTIO_MMIO_STATUS, 0);
+}
+
+#[test]
 fn a_guest_goes_on_elsewhere_with_its_address_and_its_buffers() {
     let mut guest = guest();
     post(&mut guest, 0, 6, 1024);

@@ -3,11 +3,11 @@
 use super::SLEEP_TYPE_OFF;
 use crate::bus::Place;
 use crate::devices::{SERIAL, SERIAL_IRQ, SERIAL_PORTS};
-use crate::power;
+use crate::{generation, power};
 use acpi_tables::Aml;
 use acpi_tables::aml::{
-    Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name, Notify, Package, Path, ResourceTemplate,
-    Scope,
+    Arg, Device, EISAName, Else, Equal, IO, If, Interrupt, Memory32Fixed, Method, Name, Notify, Package,
+    Path, ResourceTemplate, Scope,
 };
 use vmferry_virtio::mmio::WINDOW;
 
@@ -19,12 +19,18 @@ const SERIAL_PORT: &str = "PNP0501";
 const POWER_BUTTON: &str = "PNP0C0C";
 const BUTTON: &str = "PWRB";
 const PRESSED: u8 = 0x80;
+/// A VM generation ID: Linux's driver (drivers/virt/vmgenid.c) finds it by the first, other guests by Microsoft's own name for it.
+const GENERATION_ID: &str = "VMGENCTR";
+const GENERATION_ID_COMPATIBLE: &str = "VM_Gen_Counter";
+/// Its name here, and the value of the notification that the ID has changed.
+const GENERATION: &str = "VGEN";
+const CHANGED: u8 = 0x80;
 /// A generic event device (5.6.9).
 const EVENT_DEVICE: &str = "ACPI0013";
 
 /// All definitions.
 pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
-    let mut children = vec![serial_port(), power_button(), events()];
+    let mut children = vec![serial_port(), power_button(), generation_id(), events()];
     children.extend((0..).zip(devices).map(|(number, place)| virtio_mmio(number, *place)));
     let children = children.iter().map(|child| child as &dyn Aml).collect();
     let mut bytes = Vec::new();
@@ -77,18 +83,36 @@ fn power_button() -> Raw {
     )
 }
 
-/// What tells of the power button: its only event.
+fn generation_id() -> Raw {
+    let [low, high] = generation::halves();
+    device(
+        GENERATION,
+        vec![
+            &Name::new(Path::new("_HID"), &GENERATION_ID),
+            &Name::new(Path::new("_CID"), &GENERATION_ID_COMPATIBLE),
+            &Name::new(Path::new("_DDN"), &GENERATION_ID_COMPATIBLE),
+            &Name::new(Path::new("ADDR"), &Package::new(vec![&low, &high])),
+        ],
+    )
+}
+
+/// The device that tells of events, each of which has an interrupt: the power button and the VM generation ID.
 fn events() -> Raw {
-    let line = interrupt(power::LINE);
+    let lines = [interrupt(power::LINE), interrupt(generation::LINE)];
     let (button, pressed) = (Path::new(BUTTON), PRESSED);
-    let notify = Notify::new(&button, &pressed);
+    let button = Notify::new(&button, &pressed);
+    let (id, changed) = (Path::new(GENERATION), CHANGED);
+    let id = Notify::new(&id, &changed);
+    // The argument is the number of the interrupt.
+    let is_id = Equal::new(&Arg(0), &generation::LINE);
+    let (id, button) = (If::new(&is_id, vec![&id]), Else::new(vec![&button]));
     device(
         "EVTS",
         vec![
             &Name::new(Path::new("_HID"), &EVENT_DEVICE),
             &Name::new(Path::new("_UID"), &0u8),
-            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&line])),
-            &Method::new(Path::new("_EVT"), 1, true, vec![&notify]),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&lines[0], &lines[1]])),
+            &Method::new(Path::new("_EVT"), 1, true, vec![&id, &button]),
         ],
     )
 }

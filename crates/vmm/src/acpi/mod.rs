@@ -6,7 +6,7 @@
 //! | RSDP, XSDT | where the others are |
 //! | FADT | hardware-reduced; how to switch off and reset; no VGA, no CMOS clock, no keyboard controller |
 //! | MADT | a local APIC for each vCPU, the I/O APIC, whose inputs are numbered like interrupts |
-//! | DSDT | the serial port, the power button and who tells of it, a device `LNRO0005` for each virtio-mmio device, and `\_S5` |
+//! | DSDT | serial port, power button, VM generation ID, the event device for both, `LNRO0005` for each virtio-mmio device, and `\_S5` |
 //!
 //! # Why hardware-reduced
 //! The full ACPI hardware (PM1 registers, PM timer, SCI) would be registers to emulate and state to move, for two things: switching off,

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::options::VmOptions;
+use vmferry_testkit::{Need, skip};
 
 /// Guest memory that a guest reads.
 struct Memory(GuestRam);
@@ -133,11 +134,47 @@ fn the_dsdt_names_every_device_with_its_place() {
         // The power button, its interrupt, and the method that notifies it: Notify (PWRB, 0x80).
         assert_eq!(count(&dsdt, &[0x0c, 0x41, 0xd0, 0x0c, 0x0c]), 1);
         assert_eq!(count(&dsdt, b"ACPI0013\0"), 1);
-        assert_eq!(count(&dsdt, &[0x89, 6, 0, 3, 1, 6, 0, 0, 0]), 1);
-        assert_eq!(count(&dsdt, b"_EVT\x09\x86PWRB\x0a\x80"), 1);
+        let lines = [0x89, 6, 0, 3, 1, 6, 0, 0, 0, 0x89, 6, 0, 3, 1, 7, 0, 0, 0];
+        assert_eq!(count(&dsdt, &lines), 1);
+        // If (Arg0 == 7) { Notify (VGEN, 0x80) } Else { Notify (PWRB, 0x80) }
+        let which = b"_EVT\x09\xa0\x0c\x93\x68\x0a\x07\x86VGEN\x0a\x80\xa1\x08\x86PWRB\x0a\x80";
+        assert_eq!(count(&dsdt, which), 1);
+        // The ID's device, and its address as two halves: Name (ADDR, Package (2) {0xfe010, 0})
+        assert_eq!(count(&dsdt, b"\x08_HID\x0dVMGENCTR\0\x08_CID\x0dVM_Gen_Counter\0"), 1);
+        assert_eq!(count(&dsdt, b"\x08ADDR\x12\x08\x02\x0c\x10\xe0\x0f\x00\x00"), 1);
         // Name (_S5, Package (4) {5, 0, 0, 0})
         assert_eq!(count(&dsdt, b"\x08_S5_\x12\x07\x04\x0a\x05\0\0\0"), 1);
     }
+}
+
+/// Linux has the same interpreter (ACPICA).
+#[test]
+fn acpica_runs_the_definitions_and_notifies_the_device_of_each_event() {
+    let folder = std::env::temp_dir().join(format!("vmferry-acpica-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("dsdt.aml"), Memory::new(&platform(2, 12)).dsdt()).unwrap();
+    let run = |program: &str, arguments: &[&str]| {
+        let run = std::process::Command::new(program).args(arguments).current_dir(&folder).output();
+        run.map(|run| String::from_utf8_lossy(&[run.stdout, run.stderr].concat()).into_owned())
+    };
+    let execute = |what: &str| run("acpiexec", &["-b", what, "dsdt.aml"]);
+    for (what, expected) in [
+        ("execute \\_SB.EVTS._EVT 6", "Notify on [PWRB]"),
+        ("execute \\_SB.EVTS._EVT 7", "Notify on [VGEN]"),
+        ("evaluate \\_SB.VGEN._HID", "\"VMGENCTR\""),
+        ("evaluate \\_SB.VGEN._CID", "\"VM_GEN_COUNTER\""),
+        ("evaluate \\_SB.VGEN.ADDR", "[Integer] = 00000000000FE010\n    [Integer] = 0000000000000000"),
+    ] {
+        match execute(what) {
+            Ok(said) => assert!(said.contains(expected), "{what}: {said}"),
+            Err(error) => return skip(Need::Program, format!("acpiexec (acpica-tools): {error}")),
+        }
+    }
+    run("iasl", &["-d", "dsdt.aml"]).unwrap();
+    // 6035: Linux's driver looks for VMGENCTR, which is no ACPI ID by the specification.
+    let compiled = run("iasl", &["-vw", "6035", "-p", "again", "dsdt.dsl"]).unwrap();
+    assert!(compiled.contains(" 0 Errors"), "{compiled}");
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]

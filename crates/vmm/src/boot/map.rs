@@ -23,7 +23,10 @@ pub(super) const KERNEL_START: u64 = 1 << 20;
 const LEGACY_HOLE: (u64, u64) = (0x9_fc00, 0x10_0000);
 
 /// Where in that hole the ACPI tables are: where a PC's firmware has them, too, so that a guest that searches finds them.
-pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0xf_f000);
+pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0xf_e000);
+
+/// The page of the VM generation ID, in the same hole: an ID must not lie in memory that the map calls RAM or ACPI's.
+pub(crate) const GENERATION: u64 = 0xf_e000;
 
 /// Where an x86 processor starts after a reset, as far as real mode reaches: `ffff:0000`.
 const RESET_VECTOR: u64 = 0xf_fff0;
@@ -115,6 +118,7 @@ mod tests {
             (PAGE_TABLES, 6 * PAGE),
             (CMDLINE, crate::MAX_CMDLINE as u64 + 1),
             (ACPI_TABLES.0, ACPI_TABLES.1 - ACPI_TABLES.0),
+            (GENERATION, PAGE),
             (RESET_VECTOR, RESET_CODE.len() as u64),
             (KERNEL_START, PAGE),
         ];

@@ -14,7 +14,7 @@ pub(crate) mod testing;
 
 use crate::memory::GuestRam;
 use kvm_bindings::{kvm_regs, kvm_sregs};
-pub(crate) use map::{ACPI_TABLES, whole_pages};
+pub(crate) use map::{ACPI_TABLES, GENERATION, whole_pages};
 use vm_memory::{Bytes, GuestAddress};
 
 /// Most bytes that a command line may have, without the NUL that ends it.

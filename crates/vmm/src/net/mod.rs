@@ -53,6 +53,8 @@ pub(crate) struct VmNet {
     device: Arc<VirtioMmio<Net<TapPort>>>,
     control: NetControl<TapPort>,
     carrier: Carrier,
+    /// The address that it was made with.
+    mac: Mac,
 }
 
 impl VmNet {
@@ -80,7 +82,7 @@ impl VmNet {
         }
         let device = socket.plug(net, ram, instance);
         let carrier = Carrier::start(Arc::clone(&device), control.clone(), Arc::clone(lazy))?;
-        Ok(Self { device, control, carrier })
+        Ok(Self { device, control, carrier, mac })
     }
 
     /// What is on the bus.
@@ -91,6 +93,11 @@ impl VmNet {
     /// Has its thread begin nothing new; waits for nothing.
     pub(crate) fn halt(&self) {
         self.control.halt();
+    }
+
+    /// Gives the guest, which is a copy, the address that the interface was made with instead of its original's.
+    pub(crate) fn renew_mac(&self) {
+        self.control.renew_mac(self.mac);
     }
 
     pub(crate) fn status(&self) -> NetStatus {

@@ -2,6 +2,7 @@
 
 use super::VmNet;
 use super::testing::{Driver, Host, RX, TX, ram, sandbox};
+use crate::boot::testing::TestElf;
 use crate::bus::MmioDevice;
 use crate::error::Error;
 use crate::options::NetOptions;
@@ -215,6 +216,54 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
             memory.end().unwrap();
         }
         assert!(driver.net.status().figures.rx_copied >= 2);
+    });
+}
+
+#[test]
+fn copy_gets_the_addresses_of_its_own_vm_and_is_not_announced() {
+    if let Err(error) = crate::open_kvm() {
+        return skip(Need::Kvm, error);
+    }
+    sandbox("a copy with new addresses", |tap| {
+        let (_host, other) = (Host::at(tap), Host::at(tap).another("tap1"));
+        let options = |tap: &str| {
+            let mut options = crate::VmOptions::new(8 << 20, 1);
+            options.nets = vec![NetOptions::new(tap)];
+            options
+        };
+        let mut source = crate::Vm::new(options(tap)).unwrap();
+        source.load_kernel(&TestElf::with_entry(&[0xf4, 0xeb, 0xfd]).build(), "").unwrap();
+        let saved = source.save_state().unwrap();
+        let original = source.handle().nets()[0].mac;
+        for (new_macs, copy, given) in [
+            (true, true, None),
+            (true, true, Some("52:54:00:00:00:09")),
+            (false, true, Some("52:54:00:00:00:09")),
+            (true, false, None),
+        ] {
+            let mut target = options("tap1");
+            (target.incoming, target.new_macs) = (true, new_macs);
+            target.nets[0].mac = given.map(|mac| mac.parse().unwrap());
+            let mut target = crate::Vm::new(target).unwrap();
+            target.load_state(&saved).unwrap();
+            if copy {
+                target.renew_identity().unwrap();
+            }
+            target.start().unwrap();
+            let mac = target.handle().nets()[0].mac;
+            match given.filter(|_| new_macs) {
+                Some(given) => assert_eq!(mac.to_string(), given),
+                None if new_macs && copy => {
+                    assert!(mac != original && mac.bytes()[0] & 3 == 2, "{mac} is locally administered")
+                }
+                None => assert_eq!(mac, original),
+            }
+            if new_macs && copy {
+                assert_eq!(other.receive_kind(0x8035, Duration::from_millis(100)), None);
+            } else {
+                assert!(other.receive_kind(0x8035, SOON).is_some());
+            }
+        }
     });
 }
 

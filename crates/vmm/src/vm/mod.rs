@@ -10,6 +10,7 @@ use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::generation::{self, GenerationId};
 use crate::handle::{Shared, VmHandle};
 use crate::kicks;
 use crate::kvm::{Machine, open_kvm};
@@ -91,6 +92,10 @@ pub struct Vm {
     model: CpuModel,
     /// What a reset brings back; there once a kernel was loaded.
     pristine: Option<Pristine>,
+    /// What kernels are given that boot here, and what a reset does not change.
+    generation: GenerationId,
+    /// Whether a copy gets other addresses than its original's.
+    new_macs: bool,
     notes: Vec<String>,
 }
 
@@ -141,6 +146,8 @@ impl Vm {
             offer: model.clone(),
             model,
             pristine: None,
+            generation: GenerationId::random()?,
+            new_macs: options.new_macs,
             notes,
         })
     }
@@ -180,6 +187,7 @@ impl Vm {
             self.pristine = Some(self.pristine()?);
         }
         let rsdp = acpi::install(self.ram(), &platform)?;
+        generation::install(self.ram(), &self.generation)?;
         let boot = format.load(self.ram(), &kernel, rsdp)?;
         self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;

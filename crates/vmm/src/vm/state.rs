@@ -2,6 +2,8 @@
 
 use super::{Stage, Vm};
 use crate::error::{Error, Result};
+use crate::generation;
+use crate::net::VmNet;
 use crate::shared_state::SharedSaved;
 use crate::state::{Saved, Sections, SerialSaved, ShadowStackSaved, StateError, VcpuSaved};
 use crate::vcpu::{Command, PATIENCE};
@@ -159,6 +161,26 @@ impl Vm {
         self.load_machine(what, vcpus, &shared, &serial)?;
         self.model = model;
         self.stage = Stage::Ready;
+        Ok(())
+    }
+
+    /// Gives the guest, which was [loaded](Self::load_state) and is a copy, a new VM generation ID; by [`VmOptions::new_macs`] also the MAC
+    /// addresses that this VM was made with. [`start`](Self::start) then runs it.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if no guest was loaded, or its memory cannot be written.
+    ///
+    /// [`VmOptions::new_macs`]: crate::VmOptions::new_macs
+    pub fn renew_identity(&mut self) -> Result<()> {
+        self.expect("give the guest a new identity", &[Stage::Ready])?;
+        if !generation::renew(&self.shared.machine)? {
+            tracing::warn!(
+                "the guest was started by a version without VM generation IDs: it cannot tell that it is a copy"
+            );
+        }
+        if self.new_macs {
+            self.shared.devices.nets().iter().for_each(VmNet::renew_mac);
+        }
         Ok(())
     }
 

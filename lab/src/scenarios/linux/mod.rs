@@ -1,5 +1,6 @@
 //! Linux guests: an unmodified distribution's kernel, which boots, works and moves.
 
+mod copies;
 mod ends;
 mod judge;
 mod moves;
@@ -96,6 +97,13 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         false,
         90,
         ends::ends,
+    ),
+    scenario(
+        "linux-copy",
+        "a copy has an ID of its own, and its kernel hears of it",
+        false,
+        45,
+        copies::identity,
     ),
     scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
     Scenario {
