@@ -1,0 +1,202 @@
+//! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
+
+use super::{MEMORY, corrupt_after_a_check, kvm, say, stats, wait};
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_engine::{
+    Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
+    OnTimeout, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+};
+use vmferry_guest_abi::{CpuSnapshot, GuestArgs, StatsSink, StatsSnapshot};
+use vmferry_testkit::{Need, skip};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
+
+const CPUS: u32 = 2;
+/// vCPU 0 writes so many times a second, over and over to the same 4 MiB.
+const HEAVY: u64 = 50_000;
+/// vCPU 1 writes this many times less.
+const SKEW: u64 = 250;
+/// Bytes a second. The heavy vCPU dirties its 4 MiB faster than this carries them, also on a host that gives it a tenth of a processor. The
+/// light one dirties 0.8 MB a second, less than half of what a guest may that is throttled (half of this).
+const LINK: u64 = 8 << 20;
+/// Shares from which on the heavy vCPU counts as throttled.
+const THROTTLED: f64 = 0.5;
+
+/// A source that notes what its guest had done whenever it was throttled anew or stopped.
+struct Noting {
+    vm: Vm,
+    /// The shares that held from then on, and what the guest had reported.
+    notes: Vec<(Vec<f64>, StatsSnapshot)>,
+}
+
+impl Noting {
+    fn note(&mut self, shares: &[f64]) {
+        let handle = self.vm.handle();
+        let mut reported = None;
+        wait("a report of the guest", || {
+            reported = stats(&handle);
+            reported.is_some()
+        });
+        self.notes.push((shares.to_vec(), reported.unwrap()));
+    }
+
+    /// What each vCPU did in all stretches of time in which the first one was throttled, and the other was not.
+    fn throttled(&self) -> [Work; 2] {
+        let mut work = [Work::default(); 2];
+        for (from, to) in self.notes.iter().zip(&self.notes[1..]) {
+            if matches!(from.0[..], [heavy, light] if heavy >= THROTTLED && light == 0.0) {
+                work.iter_mut().enumerate().for_each(|(cpu, work)| work.add(&from.1, &to.1, cpu));
+            }
+        }
+        work
+    }
+}
+
+impl SourceVm for Noting {
+    fn config(&self) -> MachineConfig {
+        SourceVm::config(&self.vm)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&self.vm)
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        self.vm.tracker(kind)
+    }
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        self.note(shares);
+        SourceVm::throttle(&mut self.vm, shares)
+    }
+    fn throttled(&self) -> Vec<Duration> {
+        SourceVm::throttled(&self.vm)
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        let shares = self.notes.last().map(|(shares, _)| shares.clone()).unwrap_or_default();
+        self.note(&shares);
+        SourceVm::pause(&mut self.vm)
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        SourceVm::save(&mut self.vm)
+    }
+    fn release(&mut self) -> Result<(), VmError> {
+        SourceVm::release(&mut self.vm)
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        SourceVm::resume(&mut self.vm)
+    }
+}
+
+/// What a vCPU did, by its own clock.
+#[derive(Debug, Default, Clone, Copy)]
+struct Work {
+    writes: u64,
+    us: u64,
+    /// Of `us`, time in which it could not go on.
+    stalled_us: u64,
+}
+
+impl Work {
+    fn add(&mut self, from: &StatsSnapshot, to: &StatsSnapshot, cpu: usize) {
+        let since = |value: fn(&CpuSnapshot) -> u64| value(&to.cpus()[cpu]) - value(&from.cpus()[cpu]);
+        self.writes += since(|cpu| cpu.writes);
+        self.us += since(|cpu| cpu.t_us);
+        self.stalled_us += since(|cpu| cpu.stall_sum_us);
+    }
+
+    fn per_second(self) -> f64 {
+        self.writes as f64 * 1e6 / self.us as f64
+    }
+
+    /// Writes a second of the time in which it could go on.
+    fn per_running_second(self) -> f64 {
+        self.writes as f64 * 1e6 / (self.us - self.stalled_us) as f64
+    }
+}
+
+/// A VM without a balloon: its guest takes for its own will what passes while it is outside for its own I/O.
+fn options() -> VmOptions {
+    let mut options = VmOptions::new(MEMORY, CPUS);
+    (options.balloon, options.dirty_ring) = (false, Some(4096));
+    options
+}
+
+fn running() -> Vm {
+    let mut vm = Vm::new(options()).unwrap();
+    // Without a sweep: KVM also calls a page dirty that was only read, if it was part of a huge page until then.
+    let workload = format!("sequential,ws=8M,rate={HEAVY},skew={SKEW},sweep=0,fill=random");
+    let mut args = GuestArgs::new(workload.parse().unwrap());
+    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
+    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
+    vm.start().unwrap();
+    let handle = vm.handle();
+    wait("the guest's work", || {
+        stats(&handle).is_some_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 100))
+    });
+    vm
+}
+
+/// What the vCPUs do in half a second without a migration.
+fn at_full_speed(handle: &VmHandle) -> [Work; 2] {
+    let before = stats(handle).unwrap();
+    let mut work = [Work::default(); 2];
+    wait("half a second of the guest", || {
+        let Some(now) = stats(handle) else { return false };
+        work = [Work::default(); 2];
+        work.iter_mut().enumerate().for_each(|(cpu, work)| work.add(&before, &now, cpu));
+        work.iter().all(|work| work.us > 500_000)
+    });
+    work
+}
+
+/// Bounds that other work on this host cannot break: it makes vCPUs slower, and gives them less time, but it holds none and writes nothing.
+#[test]
+fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
+    if !kvm() {
+        return;
+    }
+    if largest_dirty_ring().unwrap().is_none() {
+        return skip(Need::Kvm, "no dirty rings, which tell vCPUs apart");
+    }
+    let mut source = Noting { vm: running(), notes: Vec::new() };
+    let before = at_full_speed(&source.vm.handle());
+    let mut options = options();
+    options.incoming = true;
+    let mut target = Vm::new(options).unwrap();
+    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-vmm-{}-writers", std::process::id())));
+    let listener = Listener::bind(&uri, false).unwrap();
+    let settings = Settings {
+        auto_converge: AutoConverge::Writers,
+        max_bandwidth: Some(LINK),
+        downtime_limit: Duration::from_millis(100),
+        timeout: Some(Duration::from_secs(5)),
+        on_timeout: OnTimeout::Switch,
+        ..Settings::default()
+    };
+    let arrival = Arrival::new(Duration::from_secs(10));
+    let report = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
+        let report = migrate(&mut source, &uri, Some(TrackerKind::Ring), &settings, &Monitor::new()).unwrap();
+        receiving.join().unwrap().unwrap();
+        report
+    });
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    assert_eq!(corrupt_after_a_check(&target), 0);
+
+    let throttle = report.throttle.expect("the guest outran its link and was throttled");
+    let [heavy, light] = source.throttled();
+    let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
+    say(&format!(
+        "writers: of their speed the heavy vCPU kept {:.2}, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
+        kept(heavy, 0),
+        kept(light, 1)
+    ));
+    assert!(heavy.us > 200_000, "the heavy vCPU was throttled for {heavy:?} only: {throttle:?}");
+    // The host held the one and never the other.
+    let held = throttle.held_ms[0] * 1e3;
+    assert!(held > heavy.us as f64 / 5.0, "held for {held:.0} of {} us: {throttle:?}", heavy.us);
+    assert_eq!(throttle.held_ms[1], 0.0, "the light vCPU was held: {throttle:?}");
+    // By the guest's own counts and clock.
+    assert!(heavy.per_second() < HEAVY as f64 / 2.0, "the heavy vCPU kept its speed: {heavy:?}");
+    let wanted = (HEAVY / SKEW) as f64;
+    let wrote = light.per_running_second();
+    assert!(wrote >= 0.9 * wanted, "the light vCPU wrote {wrote:.0} of {wanted:.0} a second: {light:?}");
+}
