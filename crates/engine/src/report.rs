@@ -58,6 +58,10 @@ pub struct Report {
     pub put_off: u64,
     /// For how long it stood still for that, all together, in ms. No part of the downtime.
     pub put_off_ms: f64,
+    /// Number of trial pauses: the guest was stopped for an instant, to learn how long that takes.
+    pub trial_pauses: u64,
+    /// Time for which no vCPU ran in trial pauses, all together, in ms. No part of the downtime.
+    pub trial_pause_ms: f64,
     /// How free pages were learnt of; `None` if nobody could be asked, or was to be.
     pub free_pages: Option<FreePagesFigures>,
     /// How the guest was slowed; `None` if it never was.

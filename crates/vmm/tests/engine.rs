@@ -1,6 +1,8 @@
 //! A KVM guest moved by the real engine, and what happens when a page is withheld on purpose.
 
 mod confined;
+#[path = "engine/stalls.rs"]
+mod stalls;
 #[path = "engine/throttled.rs"]
 mod throttled;
 

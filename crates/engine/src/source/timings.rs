@@ -44,6 +44,9 @@ pub(super) struct Timings {
     complete: Option<Instant>,
     resumed: Option<Instant>,
     predicted: Option<Duration>,
+    /// Trial pauses, and the time for which no vCPU ran in them.
+    trials: u64,
+    trial: Duration,
     /// The shares that were asked for last, and the highest so far.
     shares: Vec<f64>,
     highest: f64,
@@ -115,6 +118,12 @@ impl Timings {
         self.spans.switchover();
         self.pause = Some(Instant::now());
         self.predicted = predicted;
+    }
+
+    /// A trial pause is over, in which no vCPU ran for `stood`.
+    pub(super) fn tried(&mut self, stood: Duration) {
+        self.trials += 1;
+        self.trial += stood;
     }
 
     pub(super) fn paused(&mut self) {
@@ -303,6 +312,8 @@ impl Timings {
             interruptions: session.interruptions(),
             put_off: session.put_off(),
             put_off_ms: ms(session.put_off_for()),
+            trial_pauses: self.trials,
+            trial_pause_ms: ms(self.trial),
             tracker: tracker.kind().to_string(),
             total_ms: ms(end.saturating_duration_since(ground.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),

@@ -9,7 +9,11 @@ use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 impl Driver<'_, '_> {
     /// Stops the guest for an instant to learn what that costs.
     pub(super) fn rehearse(&mut self, within: Duration) -> Event {
-        match self.busy(|vm, _, _| vm::rehearse(vm, within)) {
+        let rehearsed = self.busy(|vm, _, _| vm::rehearse(vm, within));
+        if let Ok(Rehearsal { sections: Ok(_), pause, stood, .. }) = &rehearsed {
+            self.timings.tried(stood.saturating_sub(*pause));
+        }
+        match rehearsed {
             Ok(Rehearsal { sections: Err(busy), stood, .. }) => Event::Busy { stood, why: busy.to_string() },
             Ok(Rehearsal { sections: Ok(sections), pause, settle, save, stood }) => match fits(&sections) {
                 Ok(state_bytes) => Event::Rehearsed { fixed: pause + save, save, settle, stood, state_bytes },

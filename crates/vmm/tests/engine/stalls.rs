@@ -1,0 +1,297 @@
+//! The time that vCPUs stand still, as the host accounts for it, against the guest's own clock: once for each cause.
+//!
+//! A guest's clock sees every gap in its loop, also those that other work on this host makes. So noise only ever adds to what the guest sees,
+//! and these bounds hold on a busy host, too:
+//!
+//! | cause | what the host counts | bound |
+//! |---|---|---|
+//! | full dirty ring, throttle, missing pages | only time in which the vCPU is out of the guest | host <= guest |
+//! | blackout, verification, trial pauses, busy I/O | also stopping and starting the vCPUs | time at a certain standstill <= guest, and <= host |
+//!
+//! What is left, the residue, is printed: tracking faults, the host's scheduler, and exits shorter than 8 us, which no guest counts.
+
+use super::{MEMORY, corrupt_after_a_check, kvm, running_work, say, stats, wait};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, AutoConverge, DirtyTracker, GuestMemory, LazyMemory, Listener, MachineConfig, MigrationMode,
+    MigrationState, Monitor, OnTimeout, Report, Section, Settings, SourceVm, TargetVm, TrackerKind, Uri,
+    VmError, migrate, receive,
+};
+use vmferry_guest_abi::CpuSnapshot;
+use vmferry_testkit::{Need, skip};
+use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
+
+/// Dirties its 8 MiB again and again.
+const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
+/// So slow a link that there are some passes.
+const LINK: u64 = 80 << 20;
+/// By how much the clocks of guest and host may differ: the frequency that the guest is told is rounded, and the host's clock is steered.
+const CLOCKS: f64 = 1.002;
+/// What a move may take from the guest's clock when it sets the counter anew.
+const CLOCK_STEP_US: f64 = 500.0;
+
+/// Time for which it is certain that no vCPU ran.
+#[derive(Default)]
+struct Standstill {
+    since: Option<Instant>,
+    total: Duration,
+}
+
+impl Standstill {
+    /// All vCPUs have stopped.
+    fn begins(watch: &Mutex<Self>) {
+        watch.lock().unwrap().since.get_or_insert_with(Instant::now);
+    }
+
+    /// The vCPUs are about to be started.
+    fn ends(watch: &Mutex<Self>) {
+        let mut watch = watch.lock().unwrap();
+        if let Some(since) = watch.since.take() {
+            watch.total += since.elapsed();
+        }
+    }
+}
+
+/// A source that notes when its guest stood still, and whose I/O is busy at times.
+struct Watched {
+    vm: Vm,
+    still: Arc<Mutex<Standstill>>,
+    /// How long its I/O keeps each of the next pauses, in vain.
+    busy: VecDeque<Duration>,
+}
+
+impl SourceVm for Watched {
+    fn config(&self) -> MachineConfig {
+        SourceVm::config(&self.vm)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&self.vm)
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        self.vm.tracker(kind)
+    }
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        SourceVm::throttle(&mut self.vm, shares)
+    }
+    fn throttled(&self) -> Vec<Duration> {
+        SourceVm::throttled(&self.vm)
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        SourceVm::pause(&mut self.vm)?;
+        Standstill::begins(&self.still);
+        Ok(())
+    }
+    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
+        let Some(time) = self.busy.pop_front() else { return SourceVm::settle(&mut self.vm, within) };
+        // A disk that takes its time.
+        std::thread::sleep(time);
+        Err(VmError::busy("requests are under way"))
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        SourceVm::save(&mut self.vm)
+    }
+    fn release(&mut self) -> Result<(), VmError> {
+        SourceVm::release(&mut self.vm)
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        Standstill::ends(&self.still);
+        SourceVm::resume(&mut self.vm)
+    }
+}
+
+/// A target that notes when its guest is started.
+struct Started {
+    vm: Vm,
+    still: Arc<Mutex<Standstill>>,
+}
+
+impl TargetVm for Started {
+    fn config(&self) -> MachineConfig {
+        TargetVm::config(&self.vm)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        TargetVm::memory(&self.vm)
+    }
+    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+        self.vm.lazy_memory()
+    }
+    fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
+        TargetVm::load(&mut self.vm, sections)
+    }
+    fn start(&mut self) -> Result<(), VmError> {
+        Standstill::ends(&self.still);
+        TargetVm::start(&mut self.vm)
+    }
+}
+
+/// A migration, and what both sides say of the only vCPU's stalls, in microseconds.
+struct Account {
+    report: Report,
+    /// Sum of the stalls that the guest saw from before the migration until after it.
+    seen: f64,
+    still: f64,
+}
+
+impl Account {
+    /// What the host counted while the vCPU was out of the guest.
+    fn counted(&self) -> f64 {
+        let ring = self.report.ring.as_ref().map_or(0, |ring| ring.vcpus[0].full_stall_us);
+        let held = self.report.throttle.as_ref().map_or(0.0, |throttle| throttle.held_ms[0]);
+        let faults = self.report.postcopy.as_ref().map_or(0, |postcopy| postcopy.vcpus[0].blocked_us);
+        (ring + faults) as f64 + held * 1e3
+    }
+
+    /// What the host reports for stopping the guest.
+    fn paused(&self) -> f64 {
+        let report = &self.report;
+        (report.downtime_ms + report.verify_ms + report.put_off_ms + report.trial_pause_ms) * 1e3
+    }
+
+    /// Checks the bounds, and prints the residue of `cause`, of which the host counted `host` microseconds.
+    fn judge(&self, cause: &str, host: f64) {
+        let Self { report, seen, still } = self;
+        assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+        assert!(host > 0.0, "{cause} did not come to pass: {report:?}");
+        let (counted, paused) = (self.counted(), self.paused());
+        let residue = seen - counted - paused;
+        say(&format!(
+            "{{\"cause\": \"{cause}\", \"host_us\": {host:.0}, \"counted_us\": {counted:.0}, \"paused_us\": {paused:.0}, \
+             \"still_us\": {still:.0}, \"guest_us\": {seen:.0}, \"stall_residue_us\": {residue:.0}}}"
+        ));
+        assert!(
+            counted + still <= seen * CLOCKS + CLOCK_STEP_US,
+            "{cause}: the host accounts for {counted:.0} us and {still:.0} us of standstill, and the guest saw {seen:.0}: {report:?}"
+        );
+        assert!(
+            *still <= paused + CLOCK_STEP_US,
+            "{cause}: the guest stood still for {still:.0} us, and the report says {paused:.0}: {report:?}"
+        );
+    }
+}
+
+/// The vCPU's block with all stalls that it has had until now: it has reported twice since.
+fn fresh(handle: &VmHandle) -> CpuSnapshot {
+    let mut first = None;
+    let mut last = CpuSnapshot::default();
+    wait("two reports of the guest", || {
+        let Some(now) = stats(handle) else { return false };
+        last = now.cpus()[0];
+        last.reports >= *first.get_or_insert(last.reports) + 2
+    });
+    last
+}
+
+/// A VM without a balloon: its guest takes for its own will what passes while it is outside for its own I/O.
+fn watched_options(ring: Option<u32>) -> VmOptions {
+    let mut options = VmOptions::new(MEMORY, 1);
+    (options.balloon, options.dirty_ring) = (false, ring);
+    options
+}
+
+fn account(name: &str, ring: Option<u32>, settings: &Settings, busy: &[Duration]) -> Account {
+    let mut options = watched_options(ring);
+    let still = Arc::<Mutex<Standstill>>::default();
+    let vm = running_work(options.clone(), WORKLOAD);
+    let mut source = Watched { vm, still: Arc::clone(&still), busy: busy.iter().copied().collect() };
+    options.incoming = true;
+    let mut target = Started { vm: Vm::new(options).unwrap(), still: Arc::clone(&still) };
+    let path = std::env::temp_dir().join(format!("vmferry-vmm-{}-stalls-{name}", std::process::id()));
+    let uri = Uri::Unix(path);
+    let listener = Listener::bind(&uri, false).unwrap();
+    let arrival = Arrival::new(Duration::from_secs(10));
+    let before = fresh(&source.vm.handle());
+    let report = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let received = receive(&mut target, &listener, &arrival).unwrap();
+            received.rest.map(|rest| rest.finish(&listener, &arrival))
+        });
+        let report = migrate(&mut source, &uri, None, settings, &Monitor::new()).unwrap();
+        let _ = receiving.join().unwrap();
+        report
+    });
+    let after = fresh(&target.vm.handle());
+    assert_eq!(corrupt_after_a_check(&target.vm), 0);
+    let still = still.lock().unwrap().total.as_secs_f64() * 1e6;
+    Account { report, seen: (after.stall_sum_us - before.stall_sum_us) as f64, still }
+}
+
+fn settings() -> Settings {
+    Settings { max_bandwidth: Some(LINK), ..Settings::default() }
+}
+
+#[test]
+fn full_rings_are_accounted_for() {
+    if !kvm() {
+        return;
+    }
+    if largest_dirty_ring().unwrap().is_none() {
+        return skip(Need::Kvm, "no dirty rings");
+    }
+    // A host that hardly lets the guest run lets the reaper come first.
+    let full = |_| {
+        let account = account("ring", Some(256), &settings(), &[]);
+        account.report.ring.as_ref().is_some_and(|ring| ring.full_stall_us > 0).then_some(account)
+    };
+    let account = (0..8).find_map(full).expect("a guest fills 256 entries in 5 ms");
+    let ring = account.report.ring.as_ref().unwrap();
+    account.judge("ring_full", ring.full_stall_us as f64);
+}
+
+#[test]
+fn throttling_is_accounted_for() {
+    if !kvm() {
+        return;
+    }
+    // A fifth of that: the guest dirties more, also on a host that gives it a tenth of a processor.
+    let settings = Settings {
+        auto_converge: AutoConverge::All,
+        max_bandwidth: Some(LINK / 5),
+        downtime_limit: Duration::from_micros(1),
+        timeout: Some(Duration::from_secs(3)),
+        on_timeout: OnTimeout::Switch,
+        ..settings()
+    };
+    let account = account("throttle", None, &settings, &[]);
+    let held = account.report.throttle.as_ref().map_or(0.0, |throttle| throttle.held_ms[0]);
+    account.judge("throttle", held * 1e3);
+}
+
+#[test]
+fn blackout_trial_pauses_and_verification_are_accounted_for() {
+    if !kvm() {
+        return;
+    }
+    let account = account("verify", None, &Settings { verify: true, ..settings() }, &[]);
+    let report = &account.report;
+    assert!(report.trial_pauses > 0 && report.trial_pause_ms > 0.0, "{report:?}");
+    account.judge("trial_pause", report.trial_pause_ms * 1e3);
+    account.judge("verify", report.verify_ms * 1e3);
+    account.judge("blackout", report.downtime_ms * 1e3);
+}
+
+#[test]
+fn pauses_in_vain_are_accounted_for() {
+    if !kvm() {
+        return;
+    }
+    let account = account("busy", None, &settings(), &[Duration::from_millis(30); 2]);
+    assert_eq!(account.report.put_off, 2, "{:?}", account.report);
+    assert!(account.still >= 60_000.0, "{}", account.still);
+    account.judge("put_off", account.report.put_off_ms * 1e3);
+}
+
+#[test]
+fn missing_pages_are_accounted_for() {
+    if !kvm() {
+        return;
+    }
+    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().lazy_memory() {
+        return skip(Need::Uffd, error);
+    }
+    let settings = Settings { mode: MigrationMode::Postcopy, ..settings() };
+    let account = account("postcopy", None, &settings, &[]);
+    let blocked = account.report.postcopy.as_ref().map_or(0, |postcopy| postcopy.vcpus[0].blocked_us);
+    account.judge("missing_page", blocked as f64);
+}
