@@ -14,6 +14,10 @@ pub(crate) const LEASH: &str = "leash";
 /// Bytes a second that a slow disk takes.
 const SLOW: u32 = 400_000;
 
+/// The longest time limits that the kernel allows for its own watchdogs: a busy host may give the
+/// machine a thirtieth of a processor, and then a soft lockup says nothing.
+const PATIENCE: &str = "watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=300";
+
 /// How a machine is to be.
 #[derive(Debug)]
 pub(crate) struct Setup<'a> {
@@ -52,8 +56,10 @@ impl Machine {
         command.arg("-kernel").arg(&setup.kernel.image).arg("-initrd").arg(setup.initrd);
         // Mitigations guard against neighbours that an emulated machine does not have, and cost it much.
         // The emulator's TSCs agree, though its processors do not claim so; any other clock costs an emulated device's access.
-        let line =
-            format!("console=ttyS0 oops=panic panic=-1 mitigations=off tsc=reliable {}", setup.options);
+        let line = format!(
+            "console=ttyS0 oops=panic panic=-1 mitigations=off tsc=reliable {PATIENCE} {}",
+            setup.options
+        );
         command.args(["-append", &line]);
         command.arg("-fsdev").arg(option("local,id=lab,security_model=none,path=", setup.share));
         command.args(["-device", "virtio-9p-pci,fsdev=lab,mount_tag=lab"]);
