@@ -414,7 +414,7 @@ fn a_guest_that_has_moved_is_announced_again_and_again() {
 #[test]
 fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
     let mac = Mac::new([0x52, 0x54, 0, 9, 9, 9]).unwrap();
-    let mut there = guest().loaded();
+    let there = guest().loaded();
     let generation = there.driver.get(register::VIRTIO_MMIO_CONFIG_GENERATION);
     there.control.renew_mac(mac);
     there.driver.device.resumed(crate::device::Resume::Moved).unwrap();
@@ -426,7 +426,7 @@ fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
     assert_eq!(there.announcer.announce(Instant::now()), None);
     assert_eq!(*lock(&there.wire().sent), [[0u8; 0]; 0]);
     // When the copy itself moves on, it is announced.
-    let mut third = there.moved();
+    let third = there.moved();
     assert!(third.announcer.announce(Instant::now()).is_some());
     assert_eq!(*lock(&third.wire().sent), [announcement(mac)]);
     third.driver.set(register::VIRTIO_MMIO_STATUS, 0);

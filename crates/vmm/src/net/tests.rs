@@ -224,7 +224,7 @@ fn copy_gets_the_addresses_of_its_own_vm_and_is_not_announced() {
     if let Err(error) = crate::open_kvm() {
         return skip(Need::Kvm, error);
     }
-    sandbox("a copy with new addresses", |tap| {
+    sandbox(|tap| {
         let (_host, other) = (Host::at(tap), Host::at(tap).another("tap1"));
         let options = |tap: &str| {
             let mut options = crate::VmOptions::new(8 << 20, 1);
@@ -261,7 +261,7 @@ fn copy_gets_the_addresses_of_its_own_vm_and_is_not_announced() {
             if new_macs && copy {
                 assert_eq!(other.receive_kind(0x8035, Duration::from_millis(100)), None);
             } else {
-                assert!(other.receive_kind(0x8035, SOON).is_some());
+                assert!(other.receive_kind(0x8035, PATIENCE).is_some());
             }
         }
     });

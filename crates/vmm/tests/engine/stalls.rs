@@ -10,7 +10,7 @@
 //!
 //! What is left, the residue, is printed: tracking faults, the host's scheduler, and exits shorter than 8 us, which no guest counts.
 
-use super::{MEMORY, corrupt_after_a_check, kvm, running_work, say, stats, wait};
+use super::{MEMORY, corrupt_after_a_check, kvm, running_work, stats, wait};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use vmferry_engine::{
     VmError, migrate, receive,
 };
 use vmferry_guest_abi::CpuSnapshot;
-use vmferry_testkit::{Need, skip};
+use vmferry_testkit::{Need, say, skip};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 /// Dirties its 8 MiB again and again.
@@ -156,7 +156,7 @@ impl Account {
         assert!(host > 0.0, "{cause} did not come to pass: {report:?}");
         let (counted, paused) = (self.counted(), self.paused());
         let residue = seen - counted - paused;
-        say(&format!(
+        say(format!(
             "{{\"cause\": \"{cause}\", \"host_us\": {host:.0}, \"counted_us\": {counted:.0}, \"paused_us\": {paused:.0}, \
              \"still_us\": {still:.0}, \"guest_us\": {seen:.0}, \"stall_residue_us\": {residue:.0}}}"
         ));

@@ -1,6 +1,6 @@
 //! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
 
-use super::{MEMORY, corrupt_after_a_check, kvm, say, stats, wait};
+use super::{MEMORY, corrupt_after_a_check, kvm, stats, wait};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_engine::{
@@ -8,7 +8,7 @@ use vmferry_engine::{
     OnTimeout, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
 };
 use vmferry_guest_abi::{CpuSnapshot, GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, skip};
+use vmferry_testkit::{Need, say, skip};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const CPUS: u32 = 2;
@@ -184,7 +184,7 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     let throttle = report.throttle.expect("the guest outran its link and was throttled");
     let [heavy, light] = source.throttled();
     let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
-    say(&format!(
+    say(format!(
         "writers: of their speed the heavy vCPU kept {:.2}, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
         kept(heavy, 0),
         kept(light, 1)
