@@ -49,13 +49,15 @@ pub(crate) struct Start {
     pub(crate) began: Instant,
     speed: Option<f64>,
     sample: Option<Sample>,
+    stall_sum_us: Option<f64>,
 }
 
 impl Start {
     /// Returns the state of the guest at this moment.
     pub(crate) fn now(speed: &Speed, probe: &SharedProbe) -> Self {
-        let sample = probe.stats().ok().map(|stats| Sample::of(&stats));
-        Self { began: Instant::now(), speed: speed.recent(), sample }
+        let stats = probe.stats().ok();
+        let (sample, stall_sum_us) = (stats.as_ref().map(Sample::of), stats.as_ref().map(stall_sum_us));
+        Self { began: Instant::now(), speed: speed.recent(), sample, stall_sum_us }
     }
 
     /// Returns the member `guest` of a migration's document, whose other members are in `report`. The migration may still run.
@@ -70,12 +72,36 @@ impl Start {
             let writes = stats.writes().saturating_sub(before.writes) as f64;
             writes / (here.as_secs_f64() - verify).max(1e-3)
         });
+        let stalls = self.stall_sum_us.zip(stats).map(|(before, stats)| {
+            let seen = stall_sum_us(stats) - before;
+            (seen, seen - accounted_us(report, stats.cpus().len(), left.is_none()))
+        });
         json!({
             "before_writes_per_s": self.speed,
             "during_writes_per_s": during,
             "stall_max_us": stats.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
+            "stall_sum_us": stalls.map(|(seen, _)| seen),
+            "stall_residue_us": stalls.map(|(_, residue)| residue),
         })
     }
+}
+
+/// Returns the sum of all stalls that the guest has seen by its own clock, of all vCPUs together.
+fn stall_sum_us(stats: &StatsSnapshot) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "microseconds for people")]
+    stats.cpus().iter().map(|cpu| cpu.stall_sum_us as f64).sum()
+}
+
+/// Returns the time for which vCPUs stood still at the source, in microseconds and of all vCPUs together, by the causes that `report` names.
+/// The switchover is one of them only for a guest that `stayed`: otherwise it ends at the target.
+fn accounted_us(report: &Value, cpus: usize, stayed: bool) -> f64 {
+    let of = |value: &Value| value.as_f64().unwrap_or(0.0);
+    let held: f64 = report["throttle"]["held_ms"].as_array().into_iter().flatten().map(of).sum();
+    let switchover = if stayed { of(&report["downtime_ms"]) + of(&report["verify_ms"]) } else { 0.0 };
+    let stopped = of(&report["put_off_ms"]) + of(&report["trial_pause_ms"]) + switchover;
+    #[expect(clippy::cast_precision_loss, reason = "a number of vCPUs")]
+    let stopped = stopped * cpus as f64;
+    of(&report["ring"]["full_stall_us"]) + (held + stopped) * 1e3
 }
 
 /// A sample and when it was taken.
@@ -213,5 +239,16 @@ mod tests {
         assert!((256..MOST_LOOKS).contains(&points.len()), "{}", points.len());
         assert!(points[1..].iter().all(|[_, speed]| (speed - 10_000.0).abs() < 1.0), "{points:?}");
         assert_eq!(speed.recorded(start), Vec::<[f64; 2]>::new(), "it has ended");
+    }
+
+    #[test]
+    fn every_cause_at_the_source_is_accounted_for_once() {
+        let report = json!({
+            "downtime_ms": 40.0, "verify_ms": 2.0, "put_off_ms": 8.0, "trial_pause_ms": 1.5,
+            "ring": { "full_stall_us": 700 }, "throttle": { "held_ms": [20.0, 0.25] },
+        });
+        assert_eq!(accounted_us(&report, 2, false), 700.0 + 20_250.0 + 2.0 * 9_500.0);
+        assert_eq!(accounted_us(&report, 2, true), 700.0 + 20_250.0 + 2.0 * 51_500.0);
+        assert_eq!(accounted_us(&json!({ "ring": null, "throttle": null }), 1, true), 0.0);
     }
 }

@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_dirty::Policy;
 use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy};
-use vmferry_guest_abi::StatsSnapshot;
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
 /// asked for by `status`.
@@ -102,7 +101,6 @@ fn move_away(
     let monitor = shared.monitor();
     let start = shared.start();
     shared.speed.record();
-    let stats_before = shared.probe.stats().ok();
     let mut scores = None;
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
@@ -126,12 +124,6 @@ fn move_away(
     let left = output::left_ms(&report);
     let mut points = shared.speed.recorded(start.began);
     points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
-    let stalls = stats_before.as_ref().zip(after.as_ref()).map(|(before, after)| {
-        let seen = stall_sum_us(after) - stall_sum_us(before);
-        (seen, seen - accounted_us(&report, after.cpus().len(), left.is_none()))
-    });
-    report["guest"]["stall_sum_us"] = json!(stalls.map(|(seen, _)| seen));
-    report["guest"]["stall_residue_us"] = json!(stalls.map(|(_, residue)| residue));
     // Milliseconds since the beginning, writes a second.
     report["guest"]["speed"] = json!({ "points": points });
     if let Some(scores) = scores {
@@ -139,24 +131,6 @@ fn move_away(
     }
     shared.end_migration(report, place);
     (place, if lost { Status::Lost } else { Status::Done })
-}
-
-/// Returns the sum of all stalls that the guest has seen by its own clock, of all vCPUs together.
-fn stall_sum_us(stats: &StatsSnapshot) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "microseconds for people")]
-    stats.cpus().iter().map(|cpu| cpu.stall_sum_us as f64).sum()
-}
-
-/// Returns the time for which vCPUs stood still at the source, in microseconds and of all vCPUs together, by the causes that `report` names.
-/// The switchover is one of them only for a guest that `stayed`: otherwise it ends at the target.
-fn accounted_us(report: &Value, cpus: usize, stayed: bool) -> f64 {
-    let of = |value: &Value| value.as_f64().unwrap_or(0.0);
-    let held: f64 = report["throttle"]["held_ms"].as_array().into_iter().flatten().map(of).sum();
-    let switchover = if stayed { of(&report["downtime_ms"]) + of(&report["verify_ms"]) } else { 0.0 };
-    let stopped = of(&report["put_off_ms"]) + of(&report["trial_pause_ms"]) + switchover;
-    #[expect(clippy::cast_precision_loss, reason = "a number of vCPUs")]
-    let stopped = stopped * cpus as f64;
-    of(&report["ring"]["full_stall_us"]) + (held + stopped) * 1e3
 }
 
 fn place_after(report: &Report, keep_running: bool) -> Place {
@@ -167,21 +141,5 @@ fn place_after(report: &Report, keep_running: bool) -> Place {
         MigrationState::Completed | MigrationState::Lost => Place::Moved,
         MigrationState::Unknown => Place::Unknown,
         _ => Place::Running,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_cause_at_the_source_is_accounted_for_once() {
-        let report = json!({
-            "downtime_ms": 40.0, "verify_ms": 2.0, "put_off_ms": 8.0, "trial_pause_ms": 1.5,
-            "ring": { "full_stall_us": 700 }, "throttle": { "held_ms": [20.0, 0.25] },
-        });
-        assert_eq!(accounted_us(&report, 2, false), 700.0 + 20_250.0 + 2.0 * 9_500.0);
-        assert_eq!(accounted_us(&report, 2, true), 700.0 + 20_250.0 + 2.0 * 51_500.0);
-        assert_eq!(accounted_us(&json!({ "ring": null, "throttle": null }), 1, true), 0.0);
     }
 }
