@@ -345,8 +345,13 @@ fn stretch(vcpu: &mut VcpuFd) {
     }
 }
 
-/// A VMM whose own log has manual protection `manual` tracks for a migration that fails; what its own log does before and after.
+/// A VMM whose own log has manual protection `manual` tracks for a migration that fails in its first pass, or after some.
 fn log_survives_a_failed_migration(manual: ManualProtect) {
+    log_survives(manual, 1);
+    log_survives(manual, 3);
+}
+
+fn log_survives(manual: ManualProtect, passes: u32) {
     let Some(vm) = kvm_vm() else { return };
     let memory = Memory::new(Kind::Small, PAGES);
     load_code(&memory);
@@ -373,15 +378,20 @@ fn log_survives_a_failed_migration(manual: ManualProtect) {
     stretch(&mut vcpu);
     let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(&layout);
-    for _ in 0..3 {
+    for pass in 0..passes {
         send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
         dirty.clear();
-        stretch(&mut vcpu);
+        // After a first pass that is the only one the guest writes nothing: what was lost then would be found by chance.
+        if pass > 0 {
+            stretch(&mut vcpu);
+        }
         tracker.harvest(&mut dirty).unwrap();
     }
     send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
     assert_eq!(lost(&memory, &copy), [], "the guest stands still, and all of it was sent");
-    stretch(&mut vcpu);
+    if passes > 1 {
+        stretch(&mut vcpu);
+    }
     tracker.stop().unwrap();
     let written: BTreeSet<u64> = (2..PAGES).filter(|page| word(*page) != 0).collect();
     assert!(

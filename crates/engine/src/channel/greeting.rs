@@ -287,6 +287,19 @@ mod tests {
     }
 
     #[test]
+    fn raised_ending_ends_a_wait_that_has_no_time_limit() {
+        let (waited, done) = channel();
+        std::thread::spawn(move || {
+            let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+            let ending = Ending::new().unwrap();
+            ending.end();
+            waited.send(greeting.wait(nobody.as_fd(), &ending, None)).unwrap();
+        });
+        // Nothing else ends that wait.
+        assert_eq!(done.recv_timeout(Duration::from_secs(60)), Ok(false));
+    }
+
+    #[test]
     fn panic_while_a_hello_is_read_frees_the_place() {
         let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
         let (other, own) = pair();

@@ -260,15 +260,13 @@ mod tests {
     #[test]
     fn serve_returns_when_it_is_told_to_although_nothing_arrives() {
         let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-        let (ending, (ended, over)) = (Ending::new().unwrap(), std::sync::mpsc::channel());
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                listener.serve(&ending, |_| ());
-                ended.send(()).unwrap();
-            });
-            ending.end();
-            // The listener waits without a time limit: only the event ends that.
-            over.recv_timeout(Duration::from_secs(60)).expect("the listener still waits");
+        let (ending, (ended, over)) = (Arc::new(Ending::new().unwrap()), std::sync::mpsc::channel());
+        let own = Arc::clone(&ending);
+        std::thread::spawn(move || {
+            listener.serve(&own, |_| ());
+            ended.send(()).unwrap();
         });
+        ending.end();
+        over.recv_timeout(Duration::from_secs(60)).expect("the listener still waits");
     }
 }

@@ -46,7 +46,8 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What other threads report.
 pub(super) enum Input {
-    Message(ToSource),
+    /// A message, and when it arrived.
+    Message(ToSource, Duration),
     ControlLost(io::Error),
     PassDone(Result<(), SenderError>),
     UrgentLost(SenderError),
@@ -236,10 +237,12 @@ impl<'s, 'e> Driver<'s, 'e> {
     fn read_control(&self) -> io::Result<()> {
         let (control, inputs, generation) =
             (Arc::clone(&self.control), self.inputs.0.clone(), self.generation);
+        let began = self.ground.began;
         let read = move || loop {
             match caught_io(|| read_message(&control)) {
                 Ok(message) => {
-                    if inputs.send((generation, Input::Message(message))).is_err() {
+                    let at = began.elapsed();
+                    if inputs.send((generation, Input::Message(message, at))).is_err() {
                         return;
                     }
                 }
@@ -306,7 +309,11 @@ impl<'s, 'e> Driver<'s, 'e> {
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
             Ok((_, Input::Wake)) => Event::Tick,
             Ok((generation, _)) if generation != self.generation => Event::Tick,
-            Ok((_, Input::Message(message))) => {
+            Ok((_, Input::Message(ToSource::Pong(number), at))) => {
+                self.session.pong(at, number);
+                Event::Tick
+            }
+            Ok((_, Input::Message(message, _))) => {
                 if let Some(wrong) = self.cannot_be(&message) {
                     return Event::PeerLost(wrong);
                 }

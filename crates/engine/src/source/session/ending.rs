@@ -59,9 +59,11 @@ impl Session {
         vec![Action::Send(ToTarget::Ping(self.last_ping.0))]
     }
 
-    pub(super) fn pong(&mut self, now: Duration, number: u64) {
+    /// Takes in the answer to a ping, which arrived at `at`. A driver that was busy then takes it in later, and that time is none of the
+    /// link's.
+    pub(crate) fn pong(&mut self, at: Duration, number: u64) {
         if number == self.last_ping.0 {
-            self.round_trip = now.saturating_sub(self.last_ping.1);
+            self.round_trip = at.saturating_sub(self.last_ping.1);
         }
     }
 

@@ -82,6 +82,16 @@ fn one_slow_answer_does_not_keep_an_idle_guest() {
 }
 
 #[test]
+fn round_trip_ends_when_the_answer_arrives_however_busy_the_driver_is() {
+    let mut session = passing(Settings::default());
+    let now = Duration::from_secs(2);
+    assert_eq!(session.handle(now, Event::Tick), [Action::Send(ToTarget::Ping(1))]);
+    session.pong(now + 3 * MS, 1);
+    session.handle(now + 5000 * MS, Event::Tick);
+    assert_eq!(session.round_trip, 3 * MS);
+}
+
+#[test]
 fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
