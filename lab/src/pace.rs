@@ -52,6 +52,12 @@ pub fn stretched(limit: Duration) -> Duration {
     limit.mul_f64(current())
 }
 
+/// Returns the value of vmferry's `--peer-timeout`: its default of 10 s at the pace of this machine.
+#[must_use]
+pub fn peer_timeout() -> String {
+    format!("{}ms", stretched(Duration::from_secs(10)).as_millis())
+}
+
 /// Whether something `took` longer than `limit` at the pace of this machine. Before the answer is
 /// yes, the pace is measured again, for longer: the host may have become busy.
 #[must_use]

@@ -3,6 +3,7 @@
 use super::Lab;
 use super::vm::{Boot, Guest, Vm};
 use crate::desk::{Here, Place};
+use crate::pace;
 use crate::peer::There;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -85,7 +86,8 @@ pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Valu
 
 /// Has the guest move, and returns the document of that, and the command's status.
 pub(crate) fn attempt(source: &Vm, uri: &str, arguments: &[&str]) -> Result<(Value, i32)> {
-    let mut all = vec!["migrate", uri, "--json", "-"];
+    let silence = pace::peer_timeout();
+    let mut all = vec!["migrate", uri, "--json", "-", "--peer-timeout", &silence];
     all.extend(arguments);
     if !uri.contains("127.0.0.1") {
         all.push("--insecure");

@@ -1,7 +1,7 @@
 //! A `vmferry run` with a guest in it, or a place for one.
 
 use crate::desk::{Answer, Place, Ran, Request};
-use crate::pace::Limit;
+use crate::pace::{self, Limit};
 use crate::told::Told;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -112,7 +112,8 @@ impl Vm {
         address: Ipv4Addr,
     ) -> Result<Self> {
         let at = format!("tcp:{address}:0");
-        let mut more = vec!["--incoming", &at];
+        let silence = pace::peer_timeout();
+        let mut more = vec!["--incoming", &at, "--peer-timeout", &silence];
         if !address.is_loopback() {
             more.push("--insecure");
         }
