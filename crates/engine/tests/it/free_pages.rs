@@ -32,10 +32,9 @@ fn slow() -> Settings {
     Settings { max_bandwidth: Some(50_000_000), ..quick() }
 }
 
-/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take a second, which the guest may stand still
-/// for after it.
+/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take a second.
 fn slowest() -> Settings {
-    Settings { max_bandwidth: Some(5_000_000), downtime_limit: PATIENCE, ..quick() }
+    Settings { max_bandwidth: Some(5_000_000), ..quick() }
 }
 
 fn sent(report: &Report) -> u64 {
