@@ -32,9 +32,11 @@ fn slow() -> Settings {
     Settings { max_bandwidth: Some(50_000_000), ..quick() }
 }
 
-/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take a second.
+/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take half a second. A guest that outruns
+/// the link is stopped after some passes.
 fn slowest() -> Settings {
-    Settings { max_bandwidth: Some(5_000_000), ..quick() }
+    let (timeout, on_timeout) = (Some(Duration::from_secs(8)), OnTimeout::Switch);
+    Settings { max_bandwidth: Some(5_000_000), timeout, on_timeout, ..quick() }
 }
 
 fn sent(report: &Report) -> u64 {
