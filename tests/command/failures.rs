@@ -1,12 +1,17 @@
 //! Migrations that end early: refused, called off, or cut by the death of a side.
 
 use crate::support::{
-    Folder, Run, VMFERRY, can_track, code, errors, finish, kinds, spawn, vmferry, wait_for_end,
+    Folder, Run, VMFERRY, can_track, code, document, errors, finish, kinds, spawn, vmferry, wait_for_end,
 };
+use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use vmferry_control::{
+    self as control, Answer, Arguments, Events, Limits, Machine, QmpError, Server, Version,
+};
 
 #[test]
 fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
@@ -211,5 +216,50 @@ fn nothing_depends_on_whether_somebody_reads_what_is_said() {
         target.goes_on();
         target.whole();
         assert_eq!(wait_for_end(&mut source.child), Some(0));
+    }
+}
+
+/// A control socket whose last migration has this document.
+struct Ended(Value);
+
+impl Machine for Ended {
+    fn version(&self) -> Version {
+        Version { numbers: [0; 3], package: "test".to_owned() }
+    }
+
+    fn commands(&self) -> &[control::Command] {
+        const ALL: [control::Command; 2] = [
+            control::Command { name: "x-vmferry-migrate", oob: false },
+            control::Command { name: "x-vmferry-status", oob: false },
+        ];
+        &ALL
+    }
+
+    fn execute(&self, name: &str, _: Arguments) -> Result<Answer, QmpError> {
+        Ok(if name == "x-vmferry-status" { self.0.clone().into() } else { Answer::done() })
+    }
+}
+
+/// No real guest here refuses to be resumed, so the document stands for the source. The engine's own test of the document is
+/// `failures_after_the_end_change_nothing_and_are_said`.
+#[test]
+fn migrate_and_status_end_with_6_if_the_guest_could_not_be_resumed() {
+    for (outcome, words) in [("failed", "was not moved"), ("completed", "holds a copy of the guest")] {
+        let folder = Folder::new();
+        let api = folder.path("api");
+        let report =
+            json!({ "state": outcome, "outcome": outcome, "error": "no vCPU", "stands_still": true });
+        let events = Events::new().unwrap();
+        let _server =
+            Server::start(Path::new(&api), Arc::new(Ended(report)), &events, Limits::default()).unwrap();
+        let moved = vmferry(&["migrate", "--api", &api, "tcp:127.0.0.1:7000"]);
+        assert_eq!(code(&moved), 6, "{moved:?}");
+        let text = errors(&moved);
+        for word in [words, "is stopped here because it could not be resumed: no vCPU", "`vmferry resume`"] {
+            assert!(text.contains(word), "{word}: {text}");
+        }
+        let status = vmferry(&["status", "--api", &api]);
+        assert_eq!(code(&status), 6, "{status:?}");
+        assert_eq!(document(&status)["stands_still"], true);
     }
 }

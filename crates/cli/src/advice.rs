@@ -32,8 +32,8 @@ const FAILED: Failure = Failure {
 const HELD: Failure = Failure {
     state: "failed",
     outcome: Some("failed"),
-    status: 1,
-    text: "the guest was not moved, and stands still here because it could not be resumed: WHY. `vmferry resume` tries that again",
+    status: 6,
+    text: "the guest was not moved. It is stopped here because it could not be resumed: WHY. `vmferry resume` tries again",
 };
 
 const PAUSED_THERE: Failure = Failure {

@@ -28,6 +28,9 @@ The guest is lost: its source died in postcopy.
 .TP
 5
 The guest asked for a reset.
+.TP
+6
+The guest was not moved. It is stopped where it was, because it could not be resumed: \fBvmferry resume\fR tries again.
 "#;
 
 /// Prints the completions of `shell`.

@@ -69,6 +69,8 @@ enum Status {
     Lost = 4,
     /// The guest asked for a reset and is not started again: whoever started it may.
     Reset = 5,
+    /// The guest was not moved, and is stopped at the source because it could not be resumed there.
+    NotResumed = 6,
 }
 
 fn main() -> ExitCode {

@@ -67,13 +67,14 @@ fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
     let uri = &args.uri;
     if report["detached"] == true {
         eprintln!("vmferry: the guest runs at {uri}; the rest of its memory follows without this command");
-    } else if status != Status::Done {
-        eprintln!("vmferry: {}", advice::advice(report, uri));
-    } else if report["stands_still"] == true {
+    } else if report["stands_still"] == true && report["outcome"] == "completed" {
         let why = report["error"].as_str().unwrap_or("no reason was given");
         eprintln!(
-            "vmferry: the guest is in the file, and stands still here: {why}. `vmferry resume` tries that again"
+            "vmferry: {uri} holds a copy of the guest. The guest is stopped here because it could not be resumed: {why}. \
+             `vmferry resume` tries again"
         );
+    } else if status != Status::Done {
+        eprintln!("vmferry: {}", advice::advice(report, uri));
     }
 }
 

@@ -35,6 +35,9 @@ pub(crate) fn not_begun(why: &str) -> Value {
 
 /// The exit status for a migration's document.
 pub(crate) fn exit_status(report: &Value) -> Status {
+    if report["stands_still"] == true {
+        return Status::NotResumed;
+    }
     match report["outcome"].as_str() {
         Some("completed") => Status::Done,
         Some("unknown") => Status::Unknown,

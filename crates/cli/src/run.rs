@@ -383,7 +383,11 @@ fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order:
             return plan::order(machine, shared, &request);
         }
         Order::Pause => machine.source().pause().map(|()| Place::Paused)?,
-        Order::Resume => machine.source().resume().map(|()| Place::Running)?,
+        Order::Resume => {
+            machine.source().resume()?;
+            shared.was_resumed();
+            Place::Running
+        }
         Order::Recover { take } => recover(machine, shared, take)?,
         Order::Migrate(_) | Order::Look => bail!("this order is not executed here"),
     };

@@ -25,7 +25,7 @@ use crate::fence::FenceRequest;
 use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 use vmferry_engine::{Settings, Tls};
@@ -185,12 +185,17 @@ pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
 pub(crate) fn status(args: &ApiArgs) -> Result<Status> {
     let status = Client::connect(&args.api)?.call("status", json!({}))?;
     println!("{}", serde_json::to_string_pretty(&status)?);
-    Ok(match status["state"].as_str() {
-        Some("unknown") => Status::Unknown,
-        Some("postcopy-paused") => Status::Unknown,
+    Ok(status_of(&status))
+}
+
+/// Exit status of `status` for the document that it prints.
+fn status_of(document: &Value) -> Status {
+    match document["state"].as_str() {
+        _ if document["stands_still"] == true => Status::NotResumed,
+        Some("unknown" | "postcopy-paused") => Status::Unknown,
         Some("lost") => Status::Lost,
         _ => Status::Done,
-    })
+    }
 }
 
 /// Takes up a lost link, or decides who owns a guest of which nobody knows.
