@@ -1,6 +1,6 @@
 //! Watching guests and their migrations: on a terminal, from Prometheus, afterwards as a page.
 
-use crate::support::{Folder, Run, can_track, code, errors, vmferry};
+use crate::support::{Folder, Run, can_track, code, errors, finish, spawn, vmferry};
 use crate::terminal::Terminal;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -61,6 +61,90 @@ fn results_become_a_page_and_other_files_are_refused() {
         ["report", "-o", "-"].into_iter().chain(std::iter::repeat_n(json.as_str(), 10_000)).collect();
     let refused = vmferry(&many);
     assert!(errors(&refused).contains("10000 files are more than"), "{refused:?}");
+}
+
+/// The members that a migration's document has for scripts.
+const CONTRACT: [&str; 22] = [
+    "state",
+    "outcome",
+    "mode",
+    "tracker",
+    "total_ms",
+    "downtime_ms",
+    "setup_ms",
+    "downtime",
+    "bytes",
+    "passes",
+    "throughput_mbps",
+    "ring",
+    "postcopy",
+    "guest",
+    "cpu_ms",
+    "verified_pages",
+    "mismatched_pages",
+    "skipped_pages",
+    "suspect_pages_resent",
+    "verify_ms",
+    "phases",
+    "progress",
+];
+
+/// The members of members.
+const PARTS: [(&str, &[&str]); 4] = [
+    (
+        "downtime",
+        &["pause_ms", "last_harvest_ms", "last_pages_ms", "device_state_ms", "commit_ms", "resume_ms"],
+    ),
+    ("bytes", &["wire", "raw_pages", "zero_pages", "free_pages_skipped", "delta", "compressed"]),
+    ("guest", &["before_writes_per_s", "during_writes_per_s", "stall_max_us"]),
+    ("cpu_ms", &["source", "destination"]),
+];
+
+fn follows_the_contract(status: &Value) {
+    let missing: Vec<_> = CONTRACT.into_iter().filter(|name| status.get(*name).is_none()).collect();
+    assert!(missing.is_empty(), "{missing:?} are missing in {status}");
+    for (whole, parts) in PARTS {
+        let missing: Vec<_> = parts.iter().filter(|part| status[whole].get(**part).is_none()).collect();
+        assert!(missing.is_empty(), "{whole}: {missing:?} are missing in {status}");
+    }
+}
+
+#[test]
+fn status_and_events_have_every_member_of_the_contract_while_a_migration_runs() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let events = folder.path("events.json");
+    let source = Run::source("process", &folder);
+    let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    // 48 MiB at this rate take longer than the test waits for anything.
+    let slow = ["--max-bandwidth", "500k/s", "--events", &events];
+    let args = ["migrate", "--api", &source.api, &uri];
+    let migration = spawn(&[&args[..], &slow].concat());
+    let moving = |s: &Value| s["state"] == "precopy" && s["progress"]["raw_pages"].as_u64() > Some(0);
+    let status = source.wait("the first pages sent", moving);
+    follows_the_contract(&status);
+    assert!(status["outcome"].is_null() && status["mode"] == "precopy", "{status}");
+    assert!(status["tracker"] == "wp" && status["id"].as_str().is_some_and(|id| id.len() == 32), "{status}");
+    assert!(status["total_ms"].as_f64() > Some(0.0) && status["setup_ms"].as_f64() > Some(0.0), "{status}");
+    assert!(status["downtime_ms"].is_null() && status["downtime"]["pause_ms"].is_null(), "{status}");
+    assert_eq!(status["passes"][0]["pass"], 0, "{status}");
+    assert!(status["guest"]["before_writes_per_s"].is_number(), "{status}");
+    let progress = &status["progress"];
+    assert!(progress["elapsed_ms"].as_f64() > Some(0.0), "{status}");
+    assert!(progress.get("predicted_downtime_ms").is_some(), "{status}");
+    assert!(!status.to_string().contains("\"nanos\""), "durations are numbers: {status}");
+    let later = source.wait("time passing", |s| s["total_ms"].as_f64() > status["total_ms"].as_f64());
+    assert!(later["bytes"]["wire"].as_u64() >= status["bytes"]["wire"].as_u64(), "{later}");
+    assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
+    assert_eq!(code(&finish(migration)), 1);
+    let text = std::fs::read_to_string(&events).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let running: Vec<_> = lines.iter().filter(|line| line["outcome"].is_null()).collect();
+    assert!(!running.is_empty(), "{text}");
+    running.into_iter().for_each(follows_the_contract);
+    source.goes_on();
 }
 
 /// The metrics at an address.

@@ -291,9 +291,11 @@ impl Recorder {
         }
         self.skipped = 0;
         let progress = &value["progress"];
-        let elapsed = &progress["elapsed"];
+        // Older recordings have seconds and nanoseconds.
+        let old = &progress["elapsed"];
         let mut sample = Sample {
-            at_ms: number(&elapsed["secs"]) * 1e3 + number(&elapsed["nanos"]) / 1e6,
+            at_ms: finite(&progress["elapsed_ms"])
+                .unwrap_or_else(|| number(&old["secs"]) * 1e3 + number(&old["nanos"]) / 1e6),
             remaining: finite(&progress["left_pages"]).or(finite(&progress["remaining_pages"])),
             dirty: finite(&progress["dirty_pages_per_s"]).map(|pages| pages * 4096.0),
             sent: None,

@@ -18,12 +18,15 @@ pub(crate) fn failed(mut report: Report, why: &str) -> Report {
     report
 }
 
-/// When the guest began to run on the target, in ms since the beginning; `None` if it never did.
+/// When the guest began to run on the target, in ms since the beginning; `None` if it has not, as far as is known.
 pub(crate) fn left_ms(report: &Value) -> Option<f64> {
     let mut phases = report["phases"].as_array().into_iter().flatten();
     let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
-    matches!(report["outcome"].as_str(), Some("completed" | "lost" | "unknown"))
-        .then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
+    let left = match report["outcome"].as_str() {
+        None => report["state"].as_str().is_some_and(|state| state.starts_with("postcopy")),
+        Some(outcome) => matches!(outcome, "completed" | "lost" | "unknown"),
+    };
+    left.then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }
 
 /// The document of a migration that did not begin.

@@ -1,6 +1,8 @@
 //! How fast the guest runs, from its own reports.
 
 use crate::guest::SharedProbe;
+use crate::output;
+use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,6 +37,44 @@ impl Sample {
         let us = self.t_us.checked_sub(earlier.t_us).filter(|us| *us > 0)?;
         #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
         Some(self.writes.saturating_sub(earlier.writes) as f64 * 1e6 / us as f64)
+    }
+}
+
+/// A guest that was at the source for a shorter part of a migration has no speed during it.
+const SHORTEST: Duration = Duration::from_millis(50);
+
+/// State of the guest when its migration began.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Start {
+    pub(crate) began: Instant,
+    speed: Option<f64>,
+    sample: Option<Sample>,
+}
+
+impl Start {
+    /// Returns the state of the guest at this moment.
+    pub(crate) fn now(speed: &Speed, probe: &SharedProbe) -> Self {
+        let sample = probe.stats().ok().map(|stats| Sample::of(&stats));
+        Self { began: Instant::now(), speed: speed.recent(), sample }
+    }
+
+    /// Returns the member `guest` of a migration's document, whose other members are in `report`. The migration may still run.
+    pub(crate) fn document(&self, report: &Value, stats: Option<&StatsSnapshot>) -> Value {
+        // From the handover on the guest's count goes on at the target.
+        let left = output::left_ms(report).map(|ms| Duration::from_secs_f64(ms.max(0.0) / 1e3));
+        let here = left.unwrap_or_else(|| self.began.elapsed());
+        // The guest is stopped for a verification only on request. That time is not downtime, and is left out here as well.
+        let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
+        let during = self.sample.zip(stats).filter(|_| here >= SHORTEST).map(|(before, stats)| {
+            #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+            let writes = stats.writes().saturating_sub(before.writes) as f64;
+            writes / (here.as_secs_f64() - verify).max(1e-3)
+        });
+        json!({
+            "before_writes_per_s": self.speed,
+            "during_writes_per_s": during,
+            "stall_max_us": stats.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
+        })
     }
 }
 

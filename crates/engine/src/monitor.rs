@@ -1,7 +1,7 @@
 //! What can be seen of a migration while it runs, and how it is told to stop.
 
 use crate::plan::{CourseChange, Verdict};
-use crate::report::{FreePagesFigures, PaceFigures};
+use crate::report::{FreePagesFigures, PaceFigures, Report};
 use crate::source::Settings;
 use socket2::{SockRef, Socket};
 use std::io;
@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Counters that channel threads add to once a frame.
 #[derive(Debug)]
@@ -117,7 +117,8 @@ pub struct Progress {
     pub dirty_pages_per_s: f64,
     /// Bytes a second that the last telling pass moved.
     pub bandwidth: Option<f64>,
-    /// The downtime to expect if the guest were stopped after this pass.
+    /// The downtime to expect if the guest were stopped after this pass; in JSON `predicted_downtime_ms`.
+    #[serde(rename = "predicted_downtime_ms", serialize_with = "some_millis")]
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
@@ -131,7 +132,8 @@ pub struct Progress {
     pub free_pages_skipped: u64,
     /// How free pages were learnt of so far; `None` if nobody can be asked, or is to be.
     pub free_pages: Option<FreePagesFigures>,
-    /// Time since the start.
+    /// Time since the start; in JSON `elapsed_ms`.
+    #[serde(rename = "elapsed_ms", serialize_with = "millis")]
     pub elapsed: Duration,
     /// Pages that are still to be sent to a guest that runs on the target.
     pub left_pages: Option<u64>,
@@ -152,6 +154,19 @@ pub struct Progress {
     pub course: Vec<CourseChange>,
     /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].
     pub awaits_recover: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
+fn millis<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(time.as_secs_f64() * 1e3)
+}
+
+#[expect(clippy::ref_option, reason = "the signature that serde asks for")]
+fn some_millis<S: serde::Serializer>(time: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+    match time {
+        Some(time) => millis(time, serializer),
+        None => serializer.serialize_none(),
+    }
 }
 
 /// What a watcher of a migration is told, by the thread that migrates and at once.
@@ -187,7 +202,19 @@ pub struct Monitor {
     recover: AtomicBool,
     abandon: AtomicBool,
     pace: Mutex<Option<PaceFigures>>,
-    progress: Mutex<(Progress, u64)>,
+    known: Mutex<Known>,
+}
+
+/// What the thread that migrates has told its monitor.
+#[derive(Debug, Default)]
+struct Known {
+    progress: Progress,
+    /// Pages that were sent or skipped before the pass under way.
+    before: u64,
+    /// The account so far, without what `progress` and the counters know better.
+    report: Report,
+    /// When the migration began; `None` before that.
+    began: Option<Instant>,
 }
 
 impl Monitor {
@@ -285,7 +312,9 @@ impl Monitor {
     /// Where it stands now.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let (mut progress, before) = self.lock().clone();
+        let known = self.lock();
+        let (mut progress, before) = (known.progress.clone(), known.before);
+        drop(known);
         let done = self.pages_done().saturating_sub(before);
         progress.pass_done = done.min(progress.pass_pages);
         progress.remaining_pages = progress.pass_pages - progress.pass_done;
@@ -298,6 +327,37 @@ impl Monitor {
         progress
     }
 
+    /// The account of the migration so far, in the shape that it has at the end.
+    ///
+    /// Its `state` is the one of [`progress`](Self::progress), and its `outcome` is `None`. What is known only at the end is empty.
+    pub fn report(&self) -> Report {
+        let progress = self.progress();
+        let known = self.lock();
+        let mut report = known.report.clone();
+        let total = known.began.map(|began| began.elapsed());
+        drop(known);
+        report.state = progress.state;
+        report.total_ms = total.unwrap_or_default().as_secs_f64() * 1e3;
+        report.bytes.wire = progress.wire_bytes;
+        report.bytes.raw_pages = progress.raw_pages;
+        report.bytes.zero_pages = progress.zero_pages;
+        report.bytes.free_pages_skipped = progress.free_pages_skipped;
+        report.free_pages = progress.free_pages;
+        report.course = progress.course;
+        report
+    }
+
+    /// A migration begins of which `report` is known.
+    pub(crate) fn begin(&self, began: Instant, report: Report) {
+        let mut known = self.lock();
+        (known.began, known.report) = (Some(began), report);
+    }
+
+    /// So much is known of it now.
+    pub(crate) fn account(&self, report: Report) {
+        self.lock().report = report;
+    }
+
     /// Pages that were sent or skipped since the start.
     pub(crate) fn pages_done(&self) -> u64 {
         let counters = &self.counters;
@@ -308,11 +368,11 @@ impl Monitor {
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
-        let mut guard = self.lock();
-        let before = guard.0.state;
-        change(&mut guard.0);
-        let after = guard.0.state;
-        drop(guard);
+        let mut known = self.lock();
+        let before = known.progress.state;
+        change(&mut known.progress);
+        let after = known.progress.state;
+        drop(known);
         if before != after {
             self.tell(Change::State(after));
         }
@@ -327,16 +387,16 @@ impl Monitor {
     /// A pass of `pages` pages begins.
     pub(crate) fn begin_pass(&self, pass: u32, pages: u64) {
         let done = self.pages_done();
-        let mut guard = self.lock();
-        guard.0.pass = pass;
-        guard.0.pass_pages = pages;
-        guard.1 = done;
-        drop(guard);
+        let mut known = self.lock();
+        known.progress.pass = pass;
+        known.progress.pass_pages = pages;
+        known.before = done;
+        drop(known);
         self.tell(Change::Pass(pass));
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, (Progress, u64)> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Known> {
         // A panic while holding it cannot leave a snapshot that is worse than stale.
-        self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

@@ -5,6 +5,7 @@ use crate::speed::Sample;
 use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+use vmferry_engine::Monitor;
 use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
 
 /// How long a vCPU may take to write its statistics, which is a matter of nanoseconds where it has a processor.
@@ -14,10 +15,7 @@ impl Shared {
     pub(crate) fn status(&self) -> Value {
         let mut status = match self.latest() {
             (Some(report), _) => report,
-            (None, Some(monitor)) => {
-                let progress = monitor.progress();
-                json!({ "state": progress.state, "outcome": null, "progress": progress })
-            }
+            (None, Some(monitor)) => self.under_way_so_far(&monitor),
             (None, None) => match self.rest() {
                 Some(rest) => serde_json::to_value(rest).unwrap_or_default(),
                 None if self.arrival.undecided().is_some() => {
@@ -27,6 +25,25 @@ impl Shared {
             },
         };
         status["vm"] = self.vm();
+        status
+    }
+
+    /// The document of a migration that runs. It has the members that it has at the end, and `progress`; what is not known yet is null.
+    fn under_way_so_far(&self, monitor: &Monitor) -> Value {
+        let mut status = serde_json::to_value(monitor.report()).unwrap_or_default();
+        let stopped =
+            status["phases"].as_array().is_some_and(|all| all.iter().any(|one| one["phase"] == "switchover"));
+        if !stopped {
+            status["downtime_ms"] = Value::Null;
+            let parts = status["downtime"].as_object_mut().into_iter().flatten();
+            parts.for_each(|(_, part)| *part = Value::Null);
+        }
+        if status["passes"].as_array().is_none_or(Vec::is_empty) {
+            status["setup_ms"] = Value::Null;
+        }
+        let stats = self.probe.stats().ok();
+        status["guest"] = self.start().document(&status, stats.as_ref());
+        status["progress"] = json!(monitor.progress());
         status
     }
 

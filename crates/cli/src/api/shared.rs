@@ -16,7 +16,7 @@ use crate::guest::SharedProbe;
 use crate::limit::Limited;
 use crate::plan::PlanRequest;
 use crate::sandbox::SandboxArgs;
-use crate::speed::Speed;
+use crate::speed::{Speed, Start};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -86,6 +86,8 @@ pub(crate) struct Migration {
     pub(crate) monitor: Option<Arc<Monitor>>,
     /// The report, once it has ended.
     pub(crate) report: Option<Value>,
+    /// State of the guest when it began.
+    start: Option<Start>,
     /// The guest may run on the target before all of its memory is there.
     goes_over: bool,
 }
@@ -329,13 +331,19 @@ impl Shared {
         let tell = self.tell.clone();
         let monitor = Arc::new(Monitor::watched(move |change| tell.change(change)));
         self.tell.migration("setup");
-        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None, goes_over };
+        let start = Some(Start::now(&self.speed, &self.probe));
+        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None, start, goes_over };
         self.set_place(Place::Moving);
     }
 
     /// The monitor of the migration that was begun.
     pub(crate) fn monitor(&self) -> Arc<Monitor> {
         lock(&self.migration).monitor.get_or_insert_default().clone()
+    }
+
+    /// State of the guest when the migration under way began, or the last one.
+    pub(crate) fn start(&self) -> Start {
+        *lock(&self.migration).start.get_or_insert_with(|| Start::now(&self.speed, &self.probe))
     }
 
     /// The report of the last migration if it has ended, or else the monitor of the one under way, if one is.

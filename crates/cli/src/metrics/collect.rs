@@ -72,8 +72,8 @@ const NUMBERS: &[Number] = &[
         "seconds",
         "Time since the migration under way began",
         Gauge,
-        "progress.elapsed",
-        1.0,
+        "progress.elapsed_ms",
+        MS,
     ),
     ("migration_pass", "", "Number of the pass under way, from 0", Gauge, "progress.pass", 1.0),
     (
@@ -141,9 +141,9 @@ const NUMBERS: &[Number] = &[
         "progress.verdict.converging",
         1.0,
     ),
-    ("migration_total", "seconds", "How long the migration took", Gauge, "total_ms", MS),
+    ("migration_total", "seconds", "How long the migration has taken", Gauge, "total_ms", MS),
     ("migration_setup", "seconds", "From the first connection to the first page", Gauge, "setup_ms", MS),
-    ("migration_downtime", "seconds", "How long the guest stood still", Gauge, "downtime_ms", MS),
+    ("migration_downtime", "seconds", "How long the guest has stood still", Gauge, "downtime_ms", MS),
     (
         "migration_predicted_downtime",
         "seconds",
@@ -355,9 +355,6 @@ impl Metrics {
         let value = self.at(path);
         let number = match value {
             Value::Bool(yes) => Some(f64::from(u8::from(*yes))),
-            Value::Object(time) if time.contains_key("secs") => {
-                Some(value["secs"].as_f64()? + value["nanos"].as_f64()? * 1e-9)
-            }
             value => value.as_f64(),
         };
         number.filter(|number| number.is_finite())

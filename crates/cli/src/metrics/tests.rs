@@ -7,7 +7,7 @@ fn status() -> Value {
     let mut status = json!({
         "id": "ab", "state": "completed", "outcome": "completed", "mode": "hybrid", "tracker": "ring",
         "total_ms": 1500.0, "passes": [{}, {}], "bytes": {"wire": 1_000_000},
-        "progress": {"elapsed": {"secs": 1, "nanos": 500_000_000}, "channel_bytes": [5, 6], "verdict": {"converging": true}},
+        "progress": {"elapsed_ms": 1500.0, "channel_bytes": [5, 6], "verdict": {"converging": true}},
         "postcopy": {"mean_us": 100.0, "hist_us": {"64": 1, "128": 2, "1024": 1}},
         "vm": {"kind": "kvm", "place": "moved", "rings": {"used": [1, 2, 3]}},
     });

@@ -4,17 +4,12 @@ use crate::api::{MigrateRequest, Place, Shared};
 use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::fence::Asked;
 use crate::guest::Machine;
-use crate::speed::Sample;
 use crate::{Status, output, plan, sandbox};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
 use vmferry_dirty::Policy;
 use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy};
-
-/// A guest that was here for less of a migration has no speed of it.
-const SHORTEST: Duration = Duration::from_millis(50);
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
 /// asked for by `status`.
@@ -104,9 +99,8 @@ fn move_away(
     settings: &Settings,
 ) -> (Place, Status) {
     let monitor = shared.monitor();
-    let speed_before = shared.speed.recent();
+    let start = shared.start();
     shared.speed.record();
-    let (began, before) = (Instant::now(), shared.probe.stats().ok().map(|stats| Sample::of(&stats)));
     let mut scores = None;
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
@@ -120,34 +114,18 @@ fn move_away(
         }
         _ => migrate(machine.source(), uri, tracker, settings, &monitor),
     };
-    let elapsed = began.elapsed();
     let after = shared.probe.stats().ok();
     let place = result.as_ref().map_or(Place::Running, |report| place_after(report, request.keep_running));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
     let told = result.map_err(|error| error.to_string());
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
     let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
-    // From then on its count goes on elsewhere.
+    report["guest"] = start.document(&report, after.as_ref());
     let left = output::left_ms(&report);
-    let here = left.map_or(elapsed, |ms| Duration::from_secs_f64(ms / 1e3));
-    let during = before.zip(after.as_ref()).map(|(before, after)| {
-        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-        let writes = after.writes().saturating_sub(before.writes) as f64;
-        // Comparing pages stops the guest on request only: that time is nobody's downtime, and not counted here either.
-        let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
-        writes / (here.as_secs_f64() - verify).max(1e-3)
-    });
-    // A guest that left at once was not here long enough to have a speed.
-    let during = during.filter(|_| here >= SHORTEST);
-    let mut points = shared.speed.recorded(began);
+    let mut points = shared.speed.recorded(start.began);
     points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
-    report["guest"] = json!({
-        "before_writes_per_s": speed_before,
-        "during_writes_per_s": during,
-        "stall_max_us": after.and_then(|stats| stats.cpus().iter().map(|cpu| cpu.stall_max_us).max()),
-        // Milliseconds since the beginning, writes a second.
-        "speed": { "points": points },
-    });
+    // Milliseconds since the beginning, writes a second.
+    report["guest"]["speed"] = json!({ "points": points });
     if let Some(scores) = scores {
         report["plan"] = scores;
     }

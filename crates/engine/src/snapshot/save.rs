@@ -62,6 +62,9 @@ fn store(
     let began = Instant::now();
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
+    let known =
+        Report { id: id.to_string(), mode: "file".into(), tracker: "none".into(), ..Report::default() };
+    monitor.begin(began, known);
     let (mut partial, file) = create(path, id).map_err(failed)?;
     // Whether a file can be so long at all is found out while the guest still runs. It is one hole so far.
     file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;

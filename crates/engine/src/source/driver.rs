@@ -86,6 +86,8 @@ pub(super) struct Ground<'a> {
     pub(super) unpaced: Pacer,
     pub(super) stop: AtomicBool,
     pub(super) began: Instant,
+    /// CPU time that the thread that migrates had used by then.
+    pub(super) cpu_before_us: u64,
 }
 
 pub(super) struct Driver<'s, 'e> {
@@ -127,6 +129,8 @@ pub(super) struct Driver<'s, 'e> {
     held: Option<(Instant, String)>,
     cancel_seen: bool,
     ticked: Instant,
+    /// When the monitor was given the account so far; `None` if it never was.
+    accounted: Option<Instant>,
     timings: Timings,
     dirtied_since: Instant,
     /// Who is asked when nobody knows who owns the guest.
@@ -184,6 +188,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             held: None,
             cancel_seen: false,
             ticked: Instant::now(),
+            accounted: None,
             timings: Timings::new(ground, held_before),
             dirtied_since: Instant::now(),
             throttled: false,

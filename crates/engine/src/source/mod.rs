@@ -50,10 +50,17 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
     let began = Instant::now();
-    let cpu_before = thread_cpu_us();
+    let cpu_before_us = thread_cpu_us();
     check(vm, settings)?;
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
+    let known = Report {
+        id: migration.to_string(),
+        mode: settings.mode.to_string(),
+        tracker: tracker.kind().to_string(),
+        ..Report::default()
+    };
+    monitor.begin(began, known.clone());
     let channel = (migration, Role::Control, 0, Token::NONE);
     let control = match connect(uri, channel, settings, Some(monitor)) {
         Err(why @ MigrateError::Cancelled { .. }) => {
@@ -62,11 +69,8 @@ pub fn migrate(
                 state: MigrationState::Cancelled,
                 outcome: word(MigrationState::Cancelled),
                 error: Some(why.to_string()),
-                id: migration.to_string(),
-                mode: settings.mode.to_string(),
-                tracker: tracker.kind().to_string(),
                 total_ms: began.elapsed().as_secs_f64() * 1e3,
-                ..Report::default()
+                ..known
             });
         }
         control => control?,
@@ -83,12 +87,13 @@ pub fn migrate(
         unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
         began,
+        cpu_before_us,
     };
     let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker, control));
-    // The channel threads have ended by now: their CPU time is complete. What this thread used before does not count.
+    // The channel threads have ended by now: their CPU time is complete.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.pace = monitor.pace();
-    report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before)) as f64 / 1e3;
+    report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
 }
 

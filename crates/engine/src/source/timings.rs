@@ -230,11 +230,11 @@ impl Timings {
         spans.into_iter().filter_map(of).collect()
     }
 
-    pub(super) fn report(
+    /// The account so far, of a migration that has not ended; the state and what goes on by itself is the monitor's to add.
+    pub(super) fn account(
         &self,
         ground: &Ground<'_>,
         session: &Session,
-        outcome: &Outcome,
         tracker: &dyn DirtyTracker,
         held: &[Duration],
     ) -> Report {
@@ -244,29 +244,15 @@ impl Timings {
         let end = self.complete.unwrap_or(started);
         let wire = load(&counters.wire_bytes);
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
-        let (state, error) = match outcome {
-            Outcome::Completed => (MigrationState::Completed, None),
-            Outcome::Cancelled(why) => (MigrationState::Cancelled, Some(why.clone())),
-            Outcome::Failed(why) => (MigrationState::Failed, Some(why.to_string())),
-            Outcome::Unknown(why) => (MigrationState::Unknown, Some(why.clone())),
-            Outcome::Lost(why) => (MigrationState::Lost, Some(why.clone())),
-        };
         let verification = session.verification.clone().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
         let lazily = session.figures.as_ref().filter(|_| ground.settings.verify);
         let lazily = lazily.map_or(0, |figures| figures.pages + figures.zero_pages);
         Report {
-            state,
-            outcome: word(state),
-            error,
-            stands_still: session.stands_still(),
-            refused_feature: self.passes.is_empty()
-                && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
             id: ground.migration.to_string(),
             mode: ground.settings.mode.to_string(),
             postcopy: session.figures.as_ref().map(PostcopyFigures::from),
             pace: ground.monitor.pace(),
-            free_pages: None,
             interruptions: session.interruptions(),
             put_off: session.put_off(),
             put_off_ms: ms(session.put_off_for()),
@@ -289,15 +275,45 @@ impl Timings {
             throttle: self.throttle(held),
             course: session.course().to_vec(),
             cpu_ms: Cpu {
-                source: (load(&counters.cpu_us) + thread_cpu_us()) as f64 / 1e3,
+                // What the thread that migrates used before does not count.
+                source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(ground.cpu_before_us)
+                    as f64
+                    / 1e3,
                 destination: ms(session.target_cpu),
             },
             // What came after the handover was placed only where it matched its digest.
             verified_pages: verification.pages + lazily,
             mismatched_pages: verification.mismatched,
-            skipped_pages: 0,
             suspect_pages_resent: session.suspects_resent,
             verify_ms: ms(self.verify_time()),
+            ..Report::default()
+        }
+    }
+
+    /// The same of one that has ended with `outcome`.
+    pub(super) fn report(
+        &self,
+        ground: &Ground<'_>,
+        session: &Session,
+        outcome: &Outcome,
+        tracker: &dyn DirtyTracker,
+        held: &[Duration],
+    ) -> Report {
+        let (state, error) = match outcome {
+            Outcome::Completed => (MigrationState::Completed, None),
+            Outcome::Cancelled(why) => (MigrationState::Cancelled, Some(why.clone())),
+            Outcome::Failed(why) => (MigrationState::Failed, Some(why.to_string())),
+            Outcome::Unknown(why) => (MigrationState::Unknown, Some(why.clone())),
+            Outcome::Lost(why) => (MigrationState::Lost, Some(why.clone())),
+        };
+        Report {
+            state,
+            outcome: word(state),
+            error,
+            stands_still: session.stands_still(),
+            refused_feature: self.passes.is_empty()
+                && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
+            ..self.account(ground, session, tracker, held)
         }
     }
 }

@@ -1,12 +1,15 @@
 //! What whoever watches a migration is shown.
 
-use super::Driver;
+use super::{Driver, TICK};
 use crate::monitor::MigrationState;
 use crate::source::session::Phase;
+use crate::vm::shielded;
+use std::time::Instant;
 
 impl Driver<'_, '_> {
     /// Tells the monitor where it stands.
-    pub(super) fn show(&self) {
+    pub(super) fn show(&mut self) {
+        self.account();
         let (session, elapsed) = (&self.session, self.now());
         self.ground.monitor.update(|progress| {
             progress.state = match session.phase() {
@@ -35,5 +38,16 @@ impl Driver<'_, '_> {
             }
             progress.left_pages = self.claims.as_ref().map(|claims| claims.left());
         });
+    }
+
+    /// Gives the monitor the account so far, at most once a tick: it is made anew each time.
+    fn account(&mut self) {
+        if self.accounted.is_some_and(|last| last.elapsed() < TICK) {
+            return;
+        }
+        self.accounted = Some(Instant::now());
+        let held = shielded("how long the guest was slowed is not known", || self.vm.throttled());
+        let report = self.timings.account(self.ground, &self.session, &*self.tracker, &held);
+        self.ground.monitor.account(report);
     }
 }
