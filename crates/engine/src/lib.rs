@@ -26,7 +26,7 @@ mod sync;
 mod target;
 mod vm;
 
-pub use channel::{Listener, Tls, TlsError, Uri, UriError, tcp};
+pub use channel::{Listener, Sockets, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use latency::prefer_latency_of;

@@ -104,8 +104,8 @@ macro_rules! each {
     };
 }
 each!(
-    hello, messages, frames, source, target, snapshot, state, process, balloon, blk, net, rng, qmp, words,
-    tls, etcd
+    hello, messages, frames, lanes, source, target, snapshot, state, process, balloon, blk, net, rng, qmp,
+    words, tls, etcd
 );
 
 /// The cap is one: who asks for too much is found, also where it was refused or never touched.

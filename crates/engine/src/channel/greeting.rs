@@ -4,6 +4,7 @@
 //! to go: a source speaks as soon as it is connected, and is heard within milliseconds, while whoever is there to take places keeps
 //! them. So a listener is not filled up by connections that are held open, however many are tried.
 
+use super::carried::Carried;
 use socket2::Socket;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -22,12 +23,23 @@ const MOST_GREETING: usize = 32;
 /// How long until it is looked again whether a thread has become free.
 const FULL: Duration = Duration::from_millis(1);
 
+/// A connection that has yet to say hello.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) socket: Socket,
+    pub(super) peer: String,
+    /// It is a lane of this connection, and not one of its own.
+    pub(super) lane_of: Option<Arc<Carried>>,
+    /// It was handed over by the caller, who may have connected it long before the source uses it.
+    pub(super) lasting: bool,
+}
+
 /// A connection of which nothing has come.
 #[derive(Debug)]
 struct Silent {
-    socket: Socket,
-    peer: String,
-    until: Instant,
+    connection: Connection,
+    /// `None` for as long as it takes.
+    until: Option<Instant>,
     /// Something has come, or its end.
     speaks: bool,
 }
@@ -46,19 +58,24 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Waits at most `within` for a connection to `listener` (true), or for something to do about those that are here.
-    pub(super) fn wait(&mut self, listener: RawFd, within: Duration) -> bool {
+    /// Waits at most `within` for a connection at one of the `doors` (true), or for something to do about those that are here. A door of -1
+    /// is none.
+    pub(super) fn wait<const N: usize>(&mut self, doors: [RawFd; N], within: Duration) -> [bool; N] {
         let now = Instant::now();
-        while let Some(late) = self.silent.pop_front_if(|silent| silent.until <= now) {
-            self.complaints.about(&late.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
+        while let Some(late) =
+            self.silent.pop_front_if(|silent| silent.until.is_some_and(|until| until <= now))
+        {
+            self.complaints
+                .about(&late.connection.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
         }
-        let fds = [listener].into_iter().chain(self.silent.iter().map(|silent| silent.socket.as_raw_fd()));
+        let silent = self.silent.iter().map(|silent| silent.connection.socket.as_raw_fd());
+        let fds = doors.into_iter().chain(silent);
         let mut fds: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
         let within = i32::try_from(within.as_millis()).unwrap_or(i32::MAX);
         // SAFETY: so many of our own, on descriptors that are open; one that fails is ready, too.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, within) };
         let mut ready = fds.iter().map(|fd| ready > 0 && fd.revents != 0);
-        let knocks = ready.next() == Some(true);
+        let knocks = doors.map(|_| ready.next() == Some(true));
         for (silent, ready) in self.silent.iter_mut().zip(ready) {
             silent.speaks = ready;
         }
@@ -66,24 +83,30 @@ impl Greeting {
     }
 
     /// Takes a new connection in.
-    pub(super) fn add(&mut self, socket: Socket, peer: String) {
+    pub(super) fn add(&mut self, connection: Connection) {
         if self.silent.len() >= MOST_SILENT {
             self.make_room();
         }
-        self.silent.push_back(Silent { socket, peer, until: Instant::now() + HELLO_TIMEOUT, speaks: false });
+        let until = (!connection.lasting).then(|| Instant::now() + HELLO_TIMEOUT);
+        self.silent.push_back(Silent { connection, until, speaks: false });
+    }
+
+    /// Whether there is no connection that has yet to say hello.
+    pub(super) fn is_idle(&self) -> bool {
+        self.silent.is_empty() && self.threads.load(Ordering::Acquire) == 0
     }
 
     /// Ends the connection that has been silent for longest, if there is one.
     pub(super) fn make_room(&mut self) {
         if let Some(oldest) = self.silent.pop_front() {
-            self.complaints.about(&oldest.peer, "it said nothing while others waited");
+            self.complaints.about(&oldest.connection.peer, "it said nothing while others waited");
         }
     }
 
-    /// Has those that speak heard by `hear`, and what came of it given to `take`.
+    /// Has those that speak heard by `hear`, and what came of it, if anything did, given to `take`.
     pub(super) fn hear<T>(
         &mut self,
-        hear: impl Fn(Socket, String) -> io::Result<T> + Send + Clone + 'static,
+        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
         take: impl Fn(T) + Send + Clone + 'static,
     ) {
         while let Some(at) = self.silent.iter().position(|silent| silent.speaks) {
@@ -93,7 +116,7 @@ impl Greeting {
                 return;
             }
             let Some(speaker) = self.silent.remove(at) else { return };
-            self.start(speaker, hear.clone(), take.clone());
+            self.start(speaker.connection, hear.clone(), take.clone());
         }
     }
 
@@ -106,27 +129,29 @@ impl Greeting {
 
     fn start<T>(
         &mut self,
-        Silent { socket, peer, .. }: Silent,
-        hear: impl Fn(Socket, String) -> io::Result<T> + Send + 'static,
+        connection: Connection,
+        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + 'static,
         take: impl Fn(T) + Send + 'static,
     ) {
         let id = self.next;
         self.next += 1;
-        let again = match socket.try_clone() {
+        let who = connection.peer.clone();
+        let again = match connection.socket.try_clone() {
             Ok(again) => again,
-            Err(error) => return self.complaints.about(&peer, &format!("no descriptor for it: {error}")),
+            Err(error) => return self.complaints.about(&who, &format!("no descriptor for it: {error}")),
         };
         lock(&self.heard).insert(id, again);
         self.threads.fetch_add(1, Ordering::AcqRel);
         let (heard, threads) = (Arc::clone(&self.heard), Arc::clone(&self.threads));
-        let (complaints, who) = (Arc::clone(&self.complaints), peer.clone());
+        let complaints = Arc::clone(&self.complaints);
         let greet = move || {
-            let said = hear(socket, peer);
+            let said = hear(connection);
             let still = lock(&heard).remove(&id).is_some();
             match said {
                 // Somebody whose hello is known does not have to go any more.
-                Ok(said) if still => take(said),
-                Ok(_) => complaints.about(&who, "it took too long while others waited"),
+                Ok(Some(said)) if still => take(said),
+                Ok(None) => {}
+                Ok(Some(_)) => complaints.about(&who, "it took too long while others waited"),
                 Err(error) => complaints.about(&who, &error.to_string()),
             }
             threads.fetch_sub(1, Ordering::AcqRel);
@@ -209,13 +234,17 @@ mod tests {
 
     /// A listener that nobody comes to, as what is silent is looked at.
     fn look(greeting: &mut Greeting, nobody: &Socket) {
-        assert!(!greeting.wait(nobody.as_raw_fd(), Duration::ZERO));
+        assert_eq!(greeting.wait([nobody.as_raw_fd(), -1], Duration::ZERO), [false, false]);
     }
 
-    fn read_one(mut socket: Socket, _peer: String) -> io::Result<u8> {
+    fn read_one(Connection { mut socket, .. }: Connection) -> io::Result<Option<u8>> {
         let mut byte = [0; 2];
         socket.read_exact(&mut byte)?;
-        Ok(byte[1])
+        Ok(Some(byte[1]))
+    }
+
+    fn connection(socket: Socket, peer: &str) -> Connection {
+        Connection { socket, peer: peer.into(), lane_of: None, lasting: false }
     }
 
     #[test]
@@ -224,13 +253,13 @@ mod tests {
         let mut others = Vec::new();
         for _ in 0..MOST_SILENT + 10 {
             let (other, own) = pair();
-            greeting.add(own, "silent".into());
+            greeting.add(connection(own, "silent"));
             others.push(other);
         }
         assert_eq!(greeting.silent.len(), MOST_SILENT);
         assert!(others[..10].iter_mut().all(hung_up));
         let (source, own) = pair();
-        greeting.add(own, "source".into());
+        greeting.add(connection(own, "source"));
         source.send(&[0, 7]).unwrap();
         let (sender, heard) = channel();
         look(&mut greeting, &nobody);
@@ -248,7 +277,7 @@ mod tests {
         for _ in 0..MOST_GREETING {
             let (other, own) = pair();
             other.send(&[0]).unwrap();
-            greeting.add(own, "half".into());
+            greeting.add(connection(own, "half"));
             others.push(other);
         }
         let (sender, heard) = channel();
@@ -258,7 +287,7 @@ mod tests {
         assert_eq!(greeting.threads.load(Ordering::Acquire), MOST_GREETING);
         let (source, own) = pair();
         source.send(&[0, 9]).unwrap();
-        greeting.add(own, "source".into());
+        greeting.add(connection(own, "source"));
         let deadline = Instant::now() + Duration::from_secs(20);
         while !greeting.silent.is_empty() {
             assert!(Instant::now() < deadline, "no thread becomes free");
@@ -273,11 +302,15 @@ mod tests {
     fn silence_ends_and_few_lines_are_written_of_many() {
         let mut greeting = Greeting::default();
         let (mut other, own) = pair();
-        greeting.add(own, "late".into());
-        greeting.silent[0].until = Instant::now();
+        greeting.add(connection(own, "late"));
+        greeting.silent[0].until = Some(Instant::now());
         let (nobody, _keep) = pair();
         look(&mut greeting, &nobody);
         assert!(greeting.silent.is_empty() && hung_up(&mut other));
+        // One that the caller handed over is waited for.
+        let (_other, own) = pair();
+        greeting.add(Connection { lasting: true, ..connection(own, "lasting") });
+        assert_eq!(greeting.silent[0].until, None);
         let complaints = Complaints::default();
         for _ in 0..1000 {
             complaints.about("x", "y");

@@ -1,23 +1,29 @@
 //! Byte streams between the two sides: connecting, listening, and moving bytes, without copying them where they are not encrypted.
 
+mod carried;
+mod carrier;
 mod connect;
 mod control;
 mod greeting;
 mod iobuf;
 mod listen;
 mod pacer;
+mod passed;
 mod raw;
 mod stream;
 pub mod tcp;
 mod tls;
 mod uri;
 
+#[cfg(feature = "hostile")]
+pub use carrier::drive_lanes;
 pub(crate) use connect::connect;
 pub(crate) use control::{read_message, send_message};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
+pub use passed::Sockets;
 #[cfg(test)]
 pub(crate) use stream::test_pair;
 pub(crate) use stream::{SendError, Stream};

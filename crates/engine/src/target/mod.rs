@@ -22,7 +22,7 @@ use serde::Serialize;
 use session::Outcome;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
@@ -169,7 +169,12 @@ pub fn receive(
             if arrival.stopped() {
                 break Err(ReceiveFailure::Stopped);
             }
+            // Asked first: what the last connection brought is in the queue by then.
+            let over = listener.is_over();
             let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv_timeout(POLL));
+            if over && matches!(next, Err(RecvTimeoutError::Timeout)) {
+                break Err(listener.no_source().into());
+            }
             let Ok((_, Input::Connected(incoming))) = next else { continue };
             let incoming = *incoming;
             if incoming.hello.role == Role::Measure {

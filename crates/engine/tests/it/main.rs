@@ -11,6 +11,7 @@ mod freeing;
 mod liars;
 mod links;
 mod moves;
+mod passed;
 mod proxy;
 mod recorded;
 mod renounced;
