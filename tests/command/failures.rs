@@ -240,8 +240,8 @@ impl Machine for Ended {
     }
 }
 
-/// No real guest here refuses to be resumed, so the document stands for the source. The engine's own test of the document is
-/// `failures_after_the_end_change_nothing_and_are_said`.
+/// No real guest here refuses to be resumed, so the document stands for the source. The engine's
+/// own test of the document is `failures_after_the_end_change_nothing_and_are_said`.
 #[test]
 fn migrate_and_status_end_with_6_if_the_guest_could_not_be_resumed() {
     for (outcome, words) in [("failed", "was not moved"), ("completed", "holds a copy of the guest")] {

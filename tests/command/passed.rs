@@ -35,8 +35,8 @@ fn spawn_with(args: &[&str], descriptors: Vec<OwnedFd>) -> Child {
         }
         Ok(())
     };
-    // SAFETY: only calls that may be made between fork and exec; the vector was allocated before, and a small one more is made in the child of
-    // a process whose allocator knows fork.
+    // SAFETY: only calls that may be made between fork and exec; the vector was allocated before,
+    // and a small one more is made in the child of a process whose allocator knows fork.
     unsafe { command.pre_exec(arrange) };
     command.spawn().unwrap()
 }
@@ -98,7 +98,8 @@ fn refused(client: &mut Client, command: &str, arguments: Value) -> String {
     client.execute(command, arguments).unwrap_err().to_string()
 }
 
-/// Whatever number a client names, it is none of what the process has opened itself: its control socket, its memory, its log.
+/// Whatever number a client names, it is none of what the process has opened itself: its control
+/// socket, its memory, its log.
 #[test]
 fn a_client_cannot_name_descriptors_that_were_not_passed() {
     let folder = Folder::new();

@@ -287,16 +287,17 @@ pub(crate) struct RunArgs {
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
-    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N[,N...], or take it out of file:PATH; or be told where later (defer)
+    /// Wait for a guest here
     ///
-    /// The sockets of fd: are one that listens, one that is connected to the source, or several such. With `defer`, migrate-incoming on
-    /// the control socket says where to wait.
+    /// At tcp:HOST:PORT, unix:PATH or fd:N[,N...]; or take the guest out of file:PATH. The sockets of fd: are one that listens, one that is connected to the source, or several
+    /// such. With `defer`, migrate-incoming on the control socket says where to wait.
     #[arg(long, value_name = "URI|defer")]
     pub(crate) incoming: Option<IncomingArg>,
-    /// Keep this inherited socket for a migration, as fd:N; may be given several times
+    /// Keep inherited socket N for a migration, as fd:N (repeatable)
     ///
-    /// The control socket can then name it in migrate and migrate-incoming, once. Sockets that a service manager passes (LISTEN_FDS) are
-    /// kept without this option, as are those that --incoming names.
+    /// The control socket can then name it in migrate and migrate-incoming, once. Sockets that a
+    /// service manager passes (LISTEN_FDS) are kept without this option, as are those that
+    /// --incoming names.
     #[arg(long = "pass-fd", value_name = "N")]
     pub(crate) pass_fds: Vec<i32>,
     /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same for both sides; in full
@@ -327,10 +328,12 @@ pub(crate) struct MigrateArgs {
     /// Control socket of the vmferry whose guest is to be moved
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Where to: tcp:HOST:PORT, unix:PATH, fd:N[,N...], or file:PATH (the guest stops and is written there)
+    /// Target: tcp:HOST:PORT, unix:PATH, fd:N[,N...] or file:PATH
     ///
-    /// fd:N is a socket of this command that is connected to the target, and carries all channels. Several sockets carry one channel
-    /// each. A word instead of a number names a socket that the other vmferry has.
+    /// With file: the guest stops and is written into the file.
+    /// fd:N is a socket of this command that is connected to the target, and carries all channels.
+    /// Several sockets carry one channel each. A word instead of a number names a socket that the
+    /// other vmferry has.
     pub(crate) uri: Uri,
     /// How to move it
     #[arg(long, value_enum, default_value = "precopy")]
@@ -353,7 +356,7 @@ pub(crate) struct MigrateArgs {
     /// Who says when dirty rings are harvested: fixed, gears, aimd or predict
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
-    /// Parallel channels [default: 2; with several sockets as many as they leave]
+    /// Parallel channels [default: 2, or what several sockets leave]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: Option<u16>,
     /// Stop the guest once that takes no longer than this

@@ -1,7 +1,8 @@
 //! Descriptors that this process was given, and those of them that may carry a migration.
 //!
-//! A descriptor comes in one of three ways: at start by `LISTEN_FDS` (sd_listen_fds(3)), at start because the command line names it, or over the
-//! control socket (`getfd`). Each has one owner. A number that a client of the control socket names otherwise could be any descriptor of this
+//! A descriptor comes in one of three ways: at start by `LISTEN_FDS` (sd_listen_fds(3)), at start
+//! because the command line names it, or over the control socket (`getfd`). Each has one owner. A
+//! number that a client of the control socket names otherwise could be any descriptor of this
 //! process: its disk, a vCPU, the control socket itself.
 
 use crate::api::Client;
@@ -17,7 +18,8 @@ const MOST: usize = 256;
 /// The first descriptor that a service manager passes.
 const FIRST: RawFd = 3;
 
-/// Descriptors that the command line or the service manager names, taken over before this process has opened any.
+/// Descriptors that the command line or the service manager names, taken over before this process
+/// has opened any.
 #[derive(Debug)]
 pub(crate) struct Inherited {
     open: BTreeMap<RawFd, OwnedFd>,
@@ -26,8 +28,9 @@ pub(crate) struct Inherited {
 }
 
 impl Inherited {
-    /// Takes over the descriptors that belong to this process. `run` closes all others but the standard streams: landlock does not cover what is
-    /// open. Must be called before anything is opened.
+    /// Takes over the descriptors that belong to this process. `run` closes all others but the
+    /// standard streams: landlock does not cover what is open. Must be called before anything is
+    /// opened.
     pub(crate) fn take() -> Self {
         let words: Vec<_> =
             std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
@@ -87,13 +90,14 @@ fn by_path(words: &[String]) -> Vec<RawFd> {
     words.iter().flat_map(|word| after(word, "/fd/")).collect()
 }
 
-/// Sockets for migrations that were passed to this process, by name. Taking one out hands it over, so that it is used once.
+/// Sockets for migrations that were passed to this process, by name. Taking one out hands it over,
+/// so that it is used once.
 #[derive(Debug, Default)]
 pub(crate) struct Descriptors(Mutex<BTreeMap<String, OwnedFd>>);
 
 impl Descriptors {
-    /// Those of `inherited` that are for migrations: what the service manager passed, what `--pass-fd` names, and what an address names. All others
-    /// are closed.
+    /// Those of `inherited` that are for migrations: what the service manager passed, what
+    /// `--pass-fd` names, and what an address names. All others are closed.
     ///
     /// # Errors
     /// If a number that `--pass-fd` names is not an open stream socket.
@@ -171,12 +175,14 @@ fn socket(descriptor: OwnedFd) -> Result<OwnedFd> {
     }
 }
 
-/// Descriptors of this process that another vmferry was given for a migration, as that process names them.
+/// Descriptors of this process that another vmferry was given for a migration, as that process
+/// names them.
 pub(crate) struct Handed(Vec<String>);
 
 impl Handed {
-    /// Passes the descriptors that `uri` names by number to the vmferry that `client` speaks to. Returns the address that names them there. Names
-    /// that are words are those of descriptors that the other vmferry has.
+    /// Passes the descriptors that `uri` names by number to the vmferry that `client` speaks to.
+    /// Returns the address that names them there. Names that are words are those of descriptors
+    /// that the other vmferry has.
     ///
     /// # Errors
     /// If a descriptor is not there, or not taken.

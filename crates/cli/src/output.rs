@@ -18,7 +18,8 @@ pub(crate) fn failed(mut report: Report, why: &str) -> Report {
     report
 }
 
-/// When the guest began to run on the target, in ms since the beginning; `None` if it has not, as far as is known.
+/// When the guest began to run on the target, in ms since the beginning; `None` if it has not, as
+/// far as is known.
 pub(crate) fn left_ms(report: &Value) -> Option<f64> {
     let mut phases = report["phases"].as_array().into_iter().flatten();
     let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;

@@ -58,12 +58,14 @@ impl Start {
         Self { began: Instant::now(), speed: speed.recent(), sample }
     }
 
-    /// Returns the member `guest` of a migration's document, whose other members are in `report`. The migration may still run.
+    /// Returns the member `guest` of a migration's document, whose other members are in `report`.
+    /// The migration may still run.
     pub(crate) fn document(&self, report: &Value, stats: Option<&StatsSnapshot>) -> Value {
         // From the handover on the guest's count goes on at the target.
         let left = output::left_ms(report).map(|ms| Duration::from_secs_f64(ms.max(0.0) / 1e3));
         let here = left.unwrap_or_else(|| self.began.elapsed());
-        // The guest is stopped for a verification only on request. That time is not downtime, and is left out here as well.
+        // The guest is stopped for a verification only on request. That time is not downtime, and
+        // is left out here as well.
         let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
         let during = self.sample.zip(stats).filter(|_| here >= SHORTEST).map(|(before, stats)| {
             #[expect(clippy::cast_precision_loss, reason = "a rate for people")]

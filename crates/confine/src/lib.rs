@@ -260,11 +260,12 @@ pub fn close_inherited(keep: &[RawFd]) {
     }
 }
 
-/// Takes over those of the descriptors `numbers` that are open, and has them closed in a program that this process executes. Of a number that
-/// stands there twice, or is below 3, nothing is taken a second time, or at all.
+/// Takes over those of the descriptors `numbers` that are open, but for the standard streams. A
+/// program that this process executes does not get them.
 ///
 /// # Safety
-/// Nothing else in this process may own one of the numbers: this is called once, before the process has opened any descriptor.
+/// Nothing else in this process may own one of the numbers. The caller calls this function once, before
+/// the process has opened any descriptor.
 pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
     let mut taken = BTreeMap::new();
     for number in numbers.iter().copied().filter(|number| *number > 2) {

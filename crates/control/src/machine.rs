@@ -112,8 +112,8 @@ pub trait Machine: Send + Sync + 'static {
     /// What the client is told.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError>;
 
-    /// Executes `getfd`, with which the client has passed `descriptor`. A machine that has no such command need not have this: the descriptor is
-    /// closed.
+    /// Executes `getfd`, with which the client has passed `descriptor`. A machine that has no such
+    /// command need not have this: the descriptor is closed.
     ///
     /// # Errors
     /// What the client is told.

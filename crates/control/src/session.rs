@@ -165,8 +165,9 @@ impl Session {
             && self.out.len() < self.limits.out_bytes / 4
     }
 
-    /// Takes a descriptor that came with the bytes that are given to [`receive`](Self::receive) next. The next `getfd` in them, or after them, takes
-    /// it. A descriptor that came before and was not taken is closed.
+    /// Takes a descriptor that came with the bytes that are given to [`receive`](Self::receive)
+    /// next. The next `getfd` in them, or after them, takes it. A descriptor that came before and
+    /// was not taken is closed.
     pub fn pass(&mut self, descriptor: OwnedFd) {
         self.passed = Some(descriptor);
     }

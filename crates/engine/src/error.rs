@@ -87,7 +87,8 @@ pub enum MigrateError {
         /// Why.
         source: io::Error,
     },
-    /// The address is of a kind that has no sockets to connect or accept, or names sockets that were not handed over.
+    /// The address is of a kind that has no sockets to connect or accept, or names sockets that
+    /// were not handed over.
     #[error("{uri} cannot be used here: live migration needs tcp:, unix:, or sockets that were passed (fd:)")]
     NoSockets {
         /// Where.

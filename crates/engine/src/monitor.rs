@@ -117,7 +117,8 @@ pub struct Progress {
     pub dirty_pages_per_s: f64,
     /// Bytes a second that the last telling pass moved.
     pub bandwidth: Option<f64>,
-    /// The downtime to expect if the guest were stopped after this pass; in JSON `predicted_downtime_ms`.
+    /// The downtime to expect if the guest were stopped after this pass; in JSON
+    /// `predicted_downtime_ms`.
     #[serde(rename = "predicted_downtime_ms", serialize_with = "some_millis")]
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
@@ -156,7 +157,6 @@ pub struct Progress {
     pub awaits_recover: bool,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
 fn millis<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64() * 1e3)
 }
@@ -329,7 +329,8 @@ impl Monitor {
 
     /// The account of the migration so far, in the shape that it has at the end.
     ///
-    /// Its `state` is the one of [`progress`](Self::progress), and its `outcome` is `None`. What is known only at the end is empty.
+    /// Its `state` is the one of [`progress`](Self::progress), and its `outcome` is `None`. What is
+    /// known only at the end is empty.
     pub fn report(&self) -> Report {
         let progress = self.progress();
         let known = self.lock();

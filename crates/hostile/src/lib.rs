@@ -37,7 +37,8 @@ pub const TARGETS: [Target; 17] = [
     target("messages", vmferry_wire::hostile::drive_messages, (MIB, 40)),
     // A frame of staged pages, a table, and the stream itself, which is no longer than `MOST_FRAME_BYTES` and doubles as it grows.
     target("frames", vmferry_engine::hostile::drive_frames, (5 * MIB, 4)),
-    // Up to 130 lanes with what waits on them, once more as what was sent, each in a buffer that doubles as it grows.
+    // Up to 130 lanes with what waits on them, once more as what was sent, each in a buffer that
+    // doubles as it grows.
     target("lanes", vmferry_engine::hostile::drive_lanes, (8 * MIB, 40)),
     target("source", vmferry_engine::hostile::drive_source, (512 * KIB, 40)),
     target("target", vmferry_engine::hostile::drive_target, (512 * KIB, 40)),

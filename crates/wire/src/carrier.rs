@@ -1,8 +1,10 @@
-//! Pieces of several channels on one connection, which its two sides agree on by [`CARRIER`] in the first hello.
+//! Pieces of several channels on one connection, which its two sides agree on by [`CARRIER`] in the
+//! first hello.
 //!
-//! A channel on such a connection is a lane. The source opens lanes, numbered from 0. Each direction of a lane is a byte stream of its own. Its
-//! sender may end it, and its receiver may stop it. A sender has room for [`LANE_ROOM`] bytes at first, and for as many more as the receiver
-//! says afterwards. So a lane that is not read delays no other lane.
+//! A channel on such a connection is a lane. The source opens lanes, numbered from 0. Each
+//! direction of a lane is a byte stream of its own. Its sender may end it, and its receiver may
+//! stop it. A sender has room for [`LANE_ROOM`] bytes at first, and for as many more as the
+//! receiver says afterwards. So a lane that is not read delays no other lane.
 
 use crate::{Fields, WireError, crc};
 
@@ -16,7 +18,8 @@ pub const MAX_PIECE_BYTES: usize = 64 << 10;
 pub const LANE_ROOM: usize = 64 << 10;
 /// Most bytes that there may be room for on a lane.
 pub const MAX_LANE_ROOM: usize = 16 << 20;
-/// Most lanes that may be open at once: a control channel, 64 bulk channels, 64 urgent channels, and a probe channel.
+/// Most lanes that may be open at once: a control channel, 64 bulk channels, 64 urgent channels,
+/// and a probe channel.
 pub const MAX_LANES: usize = 130;
 
 const MAGIC: [u8; 4] = *b"VMFl";

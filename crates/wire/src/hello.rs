@@ -6,7 +6,8 @@ use crate::{CARRIER, Fields, RefusalCode, WireError, crc};
 pub const VERSION_MIN: u16 = 1;
 /// Newest protocol version that this build speaks. Version 1 is frozen (`tests/frozen.rs`).
 pub const VERSION_MAX: u16 = 1;
-/// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must be understood by the peer.
+/// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
+/// be understood by the peer.
 pub const FEATURES: u64 = 0;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].
 pub const HELLO_BYTES: usize = 80;

@@ -28,7 +28,8 @@ impl Shared {
         status
     }
 
-    /// The document of a migration that runs. It has the members that it has at the end, and `progress`; what is not known yet is null.
+    /// The document of a migration that runs. It has the members that it has at the end, and
+    /// `progress`; what is not known yet is null.
     fn under_way_so_far(&self, monitor: &Monitor) -> Value {
         let mut status = serde_json::to_value(monitor.report()).unwrap_or_default();
         let stopped =

@@ -377,7 +377,8 @@ impl Shared {
         self.tell.migration(status);
     }
 
-    /// The guest runs again. The report of the last migration no longer says that it is stopped here.
+    /// The guest runs again. The report of the last migration no longer says that it is stopped
+    /// here.
     pub(crate) fn was_resumed(&self) {
         if let Some(report) = &mut lock(&self.migration).report {
             report["stands_still"] = json!(false);

@@ -1,5 +1,5 @@
-//! Connections that come to a target in another way than by its listening socket: those that its caller handed over, and the lanes of
-//! connections that carry a whole migration.
+//! Connections that come to a target in another way than by its listening socket: those that its
+//! caller handed over, and the lanes of connections that carry a whole migration.
 
 use super::carrier;
 use super::greeting::Connection;
@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_thread::{Role, spawn};
 
-/// Connections that may carry lanes at once. A migration needs one; each takes a thread and a socket pair for each lane.
+/// Connections that may carry lanes at once. A migration needs one; each takes a thread and a
+/// socket pair for each lane.
 const MOST: usize = 4;
 
 /// Connections that wait to be heard, and those that carry lanes.
@@ -81,7 +82,8 @@ impl Arrivals {
         state.waiting.is_empty() && state.carried.is_empty()
     }
 
-    /// Makes room for a connection that carries lanes. The oldest one that has not proven itself gives way.
+    /// Makes room for a connection that carries lanes. The oldest one that has not proven itself
+    /// gives way.
     ///
     /// # Errors
     /// If there is no room, or the host has no descriptor.

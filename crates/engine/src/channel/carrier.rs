@@ -1,8 +1,10 @@
 //! All channels of a migration on one connection.
 //!
-//! A caller may have nothing but one connected socket for a migration, as what drives QEMU has. The channels then are lanes of that
-//! connection ([`lanes`]): each is a local socket pair, whose far end the engine uses like a connection of its own. One thread moves the
-//! bytes between the near ends and the connection. The hello of the connection agrees on that ([`CARRIER`](vmferry_wire::CARRIER)).
+//! A caller may have nothing but one connected socket for a migration, as what drives QEMU has. The
+//! channels then are lanes of that connection ([`lanes`]): each is a local socket pair, whose far
+//! end the engine uses like a connection of its own. One thread moves the bytes between the near
+//! ends and the connection. The hello of the connection agrees on that
+//! ([`CARRIER`](vmferry_wire::CARRIER)).
 
 #[cfg(feature = "hostile")]
 mod hostile;
@@ -24,14 +26,16 @@ use vmferry_thread::{Role, spawn};
 
 /// Bytes that are read of the connection at a time.
 const READ: usize = 128 << 10;
-/// Bytes that may wait unsent in the connection's socket. A message of the control channel waits behind them.
+/// Bytes that may wait unsent in the connection's socket. A message of the control channel waits
+/// behind them.
 const UNSENT: u32 = 256 << 10;
 /// How long a connection may carry no lane at the target.
 const IDLE: Duration = Duration::from_secs(5);
 /// How long the source waits for the target to have read all, when the last lane has ended.
 const LAST: Duration = Duration::from_secs(1);
 
-/// The source's end of a connection that carries lanes. The connection ends when this is dropped and all lanes have ended.
+/// The source's end of a connection that carries lanes. The connection ends when this is dropped
+/// and all lanes have ended.
 #[derive(Debug)]
 pub(super) struct Carrier {
     shared: Arc<Shared>,
@@ -101,7 +105,8 @@ impl Carrier {
     }
 }
 
-/// Carries lanes on `link` at the target, until the connection ends or carries no lane for a while. Gives the far end of each lane to `take`.
+/// Carries lanes on `link` at the target, until the connection ends or carries no lane for a while.
+/// Gives the far end of each lane to `take`.
 ///
 /// # Errors
 /// If the socket cannot be used.
@@ -147,7 +152,8 @@ impl Side {
         })
     }
 
-    /// Carries lanes until the connection ends. The source's side opens those that it is `asked` for.
+    /// Carries lanes until the connection ends. The source's side opens those that it is `asked`
+    /// for.
     fn carry(
         &mut self,
         asked: Option<(&UnixStream, &Shared)>,
@@ -198,7 +204,8 @@ impl Side {
         Ok((self.finished || !opens) && now.duration_since(self.idle_since) >= longest)
     }
 
-    /// Waits until something can be done; says whether lanes are asked for, and whether the connection has something.
+    /// Waits until something can be done; says whether lanes are asked for, and whether the
+    /// connection has something.
     fn wait(&self, woken: Option<&UnixStream>) -> io::Result<(bool, bool)> {
         let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
         let input = if self.lanes.wants_input() { libc::POLLIN } else { 0 };

@@ -58,8 +58,8 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Waits at most `within` for a connection at one of the `doors` (true), or for something to do about those that are here. A door of -1
-    /// is none.
+    /// Waits at most `within` for a connection at one of the `doors` (true), or for something to do
+    /// about those that are here. A door of -1 is none.
     pub(super) fn wait<const N: usize>(&mut self, doors: [RawFd; N], within: Duration) -> [bool; N] {
         let now = Instant::now();
         while let Some(late) =

@@ -51,8 +51,8 @@ impl Listener {
     /// Listens at `uri`; with `insecure` also where other hosts can connect.
     ///
     /// # Errors
-    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be listened on. For [`Uri::Fd`] there is
-    /// [`passed`](Self::passed).
+    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be
+    /// listened on. For [`Uri::Fd`] there is [`passed`](Self::passed).
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::new(uri, insecure, None)
     }
@@ -65,13 +65,16 @@ impl Listener {
         Self::new(uri, true, Some(Arc::new(tls)))
     }
 
-    /// Takes guests over sockets that the caller hands over as `uri`: one that listens, or connected ones. A connected socket carries one channel of
-    /// a migration, or all of them, as the source has it.
+    /// Takes guests over sockets that the caller hands over as `uri`: one that listens, or
+    /// connected ones. A connected socket carries one channel of a migration, or all of them, as
+    /// the source has it.
     ///
-    /// With `tls` only encrypted channels are taken. Without it, `insecure` permits peers on other hosts.
+    /// With `tls` only encrypted channels are taken. Without it, `insecure` permits peers on other
+    /// hosts.
     ///
     /// # Errors
-    /// If `descriptors` are neither one listening nor some connected stream sockets, or a peer is on another host.
+    /// If `descriptors` are neither one listening nor some connected stream sockets, or a peer is on
+    /// another host.
     pub fn passed(
         descriptors: Vec<OwnedFd>,
         uri: &Uri,
@@ -199,7 +202,8 @@ impl Listener {
                 self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
             }
             let Some(socket) = &self.socket else {
-                // In this order: who has been heard may have become a connection that carries lanes, and that has given lanes.
+                // In this order: who has been heard may have become a connection that carries
+                // lanes, and that has given lanes.
                 let over = greeting.is_idle() && self.arrivals.is_idle();
                 self.over.store(over, Ordering::Release);
                 continue;
@@ -253,7 +257,8 @@ impl Drop for Listener {
     }
 }
 
-/// Reads the hello of a connection. `None`: it carries all channels of a migration, which come as lanes.
+/// Reads the hello of a connection. `None`: it carries all channels of a migration, which come as
+/// lanes.
 fn read_hello(
     Connection { socket, peer, lane_of, .. }: Connection,
     tls: Option<&Tls>,
@@ -270,8 +275,9 @@ fn read_hello(
     let carries = hello.as_ref().is_ok_and(|hello| hello.features & CARRIER != 0);
     let verdict = hello.as_ref().map_or(Ok(()), |hello| match tls {
         // A connection that carries channels is plain. Each channel is what has to be encrypted.
-        Some(_) if !encrypted && !(carries && lane_of.is_none()) => Err(RefusalCode::Encryption),
-        _ if carries && (encrypted || lane_of.is_some()) => Err(RefusalCode::Feature),
+        _ if carries && !encrypted && lane_of.is_none() => negotiate(hello).map(drop),
+        Some(_) if !encrypted => Err(RefusalCode::Encryption),
+        _ if carries => Err(RefusalCode::Feature),
         _ => negotiate(hello).map(drop),
     });
     if let (Ok(hello), Err(code)) = (&hello, verdict) {
@@ -291,7 +297,8 @@ fn read_hello(
     }
 }
 
-/// Has a thread carry the channels of a migration over `stream`, whose source has asked for that by `hello`.
+/// Has a thread carry the channels of a migration over `stream`, whose source has asked for that by
+/// `hello`.
 fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<Arrivals>) -> io::Result<()> {
     let carried = match arrivals.admit(&stream) {
         Ok(carried) => carried,

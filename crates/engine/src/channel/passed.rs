@@ -12,10 +12,12 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_wire::{CARRIER, FEATURES, Hello, RefusalCode, Role, Token};
 
-/// Connected sockets that a migration uses instead of opening connections; clones share them. See [`Settings::sockets`].
+/// Connected sockets that a migration uses instead of opening connections; clones share them. See
+/// [`Settings::sockets`].
 ///
-/// One socket carries all channels of the migration, and the target must know how to take them from it. Several sockets carry one channel
-/// each. Each socket is used once: a link that is lost cannot be taken up again.
+/// One socket carries all channels of the migration, and the target must know how to take them from
+/// it. Several sockets carry one channel each. Each socket is used once: a link that is lost cannot
+/// be taken up again.
 #[derive(Debug, Clone)]
 pub struct Sockets(Arc<Inner>);
 
@@ -101,7 +103,8 @@ fn watch(monitor: Option<&Monitor>, socket: &Socket) -> io::Result<()> {
     monitor.map_or(Ok(()), |monitor| monitor.opening(socket))
 }
 
-/// Agrees with the target that the connection carries all channels of the migration that `hello` names.
+/// Agrees with the target that the connection carries all channels of the migration that `hello`
+/// names.
 fn carry(socket: Socket, uri: &Uri, hello: &Hello, settings: &Settings) -> Result<Carrier, MigrateError> {
     let failed = |source| MigrateError::Passed { uri: uri.to_string(), source };
     socket.set_nonblocking(false).map_err(failed)?;

@@ -53,7 +53,8 @@ impl Stream {
         self.records.as_ref().map(|records| records.peer())
     }
 
-    /// Gives the socket back. Nothing of what it received is held here, unless the stream is encrypted.
+    /// Gives the socket back. Nothing of what it received is held here, unless the stream is
+    /// encrypted.
     pub(super) fn into_socket(self) -> socket2::Socket {
         self.raw.into_socket()
     }

@@ -17,8 +17,10 @@ pub enum Uri {
     },
     /// A Unix socket.
     Unix(PathBuf),
-    /// Sockets that the caller has and hands over (see [`Settings::sockets`](crate::Settings::sockets) and
-    /// [`Listener::passed`](crate::Listener::passed)), by the caller's names for them: numbers, or words.
+    /// Sockets that the caller has and hands over (see
+    /// [`Settings::sockets`](crate::Settings::sockets) and
+    /// [`Listener::passed`](crate::Listener::passed)), by the caller's names for them: numbers, or
+    /// words.
     Fd(Vec<String>),
     /// A file.
     File(PathBuf),

@@ -139,7 +139,8 @@ pub struct Settings {
     pub insecure: bool,
     /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
     pub tls: Option<Tls>,
-    /// Connected sockets for a migration to [`Uri::Fd`](crate::Uri::Fd), which carry its channels; `None` for other addresses.
+    /// Connected sockets for a migration to [`Uri::Fd`](crate::Uri::Fd), which carry its channels;
+    /// `None` for other addresses.
     pub sockets: Option<Sockets>,
     /// Who decides who owns a guest of which neither side can know; the target must have the same. `None` to leave that to a person.
     pub fence: Option<Arc<dyn Arbiter>>,

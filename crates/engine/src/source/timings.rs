@@ -230,7 +230,8 @@ impl Timings {
         spans.into_iter().filter_map(of).collect()
     }
 
-    /// The account so far, of a migration that has not ended; the state and what goes on by itself is the monitor's to add.
+    /// The account so far, of a migration that has not ended; the state and what goes on by itself
+    /// is the monitor's to add.
     pub(super) fn account(
         &self,
         ground: &Ground<'_>,

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_engine::{Listener, MigrateError, MigrationState, Monitor, Settings, Sockets, Tls, Uri, migrate};
 use vmferry_wire::{CARRIER, HELLO_BYTES, Hello, HelloReply, RefusalCode};
 
@@ -34,6 +34,15 @@ fn connected(listener: &Listener, count: usize) -> Sockets {
         other => panic!("{other} is not listened at"),
     };
     Sockets::new((0..count).map(connect).collect()).unwrap()
+}
+
+/// Waits until the migration is so far. The bound is a hang guard.
+fn wait_for(done: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "the migration does not come so far");
+        std::thread::yield_now();
+    }
 }
 
 fn over(sockets: Sockets, channels: u16) -> Settings {
@@ -112,9 +121,7 @@ fn a_guest_stays_when_the_one_connection_is_lost() {
         let monitor = Monitor::new();
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                while monitor.progress().wire_bytes <= round << 19 {
-                    std::thread::yield_now();
-                }
+                wait_for(|| monitor.progress().wire_bytes > round << 19);
                 cut.shutdown(std::net::Shutdown::Both).unwrap();
             });
             attempt(&mut source, &mut target, &listener, &uri(), &settings, &monitor)
@@ -134,9 +141,7 @@ fn each_socket_is_used_once() {
     let monitor = Monitor::new();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            while monitor.progress().wire_bytes == 0 {
-                std::thread::yield_now();
-            }
+            wait_for(|| monitor.progress().wire_bytes > 0);
             monitor.cancel();
         });
         let slow = Settings { max_bandwidth: Some(4_000_000), ..settings.clone() };
@@ -162,7 +167,8 @@ fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
     assert!(source.works());
 }
 
-/// A target of a build that does not know the feature: it refuses it, as the hello's high bits ask for.
+/// A target of a build that does not know the feature: it refuses it, as the hello's high bits ask
+/// for.
 #[test]
 fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
     let (here, mut there) = UnixStream::pair().unwrap();

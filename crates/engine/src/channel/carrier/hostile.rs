@@ -1,5 +1,5 @@
-//! A peer that sends pieces as bytes say, over a connection that carries lanes. For the fuzz target and for the tests, which run it on seeded
-//! noise.
+//! A peer that sends pieces as bytes say, over a connection that carries lanes. For the fuzz target
+//! and for the tests, which run it on seeded noise.
 
 use super::lanes::{Lanes, OUT_MOST, pair};
 use socket2::Socket;
@@ -32,7 +32,8 @@ impl End {
 /// Does what `bytes` say: at the target's end of a connection, and at the source's.
 ///
 /// # Panics
-/// If a lane gives bytes that are not its own, if what is to be sent has no bound, or if it is no series of pieces.
+/// If a lane gives bytes that are not its own, or if what is to be sent has no bound or is no series
+/// of pieces.
 pub fn drive_lanes(bytes: &[u8]) {
     drive(bytes, false);
     drive(bytes, true);

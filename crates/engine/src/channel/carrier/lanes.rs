@@ -1,7 +1,9 @@
-//! The lanes of one connection, without that connection: bytes of the peer go in, bytes for the peer come out.
+//! The lanes of one connection, without that connection: bytes of the peer go in, bytes for the
+//! peer come out.
 //!
-//! Each lane is a local socket, whose other end the rest of the engine uses like any connection. Nothing here waits, and what is held is
-//! bounded: a lane holds no more than the room that this side has given, and a lane that is read gets more room.
+//! Each lane is a local socket, whose other end the rest of the engine uses like any connection.
+//! Nothing here waits, and what is held is bounded: a lane holds no more than the room that this
+//! side has given, and a lane that is read gets more room.
 
 use socket2::{Domain, Socket, Type};
 use std::collections::{BTreeMap, VecDeque};
@@ -14,7 +16,8 @@ use vmferry_wire::{LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, PIECE_HEADER_BYTES, Piec
 const PIECE: usize = 32 << 10;
 /// While so many bytes wait for the peer, lanes are not read.
 const OUT_FULL: usize = 128 << 10;
-/// While so many bytes wait for the peer, nothing more of the peer is taken. Its pieces cause answers.
+/// While so many bytes wait for the peer, nothing more of the peer is taken. Its pieces cause
+/// answers.
 pub(super) const OUT_MOST: usize = 1 << 20;
 /// Most room that this side gives a lane: what a link of 1 GB/s carries in 4 ms.
 const ROOM_MOST: usize = 4 << 20;
@@ -140,7 +143,8 @@ impl Lane {
                 self.finished = true;
                 out.bytes.truncate(at);
                 out.say(number, PieceKind::End);
-                // Only one direction may have ended. Otherwise the lane is of no use to the peer either.
+                // Only one direction may have ended. Otherwise the lane is of no use to the peer
+                // either.
                 if !self.closed && hung_up(&self.socket) {
                     (self.closed, self.incoming) = (true, VecDeque::new());
                     out.say(number, PieceKind::Stop);
@@ -286,7 +290,8 @@ impl Lanes {
         }
     }
 
-    /// Moves what can be moved between the lanes' sockets and this; forgets lanes that have ended both ways.
+    /// Moves what can be moved between the lanes' sockets and this; forgets lanes that have ended
+    /// both ways.
     pub(super) fn serve(&mut self) {
         let turn = self.turn;
         let later = self.lanes.range(turn..).map(|(number, _)| *number);
