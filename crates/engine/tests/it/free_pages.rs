@@ -56,7 +56,7 @@ fn what_was_written_and_freed_is_not_sent() {
         assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
         assert!(sent(&report) + AT_LEAST <= sent(&all), "{free:?}: {} of {}", sent(&report), sent(&all));
         let figures = report.free_pages.as_ref().unwrap();
-        assert!(figures.questions >= 2 && figures.first_answer_ms.is_some(), "{figures:?}");
+        assert!(figures.questions >= 1 && figures.first_answer_ms.is_some(), "{figures:?}");
         assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
         assert_eq!(all.verified_pages, PAGES);
     };

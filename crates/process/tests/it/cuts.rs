@@ -9,13 +9,13 @@ use vmferry_testkit::say;
 use vmferry_wire::Role;
 
 /// How long silence is borne where it is what is tried. A side that is taken for silent on a busy host is one more lost link.
-const SILENCE: Duration = Duration::from_secs(2);
+const SILENCE: Duration = Duration::from_secs(4);
 
 /// Several at a time: they mostly wait for each other, and for timeouts.
 fn in_parallel<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
     let items = Mutex::new(items.into_iter());
     std::thread::scope(|scope| {
-        for _ in 0..3 {
+        for _ in 0..4 {
             scope.spawn(|| {
                 loop {
                     let Some(item) = ({ items.lock().unwrap().next() }) else { break };

@@ -231,7 +231,11 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
             View { monitor: &monitor, proxy: &proxy, arrival: &arrival, rest: &watch, finished: &finished };
         let to_the_end = || {
             meanwhile(&view);
-            wait("the source's end", finished);
+            // On a busy host the pace of the bulk falls so low that megabytes take minutes: what counts is that they go on.
+            while !finished() {
+                let sent = monitor.progress().wire_bytes;
+                wait("the source's end, or bytes", || finished() || monitor.progress().wire_bytes > sent);
+            }
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(to_the_end)) {
             say(format!("at the failure: {settings:?} {:?} {:?}", monitor.progress(), view.rest()));
