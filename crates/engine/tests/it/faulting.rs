@@ -112,8 +112,12 @@ impl LazyMemory for Faulting {
         usize::try_from((page.0 / 64 + u64::from(region.0)) % STRIPES as u64).unwrap()
     }
 
-    fn begin(&self, _: &PageSet) -> Result<(), VmError> {
-        // Nobody has touched this memory yet: no page of it is there.
+    fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
+        // A page of which an older copy came before is dropped: it is zero until it comes again, and for good if it comes as zeros.
+        for (region, pages) in missing.iter() {
+            pages.runs().flatten().for_each(|page| (self.write)(region, page, &[0; PAGE_BYTES]));
+        }
+        // The guest has touched no page of this memory yet.
         self.state.lock().unwrap().begun = true;
         Ok(())
     }

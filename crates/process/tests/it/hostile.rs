@@ -120,7 +120,7 @@ fn settings(what: &str) -> Settings {
         urgent_channels: 1,
         pace: Pace::Off,
         max_bandwidth: Some(4 << 20),
-        peer_timeout: Duration::from_secs(if silence { 1 } else { 20 }),
+        peer_timeout: Duration::from_secs(if silence { 1 } else { 5 }),
         reconnect_for: Duration::from_millis(300),
         ..Settings::default()
     }
