@@ -6,7 +6,7 @@ use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{FreePagesFigures, Listener, MigrationState, Monitor, OnTimeout, Report, Settings};
+use vmferry_engine::{FreePagesFigures, Listener, MigrationState, Monitor, OnTimeout, Settings};
 use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
@@ -39,10 +39,6 @@ fn slowest() -> Settings {
     Settings { max_bandwidth: Some(20_000_000), timeout, on_timeout, ..quick() }
 }
 
-fn sent(report: &Report) -> u64 {
-    report.bytes.raw_pages
-}
-
 #[test]
 fn what_was_written_and_freed_is_not_sent() {
     let check = |free, tracking| {
@@ -54,7 +50,9 @@ fn what_was_written_and_freed_is_not_sent() {
         assert!(skipped >= AT_LEAST, "{free:?}: {report:?}");
         assert_eq!(report.skipped_pages, skipped, "{free:?}");
         assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
-        assert!(sent(&report) + AT_LEAST <= sent(&all), "{free:?}: {} of {}", sent(&report), sent(&all));
+        // Of the first pass: how often the guest's pages in use come again in later ones depends on the link.
+        let (first, first_of_all) = (report.passes[0].wire_bytes, all.passes[0].wire_bytes);
+        assert!(first + AT_LEAST * 4096 <= first_of_all, "{free:?}: {first} of {first_of_all} bytes");
         let figures = report.free_pages.as_ref().unwrap();
         assert!(figures.questions >= 1 && figures.first_answer_ms.is_some(), "{figures:?}");
         assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
