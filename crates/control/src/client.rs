@@ -1,9 +1,12 @@
 //! The asking side.
 
 use crate::message::{ErrorClass, Event, QmpError};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
-use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, UNIX_EPOCH};
@@ -92,10 +95,32 @@ impl Client {
     /// # Errors
     /// If it is refused, or no answer comes.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
+        self.ask(command, &arguments, None)
+    }
+
+    /// Passes `descriptor`, a duplicate of which the other side then knows as `name` (`getfd`).
+    ///
+    /// # Errors
+    /// As for [`execute`](Self::execute).
+    pub fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<Value, ClientError> {
+        self.ask("getfd", &json!({ "fdname": name }), Some(descriptor))
+    }
+
+    fn ask(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Value, ClientError> {
         self.next += 1;
         let id = self.next;
         let request = json!({ "execute": command, "arguments": arguments, "id": id });
-        let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
+        let line = format!("{request}\n").into_bytes();
+        let sent = match descriptor {
+            None => Ok(0),
+            Some(descriptor) => send_with(self.stream.get_ref(), &line, descriptor),
+        };
+        let sent = sent.and_then(|sent| self.stream.get_mut().write_all(&line[sent..]));
         let until = Instant::now() + self.patience;
         // It may have closed, and said why: that is worth more than that it did.
         loop {
@@ -181,6 +206,15 @@ impl Client {
             }
         }
     }
+}
+
+/// Sends the beginning of `line`, and `descriptor` with it; says how much that was.
+fn send_with(stream: &UnixStream, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
+    let descriptors = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    Ok(sendmsg(stream, &[IoSlice::new(line)], &mut ancillary, SendFlags::NOSIGNAL)?)
 }
 
 fn shown(line: &[u8]) -> String {

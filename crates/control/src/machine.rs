@@ -4,6 +4,7 @@ use crate::message::{QmpError, Version};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::fmt;
+use std::os::fd::OwnedFd;
 
 /// A command that there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +111,16 @@ pub trait Machine: Send + Sync + 'static {
     /// # Errors
     /// What the client is told.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError>;
+
+    /// Executes `getfd`, with which the client has passed `descriptor`. A machine that has no such
+    /// command need not have this: the descriptor is closed.
+    ///
+    /// # Errors
+    /// What the client is told.
+    fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
+        drop(descriptor);
+        self.execute("getfd", arguments)
+    }
 }
 
 /// Executes `name` as the protocol has it: what the server knows itself, and what `machine` does.
@@ -118,6 +129,7 @@ pub(crate) fn execute(
     name: &str,
     arguments: Arguments,
     oob: bool,
+    descriptor: Option<OwnedFd>,
 ) -> Result<Answer, QmpError> {
     const OWN: [&str; 3] = ["qmp_capabilities", "query-commands", "query-version"];
     let own = OWN.contains(&name);
@@ -135,7 +147,10 @@ pub(crate) fn execute(
             let names = machine.commands().iter().map(|command| command.name).chain(OWN);
             Ok(Value::Array(names.map(|name| json!({ "name": name })).collect()).into())
         }
-        _ => machine.execute(name, arguments),
+        _ => match descriptor {
+            Some(descriptor) => machine.take_descriptor(arguments, descriptor),
+            None => machine.execute(name, arguments),
+        },
     }
 }
 

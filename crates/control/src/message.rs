@@ -6,6 +6,7 @@ use serde_json::ser::Formatter;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Most characters of a description, which may repeat what a client or a peer said.
@@ -116,12 +117,14 @@ impl Event {
 }
 
 /// A request as it came.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) name: String,
     pub(crate) arguments: Map<String, Value>,
     pub(crate) id: Option<Value>,
     pub(crate) oob: bool,
+    /// The descriptor that came with it, if it is a command that takes one.
+    pub(crate) descriptor: Option<OwnedFd>,
 }
 
 /// A text that is no request: the id that it named all the same, and why.
@@ -161,7 +164,7 @@ pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
         Some(Value::Object(arguments)) => arguments,
         Some(_) => return Err(bad(id, "QMP input member 'arguments' must be an object".into())),
     };
-    Ok(Request { name, arguments, id, oob })
+    Ok(Request { name, arguments, id, oob, descriptor: None })
 }
 
 /// The line that answers a request.

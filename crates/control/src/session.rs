@@ -10,6 +10,7 @@ use crate::message::{self, BadRequest, Event, QmpError, Request, Version};
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 /// What a client may do.
@@ -46,8 +47,11 @@ impl Default for Limits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub(crate) u64);
 
+/// Name of the command that takes a descriptor, which its client passes with the command's bytes.
+const GETFD: &str = "getfd";
+
 /// A command to be executed, and to be answered with its ticket.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct Call {
     /// For the answer.
     pub ticket: Ticket,
@@ -57,6 +61,8 @@ pub struct Call {
     pub arguments: Arguments,
     /// Whether it overtakes what is being executed.
     pub oob: bool,
+    /// The descriptor that came with it; `None` unless it is `getfd`.
+    pub descriptor: Option<OwnedFd>,
 }
 
 /// Why a session ended, as its client and the log are told.
@@ -100,6 +106,8 @@ enum Waiting {
 pub struct Session {
     limits: Limits,
     framer: Framer,
+    /// The descriptor that came last and that no command has taken.
+    passed: Option<OwnedFd>,
     /// Whether the client has said `qmp_capabilities`, and whether with `oob`.
     negotiated: Option<bool>,
     waiting: VecDeque<Waiting>,
@@ -127,6 +135,7 @@ impl Session {
         let mut session = Self {
             framer: Framer::new(limits.message_bytes, limits.depth),
             limits,
+            passed: None,
             negotiated: None,
             waiting: VecDeque::new(),
             urgent: VecDeque::new(),
@@ -154,6 +163,13 @@ impl Session {
             && pending < self.limits.pending
             // A client that asks on and on gets its answers before it is read again.
             && self.out.len() < self.limits.out_bytes / 4
+    }
+
+    /// Takes a descriptor that came with the bytes that are given to [`receive`](Self::receive)
+    /// next. The next `getfd` in them, or after them, takes it. A descriptor that came before and
+    /// was not taken is closed.
+    pub fn pass(&mut self, descriptor: OwnedFd) {
+        self.passed = Some(descriptor);
     }
 
     /// Takes bytes that came at `now`, as many as it wants; says how many.
@@ -276,7 +292,10 @@ impl Session {
         }
     }
 
-    fn request(&mut self, request: Request) {
+    fn request(&mut self, mut request: Request) {
+        if request.name == GETFD {
+            request.descriptor = self.passed.take();
+        }
         match (self.negotiated, &*request.name) {
             (None, "qmp_capabilities") => match negotiate(&request) {
                 Ok(oob) => {
@@ -310,8 +329,9 @@ impl Session {
     fn hand_out(&mut self, request: Request, oob: bool) -> Call {
         let ticket = Ticket(self.next);
         self.next += 1;
-        self.taken.insert(ticket, (request.id, !oob));
-        Call { ticket, name: request.name, arguments: Arguments(request.arguments), oob }
+        let Request { name, arguments, id, descriptor, .. } = request;
+        self.taken.insert(ticket, (id, !oob));
+        Call { ticket, name, arguments: Arguments(arguments), oob, descriptor }
     }
 
     fn put(&mut self, line: &[u8]) {
@@ -328,6 +348,7 @@ impl Session {
             }
             self.waiting.clear();
             self.urgent.clear();
+            self.passed = None;
         }
     }
 

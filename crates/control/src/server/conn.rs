@@ -5,9 +5,12 @@ use crate::events::Done;
 use crate::message::Version;
 use crate::session::{Call, End, Limits, Session, Ticket};
 use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, IoSliceMut, Write};
+use std::mem::MaybeUninit;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
@@ -90,7 +93,7 @@ impl Conn {
             return;
         }
         let mut piece = [0; PIECE];
-        match self.stream.read(&mut piece) {
+        match self.receive(&mut piece) {
             Ok(0) => {
                 self.session.finish();
                 self.broken |= flags.contains(PollFlags::HUP);
@@ -99,9 +102,27 @@ impl Conn {
                 let taken = self.session.receive(&piece[..count], now);
                 self.input.extend_from_slice(&piece[taken..count]);
             }
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(Errno::AGAIN | Errno::INTR) => {}
             Err(_) => self.broken = true,
         }
+    }
+
+    /// Receives bytes. A descriptor that comes with them is the session's; several are closed.
+    fn receive(&mut self, piece: &mut [u8]) -> rustix::io::Result<usize> {
+        // The kernel closes those that there is no room for.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.stream, &mut [IoSliceMut::new(piece)], &mut ancillary, flags)?;
+        let passed = ancillary.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        });
+        let mut passed: Vec<_> = passed.flatten().collect();
+        if let (Some(one), true) = (passed.pop(), passed.is_empty()) {
+            self.session.pass(one);
+        }
+        Ok(received.bytes)
     }
 
     pub(super) fn answer(&mut self, done: Done) {

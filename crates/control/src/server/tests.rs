@@ -4,6 +4,7 @@ use crate::{Client, ClientError, ErrorClass, hostile};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -29,6 +30,7 @@ impl Machine for Bench {
             Command { name: "panic", oob: false },
             Command { name: "marked", oob: false },
             Command { name: "count", oob: false },
+            Command { name: "getfd", oob: false },
         ]
     }
 
@@ -41,6 +43,7 @@ impl Machine for Bench {
             }
             "large" => Ok(json!("x".repeat(4 << 20)).into()),
             "count" => Ok(json!(self.sent.load(Ordering::Acquire)).into()),
+            "getfd" => Err(QmpError::generic("no descriptor came")),
             name => panic!("on purpose: {name}"),
         }
     }
@@ -67,6 +70,13 @@ impl Machine for Marking {
             bench.sent.fetch_add(1, Ordering::AcqRel);
         };
         Ok(Answer::new(json!("x".repeat(1 << 20))).on_sent(add))
+    }
+
+    /// Writes the name that the descriptor is given into it.
+    fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
+        let name = arguments.0["fdname"].as_str().unwrap_or_default().to_owned();
+        std::fs::File::from(descriptor).write_all(name.as_bytes()).unwrap();
+        Ok(Answer::done())
     }
 }
 
@@ -175,6 +185,53 @@ fn every_client_is_told_of_events_once_it_has_negotiated() {
     }
     early.say("{\"execute\": \"qmp_capabilities\"}");
     assert_eq!(early.line(), json!({"return": {}}), "not of what was before");
+}
+
+#[test]
+fn a_descriptor_comes_with_its_command_and_with_no_other() {
+    let rig = Rig::new(Limits::default());
+    let mut client = rig.client();
+    let written = |(mut reader, writer): (std::io::PipeReader, std::io::PipeWriter)| {
+        drop(writer);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        text
+    };
+    let (one, two) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
+    client.pass("one", one.1.as_fd()).unwrap();
+    client.pass("two", two.1.as_fd()).unwrap();
+    assert_eq!((written(one), written(two)), ("one".into(), "two".into()));
+    let error = client.execute("getfd", json!({"fdname": "none"})).unwrap_err();
+    assert_eq!(error.to_string(), "no descriptor came");
+
+    // Commands in one go, of which the last brings the descriptor.
+    let mut raw = rig.ready();
+    let mut send = |text: &str, descriptors: &[BorrowedFd<'_>]| {
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+        let mut ancillary = rustix::net::SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(rustix::net::SendAncillaryMessage::ScmRights(descriptors)));
+        let bytes = [std::io::IoSlice::new(text.as_bytes())];
+        let flags = rustix::net::SendFlags::empty();
+        assert_eq!(rustix::net::sendmsg(raw.0.get_ref(), &bytes, &mut ancillary, flags), Ok(text.len()));
+        std::iter::repeat_with(|| raw.line()).take(text.matches("execute").count()).collect::<Vec<_>>()
+    };
+    let getfd = |name: &str| json!({"execute": "getfd", "arguments": {"fdname": name}}).to_string();
+    let three = std::io::pipe().unwrap();
+    let said = send(&format!("{{\"execute\": \"echo\"}}{}", getfd("three")), &[three.1.as_fd()]);
+    assert_eq!(said, [json!({"return": {}}), json!({"return": {}})]);
+    assert_eq!(written(three), "three");
+    // Several at once are none.
+    let four = std::io::pipe().unwrap();
+    for count in [2, 3] {
+        let said = send(&getfd("four"), &vec![four.1.as_fd(); count]);
+        assert_eq!(desc(&said[0]), "no descriptor came");
+    }
+    assert_eq!(written(four), "");
+    // One that came with another command gives way to the newer one.
+    let (old, new) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
+    send("{\"execute\": \"echo\"}", &[old.1.as_fd()]);
+    send(&getfd("new"), &[new.1.as_fd()]);
+    assert_eq!((written(old), written(new)), (String::new(), "new".into()));
 }
 
 #[test]

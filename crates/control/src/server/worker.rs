@@ -79,9 +79,10 @@ fn serve(machine: &dyn Machine, hub: &Hub, client: u64, work: &Receiver<Call>) {
 }
 
 fn execute(machine: &dyn Machine, hub: &Hub, client: u64, call: Call) {
-    let Call { ticket, name, arguments, oob } = call;
+    let Call { ticket, name, arguments, oob, descriptor } = call;
     // A command that panics has said so on stderr; the client must not wait for ever, nor must the next command.
-    let result = catch_unwind(AssertUnwindSafe(|| machine::execute(machine, &name, arguments, oob)));
+    let result =
+        catch_unwind(AssertUnwindSafe(|| machine::execute(machine, &name, arguments, oob, descriptor)));
     let result = result
         .unwrap_or_else(|_| Err(QmpError::generic(format!("The command {name} panicked; see the log"))));
     hub.finish(Done { client, ticket, result });
