@@ -79,10 +79,17 @@ pub enum MigrateError {
         /// Where.
         uri: String,
     },
-    /// The address is of a kind that has no sockets to connect or accept.
-    #[error(
-        "{uri} cannot be used here: live migration needs tcp: or unix: (an fd: must be a listening socket)"
-    )]
+    /// Sockets that the caller has handed over cannot be used, or not for this.
+    #[error("{uri} cannot be used: {source}")]
+    Passed {
+        /// Which.
+        uri: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The address is of a kind that has no sockets to connect or accept, or names sockets that
+    /// were not handed over.
+    #[error("{uri} cannot be used here: live migration needs tcp:, unix:, or sockets that were passed (fd:)")]
     NoSockets {
         /// Where.
         uri: String,

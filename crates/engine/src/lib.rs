@@ -27,7 +27,7 @@ mod target;
 mod vm;
 mod wake;
 
-pub use channel::{Listener, Tls, TlsError, Uri, UriError, tcp};
+pub use channel::{Listener, Sockets, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;
 pub use free::{Answer, Answers, FreePages, FreeReport};
 pub use latency::prefer_latency_of;

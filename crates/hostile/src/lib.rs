@@ -30,13 +30,16 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// All of them.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
     // Fixed blocks; an error may carry some text.
     target("hello", vmferry_wire::hostile::drive_hello, (4 * KIB, 0)),
     // Three bytes can make a run of 24, in a list that doubles as it grows; and what came is written and read again here.
     target("messages", vmferry_wire::hostile::drive_messages, (MIB, 40)),
     // A frame of staged pages, a table, and the stream itself, which is no longer than `MOST_FRAME_BYTES` and doubles as it grows.
     target("frames", vmferry_engine::hostile::drive_frames, (5 * MIB, 4)),
+    // Up to 130 lanes with what waits on them, once more as what was sent, each in a buffer that
+    // doubles as it grows.
+    target("lanes", vmferry_engine::hostile::drive_lanes, (8 * MIB, 40)),
     target("source", vmferry_engine::hostile::drive_source, (512 * KIB, 40)),
     target("target", vmferry_engine::hostile::drive_target, (512 * KIB, 40)),
     // A window of pages for each of up to 4 threads.

@@ -105,7 +105,7 @@ macro_rules! each {
 }
 // As many as half a second or so allows. The fuzz targets of the same names try more.
 each!(
-    hello: 20_000, messages: 20_000, frames: 2000, source: 10_000, target: 10_000, snapshot: 1000, state: 5000,
+    hello: 20_000, messages: 20_000, frames: 2000, lanes: 2000, source: 10_000, target: 10_000, snapshot: 1000, state: 5000,
     process: 4000, balloon: 3000, blk: 400, net: 3000, rng: 2500, qmp: 8000, words: 20_000, tls: 400, etcd: 20_000
 );
 

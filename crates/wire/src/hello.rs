@@ -1,6 +1,6 @@
 //! The first 80 bytes of every channel, each way.
 
-use crate::{Fields, RefusalCode, WireError, crc};
+use crate::{CARRIER, Fields, RefusalCode, WireError, crc};
 
 /// Oldest protocol version that this build speaks.
 pub const VERSION_MIN: u16 = 1;
@@ -8,7 +8,8 @@ pub const VERSION_MIN: u16 = 1;
 pub const VERSION_MAX: u16 = 1;
 /// The source understands [`ToSource::Costs`](crate::ToSource::Costs).
 pub const FEATURE_COSTS: u64 = 1;
-/// Feature bits that this build knows. The low 32 are optional, the high 32 must be understood by the peer.
+/// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
+/// be understood by the peer.
 pub const FEATURES: u64 = FEATURE_COSTS;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].
 pub const HELLO_BYTES: usize = 80;
@@ -226,10 +227,12 @@ pub fn negotiate(hello: &Hello) -> Result<(u16, u64), RefusalCode> {
     if version < hello.version_min.max(VERSION_MIN) {
         return Err(RefusalCode::Version);
     }
-    if hello.features & MUST_UNDERSTAND & !FEATURES != 0 {
+    // Understood where a source asks for it, and never offered unasked.
+    let known = FEATURES | CARRIER;
+    if hello.features & MUST_UNDERSTAND & !known != 0 {
         return Err(RefusalCode::Feature);
     }
-    Ok((version, hello.features & FEATURES))
+    Ok((version, hello.features & known))
 }
 
 #[cfg(test)]
@@ -286,6 +289,8 @@ mod tests {
         assert_eq!(negotiate(&hello()), Ok((VERSION_MAX, 5 & FEATURES)));
         assert_eq!(negotiate(&Hello { version_min: VERSION_MAX + 1, ..hello() }), Err(RefusalCode::Version));
         assert_eq!(negotiate(&Hello { features: 1 << 63, ..hello() }), Err(RefusalCode::Feature));
+        let carrier = Hello { features: CARRIER, ..hello() };
+        assert_eq!(negotiate(&carrier), Ok((VERSION_MAX, CARRIER)));
     }
 
     #[test]

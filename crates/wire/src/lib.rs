@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod bounded;
+mod carrier;
 mod control;
 mod error;
 mod frame;
@@ -21,6 +22,9 @@ mod request;
 mod snapshot;
 
 pub use bounded::{MAX_BUCKETS, MAX_FEATURES, MAX_LATENCIES, MAX_NAME_BYTES, MAX_NAMED_RUNS, MAX_PROPERTIES};
+pub use carrier::{
+    CARRIER, LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind,
+};
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
     MAX_LACKING_BYTES, MAX_SECTIONS, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget,

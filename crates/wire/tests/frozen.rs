@@ -3,8 +3,9 @@
 
 use vmferry_memory::{PageIndex, RegionId};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName, Refusal,
-    RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control, encode_control, fence_digest,
+    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName,
+    Piece, PieceKind, Refusal, RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control,
+    encode_control, fence_digest,
 };
 
 fn hex(bytes: &[u8]) -> String {
@@ -54,6 +55,12 @@ fn fixed_layouts_are_as_they_were_frozen() {
         ("page again".into(), hex(&page(true).encode())),
         ("echo".into(), hex(&Request::Echo { number: 7, held_ns: 1000 }.encode())),
     ]);
+    let carrier = Hello { features: CARRIER, ..hello(Role::Control) };
+    found.push(("hello that asks for lanes".into(), hex(&carrier.encode())));
+    let kinds =
+        [PieceKind::Open, PieceKind::Bytes(65536), PieceKind::End, PieceKind::Stop, PieceKind::Room(131_072)];
+    let piece = |kind| (format!("piece {kind:?}"), hex(&Piece { lane: 259, kind }.encode()));
+    found.extend(kinds.map(piece));
     compare(&found);
 }
 

@@ -241,12 +241,16 @@ pub(super) fn role(role: Role) -> Policy {
         Role::Listener => {
             // Of a connection that is heard on a thread of its own another descriptor is kept, to end it by.
             let again = Policy::default().each(SYS_fcntl, (1, WHOLE), &[number(libc::F_DUPFD_CLOEXEC)]);
+            // Channels that share a connection are pairs of local sockets, which nobody else
+            // reaches.
+            let pair = Policy::default().each(SYS_socketpair, (0, WHOLE), &[number(libc::AF_UNIX)]);
             requests(&[request::BLOCKING])
                 .any(&[SYS_accept4])
                 .any(STREAM)
                 .and(spawn())
                 .and(unblock())
                 .and(again)
+                .and(pair)
         }
         // Asks the source for pages, or reads them out of a file; whoever has the last one takes the vCPUs' short slices back.
         Role::Fault => {

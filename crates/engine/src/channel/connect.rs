@@ -32,11 +32,13 @@ pub(crate) fn connect(
     monitor.opened();
     match stream {
         // Also of a stream that is there: it may just have been ended.
-        Ok(_) | Err(MigrateError::Connect { .. } | MigrateError::Hello { .. } | MigrateError::Tls { .. })
-            if monitor.cancelled() =>
-        {
-            Err(MigrateError::Cancelled { uri: uri.to_string() })
-        }
+        Ok(_)
+        | Err(
+            MigrateError::Connect { .. }
+            | MigrateError::Passed { .. }
+            | MigrateError::Hello { .. }
+            | MigrateError::Tls { .. },
+        ) if monitor.cancelled() => Err(MigrateError::Cancelled { uri: uri.to_string() }),
         stream => stream,
     }
 }
@@ -49,22 +51,17 @@ fn open(
 ) -> Result<Stream, MigrateError> {
     let timeout = settings.peer_timeout;
     let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let socket = reach(uri, settings.insecure || settings.tls.is_some(), timeout, monitor)?;
+    let socket = match (uri, &settings.sockets) {
+        (Uri::Fd(_), Some(sockets)) => sockets.next(uri, hello, settings, monitor)?,
+        _ => reach(uri, settings.insecure || settings.tls.is_some(), timeout, monitor)?,
+    };
     let mut stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
     if let Some(tls) = &settings.tls {
         let host = if let Uri::Tcp { host, .. } = uri { Some(host.as_str()) } else { None };
         let encrypted = stream.encrypt_to(tls, host, timeout);
         encrypted.map_err(|source| MigrateError::Tls { uri: uri.to_string(), source })?;
     }
-    stream.set_timeouts(Some(timeout), Some(timeout)).map_err(unreachable)?;
-    let shake = || -> io::Result<[u8; HELLO_BYTES]> {
-        stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
-        let mut reply = [0; HELLO_BYTES];
-        stream.receive_bytes_within(&mut reply, timeout)?;
-        stream.set_timeouts(Some(timeout), Some(timeout))?;
-        Ok(reply)
-    };
-    let reply = shake().map_err(|source| {
+    let reply = say_hello(&stream, hello, timeout).map_err(|source| {
         let uri = uri.to_string();
         // A target says what it thinks of our certificate only when we read.
         let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
@@ -73,8 +70,35 @@ fn open(
             _ => MigrateError::Hello { uri, source },
         }
     })?;
+    let reply = check_reply(&reply, hello, uri)?;
+    if reply.features & !FEATURES != 0 {
+        return Err(MigrateError::RefusedHello {
+            uri: uri.to_string(),
+            code: RefusalCode::Feature,
+            theirs: reply.version,
+        });
+    }
+    Ok(stream)
+}
+
+/// Says `hello`, and waits for the bytes of the reply.
+pub(super) fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u8; HELLO_BYTES]> {
+    stream.set_timeouts(Some(timeout), Some(timeout))?;
+    stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
+    let mut reply = [0; HELLO_BYTES];
+    stream.receive_bytes_within(&mut reply, timeout)?;
+    stream.set_timeouts(Some(timeout), Some(timeout))?;
+    Ok(reply)
+}
+
+/// Reads the reply to `hello`, which must be a yes to that.
+pub(super) fn check_reply(
+    reply: &[u8; HELLO_BYTES],
+    hello: &Hello,
+    uri: &Uri,
+) -> Result<HelloReply, MigrateError> {
     let reply =
-        HelloReply::decode(&reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
+        HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
     if let Some(code) = reply.refused {
         return Err(MigrateError::RefusedHello { uri: uri.to_string(), code, theirs: reply.version });
     }
@@ -87,14 +111,7 @@ fn open(
             WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
         return Err(MigrateError::Peer { uri: uri.to_string(), source });
     }
-    if reply.features & !FEATURES != 0 {
-        return Err(MigrateError::RefusedHello {
-            uri: uri.to_string(),
-            code: RefusalCode::Feature,
-            theirs: reply.version,
-        });
-    }
-    Ok(stream)
+    Ok(reply)
 }
 
 fn reach(

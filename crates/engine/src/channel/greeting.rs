@@ -4,6 +4,7 @@
 //! to go: a source speaks as soon as it is connected, and is heard within milliseconds, while whoever is there to take places keeps
 //! them. So a listener is not filled up by connections that are held open, however many are tried.
 
+use super::carried::Carried;
 use crate::vm::caught_io;
 use crate::wake::{Ending, ready};
 use socket2::Socket;
@@ -24,12 +25,23 @@ const MOST_GREETING: usize = 32;
 /// How long until it is looked again whether a thread has become free.
 const FULL: Duration = Duration::from_millis(1);
 
+/// A connection that has yet to say hello.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) socket: Socket,
+    pub(super) peer: String,
+    /// The connection that this one is a lane of, if it is one.
+    pub(super) lane_of: Option<Arc<Carried>>,
+    /// The caller handed it over, and may have connected it long before the source uses it.
+    pub(super) lasting: bool,
+}
+
 /// A connection of which nothing has come.
 #[derive(Debug)]
 struct Silent {
-    socket: Socket,
-    peer: String,
-    until: Instant,
+    connection: Connection,
+    /// When it has taken too long; `None` if it may take any time.
+    until: Option<Instant>,
     /// Something has come, or its end.
     speaks: bool,
 }
@@ -48,51 +60,69 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Waits for a connection to `listener`, and returns whether there is one. The wait also ends when `ending` is raised, when a silent
-    /// connection needs attention, and after `within`.
-    pub(super) fn wait(
+    /// Waits for a connection at one of the `doors`, and returns at which doors there is one. The wait also ends when `ending` is
+    /// raised, when a silent connection needs attention, and after `within`.
+    pub(super) fn wait<const N: usize>(
         &mut self,
-        listener: BorrowedFd<'_>,
+        doors: [Option<BorrowedFd<'_>>; N],
         ending: &Ending,
         within: Option<Duration>,
-    ) -> bool {
+    ) -> [bool; N] {
         let now = Instant::now();
-        while let Some(late) = self.silent.pop_front_if(|silent| silent.until <= now) {
-            self.complaints.about(&late.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
-        }
-        // Connections are silent in the order in which they came, so the first is the first that takes too long.
-        let first_late = self.silent.front().map(|silent| silent.until - now);
-        let within = [within, first_late].into_iter().flatten().min();
-        let own = [listener, ending.as_fd()].into_iter();
-        let fds: Vec<_> = own.chain(self.silent.iter().map(|silent| silent.socket.as_fd())).collect();
-        let ready = ready(&fds, within);
-        let knocks = ready.first() == Some(&true);
-        for (silent, ready) in self.silent.iter_mut().zip(ready.into_iter().skip(2)) {
+        self.end_late_ones(now);
+        let first_late = self.silent.iter().filter_map(|silent| silent.until).min();
+        let within = [within, first_late.map(|until| until - now)].into_iter().flatten().min();
+        let own = std::iter::once(ending.as_fd()).chain(doors.into_iter().flatten());
+        let silent = self.silent.iter().map(|silent| silent.connection.socket.as_fd());
+        let fds: Vec<_> = own.chain(silent).collect();
+        let mut ready = ready(&fds, within).into_iter().skip(1);
+        let knocks = doors.map(|door| door.is_some() && ready.next() == Some(true));
+        for (silent, ready) in self.silent.iter_mut().zip(ready) {
             silent.speaks = ready;
         }
         knocks
     }
 
+    /// Ends the connections that have taken too long.
+    fn end_late_ones(&mut self, now: Instant) {
+        let complaints = &self.complaints;
+        self.silent.retain(|Silent { connection, until, .. }| {
+            let late = until.is_some_and(|until| until <= now);
+            if late {
+                complaints.about(&connection.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
+            }
+            !late
+        });
+    }
+
     /// Takes a new connection in.
-    pub(super) fn add(&mut self, socket: Socket, peer: String) {
+    pub(super) fn add(&mut self, connection: Connection) {
         if self.silent.len() >= MOST_SILENT {
             self.make_room();
         }
-        self.silent.push_back(Silent { socket, peer, until: Instant::now() + HELLO_TIMEOUT, speaks: false });
+        let until = (!connection.lasting).then(|| Instant::now() + HELLO_TIMEOUT);
+        self.silent.push_back(Silent { connection, until, speaks: false });
+    }
+
+    /// Whether there is no connection that has yet to say hello.
+    pub(super) fn is_idle(&self) -> bool {
+        self.silent.is_empty() && self.threads.load(Ordering::Acquire) == 0
     }
 
     /// Ends the connection that has been silent for longest, if there is one.
     pub(super) fn make_room(&mut self) {
         if let Some(oldest) = self.silent.pop_front() {
-            self.complaints.about(&oldest.peer, "it said nothing while others waited");
+            self.complaints.about(&oldest.connection.peer, "it said nothing while others waited");
         }
     }
 
-    /// Has those that speak heard by `hear`, and what came of it given to `take`.
+    /// Has those that speak heard by `hear`, and what came of it, if anything did, given to `take`. Then `left` is called: the
+    /// connection is none of these any more.
     pub(super) fn hear<T>(
         &mut self,
-        hear: impl Fn(Socket, String) -> io::Result<T> + Send + Clone + 'static,
+        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
         take: impl Fn(T) + Send + Clone + 'static,
+        left: impl Fn() + Send + Clone + 'static,
     ) {
         while let Some(at) = self.silent.iter().position(|silent| silent.speaks) {
             if self.threads.load(Ordering::Acquire) >= MOST_GREETING {
@@ -101,7 +131,7 @@ impl Greeting {
                 return;
             }
             let Some(speaker) = self.silent.remove(at) else { return };
-            self.start(speaker, hear.clone(), take.clone());
+            self.start(speaker.connection, hear.clone(), take.clone(), left.clone());
         }
     }
 
@@ -114,30 +144,34 @@ impl Greeting {
 
     fn start<T>(
         &mut self,
-        Silent { socket, peer, .. }: Silent,
-        hear: impl Fn(Socket, String) -> io::Result<T> + Send + 'static,
+        connection: Connection,
+        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + 'static,
         take: impl Fn(T) + Send + 'static,
+        left: impl Fn() + Send + 'static,
     ) {
         let id = self.next;
         self.next += 1;
-        let again = match socket.try_clone() {
+        let who = connection.peer.clone();
+        let again = match connection.socket.try_clone() {
             Ok(again) => again,
-            Err(error) => return self.complaints.about(&peer, &format!("no descriptor for it: {error}")),
+            Err(error) => return self.complaints.about(&who, &format!("no descriptor for it: {error}")),
         };
         lock(&self.heard).insert(id, again);
         self.threads.fetch_add(1, Ordering::AcqRel);
         let (heard, threads) = (Arc::clone(&self.heard), Arc::clone(&self.threads));
-        let (complaints, who) = (Arc::clone(&self.complaints), peer.clone());
+        let complaints = Arc::clone(&self.complaints);
         let greet = move || {
-            let said = caught_io(|| hear(socket, peer));
+            let said = caught_io(|| hear(connection));
             let still = lock(&heard).remove(&id).is_some();
             match said {
                 // Somebody whose hello is known does not have to go any more.
-                Ok(said) if still => take(said),
-                Ok(_) => complaints.about(&who, "it took too long while others waited"),
+                Ok(Some(said)) if still => take(said),
+                Ok(None) => {}
+                Ok(Some(_)) => complaints.about(&who, "it took too long while others waited"),
                 Err(error) => complaints.about(&who, &error.to_string()),
             }
             threads.fetch_sub(1, Ordering::AcqRel);
+            left();
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Listener, "greet", greet) {
             lock(&self.heard).remove(&id);
@@ -225,13 +259,17 @@ mod tests {
     /// A listener that nobody comes to, as what is silent is looked at.
     fn look(greeting: &mut Greeting, nobody: &Socket) {
         let ending = Ending::new().unwrap();
-        assert!(!greeting.wait(nobody.as_fd(), &ending, Some(Duration::ZERO)));
+        assert!(!greeting.wait([Some(nobody.as_fd()), None], &ending, Some(Duration::ZERO)).contains(&true));
     }
 
-    fn read_one(mut socket: Socket, _peer: String) -> io::Result<u8> {
+    fn read_one(Connection { mut socket, .. }: Connection) -> io::Result<Option<u8>> {
         let mut byte = [0; 2];
         socket.read_exact(&mut byte)?;
-        Ok(byte[1])
+        Ok(Some(byte[1]))
+    }
+
+    fn connection(socket: Socket, peer: &str) -> Connection {
+        Connection { socket, peer: peer.into(), lane_of: None, lasting: false }
     }
 
     #[test]
@@ -240,19 +278,19 @@ mod tests {
         let mut others = Vec::new();
         for _ in 0..MOST_SILENT + 10 {
             let (other, own) = pair();
-            greeting.add(own, "silent".into());
+            greeting.add(connection(own, "silent"));
             others.push(other);
         }
         assert_eq!(greeting.silent.len(), MOST_SILENT);
         assert!(others[..10].iter_mut().all(hung_up));
         let (source, own) = pair();
-        greeting.add(own, "source".into());
+        greeting.add(connection(own, "source"));
         source.send(&[0, 7]).unwrap();
         let (sender, heard) = channel();
         // However long it took to come here: none of them is late.
-        greeting.silent.iter_mut().for_each(|silent| silent.until += PATIENCE);
+        greeting.silent.iter_mut().for_each(|silent| silent.until = Some(Instant::now() + PATIENCE));
         look(&mut greeting, &nobody);
-        greeting.hear(read_one, move |byte| sender.send(byte).unwrap());
+        greeting.hear(read_one, move |byte| sender.send(byte).unwrap(), || ());
         assert_eq!(heard.recv_timeout(PATIENCE), Ok(7));
         // The one before it had to go, and no other.
         assert!(hung_up(&mut others[10]));
@@ -266,20 +304,20 @@ mod tests {
         for _ in 0..MOST_GREETING {
             let (other, own) = pair();
             other.send(&[0]).unwrap();
-            greeting.add(own, "half".into());
+            greeting.add(connection(own, "half"));
             others.push(other);
         }
         let (sender, heard) = channel();
         let take = move |byte| sender.send(byte).unwrap();
         look(&mut greeting, &nobody);
-        greeting.hear(read_one, take.clone());
+        greeting.hear(read_one, take.clone(), || ());
         assert_eq!(greeting.threads.load(Ordering::Acquire), MOST_GREETING);
         let (source, own) = pair();
         source.send(&[0, 9]).unwrap();
-        greeting.add(own, "source".into());
+        greeting.add(connection(own, "source"));
         wait("a free thread", || {
             look(&mut greeting, &nobody);
-            greeting.hear(read_one, take.clone());
+            greeting.hear(read_one, take.clone(), || ());
             greeting.silent.is_empty()
         });
         assert_eq!(heard.recv_timeout(PATIENCE), Ok(9));
@@ -293,10 +331,10 @@ mod tests {
             let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
             let ending = Ending::new().unwrap();
             ending.end();
-            waited.send(greeting.wait(nobody.as_fd(), &ending, None)).unwrap();
+            waited.send(greeting.wait([Some(nobody.as_fd())], &ending, None)).unwrap();
         });
         // Nothing else ends that wait.
-        assert_eq!(done.recv_timeout(Duration::from_secs(60)), Ok(false));
+        assert_eq!(done.recv_timeout(Duration::from_secs(60)), Ok([false]));
     }
 
     #[test]
@@ -304,25 +342,36 @@ mod tests {
         let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
         let (other, own) = pair();
         other.send(&[0]).unwrap();
-        greeting.add(own, "odd".into());
+        greeting.add(connection(own, "odd"));
         look(&mut greeting, &nobody);
         let (sender, heard) = channel::<()>();
-        greeting.hear(|_, _| -> io::Result<()> { panic!("a defect") }, move |()| sender.send(()).unwrap());
+        let (gone, left) = channel();
+        let hear = |_| -> io::Result<Option<()>> { panic!("a defect") };
+        greeting.hear(hear, move |()| sender.send(()).unwrap(), move || gone.send(()).unwrap());
         // The thread drops `take`, and the sender with it, when it has ended or almost has.
         assert!(heard.recv_timeout(PATIENCE).is_err());
         assert!(lock(&greeting.heard).is_empty());
-        wait("a free place", || greeting.threads.load(Ordering::Acquire) == 0);
+        assert_eq!(left.recv_timeout(PATIENCE), Ok(()));
+        assert!(greeting.is_idle());
     }
 
     #[test]
     fn silence_ends() {
         let mut greeting = Greeting::default();
         let (mut other, own) = pair();
-        greeting.add(own, "late".into());
-        greeting.silent[0].until = Instant::now();
+        greeting.add(connection(own, "late"));
+        greeting.silent[0].until = Some(Instant::now());
         let (nobody, _keep) = pair();
         look(&mut greeting, &nobody);
         assert!(greeting.silent.is_empty() && hung_up(&mut other));
+        // One that the caller handed over is waited for, and keeps none behind it.
+        let ((_lasting, own), (mut other, late)) = (pair(), pair());
+        greeting.add(Connection { lasting: true, ..connection(own, "lasting") });
+        greeting.add(connection(late, "late"));
+        assert_eq!(greeting.silent[0].until, None);
+        greeting.silent[1].until = Some(Instant::now());
+        look(&mut greeting, &nobody);
+        assert!(greeting.silent.len() == 1 && hung_up(&mut other));
     }
 
     #[test]

@@ -1,19 +1,22 @@
 //! Taking channels from a source.
 
-use super::greeting::{Greeting, HELLO_TIMEOUT};
+use super::carried::Arrivals;
+use super::greeting::{Connection, Greeting, HELLO_TIMEOUT};
+use super::passed::{Kind, is_remote};
 use super::{IoBuf, Stream, Tls, Uri};
 use crate::MigrateError;
 use crate::wake::Ending;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io;
 use std::net::ToSocketAddrs;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_wire::{FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
+use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
 
 /// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
 const BACKLOG: i32 = 1024;
@@ -23,7 +26,12 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// A socket on which a guest can arrive.
 #[derive(Debug)]
 pub struct Listener {
-    socket: Socket,
+    /// `None` where the caller handed over connected sockets.
+    socket: Option<Socket>,
+    /// Connections that do not come to `socket`.
+    arrivals: Arc<Arrivals>,
+    /// There is no `socket`, and no connection either any more.
+    over: AtomicBool,
     uri: Uri,
     insecure: bool,
     tls: Option<Arc<Tls>>,
@@ -43,11 +51,9 @@ pub(crate) struct Incoming {
 impl Listener {
     /// Listens at `uri`; with `insecure` also where other hosts can connect.
     ///
-    /// A [`Uri::Fd`] hands its descriptor over: it is closed when this is dropped, and must be named once only. A number that is no stream
-    /// socket is left alone.
-    ///
     /// # Errors
-    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be listened on.
+    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be
+    /// listened on. For [`Uri::Fd`] there is [`passed`](Self::passed).
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::new(uri, insecure, None)
     }
@@ -58,6 +64,62 @@ impl Listener {
     /// If the address is taken, not ours, or no kind that can be listened on.
     pub fn bind_encrypted(uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
         Self::new(uri, true, Some(Arc::new(tls)))
+    }
+
+    /// Takes guests over sockets that the caller hands over as `uri`: one that listens, or
+    /// connected ones. A connected socket carries one channel of a migration, or all of them, as
+    /// the source has it.
+    ///
+    /// With `tls` only encrypted channels are taken. Without it, `insecure` permits peers on other
+    /// hosts.
+    ///
+    /// # Errors
+    /// If `descriptors` are neither one listening nor some connected stream sockets, or a peer is on
+    /// another host.
+    pub fn passed(
+        descriptors: Vec<OwnedFd>,
+        uri: &Uri,
+        insecure: bool,
+        tls: Option<Tls>,
+    ) -> Result<Self, MigrateError> {
+        let failed = |source| MigrateError::Passed { uri: uri.to_string(), source };
+        let insecure = insecure || tls.is_some();
+        let kinds = descriptors.into_iter().map(Kind::of).collect::<io::Result<Vec<_>>>().map_err(failed)?;
+        let alone = kinds.len() == 1;
+        let mut listener = Self::of(None, uri, insecure, tls.map(Arc::new)).map_err(failed)?;
+        for kind in kinds {
+            match kind {
+                Kind::Listening(socket) if alone => {
+                    listen_at(&socket).map_err(failed)?;
+                    listener.socket = Some(socket);
+                }
+                Kind::Listening(_) => {
+                    let why = "a listening socket takes all channels and is passed alone";
+                    return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, why)));
+                }
+                Kind::Connected(socket) if !insecure && is_remote(&socket) => {
+                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
+                }
+                Kind::Connected(socket) => {
+                    let peer = peer_name(socket.peer_addr().ok(), uri);
+                    listener.arrivals.add(Connection { socket, peer, lane_of: None, lasting: true });
+                }
+            }
+        }
+        Ok(listener)
+    }
+
+    fn of(socket: Option<Socket>, uri: &Uri, insecure: bool, tls: Option<Arc<Tls>>) -> io::Result<Self> {
+        Ok(Self {
+            socket,
+            arrivals: Arc::new(Arrivals::new()?),
+            over: AtomicBool::new(false),
+            uri: uri.clone(),
+            insecure,
+            tls,
+            greeting: Mutex::default(),
+            made: None,
+        })
     }
 
     /// `insecure`: other hosts may connect.
@@ -90,13 +152,25 @@ impl Listener {
                 bound.map_err(failed)?;
                 (socket, Some(path.clone()))
             }
-            Uri::Fd(fd) => (taken_over(*fd).map_err(failed)?, None),
-            Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
+            Uri::Fd(_) | Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
         };
-        let listener = Self { socket, uri: uri.clone(), insecure, tls, greeting: Mutex::default(), made };
-        listener.socket.listen(BACKLOG).map_err(failed)?;
-        listener.socket.set_read_timeout(Some(AGAIN)).map_err(failed)?;
+        listen_at(&socket).map_err(failed)?;
+        let mut listener = Self::of(Some(socket), uri, insecure, tls).map_err(failed)?;
+        listener.made = made;
         Ok(listener)
+    }
+
+    /// Whether no source can come any more: all connections that the caller handed over have ended. It is known when
+    /// [`serve`](Self::serve) has returned.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Why no source can come any more.
+    pub(crate) fn no_source(&self) -> MigrateError {
+        let why = "each passed connection has ended, and no guest came over them";
+        let source = io::Error::new(io::ErrorKind::NotConnected, why);
+        MigrateError::Passed { uri: self.uri.to_string(), source }
     }
 
     /// The address it listens at, with the port that was chosen.
@@ -104,25 +178,41 @@ impl Listener {
     /// # Errors
     /// If the kernel does not say.
     pub fn uri(&self) -> io::Result<Uri> {
-        Ok(match self.socket.local_addr()?.as_socket() {
+        let address = self.socket.as_ref().map(Socket::local_addr).transpose()?;
+        Ok(match address.and_then(|address| address.as_socket()) {
             Some(address) => Uri::Tcp { host: address.ip().to_string(), port: address.port() },
             None => self.uri.clone(),
         })
     }
 
-    /// Accepts until `ending` is raised and gives every connection with a proper hello to `take`. A stranger's connection
-    /// (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are many: see
-    /// [`Greeting`].
+    /// Accepts until `ending` is raised, or no source can come any more. Gives every connection with a proper hello to `take`. A
+    /// stranger's connection (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are
+    /// many: see [`Greeting`].
     pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Incoming) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !ending.wait(Duration::ZERO) {
-            let knocks = greeting.wait(self.socket.as_fd(), ending, None);
-            let tls = self.tls.clone();
-            greeting.hear(move |socket, peer| read_hello(socket, peer, tls.as_deref()), take.clone());
+            let doors = [self.socket.as_ref().map(AsFd::as_fd), Some(self.arrivals.door())];
+            let [knocks, others] = greeting.wait(doors, ending, None);
+            let (tls, arrivals) = (self.tls.clone(), Arc::clone(&self.arrivals));
+            let left = move || arrivals.knock();
+            let arrivals = Arc::clone(&self.arrivals);
+            let hear = move |connection| read_hello(connection, tls.as_deref(), &arrivals);
+            greeting.hear(hear, take.clone(), left);
+            if others {
+                self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
+            }
+            let Some(socket) = &self.socket else {
+                // In this order: a connection that was heard may carry lanes by now, and may have brought lanes.
+                if greeting.is_idle() && self.arrivals.is_idle() {
+                    self.over.store(true, Ordering::Release);
+                    return;
+                }
+                continue;
+            };
             if !knocks {
                 continue;
             }
-            let (socket, address) = match self.socket.accept() {
+            let (socket, address) = match socket.accept() {
                 Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => {
@@ -136,8 +226,8 @@ impl Listener {
             if !self.insecure && address.as_socket().is_some_and(|a| !a.ip().is_loopback()) {
                 continue;
             }
-            let peer = address.as_socket().map_or_else(|| self.uri.to_string(), |a| format!("tcp:{a}"));
-            greeting.add(socket, peer);
+            let peer = peer_name(Some(address), &self.uri);
+            greeting.add(Connection { socket, peer, lane_of: None, lasting: false });
         }
     }
 }
@@ -149,18 +239,15 @@ fn abandoned(path: &Path) -> bool {
     socket && UnixStream::connect(path).is_err_and(gone)
 }
 
-/// A socket that somebody handed to this process by its number.
-fn taken_over(fd: RawFd) -> io::Result<Socket> {
-    if fd < 0 {
-        return Err(io::Error::from_raw_os_error(libc::EBADF));
-    }
-    // SAFETY: only asked what it is, which any number may be: the kernel says if it is not open.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    if socket2::SockRef::from(&borrowed).r#type()? != Type::STREAM {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the descriptor is no stream socket"));
-    }
-    // SAFETY: it is an open socket, and whoever named it hands it over.
-    Ok(unsafe { Socket::from_raw_fd(fd) })
+fn listen_at(socket: &Socket) -> io::Result<()> {
+    socket.listen(BACKLOG)?;
+    socket.set_read_timeout(Some(AGAIN))
+}
+
+/// Name of a peer that connected from `address` to `uri`.
+fn peer_name(address: Option<SockAddr>, uri: &Uri) -> String {
+    let address = address.and_then(|address| address.as_socket());
+    address.map_or_else(|| uri.to_string(), |address| format!("tcp:{address}"))
 }
 
 impl Drop for Listener {
@@ -171,48 +258,76 @@ impl Drop for Listener {
     }
 }
 
-fn read_hello(socket: Socket, peer: String, tls: Option<&Tls>) -> io::Result<Incoming> {
+/// Reads the hello of a connection. `None`: it carries all channels of a migration, which come as
+/// lanes.
+fn read_hello(
+    Connection { socket, peer, lane_of, .. }: Connection,
+    tls: Option<&Tls>,
+    arrivals: &Arc<Arrivals>,
+) -> io::Result<Option<Incoming>> {
     socket.set_nonblocking(false)?;
-    let mut stream = Stream::new(socket, peer)?;
+    let mut stream = Stream::new(socket, peer.clone())?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
-    encrypt(&mut stream, tls)
-        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
+    let encrypted = encrypt(&mut stream, tls)?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
     let mut bytes = [0; HELLO_BYTES];
-    let read = stream
-        .receive_bytes_within(&mut bytes, HELLO_TIMEOUT)
-        .and_then(|()| Hello::decode(&bytes).map_err(io::Error::other));
-    let hello = read.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", stream.peer)))?;
-    match negotiate(&hello) {
-        Ok(_) => Ok(Incoming { stream, hello }),
-        Err(code) => {
-            answer(&stream, &hello, Err(code))?;
-            Err(io::Error::other(format!("{}: {code}", stream.peer)))
+    stream.receive_bytes_within(&mut bytes, HELLO_TIMEOUT)?;
+    let hello = Hello::decode(&bytes).map_err(io::Error::other);
+    let carries = hello.as_ref().is_ok_and(|hello| hello.features & CARRIER != 0);
+    let verdict = hello.as_ref().map_or(Ok(()), |hello| match tls {
+        // A connection that carries channels is plain. Each channel is what has to be encrypted.
+        _ if carries && !encrypted && lane_of.is_none() => negotiate(hello).map(drop),
+        Some(_) if !encrypted => Err(RefusalCode::Encryption),
+        _ if carries => Err(RefusalCode::Feature),
+        _ => negotiate(hello).map(drop),
+    });
+    if let (Ok(hello), Err(code)) = (&hello, verdict) {
+        answer(&stream, hello, Err(code))?;
+    }
+    match (hello, verdict) {
+        (_, Err(RefusalCode::Encryption)) => {
+            Err(io::Error::other("it is not encrypted, which this side asks for"))
+        }
+        (Ok(_), Err(code)) => Err(io::Error::other(code.to_string())),
+        (Err(error), _) => Err(error),
+        (Ok(hello), Ok(())) if carries => carry(stream, &hello, peer, arrivals).map(|()| None),
+        (Ok(hello), Ok(())) => {
+            lane_of.iter().for_each(|carried| carried.prove());
+            Ok(Some(Incoming { stream, hello }))
         }
     }
 }
 
-/// Makes the connection what it has to be. A source that speaks the other way is told so, as far as it understands.
-fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<()> {
+/// Has a thread carry the channels of a migration over `stream`, whose source has asked for that by
+/// `hello`.
+fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<Arrivals>) -> io::Result<()> {
+    let carried = match arrivals.admit(&stream) {
+        Ok(carried) => carried,
+        Err(error) => {
+            answer(&stream, hello, Err(RefusalCode::Busy))?;
+            return Err(error);
+        }
+    };
+    let answered = answer(&stream, hello, Ok(())).and_then(|()| stream.set_timeouts(None, None));
+    answered.inspect_err(|_| arrivals.forget(&carried))?;
+    arrivals.carry(stream.into_socket(), peer, carried)
+}
+
+/// Makes the connection encrypted if its source wants that, and says whether it is.
+fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
     /// What TLS begins with: a handshake record of any version 3.x (RFC 8446, 5.1).
     const TLS: [u8; 2] = [22, 3];
     let mut first = [0; 2];
     stream.peek(&mut first, HELLO_TIMEOUT)?;
-    match tls {
-        Some(tls) if first == TLS => stream.encrypt_from(tls, HELLO_TIMEOUT),
-        None if first != TLS => Ok(()),
-        None => {
-            Err(io::Error::other("it wants an encrypted connection, for which this side has no certificate"))
-        }
-        Some(_) => {
-            let mut bytes = [0; HELLO_BYTES];
-            stream.receive_bytes_within(&mut bytes, HELLO_TIMEOUT)?;
-            if let Ok(hello) = Hello::decode(&bytes) {
-                answer(stream, &hello, Err(RefusalCode::Encryption))?;
-            }
-            Err(io::Error::other("it is not encrypted, which this side asks for"))
-        }
+    if first != TLS {
+        return Ok(false);
     }
+    let Some(tls) = tls else {
+        return Err(io::Error::other(
+            "it wants an encrypted connection, for which this side has no certificate",
+        ));
+    };
+    stream.encrypt_from(tls, HELLO_TIMEOUT).map(|()| true)
 }
 
 /// Answers a hello.
@@ -225,8 +340,9 @@ pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), Refusal
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
-    use std::os::unix::net::{UnixDatagram, UnixListener};
+    use std::os::unix::net::UnixListener;
+    use std::sync::mpsc::channel;
+    use vmferry_testkit::PATIENCE;
 
     #[test]
     fn what_a_process_that_is_gone_has_left_keeps_nobody_from_listening() {
@@ -242,31 +358,57 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
+    fn passed(descriptors: Vec<OwnedFd>) -> Result<Listener, MigrateError> {
+        Listener::passed(descriptors, &"fd:3,4".parse().unwrap(), false, None)
+    }
+
     #[test]
-    fn a_descriptor_that_is_no_stream_socket_is_left_alone() {
-        let null = std::fs::File::open("/dev/null").unwrap();
-        let datagrams = UnixDatagram::unbound().unwrap();
-        for fd in [-1, 1 << 20, null.as_raw_fd(), datagrams.as_raw_fd()] {
-            let error = Listener::bind(&Uri::Fd(fd), false).unwrap_err();
-            assert!(matches!(error, MigrateError::Listen { .. }), "{error}");
-        }
-        assert!(null.metadata().is_ok() && datagrams.local_addr().is_ok(), "they are open");
-        let path = std::env::temp_dir().join(format!("vmferry-handed-over-{}", std::process::id()));
-        let handed_over = OwnedFd::from(UnixListener::bind(&path).unwrap()).into_raw_fd();
-        drop(Listener::bind(&Uri::Fd(handed_over), false).unwrap());
+    fn a_listening_socket_is_passed_alone_and_connected_ones_together() {
+        let path = std::env::temp_dir().join(format!("vmferry-passed-{}", std::process::id()));
+        let listening = || {
+            let _ = std::fs::remove_file(&path);
+            OwnedFd::from(UnixListener::bind(&path).unwrap())
+        };
+        let connected = || OwnedFd::from(UnixStream::pair().unwrap().0);
+        assert!(passed(vec![listening()]).is_ok());
+        assert!(passed(vec![connected(), connected()]).is_ok());
+        let both = passed(vec![listening(), connected()]).unwrap_err().to_string();
+        assert!(both.contains("fd:3,4") && both.contains("is passed alone"), "{both}");
+        let null = std::fs::File::open("/dev/null").unwrap().into();
+        let error = passed(vec![null]).unwrap_err().to_string();
+        assert!(error.contains("the descriptor is not a socket"), "{error}");
+        let error = Listener::bind(&"fd:3".parse().unwrap(), false).unwrap_err();
+        assert!(matches!(error, MigrateError::NoSockets { .. }), "{error}");
         std::fs::remove_file(&path).unwrap();
     }
 
     #[test]
     fn serve_returns_when_it_is_told_to_although_nothing_arrives() {
         let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-        let (ending, (ended, over)) = (Arc::new(Ending::new().unwrap()), std::sync::mpsc::channel());
+        let (ending, (ended, over)) = (Arc::new(Ending::new().unwrap()), channel());
         let own = Arc::clone(&ending);
         std::thread::spawn(move || {
             listener.serve(&own, |_| ());
             ended.send(()).unwrap();
         });
         ending.end();
-        over.recv_timeout(Duration::from_secs(60)).expect("the listener still waits");
+        over.recv_timeout(PATIENCE).expect("the listener still waits");
+    }
+
+    #[test]
+    fn serve_returns_when_the_passed_connections_have_ended() {
+        let (own, source) = UnixStream::pair().unwrap();
+        let listener = passed(vec![own.into()]).unwrap();
+        let (ended, over) = channel();
+        let served = std::thread::spawn(move || {
+            listener.serve(&Ending::new().unwrap(), |_| ());
+            ended.send(()).unwrap();
+            listener
+        });
+        assert!(over.try_recv().is_err(), "the source may still speak");
+        drop(source);
+        over.recv_timeout(PATIENCE).expect("the end of the connection was not noticed");
+        let listener = served.join().unwrap();
+        assert!(listener.is_over() && listener.no_source().to_string().contains("has ended"));
     }
 }

@@ -13,12 +13,15 @@
     )
 )]
 
+mod carried;
+mod carrier;
 mod connect;
 mod control;
 mod greeting;
 mod iobuf;
 mod listen;
 mod pacer;
+mod passed;
 mod raw;
 mod stream;
 pub mod tcp;
@@ -32,12 +35,15 @@ pub mod tcp;
 mod tls;
 mod uri;
 
+#[cfg(feature = "hostile")]
+pub use carrier::drive_lanes;
 pub(crate) use connect::connect;
 pub(crate) use control::{read_message, send_message};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
 pub(crate) use listen::{Incoming, answer};
 pub(crate) use pacer::Pacer;
+pub use passed::Sockets;
 #[cfg(test)]
 pub(crate) use stream::test_pair;
 pub(crate) use stream::{SendError, Stream};

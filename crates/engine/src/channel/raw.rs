@@ -53,6 +53,10 @@ impl RawStream {
         Ok(Self { fd: socket.into() })
     }
 
+    pub(super) fn into_socket(self) -> socket2::Socket {
+        self.fd.into()
+    }
+
     /// How long a send or a receive may make no progress; `None` for ever.
     pub(super) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
         let socket = socket2::SockRef::from(&self.fd);

@@ -53,6 +53,12 @@ impl Stream {
         self.records.as_ref().map(|records| records.peer())
     }
 
+    /// Gives the socket back. Nothing of what it received is held here, unless the stream is
+    /// encrypted.
+    pub(super) fn into_socket(self) -> socket2::Socket {
+        self.raw.into_socket()
+    }
+
     /// How long a send or a receive may make no progress; `None` for ever.
     pub(crate) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
         self.raw.set_timeouts(receive, send)

@@ -1,5 +1,6 @@
 //! Where the other side is: `tcp:HOST:PORT`, `unix:PATH`, `fd:N`, `file:PATH`.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -17,8 +18,11 @@ pub enum Uri {
     },
     /// A Unix socket.
     Unix(PathBuf),
-    /// An inherited listening socket, by number.
-    Fd(i32),
+    /// Sockets that the caller has and hands over (see
+    /// [`Settings::sockets`](crate::Settings::sockets) and
+    /// [`Listener::passed`](crate::Listener::passed)), by the caller's names for them: numbers, or
+    /// words.
+    Fd(Vec<String>),
     /// A file.
     File(PathBuf),
 }
@@ -51,10 +55,32 @@ impl FromStr for Uri {
                 Ok(Self::Tcp { host: host.into(), port })
             }
             "unix" => Ok(Self::Unix(rest.into())),
-            "fd" => rest.parse().ok().filter(|fd| *fd >= 0).map(Self::Fd).ok_or(wrong("fd: wants a number")),
+            "fd" => {
+                let names: Vec<_> = rest.split(',').map(str::to_owned).collect();
+                if !names.iter().all(|name| is_name(name)) {
+                    return Err(wrong("a descriptor is a number, or a word that begins with a letter"));
+                }
+                let mut seen = HashSet::new();
+                if !names.iter().all(|name| seen.insert(name)) {
+                    return Err(wrong("a descriptor is named twice"));
+                }
+                Ok(Self::Fd(names))
+            }
             "file" => Ok(Self::File(rest.into())),
             _ => Err(wrong("the scheme is unknown")),
         }
+    }
+}
+
+/// Whether a descriptor can have this name: a number as it is usually written, or a word.
+fn is_name(name: &str) -> bool {
+    let word = |c: char| c.is_ascii_alphanumeric() || "_-.:".contains(c);
+    match name.chars().next() {
+        Some('0'..='9') => name.parse::<i32>().is_ok_and(|number| number.to_string() == name),
+        Some(first) => {
+            (first.is_ascii_alphabetic() || first == '_') && name.len() <= 64 && name.chars().all(word)
+        }
+        None => false,
     }
 }
 
@@ -64,7 +90,7 @@ impl fmt::Display for Uri {
             Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
             Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Fd(fd) => write!(f, "fd:{fd}"),
+            Self::Fd(names) => write!(f, "fd:{}", names.join(",")),
             Self::File(path) => write!(f, "file:{}", path.display()),
         }
     }
@@ -77,12 +103,31 @@ mod tests {
 
     #[test]
     fn addresses_are_read_and_written_alike() {
-        for text in ["tcp:localhost:7000", "tcp:[::1]:7000", "unix:/run/x.sock", "fd:3", "file:/tmp/a:b"] {
+        for text in [
+            "tcp:localhost:7000",
+            "tcp:[::1]:7000",
+            "unix:/run/x.sock",
+            "fd:3",
+            "fd:3,14,name_1",
+            "file:/tmp/a:b",
+        ] {
             assert_eq!(text.parse::<Uri>().unwrap().to_string(), text);
         }
-        for text in
-            ["", "tcp", "tcp:", "tcp:host", "tcp::1", "tcp:h:99999", "unix:", "fd:-1", "fd:x", "http://x"]
-        {
+        for text in [
+            "",
+            "tcp",
+            "tcp:",
+            "tcp:host",
+            "tcp::1",
+            "tcp:h:99999",
+            "unix:",
+            "fd:-1",
+            "fd:03",
+            "fd:3,",
+            "fd:3,3",
+            "fd:3x",
+            "http://x",
+        ] {
             let error = text.parse::<Uri>().unwrap_err().to_string();
             assert!(error.contains("tcp:HOST:PORT"), "{error}");
         }

@@ -5,7 +5,7 @@ mod frames;
 mod memory;
 mod snapshot;
 
-pub use crate::channel::drive_tls;
+pub use crate::channel::{drive_lanes, drive_tls};
 pub use crate::sim::{drive_source, drive_target};
 pub use frames::drive_frames;
 pub use snapshot::drive_snapshot;

@@ -61,6 +61,9 @@ pub fn migrate(
     let cpu_before_us = thread_cpu_us();
     warn_if_panics_abort();
     check(vm, settings)?;
+    if let (Uri::Fd(_), Some(sockets)) = (uri, &settings.sockets) {
+        sockets.check(settings)?;
+    }
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let migration = MigrationId(random()?);
     let known = Report {

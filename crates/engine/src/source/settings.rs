@@ -1,6 +1,6 @@
 //! How to migrate, as the caller says it.
 
-use crate::channel::Tls;
+use crate::channel::{Sockets, Tls};
 use crate::fence::Arbiter;
 use crate::plan::Auto;
 use std::sync::Arc;
@@ -139,6 +139,9 @@ pub struct Settings {
     pub insecure: bool,
     /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
     pub tls: Option<Tls>,
+    /// Connected sockets for a migration to [`Uri::Fd`](crate::Uri::Fd), which carry its channels;
+    /// `None` for other addresses.
+    pub sockets: Option<Sockets>,
     /// Who decides who owns a guest of which neither side can know; the target must have the same. `None` to leave that to a person.
     pub fence: Option<Arc<dyn Arbiter>>,
 }
@@ -196,6 +199,7 @@ impl Default for Settings {
             peer_timeout: Duration::from_secs(10),
             insecure: false,
             tls: None,
+            sockets: None,
             fence: None,
         }
     }

@@ -206,18 +206,28 @@ pub fn receive(
     let _waker = arrival.waking(&sender);
     std::thread::scope(|scope| {
         let take = driver::forward(&sender);
-        let accept = || listener.serve(&ending, take);
+        // A full queue needs no wake: its reader asks again after each input whether the listener is over.
+        let (ended, ending) = (sender.clone(), &ending);
+        let accept = move || {
+            listener.serve(ending, take);
+            let _ = ended.try_send((0, Input::Wake));
+        };
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
-        let over = Over(&ending);
+        let over = Over(ending);
         let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
         let mut attempts = 0;
         let result = loop {
             if arrival.stopped() {
                 break Err(ReceiveFailure::Stopped);
             }
-            let next = waiting.pop_front().map(Ok).unwrap_or_else(|| inputs.recv());
-            let Ok((_, Input::Connected(incoming))) = next else { continue };
+            // Asked first: what the last connection brought is in the queue by then.
+            let is_over = listener.is_over();
+            let next = waiting
+                .pop_front()
+                .or_else(|| if is_over { inputs.try_recv().ok() } else { inputs.recv().ok() });
+            let Some((_, input)) = next else { break Err(listener.no_source().into()) };
+            let Input::Connected(incoming) = input else { continue };
             let incoming = *incoming;
             if incoming.hello.role == Role::Measure {
                 measuring.take(incoming);

@@ -12,6 +12,7 @@ mod freeing;
 mod liars;
 mod links;
 mod moves;
+mod passed;
 mod proxy;
 mod recorded;
 mod renounced;

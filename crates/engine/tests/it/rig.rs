@@ -104,10 +104,19 @@ pub(crate) fn move_well(options: Options, uri: &Uri, settings: &Settings) -> (Re
 
 /// The same to a target that listens already.
 pub(crate) fn move_well_to(listener: &Listener, options: Options, settings: &Settings) -> (Report, Received) {
+    move_well_by(listener, &listener.uri().unwrap(), options, settings)
+}
+
+/// The same by an address of its own.
+pub(crate) fn move_well_by(
+    listener: &Listener,
+    uri: &Uri,
+    options: Options,
+    settings: &Settings,
+) -> (Report, Received) {
     let mut source = Toy::new(options, true);
     let mut target = source.target();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, listener, &uri, settings, &Monitor::new());
+    let ended = attempt(&mut source, &mut target, listener, uri, settings, &Monitor::new());
     check_owner(&source, &target, &ended);
     let report = ended.sent.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);

@@ -1,0 +1,209 @@
+//! Migrations over sockets that the caller has connected: one for all channels, or one for each.
+
+use crate::authority::Authority;
+use crate::rig::{attempt, check_owner, move_well_by, quick, unix_uri};
+use crate::toy::{Options, Toy};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use vmferry_engine::{Listener, MigrateError, MigrationState, Monitor, Settings, Sockets, Tls, Uri, migrate};
+use vmferry_wire::{CARRIER, HELLO_BYTES, Hello, HelloReply, RefusalCode};
+
+fn uri() -> Uri {
+    "fd:3,4".parse().unwrap()
+}
+
+fn unix_pair() -> (OwnedFd, OwnedFd) {
+    let (here, there) = UnixStream::pair().unwrap();
+    (here.into(), there.into())
+}
+
+fn tcp_pair() -> (OwnedFd, OwnedFd) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (here.into(), listener.accept().unwrap().0.into())
+}
+
+/// Connections to where `listener` listens.
+fn connected(listener: &Listener, count: usize) -> Sockets {
+    let connect = |_| match listener.uri().unwrap() {
+        Uri::Tcp { host, port } => TcpStream::connect((host.as_str(), port)).unwrap().into(),
+        Uri::Unix(path) => UnixStream::connect(path).unwrap().into(),
+        other => panic!("{other} is not listened at"),
+    };
+    Sockets::new((0..count).map(connect).collect()).unwrap()
+}
+
+/// Waits until the migration is so far. The bound is a hang guard.
+fn wait_for(done: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "the migration does not come so far");
+        std::thread::yield_now();
+    }
+}
+
+fn over(sockets: Sockets, channels: u16) -> Settings {
+    Settings { sockets: Some(sockets), channels, verify: true, ..quick() }
+}
+
+fn moves_well(listener: &Listener, settings: &Settings) {
+    let (report, _) = move_well_by(listener, &uri(), Options::default(), settings);
+    assert_eq!((report.verified_pages, report.mismatched_pages), (1900, 0));
+    assert!(report.passes.len() >= 2, "a loaded guest takes more than one pass");
+}
+
+#[test]
+fn a_guest_moves_over_sockets_that_both_sides_were_given() {
+    for pair in [unix_pair, tcp_pair] {
+        for (count, channels) in [(1, 1), (1, 3), (2, 1), (4, 3)] {
+            let (here, there) = (0..count).map(|_| pair()).unzip();
+            let listener = Listener::passed(there, &uri(), false, None).unwrap();
+            moves_well(&listener, &over(Sockets::new(here).unwrap(), channels));
+        }
+    }
+}
+
+#[test]
+fn a_guest_moves_over_connections_to_a_target_that_listens() {
+    let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
+    for at in [tcp, unix_uri()] {
+        for (count, channels) in [(1, 2), (3, 2)] {
+            let listener = Listener::bind(&at, false).unwrap();
+            moves_well(&listener, &over(connected(&listener, count), channels));
+        }
+    }
+}
+
+#[test]
+fn channels_of_passed_sockets_are_encrypted_where_both_sides_have_certificates() {
+    let authority = Authority::new();
+    let host = |name: &str| {
+        let (certificate, key) = authority.issue(name);
+        let tls = Tls::from_pem(certificate.as_bytes(), key.as_bytes(), authority.pem.as_bytes()).unwrap();
+        // No address has the target's name.
+        tls.expecting("target").unwrap()
+    };
+    for (count, channels) in [(1, 2), (3, 2)] {
+        let (here, there) = (0..count).map(|_| tcp_pair()).unzip();
+        let listener = Listener::passed(there, &uri(), false, Some(host("target"))).unwrap();
+        let sockets = Sockets::new(here).unwrap();
+        moves_well(&listener, &Settings { tls: Some(host("target")), ..over(sockets, channels) });
+    }
+    // A source without a certificate is refused, whatever carries its channels.
+    let (here, there) = tcp_pair();
+    let listener = Listener::passed(vec![there], &uri(), false, Some(host("target"))).unwrap();
+    let mut source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let settings = over(Sockets::new(vec![here]).unwrap(), 1);
+    let ended = attempt(&mut source, &mut target, &listener, &uri(), &settings, &Monitor::new());
+    check_owner(&source, &target, &ended);
+    let code = match ended.sent {
+        Err(MigrateError::RefusedHello { code, .. }) => code,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(code, RefusalCode::Encryption);
+}
+
+/// The one connection is cut while pages move: the guest stays, and both sides end.
+#[test]
+fn a_guest_stays_when_the_one_connection_is_lost() {
+    for round in 0..4u64 {
+        let (here, there) = UnixStream::pair().unwrap();
+        let cut = here.try_clone().unwrap();
+        let listener = Listener::passed(vec![there.into()], &uri(), false, None).unwrap();
+        let mut source = Toy::new(Options::default(), true);
+        let mut target = source.target();
+        let sockets = Sockets::new(vec![here.into()]).unwrap();
+        let settings = Settings { max_bandwidth: Some(4_000_000), ..over(sockets, 2) };
+        let monitor = Monitor::new();
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                wait_for(|| monitor.progress().wire_bytes > round << 19);
+                cut.shutdown(std::net::Shutdown::Both).unwrap();
+            });
+            attempt(&mut source, &mut target, &listener, &uri(), &settings, &monitor)
+        });
+        check_owner(&source, &target, &ended);
+        assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
+        assert!(source.works());
+    }
+}
+
+#[test]
+fn each_socket_is_used_once() {
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let settings = over(connected(&listener, 3), 2);
+    let mut source = Toy::new(Options::default(), true);
+    let mut target = source.target();
+    let monitor = Monitor::new();
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_for(|| monitor.progress().wire_bytes > 0);
+            monitor.cancel();
+        });
+        let slow = Settings { max_bandwidth: Some(4_000_000), ..settings.clone() };
+        attempt(&mut source, &mut target, &listener, &uri(), &slow, &monitor)
+    });
+    assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
+    let error = migrate(&mut source, &uri(), None, &settings, &Monitor::new()).unwrap_err().to_string();
+    assert!(error.contains("each of its sockets has been used"), "{error}");
+    assert!(source.works());
+}
+
+#[test]
+fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
+    let mut source = Toy::new(Options::default(), true);
+    let mut refused = |settings: &Settings| {
+        migrate(&mut source, &uri(), None, settings, &Monitor::new()).unwrap_err().to_string()
+    };
+    let two = || Sockets::new(vec![unix_pair().0, unix_pair().0]).unwrap();
+    let error = refused(&over(two(), 4));
+    assert!(error.contains("2 sockets were passed for 5 channels"), "{error}");
+    let error = refused(&quick());
+    assert!(error.contains("fd:3,4 cannot be used here"), "{error}");
+    assert!(source.works());
+}
+
+/// A target of a build that does not know the feature: it refuses it, as the hello's high bits ask
+/// for.
+#[test]
+fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
+    let (here, mut there) = UnixStream::pair().unwrap();
+    let target = std::thread::spawn(move || {
+        let mut bytes = [0; HELLO_BYTES];
+        there.read_exact(&mut bytes).unwrap();
+        let hello = Hello::decode(&bytes).unwrap();
+        assert_eq!(hello.features, CARRIER);
+        let refused = Some(RefusalCode::Feature);
+        let reply = HelloReply { refused, version: 1, features: 0, migration: hello.migration };
+        there.write_all(&reply.encode()).unwrap();
+    });
+    let mut source = Toy::new(Options::default(), true);
+    let settings = over(Sockets::new(vec![here.into()]).unwrap(), 1);
+    let error = migrate(&mut source, &uri(), None, &settings, &Monitor::new()).unwrap_err().to_string();
+    assert!(error.contains("older vmferry") && error.contains("one socket for each"), "{error}");
+    target.join().unwrap();
+    assert!(source.works());
+}
+
+/// A cancel ends the wait for a target that does not answer on its one connection.
+#[test]
+fn a_cancel_ends_the_wait_for_a_passed_connection() {
+    let (here, mut there) = UnixStream::pair().unwrap();
+    let mut source = Toy::new(Options::default(), true);
+    let patient = Duration::from_secs(600);
+    let settings = Settings { peer_timeout: patient, ..over(Sockets::new(vec![here.into()]).unwrap(), 1) };
+    let monitor = Monitor::new();
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            there.read_exact(&mut [0; HELLO_BYTES]).unwrap();
+            monitor.cancel();
+        });
+        migrate(&mut source, &uri(), None, &settings, &monitor).unwrap()
+    });
+    assert_eq!(report.state, MigrationState::Cancelled);
+    assert!(source.works());
+}

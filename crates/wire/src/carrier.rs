@@ -1,0 +1,149 @@
+//! Pieces of several channels on one connection, which its two sides agree on by [`CARRIER`] in the
+//! first hello.
+//!
+//! A channel on such a connection is a lane. The source opens lanes, numbered from 0. Each
+//! direction of a lane is a byte stream of its own. Its sender may end it, and its receiver may
+//! stop it. A sender has room for [`LANE_ROOM`] bytes at first, and for as many more as the
+//! receiver says afterwards. So a lane that is not read delays no other lane.
+
+use crate::{Fields, WireError, crc};
+
+/// Feature bit of a hello whose connection carries lanes from then on. The peer must understand it.
+pub const CARRIER: u64 = 1 << 32;
+/// Bytes of a [`Piece`], without the bytes of [`PieceKind::Bytes`], which follow it.
+pub const PIECE_HEADER_BYTES: usize = 24;
+/// Most bytes that follow a piece.
+pub const MAX_PIECE_BYTES: usize = 64 << 10;
+/// Bytes that may be sent on a new lane before the receiver gives more room.
+pub const LANE_ROOM: usize = 64 << 10;
+/// Most bytes that there may be room for on a lane.
+pub const MAX_LANE_ROOM: usize = 16 << 20;
+/// Most lanes that may be open at once: a control channel, 64 bulk channels, 64 urgent channels,
+/// and a probe channel.
+pub const MAX_LANES: usize = 130;
+
+const MAGIC: [u8; 4] = *b"VMFl";
+
+/// Header of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// The lane that it belongs to.
+    pub lane: u16,
+    /// What it says.
+    pub kind: PieceKind,
+}
+
+/// What a piece says about its lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PieceKind {
+    /// The source opens the lane: the one after the last that it opened.
+    Open,
+    /// So many bytes of the lane follow, 1 to [`MAX_PIECE_BYTES`].
+    Bytes(usize),
+    /// The sender of this piece sends no more bytes on the lane.
+    End,
+    /// The sender of this piece takes no more bytes of the lane.
+    Stop,
+    /// The sender of this piece takes so many bytes more, 1 to [`MAX_LANE_ROOM`].
+    Room(usize),
+}
+
+impl Piece {
+    /// Returns the bytes of the header.
+    ///
+    /// # Panics
+    /// If the number of bytes is beyond its limit.
+    #[must_use]
+    pub fn encode(self) -> [u8; PIECE_HEADER_BYTES] {
+        let (kind, value) = match self.kind {
+            PieceKind::Open => (0, 0),
+            PieceKind::Bytes(count) => (1, count),
+            PieceKind::End => (2, 0),
+            PieceKind::Stop => (3, 0),
+            PieceKind::Room(count) => (4, count),
+        };
+        let value = u32::try_from(value).expect("within the limits of a piece");
+        let mut bytes = [0; PIECE_HEADER_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4] = kind;
+        bytes[6..8].copy_from_slice(&self.lane.to_le_bytes());
+        bytes[8..12].copy_from_slice(&value.to_le_bytes());
+        let sum = crc(&bytes[..PIECE_HEADER_BYTES - 8]);
+        bytes[PIECE_HEADER_BYTES - 8..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header. Whether the lane is open is for the reader to check.
+    ///
+    /// # Errors
+    /// [`WireError`] if these bytes are no header of a piece.
+    pub fn decode(bytes: &[u8; PIECE_HEADER_BYTES]) -> Result<Self, WireError> {
+        let (body, sum) = bytes.split_at(PIECE_HEADER_BYTES - 8);
+        if body[..4] != MAGIC || sum != crc(body).to_le_bytes() {
+            return Err(WireError::Damaged { what: "header of a piece" });
+        }
+        let mut fields = Fields(&body[4..]);
+        let (kind, _, lane, value) = (fields.u8(), fields.u8(), fields.u16(), fields.u32());
+        let within = |most: usize, allowed| {
+            let count = usize::try_from(value).ok().filter(|count| (1..=most).contains(count));
+            count.ok_or(WireError::Field { what: "bytes of a piece", value: value.into(), allowed })
+        };
+        let kind = match kind {
+            0 => PieceKind::Open,
+            1 => PieceKind::Bytes(within(MAX_PIECE_BYTES, "1 to 65536")?),
+            2 => PieceKind::End,
+            3 => PieceKind::Stop,
+            4 => PieceKind::Room(within(MAX_LANE_ROOM, "1 to 16777216")?),
+            _ => {
+                return Err(WireError::Field {
+                    what: "kind of a piece",
+                    value: kind.into(),
+                    allowed: "0 to 4",
+                });
+            }
+        };
+        Ok(Self { lane, kind })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [PieceKind; 7] = [
+        PieceKind::Open,
+        PieceKind::Bytes(1),
+        PieceKind::Bytes(MAX_PIECE_BYTES),
+        PieceKind::End,
+        PieceKind::Stop,
+        PieceKind::Room(1),
+        PieceKind::Room(MAX_LANE_ROOM),
+    ];
+
+    #[test]
+    fn pieces_survive_the_wire_and_impossible_ones_are_refused() {
+        for kind in KINDS {
+            let piece = Piece { lane: 0xabcd, kind };
+            assert_eq!(Piece::decode(&piece.encode()), Ok(piece));
+        }
+        for kind in [
+            PieceKind::Bytes(0),
+            PieceKind::Bytes(MAX_PIECE_BYTES + 1),
+            PieceKind::Room(0),
+            PieceKind::Room(MAX_LANE_ROOM + 1),
+        ] {
+            let error = Piece::decode(&Piece { lane: 1, kind }.encode()).unwrap_err();
+            assert!(matches!(error, WireError::Field { what: "bytes of a piece", .. }), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_damaged_bit_of_a_piece_is_found(kind in 0..KINDS.len(), at in 0..PIECE_HEADER_BYTES * 8) {
+            let mut bytes = Piece { lane: 3, kind: KINDS[kind] }.encode();
+            bytes[at / 8] ^= 1 << (at % 8);
+            prop_assert!(Piece::decode(&bytes).is_err());
+        }
+    }
+}
