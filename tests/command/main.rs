@@ -13,6 +13,7 @@ mod failures;
 mod fence;
 mod generate;
 mod moves;
+mod passed;
 mod plan;
 mod postcopy;
 #[expect(dead_code, reason = "the engine's tests use the rest")]

@@ -293,10 +293,19 @@ pub(crate) struct RunArgs {
     /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
-    /// Wait for a guest at tcp:HOST:PORT, unix:PATH or fd:N (a listening socket), or take it out of file:PATH; or be told where later,
-    /// by migrate-incoming on the control socket
+    /// Wait for a guest here
+    ///
+    /// At tcp:HOST:PORT, unix:PATH or fd:N[,N...]; or take the guest out of file:PATH. The sockets of fd: are one that listens, one that is connected to the source, or several
+    /// such. With `defer`, migrate-incoming on the control socket says where to wait.
     #[arg(long, value_name = "URI|defer")]
     pub(crate) incoming: Option<IncomingArg>,
+    /// Keep inherited socket N for a migration, as fd:N (repeatable)
+    ///
+    /// The control socket can then name it in migrate and migrate-incoming, once. Sockets that a
+    /// service manager passes (LISTEN_FDS) are kept without this option, as are those that
+    /// --incoming names.
+    #[arg(long = "pass-fd", value_name = "N")]
+    pub(crate) pass_fds: Vec<i32>,
     /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same for both sides; in full
     /// etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE
     #[arg(long, value_name = "etcd:URL")]
@@ -325,7 +334,12 @@ pub(crate) struct MigrateArgs {
     /// Control socket of the vmferry whose guest is to be moved
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Where to: tcp:HOST:PORT, unix:PATH, or file:PATH (the guest stops and is written there)
+    /// Target: tcp:HOST:PORT, unix:PATH, fd:N[,N...] or file:PATH
+    ///
+    /// With file: the guest stops and is written into the file.
+    /// fd:N is a socket of this command that is connected to the target, and carries all channels.
+    /// Several sockets carry one channel each. A word instead of a number names a socket that the
+    /// other vmferry has.
     pub(crate) uri: Uri,
     /// How to move it
     #[arg(long, value_enum, default_value = "precopy")]
@@ -348,9 +362,9 @@ pub(crate) struct MigrateArgs {
     /// Who says when dirty rings are harvested: fixed, gears, aimd or predict
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
-    /// Parallel channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub(crate) channels: u16,
+    /// Parallel channels [default: 2, or what several sockets leave]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) channels: Option<u16>,
     /// Stop the guest once that takes no longer than this
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,

@@ -16,6 +16,16 @@ pub(crate) enum IncomingArg {
     Defer,
 }
 
+impl IncomingArg {
+    /// Returns the address; `None` if it is to be told later.
+    pub(crate) fn uri(&self) -> Option<&Uri> {
+        match self {
+            Self::At(uri) => Some(uri),
+            Self::Defer => None,
+        }
+    }
+}
+
 impl FromStr for IncomingArg {
     type Err = UriError;
 

@@ -25,6 +25,7 @@ mod choices;
 mod console;
 mod ctrl_c;
 mod demo;
+mod descriptors;
 mod dirty_rate;
 mod disk;
 mod events;
@@ -74,13 +75,14 @@ enum Status {
 }
 
 fn main() -> ExitCode {
+    // Before anything is opened.
+    let inherited = descriptors::Inherited::take();
     vmferry_sys::share_one_heap();
-    sandbox::close_inherited();
     let traces = traces::begin();
     let result = match Cli::parse().command {
         Command::Demo(args) => demo::demo(&args),
-        Command::Run(args) => run::run(&args, &traces),
-        Command::Migrate(args) => migrate::migrate(&args),
+        Command::Run(args) => run::run(&args, &traces, inherited),
+        Command::Migrate(args) => migrate::migrate(&args, inherited),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
         Command::Powerdown(args) => api::simple(&args.api, "powerdown"),

@@ -2,6 +2,8 @@
 
 use crate::api::{self, Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
+use crate::choices::{ModeArg, OnTimeoutArg};
+use crate::descriptors::{Handed, Inherited};
 use crate::events::Events;
 use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
@@ -11,22 +13,28 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use vmferry_engine::{Pace, Settings, Uri};
 
 /// How often the status is asked for.
 const POLL: Duration = Duration::from_millis(25);
 
-pub(crate) fn migrate(args: &MigrateArgs) -> Result<Status> {
+pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status> {
     // Opened first: a migration should not end without its report because of a typing mistake. And before Ctrl-C is caught: a pipe that
     // nobody reads is waited for.
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(Events::to).transpose()?;
     let stage = ctrl_c::caught(&args.api)?;
     let mut client = Client::connect(&args.api)?;
-    let request = request(args)?;
+    let mut request = request(args)?;
     if request.has_secrets() {
         client.trusted_with_secrets()?;
     }
-    client.call("migrate", serde_json::to_value(request)?)?;
+    let (there, handed) = Handed::over(&mut client, &args.uri, inherited)?;
+    request.uri = there.to_string();
+    if let Err(error) = client.call("migrate", serde_json::to_value(request)?) {
+        handed.take_back(&mut client);
+        return Err(error);
+    }
     stage.begun.store(true, Ordering::Release);
     let mut on_event = |status: &Value| {
         if let Some(events) = &events {
@@ -105,7 +113,7 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         reconnect_for_ms: millis(args.reconnect_for),
         tracker: tracker(args.tracker),
         reaper: Some(args.reaper.to_string()),
-        channels: args.channels,
+        channels: channels(args),
         downtime_limit_ms: millis(args.downtime_limit),
         max_bandwidth: args.max_bandwidth,
         switchover_bandwidth: args.switchover_bandwidth,
@@ -121,6 +129,18 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         tls: args.tls.texts()?,
         peer_timeout_ms: millis(args.peer_timeout),
     })
+}
+
+/// Bulk channels to ask for. Of several sockets those that no other channel needs carry one each.
+fn channels(args: &MigrateArgs) -> u16 {
+    let sockets = match &args.uri {
+        Uri::Fd(names) if names.len() > 1 => u16::try_from(names.len()).unwrap_or(u16::MAX),
+        _ => return args.channels.unwrap_or_else(|| Settings::default().channels),
+    };
+    let lazy = args.mode != ModeArg::Precopy || args.on_timeout == OnTimeoutArg::Postcopy;
+    let lazy =
+        if lazy { args.urgent_channels.saturating_add(u16::from(args.pace.0 == Pace::Auto)) } else { 0 };
+    args.channels.unwrap_or_else(|| sockets.saturating_sub(lazy.saturating_add(1)).max(1))
 }
 
 fn fence(arg: &FenceArg) -> Result<FenceRequest> {

@@ -9,6 +9,7 @@ use crate::args::{OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
 use crate::choices::IncomingArg;
 use crate::console::Console;
+use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::EVERY;
@@ -38,8 +39,10 @@ const LAST_GRACE: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_millis(200);
 
 /// Runs until the guest ends, moves away, or somebody says so.
-pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
+pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Result<Status> {
     check(args)?;
+    let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
+    let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
     // Before there is a second thread.
     let mut confinement = sandbox::begin(args)?;
     // A jail's change of user would take this back.
@@ -51,7 +54,8 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces) -> Result<Status> {
     let probe = Arc::new(machine.probe());
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let fence = args.fence.as_ref().map(|fence| fence.build(args.insecure)).transpose()?;
-    let shared = Arc::new(Shared::new((args, args.tls.load()?), fence, probe, orders, events.clone()));
+    let shared =
+        Arc::new(Shared::new((args, args.tls.load()?, descriptors), fence, probe, orders, events.clone()));
     let way = Way::of(args, &shared);
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
@@ -180,9 +184,7 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shar
             Arrived::Here(None)
         }),
         Way::At(Uri::File(path)) => take_out(path, args, machine, shared).map(Arrived::Here),
-        Way::At(uri) => listen(uri, args.insecure, shared)
-            .map_err(Into::into)
-            .and_then(|at| await_guest(at, machine, shared)),
+        Way::At(uri) => listen(uri, args.insecure, shared).and_then(|at| await_guest(at, machine, shared)),
         Way::Told(incoming) => deferred(&incoming, args, machine, shared),
     };
     match &arrived {
@@ -225,17 +227,21 @@ fn deferred(
                 let _ = reply.send(Ok(()));
                 return await_guest(listener, machine, shared);
             }
-            Err(error) => drop(reply.send(Err(error.to_string()))),
+            Err(error) => drop(reply.send(Err(format!("{error:#}")))),
         }
     }
 }
 
 /// Listens for a guest; encrypted, if this process was given a certificate.
-fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener, MigrateError> {
-    match &shared.tls {
-        Some(tls) => Listener::bind_encrypted(uri, tls.clone()),
-        None => Listener::bind(uri, insecure),
-    }
+fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
+    Ok(match (uri, &shared.tls) {
+        (Uri::Fd(names), tls) => {
+            let sockets = shared.descriptors.take(names).with_context(|| uri.to_string())?;
+            Listener::passed(sockets, uri, insecure, tls.clone())?
+        }
+        (_, Some(tls)) => Listener::bind_encrypted(uri, tls.clone())?,
+        (_, None) => Listener::bind(uri, insecure)?,
+    })
 }
 
 /// Waits for a guest.

@@ -110,30 +110,6 @@ pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
     Ok(confinement)
 }
 
-/// Of `run`, closes descriptors that came from whoever started it and that its command line does not name: landlock does not cover what is
-/// open. To be called before anything is opened.
-pub(crate) fn close_inherited() {
-    let words: Vec<_> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
-    if words.first().is_none_or(|command| command != "run") {
-        return;
-    }
-    // Where it is said later for what to wait, it may be any of them.
-    if words.iter().any(|word| word == "defer" || word == "--incoming=defer") {
-        return;
-    }
-    vmferry_confine::close_inherited(&words.iter().flat_map(|word| descriptors(word)).collect::<Vec<_>>());
-}
-
-/// Those that a word of the command line names: `fd:3`, `/dev/fd/63`, `/proc/self/fd/9`, also in the midst of it.
-fn descriptors(word: &str) -> impl Iterator<Item = i32> {
-    ["fd:", "/fd/"].into_iter().flat_map(move |mark| {
-        word.split(mark).skip(1).filter_map(|rest| {
-            let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-            rest.get(..end)?.parse().ok()
-        })
-    })
-}
-
 /// Fails if this process has put `uri`, to which its guest is to go, out of its own reach. A Unix socket that is there it can connect to:
 /// landlock does not forbid that before Linux 7.1; but in a jail there is none.
 pub(crate) fn goes_to(uri: &Uri, args: &SandboxArgs) -> Result<()> {
@@ -245,19 +221,4 @@ fn folder_of(path: &Path) -> PathBuf {
 pub(crate) fn available() -> [Result<String, String>; 2] {
     let result = |measure: Measure| if measure.in_force { Ok(measure.detail) } else { Err(measure.detail) };
     vmferry_confine::available().map(result)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn descriptors_are_found_where_they_are_named() {
-        let named = |word| descriptors(word).collect::<Vec<_>>();
-        assert_eq!(named("fd:3"), [3]);
-        assert_eq!(named("--incoming=fd:12"), [12]);
-        assert_eq!(named("etcd:https://a:1,ca=/dev/fd/63,password=/proc/self/fd/9"), [63, 9]);
-        assert_eq!(named("tcp:127.0.0.1:7000"), [0; 0]);
-        assert_eq!(named("fd:x"), [0; 0]);
-    }
 }

@@ -39,8 +39,9 @@ pub use report::{InForce, Measure};
 
 use seccomp::{Programs, violation};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::OnceLock;
 use vmferry_thread::Role;
@@ -257,6 +258,25 @@ pub fn close_inherited(keep: &[RawFd]) {
         }
         first = next.map_or(u32::MAX, |next| next.saturating_add(1));
     }
+}
+
+/// Takes over those of the descriptors `numbers` that are open, but for the standard streams. A
+/// program that this process executes does not get them.
+///
+/// # Safety
+/// Nothing else in this process may own one of the numbers. The caller calls this function once, before
+/// the process has opened any descriptor.
+pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
+    let mut taken = BTreeMap::new();
+    for number in numbers.iter().copied().filter(|number| *number > 2) {
+        // SAFETY: takes numbers, of which the kernel says whether they are open.
+        let open = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+        if open && !taken.contains_key(&number) {
+            // SAFETY: it is open, and nothing else owns it, as the caller says.
+            taken.insert(number, unsafe { OwnedFd::from_raw_fd(number) });
+        }
+    }
+    taken
 }
 
 /// Makes the filters, and confines the process by its own.

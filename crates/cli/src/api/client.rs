@@ -3,7 +3,8 @@
 use super::machine::PREFIX;
 use crate::output;
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use serde_json::{Value, json};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,6 +46,18 @@ impl Client {
              socket's folder if only that user can write there",
             self.path.display()
         )
+    }
+
+    /// Passes `descriptor`, which the other side then knows as `name`.
+    pub(crate) fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<()> {
+        let passed = self.inner.pass(name, descriptor);
+        passed.map(drop).with_context(|| format!("getfd at {}", self.path.display()))
+    }
+
+    /// Has the other side close what it was passed as `name`.
+    pub(crate) fn close(&mut self, name: &str) -> Result<()> {
+        let closed = self.inner.execute("closefd", json!({ "fdname": name }));
+        closed.map(drop).with_context(|| format!("closefd at {}", self.path.display()))
     }
 
     /// Has a command of our own executed, by its name without `x-vmferry-`, and waits for the answer.

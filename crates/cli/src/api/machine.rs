@@ -1,8 +1,10 @@
 //! The commands of the control socket, as its server asks for them.
 
 use super::Shared;
+use super::migration::refused;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
 
@@ -14,7 +16,9 @@ const COMMANDS: &[Command] = &[
     in_band("balloon"),
     in_band("calc-dirty-rate"),
     in_band("cancel-vcpu-dirty-limit"),
+    in_band("closefd"),
     in_band("cont"),
+    in_band("getfd"),
     in_band("migrate"),
     in_band("migrate-incoming"),
     urgent("migrate-pause"),
@@ -78,6 +82,13 @@ struct Recover {
     _take: Option<bool>,
 }
 
+/// What `getfd` and `closefd` are told.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Descriptor {
+    fdname: String,
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Balloon {
@@ -132,6 +143,10 @@ impl Machine for Api {
             "balloon" => self.balloon(arguments),
             "calc-dirty-rate" => self.calc_dirty_rate(arguments),
             "cancel-vcpu-dirty-limit" => self.cancel_limit(arguments),
+            "closefd" => self.close_descriptor(arguments),
+            "getfd" => Err(QmpError::generic(
+                "getfd takes one descriptor, which is passed with the bytes of the command (SCM_RIGHTS); none came, or several",
+            )),
             "migrate" => self.migrate(arguments),
             "migrate-incoming" => self.migrate_incoming(arguments),
             "migrate-recover" => self.migrate_recover(arguments),
@@ -144,9 +159,22 @@ impl Machine for Api {
             _ => arguments.none().and_then(|()| self.plain(name)),
         }
     }
+
+    fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
+        let Descriptor { fdname } = arguments.read()?;
+        self.0.descriptors.add(&fdname, descriptor).map_err(refused)?;
+        Ok(Answer::done())
+    }
 }
 
 impl Api {
+    /// `closefd`.
+    fn close_descriptor(&self, arguments: Arguments) -> Result<Answer, QmpError> {
+        let Descriptor { fdname } = arguments.read()?;
+        self.0.descriptors.take(&[fdname]).map_err(refused)?;
+        Ok(Answer::done())
+    }
+
     /// Commands without arguments.
     fn plain(&self, name: &str) -> Result<Answer, QmpError> {
         Ok(match name {

@@ -11,6 +11,7 @@ use super::rate::Measurement;
 use super::tell::Tell;
 use super::{DirtyRateRequest, MigrateRequest, migration};
 use crate::args::RunArgs;
+use crate::descriptors::Descriptors;
 use crate::fence::Asked;
 use crate::guest::SharedProbe;
 use crate::limit::Limited;
@@ -134,6 +135,8 @@ pub(crate) struct Shared {
     /// How far a guest that already runs has come out of its file.
     restore: Mutex<Option<Watch>>,
     orders: SyncSender<Errand>,
+    /// Sockets for migrations that were passed to this process.
+    pub(crate) descriptors: Descriptors,
     /// What the process was to be confined to.
     pub(crate) sandbox: SandboxArgs,
     /// What is in force of that, once it is.
@@ -151,7 +154,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Shared {
     pub(crate) fn new(
-        (args, tls): (&RunArgs, Option<Tls>),
+        (args, tls, descriptors): (&RunArgs, Option<Tls>, Descriptors),
         fence: Option<Arc<dyn Arbiter>>,
         probe: SharedProbe,
         orders: SyncSender<Errand>,
@@ -185,6 +188,7 @@ impl Shared {
             rest: Mutex::default(),
             restore: Mutex::default(),
             orders,
+            descriptors,
             sandbox: args.sandbox.clone(),
             confinement: OnceLock::new(),
         }
@@ -373,7 +377,8 @@ impl Shared {
         self.tell.migration(status);
     }
 
-    /// The guest runs again. The report of the last migration no longer says that it is stopped here.
+    /// The guest runs again. The report of the last migration no longer says that it is stopped
+    /// here.
     pub(crate) fn was_resumed(&self) {
         if let Some(report) = &mut lock(&self.migration).report {
             report["stands_still"] = json!(false);

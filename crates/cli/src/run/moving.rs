@@ -5,11 +5,11 @@ use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::{Status, output, plan, sandbox};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_dirty::Policy;
-use vmferry_engine::{MigrationState, Report, Settings, TrackerKind, Uri, migrate, save, save_copy};
+use vmferry_engine::{MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy};
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
 /// asked for by `status`.
@@ -41,8 +41,13 @@ fn prepare(
     }
     let tracker = tracker(request.tracker.as_deref())?;
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
-    let uri = request.uri.parse()?;
+    let uri: Uri = request.uri.parse()?;
     sandbox::goes_to(&uri, &shared.sandbox)?;
+    if matches!(uri, Uri::Fd(_)) && (request.plan || request.mode == ModeArg::Auto) {
+        bail!(
+            "{uri}: a plan measures the link over connections of its own, and passed sockets are for the migration; leave --plan and --mode auto"
+        );
+    }
     if request.keep_running && !matches!(uri, Uri::File(_)) {
         bail!(
             "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
@@ -58,6 +63,14 @@ fn prepare(
         settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
     let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
     shared.all_here()?;
+    // Last of what can be refused: they are used up by that.
+    let settings = match &uri {
+        Uri::Fd(names) => {
+            let sockets = shared.descriptors.take(names).and_then(|all| Ok(Sockets::new(all)?));
+            Settings { sockets: Some(sockets.with_context(|| uri.to_string())?), ..settings }
+        }
+        _ => settings,
+    };
     let asked = settings.fence.clone().map(Asked::start).transpose()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
