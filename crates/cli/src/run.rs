@@ -72,13 +72,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
         Some("stdio") => Some(Console::start(&shared)?),
         _ => None,
     };
-    let watched = Arc::clone(&shared);
-    vmferry_thread::spawn(vmferry_thread::Role::Watch, "speed", move || {
-        loop {
-            watched.observe();
-            std::thread::sleep(EVERY);
-        }
-    })?;
+    watch_the_guest(&shared)?;
     watch_for_the_end(&shared)?;
     // Before a guest runs and a peer is heard.
     confinement.settle()?;
@@ -129,6 +123,18 @@ fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
     if args.new_mac && !matches!(uri, Uri::File(_)) {
         bail!("--new-mac is for a copy in a file, and a guest that comes from {uri} is moved; leave it out");
     }
+    Ok(())
+}
+
+/// Looks at the guest's own reports from time to time.
+fn watch_the_guest(shared: &Arc<Shared>) -> Result<()> {
+    let watched = Arc::clone(shared);
+    vmferry_thread::spawn(vmferry_thread::Role::Watch, "speed", move || {
+        loop {
+            watched.observe();
+            std::thread::sleep(EVERY);
+        }
+    })?;
     Ok(())
 }
 

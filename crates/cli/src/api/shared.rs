@@ -3,13 +3,14 @@
 //! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
 //! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
 
+mod latest;
 mod quit;
 
 use super::audience::Audience;
 use super::options::Options;
 use super::rate::Measurement;
 use super::tell::Tell;
-use super::{DirtyRateRequest, MigrateRequest, migration};
+use super::{DirtyRateRequest, MigrateRequest};
 use crate::args::RunArgs;
 use crate::descriptors::Descriptors;
 use crate::fence::Asked;
@@ -321,76 +322,6 @@ impl Shared {
             None if self.lacks_pages() => bail!("pages of the guest are still at its source; wait for them"),
             None => Ok(()),
         }
-    }
-
-    /// Whom the migration under way or the last one asks.
-    pub(super) fn fence_now(&self) -> Option<Asked> {
-        lock(&self.fence_now).clone()
-    }
-
-    pub(crate) fn begin_migration(&self, fence: Option<Asked>, goes_over: bool) {
-        *lock(&self.fence_now) = fence;
-        self.audience.forget();
-        self.stay.store(false, Ordering::Release);
-        let tell = self.tell.clone();
-        let monitor = Arc::new(Monitor::watched(move |change| tell.change(change)));
-        self.tell.migration("setup");
-        let start = Some(Start::now(&self.speed, &self.probe));
-        *lock(&self.migration) = Migration { monitor: Some(monitor), report: None, start, goes_over };
-        self.set_place(Place::Moving);
-    }
-
-    /// The monitor of the migration that was begun.
-    pub(crate) fn monitor(&self) -> Arc<Monitor> {
-        lock(&self.migration).monitor.get_or_insert_default().clone()
-    }
-
-    /// State of the guest when the migration under way began, or the last one.
-    pub(crate) fn start(&self) -> Start {
-        *lock(&self.migration).start.get_or_insert_with(|| Start::now(&self.speed, &self.probe))
-    }
-
-    /// The report of the last migration if it has ended, or else the monitor of the one under way, if one is.
-    pub(super) fn latest(&self) -> (Option<Value>, Option<Arc<Monitor>>) {
-        let migration = lock(&self.migration);
-        match &migration.report {
-            Some(report) => (Some(report.clone()), None),
-            None => (None, migration.monitor.clone()),
-        }
-    }
-
-    /// The monitor of the migration under way, if one is.
-    pub(super) fn under_way(&self) -> Option<Arc<Monitor>> {
-        let migration = lock(&self.migration);
-        if migration.report.is_some() { None } else { migration.monitor.clone() }
-    }
-
-    pub(crate) fn end_migration(&self, report: Value, place: Place) {
-        let status = migration::status_of(&report);
-        self.set_place(place);
-        lock(&self.migration).report = Some(report);
-        match place {
-            Place::Running => self.tell.runs(),
-            Place::Paused => self.tell.stands(),
-            _ => {}
-        }
-        self.tell.migration(status);
-    }
-
-    /// The guest runs again. The report of the last migration no longer says that it is stopped
-    /// here.
-    pub(crate) fn was_resumed(&self) {
-        if let Some(report) = &mut lock(&self.migration).report {
-            report["stands_still"] = json!(false);
-        }
-    }
-
-    /// Whether the guest runs on the target while pages of it are here.
-    fn handed_over(&self) -> bool {
-        use MigrationState::{Postcopy, PostcopyPaused};
-        let migration = lock(&self.migration);
-        let state = migration.monitor.as_ref().map(|monitor| monitor.progress().state);
-        migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
     }
 
     /// Has the machine's owner look around. One that has other orders does so anyway.

@@ -132,8 +132,8 @@ pub(super) struct Driver<'s, 'e> {
     held: Option<(Instant, String)>,
     cancel_seen: bool,
     ticked: Instant,
-    /// When the monitor was given the account so far; `None` if it never was.
-    accounted: Option<Instant>,
+    /// When, and in which phase, the monitor was given the account so far; `None` if it never was.
+    accounted: Option<(Phase, Instant)>,
     timings: Timings,
     dirtied_since: Instant,
     /// Who is asked when nobody knows who owns the guest.

@@ -9,10 +9,11 @@ use std::time::Instant;
 impl Driver<'_, '_> {
     /// Tells the monitor where it stands.
     pub(super) fn show(&mut self) {
-        self.account();
+        let phase = self.session.phase();
+        self.account(phase);
         let (session, elapsed) = (&self.session, self.now());
         self.ground.monitor.update(|progress| {
-            progress.state = match session.phase() {
+            progress.state = match phase {
                 Phase::Setup => MigrationState::Setup,
                 Phase::Precopy => MigrationState::Precopy,
                 Phase::Switchover => MigrationState::Switchover,
@@ -40,12 +41,13 @@ impl Driver<'_, '_> {
         });
     }
 
-    /// Gives the monitor the account so far, at most once a tick: it is made anew each time.
-    fn account(&mut self) {
-        if self.accounted.is_some_and(|last| last.elapsed() < TICK) {
+    /// Gives the monitor the account so far. It is made anew each time, so this is done at most once a
+    /// tick, and for each new phase before the monitor shows that phase.
+    fn account(&mut self, phase: Phase) {
+        if self.accounted.is_some_and(|(known, last)| known == phase && last.elapsed() < TICK) {
             return;
         }
-        self.accounted = Some(Instant::now());
+        self.accounted = Some((phase, Instant::now()));
         let held = shielded("how long the guest was slowed is not known", || self.vm.throttled());
         let report = self.timings.account(self.ground, &self.session, &*self.tracker, &held);
         self.ground.monitor.account(report);
