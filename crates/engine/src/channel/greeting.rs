@@ -334,7 +334,7 @@ mod tests {
             waited.send(greeting.wait([Some(nobody.as_fd())], &ending, None)).unwrap();
         });
         // Nothing else ends that wait.
-        assert_eq!(done.recv_timeout(Duration::from_secs(60)), Ok([false]));
+        assert_eq!(done.recv_timeout(PATIENCE), Ok([false]));
     }
 
     #[test]

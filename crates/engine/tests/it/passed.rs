@@ -7,8 +7,9 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_engine::{Listener, MigrateError, MigrationState, Monitor, Settings, Sockets, Tls, Uri, migrate};
+use vmferry_testkit::wait;
 use vmferry_wire::{CARRIER, HELLO_BYTES, Hello, HelloReply, RefusalCode};
 
 fn uri() -> Uri {
@@ -34,15 +35,6 @@ fn connected(listener: &Listener, count: usize) -> Sockets {
         other => panic!("{other} is not listened at"),
     };
     Sockets::new((0..count).map(connect).collect()).unwrap()
-}
-
-/// Waits until the migration is so far. The bound is a hang guard.
-fn wait_for(done: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < deadline, "the migration does not come so far");
-        std::thread::yield_now();
-    }
 }
 
 fn over(sockets: Sockets, channels: u16) -> Settings {
@@ -121,7 +113,7 @@ fn a_guest_stays_when_the_one_connection_is_lost() {
         let monitor = Monitor::new();
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                wait_for(|| monitor.progress().wire_bytes > round << 19);
+                wait("the migration to come so far", || monitor.progress().wire_bytes > round << 19);
                 cut.shutdown(std::net::Shutdown::Both).unwrap();
             });
             attempt(&mut source, &mut target, &listener, &uri(), &settings, &monitor)
@@ -141,7 +133,7 @@ fn each_socket_is_used_once() {
     let monitor = Monitor::new();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            wait_for(|| monitor.progress().wire_bytes > 0);
+            wait("the migration to come so far", || monitor.progress().wire_bytes > 0);
             monitor.cancel();
         });
         let slow = Settings { max_bandwidth: Some(4_000_000), ..settings.clone() };
@@ -176,7 +168,7 @@ fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
         let mut bytes = [0; HELLO_BYTES];
         there.read_exact(&mut bytes).unwrap();
         let hello = Hello::decode(&bytes).unwrap();
-        assert_eq!(hello.features, CARRIER);
+        assert_eq!(hello.features & CARRIER, CARRIER);
         let refused = Some(RefusalCode::Feature);
         let reply = HelloReply { refused, version: 1, features: 0, migration: hello.migration };
         there.write_all(&reply.encode()).unwrap();

@@ -1,5 +1,5 @@
 //! What confinement adds to the system call that a vCPU's thread makes most, and to the start of a thread:
-//! `cargo run --release -p vmferry-confine --example cost`.
+//! `cargo run --release -p vmferry-confine --example filter_cost`.
 //!
 //! The request is KVM_RUN, on a descriptor that is not KVM's, so that nothing but the way into the kernel and its filters is measured.
 
