@@ -1,8 +1,6 @@
 //! The bare-metal guest's allocator and driver with this VMM's balloon.
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use vmferry_guest_abi::{
     AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State, StatsSink,
 };

@@ -1,8 +1,6 @@
 //! Real guests on real KVM: booting, pausing, and moving one by hand.
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{DirtyTracker, GuestMemory, SourceVm, TrackerKind};

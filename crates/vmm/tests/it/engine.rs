@@ -1,12 +1,9 @@
 //! A KVM guest moved by the real engine, and what happens when a page is withheld on purpose.
 
-mod confined;
-#[path = "engine/stalls.rs"]
 mod stalls;
-#[path = "engine/throttled.rs"]
 mod throttled;
 
-use confined::kvm;
+use crate::confined::kvm;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

@@ -1,16 +1,8 @@
 //! KVM guests on huge pages of the host's pool (hugetlbfs), moved by the real engine.
 
-mod confined;
-
-#[path = "../../sys/tests/pool/mod.rs"]
-mod pool;
-#[expect(dead_code, reason = "of what it can do to a link, one thing is done here")]
-#[path = "../../process/tests/it/proxy.rs"]
-mod proxy;
-
-use confined::kvm;
-use pool::Pool;
-use proxy::{Harm, Proxy, Rule, Way};
+use crate::confined::kvm;
+use crate::pool::Pool;
+use crate::proxy::{Harm, Proxy, Rule, Way};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use vmferry_engine::{

@@ -1,8 +1,6 @@
 //! A KVM guest that runs before its memory has come.
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

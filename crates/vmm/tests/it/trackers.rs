@@ -1,8 +1,6 @@
 //! All trackers give the same answer: the pages that the guest wrote, by its own account.
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use vmferry_bitmap::Bitmap;
 use vmferry_engine::{DirtyTracker, SourceVm, TrackerKind};
 use vmferry_guest_abi::{GuestArgs, StatsSink};

@@ -1,9 +1,7 @@
 //! KVM guests that allocate, touch and free memory, and move without what is free: by hints and by their own map, with every
 //! tracker, before and after their memory.
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use std::time::Duration;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, TargetVm,

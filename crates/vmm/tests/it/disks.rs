@@ -1,9 +1,7 @@
 //! Whose a disk is while its guest moves. (The guest of these tests does not use it: what happens on it is tested with the device and in
 //! Linux guests.)
 
-mod confined;
-
-use confined::kvm;
+use crate::confined::kvm;
 use std::path::PathBuf;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, Uri, migrate, receive,
