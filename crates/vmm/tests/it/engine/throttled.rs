@@ -1,14 +1,14 @@
 //! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
 
 use super::{MEMORY, corrupt_after_a_check, kvm, stats, wait};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
-    OnTimeout, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+    Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
 };
 use vmferry_guest_abi::{CpuSnapshot, GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, say, skip};
+use vmferry_testkit::{Need, PATIENCE, say, skip};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const CPUS: u32 = 2;
@@ -22,12 +22,16 @@ const LINK: u64 = 8 << 20;
 /// Shares from which on the heavy vCPU counts as throttled.
 const THROTTLED: f64 = 0.5;
 
+/// Time of the guest that is measured while it is throttled.
+const MEASURED_US: u64 = 2_000_000;
+
 /// A source that notes what its guest had done whenever it was throttled anew or stopped.
 struct Noting {
     vm: Vm,
-    notes: Vec<Note>,
+    notes: Arc<Mutex<Vec<Note>>>,
 }
 
+#[derive(Clone)]
 struct Note {
     /// The shares that held from then on.
     shares: Vec<f64>,
@@ -46,27 +50,36 @@ impl Noting {
             reported.is_some()
         });
         let light_held = SourceVm::throttled(&self.vm).get(1).copied().unwrap_or_default();
-        self.notes.push(Note { shares: shares.to_vec(), stats: reported.unwrap(), light_held });
+        let note = Note { shares: shares.to_vec(), stats: reported.unwrap(), light_held };
+        self.notes.lock().unwrap().push(note);
     }
+}
 
-    /// What each vCPU did in all stretches of time in which the first one was throttled, and the other was not; and how long the host
-    /// held the other one in these stretches.
-    ///
-    /// On a host that gives the link hardly any time, the light vCPU may outrun the link as well, and be throttled. A hold that begins
-    /// then can end in the next stretch, so that one is left out.
-    fn throttled(&self) -> ([Work; 2], Duration) {
-        let (mut work, mut light_held) = ([Work::default(); 2], Duration::ZERO);
-        let mut light_was_throttled = false;
-        for (from, to) in self.notes.iter().zip(&self.notes[1..]) {
-            let [heavy, light] = from.shares[..] else { continue };
-            if heavy >= THROTTLED && light == 0.0 && !light_was_throttled {
-                work.iter_mut().enumerate().for_each(|(cpu, work)| work.add(&from.stats, &to.stats, cpu));
-                light_held += to.light_held - from.light_held;
-            }
-            light_was_throttled = light > 0.0;
+/// What each vCPU did in all stretches of time in which the first one was throttled, and the other was not; and how long the host
+/// held the other one in these stretches.
+///
+/// On a host that gives the link hardly any time, the light vCPU may outrun the link as well, and be throttled. A hold that begins
+/// then can end in the next stretch, so that one is left out.
+fn throttled(notes: &[Note]) -> ([Work; 2], Duration) {
+    let (mut work, mut light_held) = ([Work::default(); 2], Duration::ZERO);
+    let mut light_was_throttled = false;
+    for (from, to) in notes.iter().zip(notes.iter().skip(1)) {
+        let [heavy, light] = from.shares[..] else { continue };
+        if heavy >= THROTTLED && light == 0.0 && !light_was_throttled {
+            work.iter_mut().enumerate().for_each(|(cpu, work)| work.add(&from.stats, &to.stats, cpu));
+            light_held += to.light_held - from.light_held;
         }
-        (work, light_held)
+        light_was_throttled = light > 0.0;
     }
+    (work, light_held)
+}
+
+/// Whether the guest was throttled for as long as is measured.
+fn measured(notes: &Mutex<Vec<Note>>, handle: &VmHandle) -> bool {
+    let mut notes = notes.lock().unwrap().clone();
+    let (Some(last), Some(stats)) = (notes.last(), stats(handle)) else { return false };
+    notes.push(Note { shares: Vec::new(), stats, light_held: last.light_held });
+    throttled(&notes).0[0].us >= MEASURED_US
 }
 
 impl SourceVm for Noting {
@@ -87,7 +100,7 @@ impl SourceVm for Noting {
         SourceVm::throttled(&self.vm)
     }
     fn pause(&mut self) -> Result<(), VmError> {
-        let shares = self.notes.last().map(|note| note.shares.clone()).unwrap_or_default();
+        let shares = self.notes.lock().unwrap().last().map(|note| note.shares.clone()).unwrap_or_default();
         self.note(&shares);
         SourceVm::pause(&mut self.vm)
     }
@@ -164,6 +177,28 @@ fn at_full_speed(handle: &VmHandle) -> [Work; 2] {
     work
 }
 
+/// Moves the guest to a new VM; `watch` runs meanwhile.
+fn attempt(
+    source: &mut Noting,
+    settings: &Settings,
+    watch: impl FnOnce(&Monitor) + Send,
+) -> (Report, Option<Vm>) {
+    let mut options = options();
+    options.incoming = true;
+    let mut target = Vm::new(options).unwrap();
+    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-vmm-{}-writers", std::process::id())));
+    let listener = Listener::bind(&uri, false).unwrap();
+    let arrival = Arrival::new(PATIENCE);
+    let monitor = Monitor::new();
+    let (report, received) = std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
+        scope.spawn(|| watch(&monitor));
+        let report = migrate(source, &uri, Some(TrackerKind::Ring), settings, &monitor).unwrap();
+        (report, receiving.join().unwrap())
+    });
+    (report, received.ok().map(|()| target))
+}
+
 /// Bounds that other work on this host cannot break: it makes vCPUs slower, and gives them less time, but it holds none and writes nothing.
 #[test]
 fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
@@ -173,40 +208,37 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     if largest_dirty_ring().unwrap().is_none() {
         return skip(Need::Kvm, "no dirty rings, which tell vCPUs apart");
     }
-    let mut source = Noting { vm: running(), notes: Vec::new() };
-    let before = at_full_speed(&source.vm.handle());
-    let mut options = options();
-    options.incoming = true;
-    let mut target = Vm::new(options).unwrap();
-    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-vmm-{}-writers", std::process::id())));
-    let listener = Listener::bind(&uri, false).unwrap();
+    let notes = Arc::<Mutex<Vec<Note>>>::default();
+    let mut source = Noting { vm: running(), notes: Arc::clone(&notes) };
+    let handle = source.vm.handle();
+    let before = at_full_speed(&handle);
     let settings = Settings {
         auto_converge: AutoConverge::Writers,
         max_bandwidth: Some(LINK),
-        downtime_limit: Duration::from_millis(100),
-        timeout: Some(Duration::from_secs(5)),
-        on_timeout: OnTimeout::Switch,
+        // Never reached: the cancel ends it.
+        downtime_limit: Duration::from_millis(1),
         ..Settings::default()
     };
-    let arrival = Arrival::new(Duration::from_secs(10));
-    let report = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
-        let report = migrate(&mut source, &uri, Some(TrackerKind::Ring), &settings, &Monitor::new()).unwrap();
-        receiving.join().unwrap().unwrap();
-        report
+    // The guest writes too much for the link until it was throttled for long enough.
+    let (report, _) = attempt(&mut source, &settings, |monitor| {
+        wait("the measured time", || measured(&notes, &handle));
+        monitor.cancel();
     });
-    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-    assert_eq!(corrupt_after_a_check(&target), 0);
-
+    assert_eq!(report.state, MigrationState::Cancelled, "{report:?}");
     let throttle = report.throttle.expect("the guest outran its link and was throttled");
-    let ([heavy, light], light_held) = source.throttled();
+    let ([heavy, light], light_held) = throttled(&notes.lock().unwrap());
+    // It runs on here, and moves over a link that is fast enough.
+    let (report, target) = attempt(&mut source, &Settings::default(), |_| ());
+    assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+    assert_eq!(corrupt_after_a_check(&target.unwrap()), 0);
+
     let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
     say(format!(
         "writers: of their speed the heavy vCPU kept {:.2}, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
         kept(heavy, 0),
         kept(light, 1)
     ));
-    assert!(heavy.us > 200_000, "the heavy vCPU was throttled for {heavy:?} only: {throttle:?}");
+    assert!(heavy.us >= MEASURED_US, "the heavy vCPU was throttled for {heavy:?} only: {throttle:?}");
     // The host held the one and never the other.
     let held = throttle.held_ms[0] * 1e3;
     assert!(held > heavy.us as f64 / 5.0, "held for {held:.0} of {} us: {throttle:?}", heavy.us);
