@@ -151,10 +151,11 @@ fn ctrl_c_is_heard_while_nobody_reads() {
     if !can_track() {
         return;
     }
-    let folder = Folder::new();
-    let source = Run::source("process", &folder);
-    for (name, to) in [("apart", ""), ("together", "2>&1")] {
-        let (_target, uri) = Run::target("process", &folder, name, "tcp:127.0.0.1:0");
+    // With standard error of its own, and together with standard output.
+    beside(["", "2>&1"], |to| {
+        let folder = Folder::new();
+        let source = Run::source("process", &folder);
+        let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
         let mut child = Command::new("sh")
             .args(["-c", &format!("exec \"$@\" {to}"), "sh", VMFERRY, "migrate", "--api", &source.api, &uri])
             .args(["--max-bandwidth", "8M/s", "--events", "-"])
@@ -180,7 +181,7 @@ fn ctrl_c_is_heard_while_nobody_reads() {
         let output = finish(child);
         assert!(!to.is_empty() || errors(&output).contains("the guest goes on where it was"), "{output:?}");
         source.goes_on();
-    }
+    });
 }
 
 #[test]
