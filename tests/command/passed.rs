@@ -181,7 +181,7 @@ fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
         (4, &["--verify"]),
         (1, &["--mode", "postcopy"]),
         // Control, two bulk, two urgent, probe.
-        (6, &["--mode", "hybrid", "--max-bandwidth", "40M/s", "--downtime-limit", "1ms"]),
+        (6, &["--mode", "postcopy", "--max-bandwidth", "40M/s"]),
     ];
     for kind in kinds() {
         for (count, more) in ways {

@@ -116,6 +116,7 @@ fn status_and_events_have_every_member_of_the_contract_while_a_migration_runs() 
     let folder = Folder::new();
     let events = folder.path("events.json");
     let source = Run::source("process", &folder);
+    source.wait("its speed", |s| s["vm"]["guest"]["writes_per_s"].as_f64() > Some(0.0));
     let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
     // 48 MiB at this rate take longer than the test waits for anything.
     let slow = ["--max-bandwidth", "500k/s", "--events", &events];
