@@ -219,6 +219,10 @@ fn free_pages_are_hinted_while_the_guest_moves() {
             rig::wait("the end of the migration", || {
                 monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#)
             });
+            // QEMU reports the end before it lets the guest go on.
+            rig::wait("the state after a migration", || {
+                monitor.ask(r#"{"execute": "query-status"}"#).contains(r#""status": "postmigrate""#)
+            });
             // It has not really gone anywhere: it goes on, and everything is there.
             monitor.ask(r#"{"execute": "cont"}"#);
             let now = wait(&guest, "the end of the hints", |now| now.guest.held_pages == 0);
