@@ -377,13 +377,14 @@ impl StatsSnapshot {
             .ok()
             .filter(|cpus| (1..=MAX_CPUS).contains(cpus))
             .ok_or(StatsError::Invalid { word: offset::CPUS, value: count })?;
-        let code = load(offset::STATE);
-        let state = State::from_code(code).ok_or(StatsError::Invalid { word: offset::STATE, value: code })?;
         let mut blocks = [CpuSnapshot::default(); MAX_CPUS];
         for (cpu, block) in blocks.iter_mut().enumerate().take(cpus) {
             let start = offset::BLOCKS + cpu * BLOCK_WORDS;
             *block = read_block(|word| load(start + word)).ok_or(StatsError::Busy { cpu })?;
         }
+        // After the blocks: a vCPU raises the state before it publishes why, so a copy with a failed check is of a state that says so.
+        let code = load(offset::STATE);
+        let state = State::from_code(code).ok_or(StatsError::Invalid { word: offset::STATE, value: code })?;
         Ok(Self {
             state,
             tsc_khz: load(offset::TSC_KHZ),

@@ -69,6 +69,23 @@ fn what_was_published_is_read() {
 }
 
 #[test]
+fn state_is_never_older_than_a_failed_check() {
+    for at in 0..offset::BLOCKS + offset::BLOCK_WORDS {
+        let (page, mut happened) = (ready_page(), false);
+        let snapshot = StatsSnapshot::read(|word| {
+            // A vCPU finds a failure just before the reader comes to word `at`.
+            if word == at && !std::mem::replace(&mut happened, true) {
+                page.raise(State::Corrupt);
+                page.cpus[0].publish(&report(1));
+            }
+            page.word(word).load(Ordering::Acquire)
+        })
+        .unwrap();
+        assert!(snapshot.corrupt() == 0 || snapshot.state == State::Corrupt, "word {at}");
+    }
+}
+
+#[test]
 fn windows_give_every_reader_its_maximum() {
     let page = ready_page();
     for stall in [5, 90, 3, 4] {
