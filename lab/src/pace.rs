@@ -3,11 +3,15 @@
 //! An emulated machine is as fast as its host has time for it: four times slower on a busy host is
 //! usual. So every time limit of the lab is given for a reference machine and stretched by the
 //! pace: the factor by which this machine is slower. The pace is measured when a process of the lab
-//! starts, before every scenario, and again whenever a time limit seems to be over.
+//! starts, before every scenario, and again whenever a time limit seems to be over. While a guest is
+//! moved it is measured all the time ([`Watch`]): a gap that the guest saw is judged when the host may
+//! have time again.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::hint::black_box;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Processor time that [`work`] takes in the emulated machine on an idle host (2 cores of 2026,
@@ -22,6 +26,8 @@ const STEPS: u32 = 20_000_000;
 const ROUNDS: u32 = 3;
 /// The same before something fails.
 const ROUNDS_TO_BE_SURE: u32 = 12;
+/// How often a [`Watch`] measures. A round takes 48 ms of a reference machine, so this costs 2 %.
+const WATCH_EVERY: Duration = Duration::from_secs(2);
 /// Bits of the pace of this process; zero until it is known.
 static PACE: AtomicU64 = AtomicU64::new(0);
 
@@ -111,6 +117,43 @@ fn work(steps: u32) -> u64 {
     table.iter().fold(state, |sum, slot| sum ^ slot)
 }
 
+/// Measures the pace from time to time, from when it is started until it is dropped. Each pace that is
+/// slower than the one known becomes the pace of this process.
+#[derive(Debug)]
+pub struct Watch {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    /// Starts.
+    ///
+    /// # Errors
+    /// If the system has no thread for it.
+    pub fn start() -> std::io::Result<Self> {
+        let over = Arc::<AtomicBool>::default();
+        let ended = Arc::clone(&over);
+        let watch = move || {
+            while !ended.load(Ordering::Acquire) {
+                keep(current().max(measure(1)));
+                std::thread::park_timeout(WATCH_EVERY);
+            }
+        };
+        let thread = std::thread::Builder::new().name("pace".into()).spawn(watch)?;
+        Ok(Self { over, thread: Some(thread) })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
 /// A time limit that is stretched by the pace.
 #[derive(Debug)]
 pub struct Limit {
@@ -145,6 +188,16 @@ mod tests {
     #[test]
     fn a_faster_machine_does_not_shorten_limits_and_a_slow_one_does_not_remove_them() {
         assert_eq!([0.2, 1.0, 2.5, 1e9].map(clamped), [1.0, 1.0, 2.5, SLOWEST]);
+    }
+
+    #[test]
+    fn watch_measures_and_ends() {
+        let watch = Watch::start().unwrap();
+        while PACE.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        drop(watch);
+        assert!((1.0..=SLOWEST).contains(&current()));
     }
 
     #[test]

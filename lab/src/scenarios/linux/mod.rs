@@ -11,6 +11,7 @@ mod storage;
 use super::rig::{Rig, migrate};
 use super::vm::{Guest, Seen, Vm};
 use super::{Lab, Scenario, Verdict};
+use crate::pace;
 use crate::told::Told;
 use anyhow::{Result, ensure};
 use judge::Move;
@@ -132,12 +133,14 @@ impl Rig<'_> {
     /// Moves the guest, which must go well, and looks whether anything was lost on the way.
     fn carry(&mut self, source: &Vm, target: &Vm, arguments: &[&str]) -> Result<Value> {
         let before = ready(source)?;
+        let watch = pace::Watch::start()?;
         let report = migrate(source, &target.uri()?, arguments)?;
         let status = source.end(seconds(30))?;
         ensure!(status == 0, "the source's process ended with status {status}: {}", source.said());
         // The same shell, with what it was told before.
         target.shell("echo kept-$kept", "kept-42")?;
         let after = target.verified("verify")?;
+        drop(watch);
         self.note(&report, &after.told);
         let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
         // Comparing all pages is not counted as downtime, but the guest stands still for it.
