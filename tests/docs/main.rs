@@ -24,8 +24,9 @@ fn root() -> PathBuf {
 
 fn pages() -> Vec<Page> {
     let root = root();
-    let mut paths: Vec<_> = std::fs::read_dir(root.join("docs"))
-        .unwrap()
+    let mut paths: Vec<_> = ["docs", "docs/decisions"]
+        .into_iter()
+        .flat_map(|folder| std::fs::read_dir(root.join(folder)).unwrap())
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
         .chain(["README.md", "CONTRIBUTING.md", "SECURITY.md", "lab/README.md"].map(|name| root.join(name)))

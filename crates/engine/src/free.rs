@@ -11,7 +11,7 @@
 //!
 //! The source of answers promises (1) for some instant between the call of [`FreePages::ask`] and the return of the
 //! [`FreePages::poll`] that brings the page. (2) is the engine's business, and not to be had for nothing: a log that is
-//! "initially set" (traps.md 3) tracks a page only after it was protected once, and to protect all of memory before the first
+//! "initially set" (hazards.md 3) tracks a page only after it was protected once, and to protect all of memory before the first
 //! page is sent would have that page wait for 4 to 5 ms for each GiB. So the order is, in each pass:
 //!
 //! | step | what for |

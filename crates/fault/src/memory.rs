@@ -138,7 +138,7 @@ impl UffdMemory {
     }
 
     /// Calls `read` if all pages of `run` are there, and keeps it so until `read` returns: whoever only wants to look at
-    /// guest memory does it in here and never sleeps (traps.md 18). `None` if a page is missing, or the host does not say.
+    /// guest memory does it in here and never sleeps (hazards.md 18). `None` if a page is missing, or the host does not say.
     ///
     /// A page that is there stays: only `begin` drops pages, and waits for `read`. (Of a memfd, "there" is what the file
     /// holds; the first touch through this mapping is then no fault for us.)
@@ -193,7 +193,7 @@ impl UffdMemory {
         Ok(())
     }
 
-    /// In this order (traps.md 17): forbid huge pages, because one that the kernel makes of a few placed pages would fill
+    /// In this order (hazards.md 17): forbid huge pages, because one that the kernel makes of a few placed pages would fill
     /// the missing ones between them with zeros; register, so that whoever touches a page from then on waits; and only
     /// then drop, because what is touched after it was dropped and before it is registered would be there, as zeros.
     fn prepare(&self, missing: &PageSet) -> Result<(), FaultError> {

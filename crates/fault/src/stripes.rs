@@ -1,6 +1,6 @@
 //! Which userfaultfd a page belongs to.
 //!
-//! A mapping belongs to one userfaultfd, and the kernel splits a mapping at each change of owner (traps.md 16). So regions
+//! A mapping belongs to one userfaultfd, and the kernel splits a mapping at each change of owner (hazards.md 16). So regions
 //! are cut into chunks, which are dealt to the stripes in turn. Chunks are as small as a bounded number of mappings allows,
 //! so that also a small working set lies in all stripes.
 

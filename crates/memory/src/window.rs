@@ -109,7 +109,7 @@ impl<'a> Window<'a> {
     ///
     /// The guest may write meanwhile. `None` is true of a copy of the page, so it was all zero at one moment of each of
     /// its bytes. A digest may be that of a page that turned into zeros, or of a torn one; nobody holds such a page, so
-    /// whoever compares finds a difference, and the page was written after this read, so it comes again (traps.md 10).
+    /// whoever compares finds a difference, and the page was written after this read, so it comes again (hazards.md 10).
     ///
     /// # Panics
     /// If there is no such page.

@@ -33,7 +33,7 @@ impl Clock {
     }
 
     /// Goes on from `saved`, advanced by the time that has passed: hiding the downtime would be a lie to the guest
-    /// (traps.md 14). Hosts whose clocks disagree backwards cannot make it go back.
+    /// (hazards.md 14). Hosts whose clocks disagree backwards cannot make it go back.
     pub(crate) fn restore(saved: SavedClock) -> Self {
         let passed = realtime_ns().saturating_sub(saved.realtime_ns);
         Self { base: Instant::now(), offset: saved.ns.saturating_add(passed) }

@@ -270,7 +270,7 @@ impl ProcessHandle {
     }
 
     /// What `read` says if the header and the blocks of `cpus` threads are there: these are threads that must never sleep on
-    /// guest memory (traps.md 18).
+    /// guest memory (hazards.md 18).
     fn look<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
         let region = self.memory.layout().regions()[0].id;
         let first = STATS_GPA >> PAGE_SHIFT;

@@ -1,6 +1,6 @@
 //! Reading the statistics page that the bare-metal guest keeps (guest/abi).
 //!
-//! Whoever does so is a thread that must never sleep on guest memory (traps.md 18): every look at the page is a
+//! Whoever does so is a thread that must never sleep on guest memory (hazards.md 18): every look at the page is a
 //! [`LazySlot::look`].
 
 use crate::memory::GuestRam;
@@ -44,7 +44,7 @@ pub(crate) fn request_verify(ram: &GuestRam, lazy: &LazySlot, request: u64) -> b
         }
         ours
     });
-    // KVM does not see this write (traps.md 4): write, then mark. The page lies in the first region, which starts at 0.
+    // KVM does not see this write (hazards.md 4): write, then mark. The page lies in the first region, which starts at 0.
     if let (Ok(true), Some(region)) = (written, ram.regions().first()) {
         region.marks().bitmap().set(STATS_GPA >> PAGE_SHIFT);
     }

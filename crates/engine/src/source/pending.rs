@@ -4,7 +4,7 @@ use super::flight::Flight;
 use std::sync::Arc;
 use vmferry_memory::{Layout, PageSet};
 
-/// Two sets, not one (traps.md 8): `base` is what was to be sent anyway, `since` what was harvested later. An answer about
+/// Two sets, not one (hazards.md 8): `base` is what was to be sent anyway, `since` what was harvested later. An answer about
 /// free pages may take pages out of `base` only, because whatever is in `since` was written after the question was asked. One
 /// set could not tell the two apart, and a late answer would lose a write.
 ///

@@ -1,6 +1,6 @@
 //! A bulk channel's sending thread: its share of the chunks, as frames, straight out of guest memory.
 //!
-//! Two versions of one page must not overtake each other on two channels (traps.md 11). Memory is cut into chunks, and a
+//! Two versions of one page must not overtake each other on two channels (hazards.md 11). Memory is cut into chunks, and a
 //! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
 //! between passes is needed for correctness, and the threads share nothing but counters.
 
@@ -130,7 +130,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     }
 
     /// The order that loses no page: protect, *then* ask what was touched, *then* read. A write before the protection
-    /// is in what we read; one after it is found by the next harvest (traps.md 1, 3, 9).
+    /// is in what we read; one after it is found by the next harvest (hazards.md 1, 3, 9).
     fn send_chunk(
         &mut self,
         pass: u32,

@@ -422,7 +422,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     }
 
     /// Every page against its digest. A mismatch is no error yet: the guest may have written the page between the
-    /// source's digest and its copy into the socket, and then it is dirty and comes again (traps.md 10).
+    /// source's digest and its copy into the socket, and then it is dirty and comes again (hazards.md 10).
     fn check(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
         // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
         let mut digests = table.digests().rev();

@@ -105,7 +105,7 @@ impl<D: Disk> Job<'_, D> {
     fn read<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<u64, Status> {
         let into = slices(memory, &request.data, Permissions::Write)?;
         let read = self.disk.read(request.sector * SECTOR, &into);
-        // The kernel wrote the guest's pages behind the back of every tracker (traps.md 4): they are marked now that it has, and
+        // The kernel wrote the guest's pages behind the back of every tracker (hazards.md 4): they are marked now that it has, and
         // all of them even if it failed, because it may have written some. A harvest that comes between finds the mark next time,
         // and the last one comes when nothing is under way any more.
         into.iter().for_each(mark);

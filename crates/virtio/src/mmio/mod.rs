@@ -244,7 +244,7 @@ impl<D: Device> MmioTransport<D> {
         /// Between two looks whether the lock is free: seldom needed, as it is held for the length of a ring.
         const BETWEEN: Duration = Duration::from_millis(1);
         let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
-        // Not by waiting for the lock: a thread of the device's may hold it and sleep on a page that does not come (traps.md 18).
+        // Not by waiting for the lock: a thread of the device's may hold it and sleep on a page that does not come (hazards.md 18).
         let mut core = loop {
             match (self.try_core(), left()) {
                 (Some(core), _) => break core,

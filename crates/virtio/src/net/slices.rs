@@ -52,7 +52,7 @@ fn within<B: BitmapSlice>(
     }
 }
 
-/// Marks the first `bytes` as written: by a system call, which marks nothing. After it (traps.md 4).
+/// Marks the first `bytes` as written: by a system call, which marks nothing. After it (hazards.md 4).
 pub(super) fn mark<B: BitmapSlice>(slices: &[VolatileSlice<'_, B>], bytes: usize) {
     within(slices, 0, bytes, |slice, at, range| slice.bitmap().mark_dirty(at, range.len()));
 }

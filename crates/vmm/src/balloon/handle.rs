@@ -165,7 +165,7 @@ impl BalloonHandle {
     /// # Errors
     /// If it keeps none, its map does not fit its memory, or its memory is still coming from elsewhere.
     pub fn read_map(&self, free: &mut PageSet) -> Result<u64, MapError> {
-        // Whoever read a page that has not come would sleep (traps.md 18).
+        // Whoever read a page that has not come would sleep (hazards.md 18).
         let read = self.0.lazy.settled(|| self.0.control.read_map(self.0.ram.map(), free));
         read.unwrap_or(Err(MapError::Elsewhere))
     }

@@ -32,7 +32,7 @@ impl GuestRam {
     /// ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
     ///
     /// # Dropped, then marked
-    /// For a migration a drop is a write of zeros that KVM does not see (traps.md 4), so it is marked like one, and *after* it was done:
+    /// For a migration a drop is a write of zeros that KVM does not see (hazards.md 4), so it is marked like one, and *after* it was done:
     /// a harvest takes the mark first and reads the page later. If the mark is taken, the page that is read is the dropped one, and the
     /// target gets zeros; if the drop comes after the read, so does its mark, and a later harvest has the page sent again. The other
     /// way round, a harvest between mark and drop would take the mark, send what was there, and leave the drop without one: zeros here,

@@ -31,7 +31,7 @@ struct Common {
 ///
 /// It sleeps until the driver kicks or the tap has frames; both are told by edges, so that nothing has to be read to silence them. While
 /// pages of guest memory are still to come it can fall asleep on one: with the device's lock if it is one of the rings, with none if it is
-/// a buffer. Nobody but the guest's vCPUs waits for it then (traps.md 18).
+/// a buffer. Nobody but the guest's vCPUs waits for it then (hazards.md 18).
 #[derive(Debug)]
 pub(super) struct Carrier {
     common: Arc<Common>,

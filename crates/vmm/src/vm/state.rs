@@ -66,7 +66,7 @@ impl Vm {
     /// the guest runs, or has ended.
     pub fn settle(&mut self, within: Duration) -> Result<()> {
         self.expect_alive("bring its devices to rest")?;
-        // What is finished now sends interrupts and writes memory (traps.md 13).
+        // What is finished now sends interrupts and writes memory (hazards.md 13).
         // One patience for both: the guest stands still meanwhile.
         let deadline = Instant::now() + within.min(bus::PATIENCE);
         self.shared.devices.bus().quiesce_by(deadline)?;

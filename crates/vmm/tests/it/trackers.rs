@@ -187,7 +187,7 @@ fn each_tracker_reports_what_the_guest_wrote() {
     }
 }
 
-/// The choice between ring and log is made when the VM starts (traps.md 2).
+/// The choice between ring and log is made when the VM starts (hazards.md 2).
 #[test]
 fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
     if !kvm() {

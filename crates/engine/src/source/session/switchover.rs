@@ -29,7 +29,7 @@ impl Session {
         self.state = State::LastHarvest;
         self.harvest_began = now;
         let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
-        // The harvest comes after the state was saved, because saving can write guest memory (traps.md 13), and the
+        // The harvest comes after the state was saved, because saving can write guest memory (hazards.md 13), and the
         // state's bytes travel while the harvest and the last pages are under way.
         let mut actions = vec![Action::Send(ToTarget::Final { pass: self.pass })];
         actions.extend(sections.into_iter().map(|section| Action::Send(ToTarget::Section(section))));
