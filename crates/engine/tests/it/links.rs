@@ -212,7 +212,7 @@ fn damage_outside_of_pages_is_noticed_by_both_sides() {
     in_parallel(cases.into(), |(way, after)| {
         let rule = Rule { way, after, harm: Harm::Flip };
         let Passage { ended, source, target, harmed, .. } = through(Some(rule));
-        assert!(harmed, "{rule:?}");
+        assert!(harmed, "{rule:?}: {}; {:?}", ended.error(), ended.received);
         check_owner(&source, &target, &ended);
         assert_ne!(ended.state(), Some(MigrationState::Completed), "{rule:?}");
         assert!(source.works() && !target.ran(), "{rule:?}");
