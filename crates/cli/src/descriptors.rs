@@ -1,4 +1,4 @@
-//! Descriptors that this process was given, and those of them that may carry a migration.
+//! Inherited and passed descriptors, and the ones that may carry a migration.
 //!
 //! A descriptor comes in one of three ways: at start by `LISTEN_FDS` (sd_listen_fds(3)), at start
 //! because the command line names it, or over the control socket (`getfd`). Each has one owner. A
@@ -23,7 +23,7 @@ const FIRST: RawFd = 3;
 #[derive(Debug)]
 pub(crate) struct Inherited {
     open: BTreeMap<RawFd, OwnedFd>,
-    /// Those that the service manager passed.
+    /// Descriptors that the service manager passed.
     listed: Vec<RawFd>,
 }
 
@@ -96,8 +96,8 @@ fn by_path(words: &[String]) -> Vec<RawFd> {
 pub(crate) struct Descriptors(Mutex<BTreeMap<String, OwnedFd>>);
 
 impl Descriptors {
-    /// Those of `inherited` that are for migrations: what the service manager passed, what
-    /// `--pass-fd` names, and what an address names. All others are closed.
+    /// Keeps the descriptors of `inherited` that are for migrations: the service manager passed
+    /// them, or `--pass-fd` or an address names them. Closes all others.
     ///
     /// # Errors
     /// If a number that `--pass-fd` names is not an open stream socket.
@@ -116,7 +116,7 @@ impl Descriptors {
         }
         if let Some(Uri::Fd(names)) = incoming {
             for name in names {
-                // One that is missing, or no socket, is told of when it is used.
+                // A descriptor that is missing, or is no socket, is an error when it is used.
                 let number = name.parse().ok().filter(|number| *number >= FIRST);
                 let descriptor = number.and_then(|number| inherited.open.remove(&number));
                 descriptor.map(|descriptor| all.insert(name.clone(), descriptor));

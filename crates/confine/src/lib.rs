@@ -260,8 +260,8 @@ pub fn close_inherited(keep: &[RawFd]) {
     }
 }
 
-/// Takes over those of the descriptors `numbers` that are open, but for the standard streams. A
-/// program that this process executes does not get them.
+/// Takes over the open descriptors among `numbers`, except the standard streams. Programs that this
+/// process executes do not inherit these descriptors.
 ///
 /// # Safety
 /// Nothing else in this process may own one of the numbers. The caller calls this function once, before
@@ -269,10 +269,10 @@ pub fn close_inherited(keep: &[RawFd]) {
 pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
     let mut taken = BTreeMap::new();
     for number in numbers.iter().copied().filter(|number| *number > 2) {
-        // SAFETY: takes numbers, of which the kernel says whether they are open.
+        // SAFETY: the call takes numbers, and fails for a descriptor that is not open.
         let open = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
         if open && !taken.contains_key(&number) {
-            // SAFETY: it is open, and nothing else owns it, as the caller says.
+            // SAFETY: the descriptor is open, and the caller promises that nothing else owns it.
             taken.insert(number, unsafe { OwnedFd::from_raw_fd(number) });
         }
     }

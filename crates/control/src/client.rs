@@ -98,7 +98,7 @@ impl Client {
         self.ask(command, &arguments, None)
     }
 
-    /// Passes `descriptor`, a duplicate of which the other side then knows as `name` (`getfd`).
+    /// Passes a duplicate of `descriptor` to the server, which keeps it as `name` (`getfd`).
     ///
     /// # Errors
     /// As for [`execute`](Self::execute).
@@ -208,7 +208,7 @@ impl Client {
     }
 }
 
-/// Sends the beginning of `line`, and `descriptor` with it; says how much that was.
+/// Sends the beginning of `line` with `descriptor`, and returns the number of bytes that were sent.
 fn send_with(stream: &UnixStream, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let descriptors = [descriptor];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

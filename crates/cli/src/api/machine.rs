@@ -82,7 +82,7 @@ struct Recover {
     _take: Option<bool>,
 }
 
-/// What `getfd` and `closefd` are told.
+/// Arguments of `getfd` and `closefd`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Descriptor {

@@ -241,8 +241,7 @@ pub(super) fn role(role: Role) -> Policy {
         Role::Listener => {
             // Of a connection that is heard on a thread of its own another descriptor is kept, to end it by.
             let again = Policy::default().each(SYS_fcntl, (1, WHOLE), &[number(libc::F_DUPFD_CLOEXEC)]);
-            // Channels that share a connection are pairs of local sockets, which nobody else
-            // reaches.
+            // Each channel that shares a connection is a pair of local sockets of this process.
             let pair = Policy::default().each(SYS_socketpair, (0, WHOLE), &[number(libc::AF_UNIX)]);
             requests(&[request::BLOCKING])
                 .any(&[SYS_accept4])

@@ -20,7 +20,7 @@ const MOST: usize = 4;
 #[derive(Debug)]
 pub(super) struct Arrivals {
     state: Mutex<State>,
-    /// Readable after a knock; and what makes it so.
+    /// `door` is readable after a write to `knock`.
     door: UnixStream,
     knock: UnixStream,
 }
@@ -34,7 +34,7 @@ struct State {
 /// A connection that carries lanes.
 #[derive(Debug)]
 pub(super) struct Carried {
-    /// To end it by.
+    /// A duplicate of the socket, to end the connection by.
     socket: Socket,
     /// One of its lanes said a proper hello: encrypted, where the target wants that.
     proven: AtomicBool,
@@ -59,14 +59,14 @@ impl Arrivals {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What to wait at for connections.
+    /// Returns the descriptor that is readable after a [`knock`](Self::knock).
     pub(super) fn door(&self) -> BorrowedFd<'_> {
         self.door.as_fd()
     }
 
-    /// Opens the door once: connections wait, or the last one may have ended.
+    /// Wakes the listener: connections wait, or the last one may have ended.
     pub(super) fn knock(&self) {
-        // It fails only if it is full, and then the door is open already.
+        // The write fails only if the socket is full. The door is readable then.
         let _ = (&self.knock).write(&[0]);
     }
 
@@ -81,7 +81,7 @@ impl Arrivals {
         std::mem::take(&mut self.lock().waiting)
     }
 
-    /// Whether no connection waits, nor carries lanes.
+    /// Returns whether no connection waits and none carries lanes.
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.waiting.is_empty() && state.carried.is_empty()
@@ -132,7 +132,7 @@ impl Arrivals {
         spawn(Role::Listener, "target-carrier", work).inspect_err(|_| self.forget(&known)).map(drop)
     }
 
-    /// A connection carries lanes no more, or never will.
+    /// Forgets a connection that does not carry lanes any more, or never will.
     pub(super) fn forget(&self, carried: &Arc<Carried>) {
         self.lock().carried.retain(|known| !Arc::ptr_eq(known, carried));
         self.knock();

@@ -40,7 +40,7 @@ pub(super) struct Connection {
 #[derive(Debug)]
 struct Silent {
     connection: Connection,
-    /// When it has taken too long; `None` if it may take any time.
+    /// Time at which the connection is ended; `None` if it may stay silent for any time.
     until: Option<Instant>,
     /// Something has come, or its end.
     speaks: bool,
@@ -104,7 +104,7 @@ impl Greeting {
         self.silent.push_back(Silent { connection, until, speaks: false });
     }
 
-    /// Whether there is no connection that has yet to say hello.
+    /// Returns whether every connection has said hello or has ended.
     pub(super) fn is_idle(&self) -> bool {
         self.silent.is_empty() && self.threads.load(Ordering::Acquire) == 0
     }
@@ -116,8 +116,8 @@ impl Greeting {
         }
     }
 
-    /// Has those that speak heard by `hear`, and what came of it, if anything did, given to `take`. Then `left` is called: the
-    /// connection is none of these any more.
+    /// Reads the hello of each connection that speaks by `hear`, on a thread of its own, and gives the result to `take`. The thread
+    /// calls `left` when the connection is not counted here any more.
     pub(super) fn hear<T>(
         &mut self,
         hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,

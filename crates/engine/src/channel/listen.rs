@@ -166,7 +166,7 @@ impl Listener {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Why no source can come any more.
+    /// Returns the error of a target that no source can reach any more.
     pub(crate) fn no_source(&self) -> MigrateError {
         let why = "each passed connection has ended, and no guest came over them";
         let source = io::Error::new(io::ErrorKind::NotConnected, why);

@@ -72,7 +72,7 @@ impl Shared {
         }
     }
 
-    /// Whether the guest runs on the target while pages of it are here.
+    /// Returns whether the guest runs on the target while this side still has pages of the guest.
     pub(super) fn handed_over(&self) -> bool {
         use MigrationState::{Postcopy, PostcopyPaused};
         let migration = lock(&self.migration);
