@@ -1,5 +1,6 @@
 //! Guests that run on the target before their memory is there: every way to get there, and what may go wrong on it.
 
+use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{
     Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds, say, skip,
     spawn, vmferry, wait_for, wait_for_end,
@@ -8,6 +9,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 /// Moves a loaded guest with these arguments, and looks at it on the other side.
@@ -190,6 +192,34 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
     target.signal(Signal::CONT);
     assert_eq!(wait_for_end(&mut target.child), Some(1));
     source.whole();
+}
+
+/// The target's channel threads end the watch over its memory, under their confinement. Then the source asks the target.
+#[test]
+fn a_commit_that_is_lost_leaves_the_guest_at_its_source() {
+    if !can_track() {
+        return;
+    }
+    beside(kinds(), |kind| {
+        for harm in [Harm::CutAtCommit, Harm::CutAllAtCommit] {
+            let what = format!("{kind}, {harm:?}");
+            let folder = Folder::new();
+            let source = Run::source(kind, &folder);
+            let at = folder.path("wire");
+            let (mut target, _) = Run::target(kind, &folder, "target", &format!("unix:{at}"));
+            let way = Way { connection: 0, to_target: true };
+            let proxy = Proxy::new(PathBuf::from(at), Some(Rule { way, after: 0, harm }));
+            let output = source.migrate(&proxy.uri().to_string(), &["--mode", "postcopy"]);
+            assert!(proxy.harmed(), "{what}: no commit was cut: {output:?}");
+            assert!(
+                code(&output) == 1 && errors(&output).contains("goes on where it was"),
+                "{what}: {output:?}"
+            );
+            assert_eq!(wait_for_end(&mut target.child), Some(1), "{what}");
+            source.goes_on();
+            source.whole();
+        }
+    });
 }
 
 /// A KVM guest's memory is touched by the kernel, and its faults need a permission.

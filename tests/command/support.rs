@@ -2,7 +2,8 @@
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -219,10 +220,25 @@ impl Run {
     }
 }
 
+/// Ends the process. A failed test reports how the process had ended by then, and what it wrote to standard error.
+///
+/// A process that its confinement ended fails the test, also where the test expects the process to end.
 impl Drop for Run {
     fn drop(&mut self) {
+        let ended = self.child.try_wait();
         let _ = self.child.kill();
         let _ = self.child.wait();
+        let confined = matches!(&ended, Ok(Some(status)) if status.signal() == Some(Signal::SYS.as_raw()));
+        if !confined && !std::thread::panicking() {
+            return;
+        }
+        let mut said = Vec::new();
+        if let Some(stderr) = &mut self.child.stderr {
+            let _ = stderr.read_to_end(&mut said);
+        }
+        let said = String::from_utf8_lossy(&said);
+        eprintln!("{}: before the test ended it: {ended:?}; its standard error:\n{said}", self.api);
+        assert!(!confined || std::thread::panicking(), "{} was ended by its confinement", self.api);
     }
 }
 

@@ -81,9 +81,19 @@ pub struct UffdMemory {
     interrupts: AtomicU64,
     /// Whether pages are missing. Not on the way of a fault: written by `begin` and `end`, read by who looks at guest memory
     /// and must not sleep ([`UffdMemory::look`]).
-    begun: RwLock<bool>,
+    begun: RwLock<Faults>,
     /// Keeps the mappings. The last field: everything above is gone before it.
     _owner: Arc<dyn Any + Send + Sync>,
+}
+
+/// Whether an access to a page that is not there waits for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Faults {
+    Off,
+    /// An access waits. The guest does not run.
+    On,
+    /// An access waits. The guest runs, and its vCPUs have short time slices.
+    OfGuest,
 }
 
 impl UffdMemory {
@@ -132,7 +142,7 @@ impl UffdMemory {
             huge_pages: options.huge_pages,
             threads: Arc::clone(&options.threads),
             interrupts: AtomicU64::new(0),
-            begun: RwLock::new(false),
+            begun: RwLock::new(Faults::Off),
             _owner: owner,
         })
     }
@@ -144,7 +154,7 @@ impl UffdMemory {
     /// holds; the first touch through this mapping is then no fault for us.)
     pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        let there = !*begun || self.there(region, run).unwrap_or(false);
+        let there = *begun == Faults::Off || self.there(region, run).unwrap_or(false);
         there.then(read)
     }
 
@@ -152,14 +162,14 @@ impl UffdMemory {
     /// `change` returns; `None` between `begin` and `end`.
     pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        (!*begun).then(change)
+        (*begun == Faults::Off).then(change)
     }
 
     /// Whether pages are missing and nobody waits for faults on them at this moment. Who has just read one and places its page
     /// does not count, so one look means little.
     pub(crate) fn lacks_server(&self) -> bool {
         let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        begun && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
+        begun != Faults::Off && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
     }
 
     fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
@@ -352,7 +362,7 @@ impl LazyMemory for UffdMemory {
 
     fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
         let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
-        if *begun {
+        if *begun != Faults::Off {
             return Err(FaultError::Begun.into());
         }
         self.check(missing)?;
@@ -361,9 +371,17 @@ impl LazyMemory for UffdMemory {
             let _ = self.release();
             return Err(error.into());
         }
-        self.threads.prefer_latency(true);
-        *begun = true;
+        *begun = Faults::On;
         Ok(())
+    }
+
+    fn started(&self) {
+        let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
+        // The last page may have come before this call.
+        if *begun == Faults::On {
+            self.threads.prefer_latency(true);
+            *begun = Faults::OfGuest;
+        }
     }
 
     fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
@@ -407,12 +425,15 @@ impl LazyMemory for UffdMemory {
 
     fn end(&self) -> Result<(), VmError> {
         let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
-        if *begun {
-            // After an error it can be tried again: what is given back already is so again without harm.
-            self.release()?;
-            self.threads.prefer_latency(false);
-            *begun = false;
+        if *begun == Faults::Off {
+            return Ok(());
         }
+        // After an error it can be tried again: what is given back already is so again without harm.
+        self.release()?;
+        if *begun == Faults::OfGuest {
+            self.threads.prefer_latency(false);
+        }
+        *begun = Faults::Off;
         Ok(())
     }
 }

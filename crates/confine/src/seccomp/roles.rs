@@ -251,7 +251,7 @@ pub(super) fn role(role: Role) -> Policy {
                 .and(again)
                 .and(pair)
         }
-        // Asks the source for pages, or reads them out of a file; whoever has the last one takes the vCPUs' short slices back.
+        // Asks the source for pages, or reads them out of a file. The thread that has the last page takes the vCPUs' short slices back.
         Role::Fault => {
             requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
         }
@@ -406,7 +406,7 @@ fn owner() -> Policy {
     ]
     .map(number);
     started
-        // vCPUs get short slices from whoever brings their pages.
+        // The owner starts the guest, and then gives the vCPUs short slices.
         .any(LATENCY)
         .and(requests(&[
             request::MACHINE,

@@ -60,6 +60,11 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// pages of `missing` may have been dropped.
     fn begin(&self, missing: &PageSet) -> Result<(), VmError>;
 
+    /// The guest runs: from now until [`end`](Self::end) its vCPUs wait for single pages. Called by the thread that started
+    /// the guest, at most once between `begin` and `end`, and perhaps after `end`. An implementation may have the vCPUs
+    /// scheduled accordingly. The default does nothing.
+    fn started(&self) {}
+
     /// The next fault of `stripe`; `None` if none came `within` that time, or [`interrupt`](Self::interrupt) was called.
     ///
     /// # Errors
@@ -91,7 +96,8 @@ pub trait LazyMemory: Send + Sync + Debug {
     fn wake(&self, region: RegionId, page: PageIndex) -> Result<(), VmError>;
 
     /// Ends it: every page that is still missing reads as zeros from now on, and nothing makes faults any more. Does
-    /// nothing if it was not begun.
+    /// nothing if it was not begun. Called by any thread of the engine while the guest has not been started, and afterwards
+    /// by fault threads and threads of the caller only.
     ///
     /// # Errors
     /// If the host refuses for some memory.

@@ -113,6 +113,7 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
         // Only now: until here nothing is brought but what the state needs, so that the guest runs soon.
         filling.spawn("restore".into(), move |lazy| FileOrigin::sweep(lazy, &lacking))?;
         vm.start().map_err(|error| failed(error.into()))?;
+        filling.lazy.memory.started();
         Ok((load_ms, early))
     };
     match start(&mut filling) {

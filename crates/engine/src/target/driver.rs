@@ -384,6 +384,9 @@ impl<'a> Driver<'a> {
         let began = Instant::now();
         match self.busy(|vm| vm.start()) {
             Ok(()) => {
+                if let Some(lazy) = self.link.arrivals.lazy() {
+                    lazy.memory.started();
+                }
                 let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
                 Event::Started { micros: micros(began.elapsed()), cpu_us }
             }
