@@ -174,7 +174,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
         (run, address, said)
     };
     let (source, first, _one) = run("source", &["--workload", crate::support::WORKLOAD]);
-    let awaits = ["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "30s"];
+    let awaits = ["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "120s"];
     let (middle, second, _two) = run("middle", &awaits);
     let (target, third, _three) = run("target", &awaits);
     let since = now();

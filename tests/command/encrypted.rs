@@ -26,7 +26,7 @@ fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
 }
 
 fn target(kind: &str, folder: &Folder, own: &[String]) -> (Run, String) {
-    let mut more = vec!["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "30s"];
+    let mut more = vec!["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", "120s"];
     more.extend(own.iter().map(String::as_str));
     let run = Run::start(kind, folder, "target", &more);
     let status = run.wait("the target listening", |status| status["vm"]["incoming"].is_string());

@@ -148,7 +148,7 @@ impl Run {
     }
 
     pub(crate) fn target(kind: &str, folder: &Folder, name: &str, uri: &str) -> (Self, String) {
-        let run = Self::start(kind, folder, name, &["--incoming", uri, "--peer-timeout", "30s"]);
+        let run = Self::start(kind, folder, name, &["--incoming", uri, "--peer-timeout", "120s"]);
         let status = run.wait("the target listening", |s| s["vm"]["incoming"].is_string());
         let uri = status["vm"]["incoming"].as_str().unwrap().to_owned();
         (run, uri)

@@ -32,11 +32,11 @@ fn slow() -> Settings {
     Settings { max_bandwidth: Some(50_000_000), ..quick() }
 }
 
-/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take 100 ms. A guest that outruns
+/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take 600 ms. A guest that outruns
 /// the link is stopped after some passes.
 fn slowest() -> Settings {
     let (timeout, on_timeout) = (Some(Duration::from_secs(4)), OnTimeout::Switch);
-    Settings { max_bandwidth: Some(20_000_000), timeout, on_timeout, ..quick() }
+    Settings { max_bandwidth: Some(8_000_000), timeout, on_timeout, ..quick() }
 }
 
 #[test]

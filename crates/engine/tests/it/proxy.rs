@@ -42,7 +42,7 @@ pub(crate) enum Harm {
 }
 
 impl Harm {
-    fn at_commit(self) -> bool {
+    pub(crate) fn at_commit(self) -> bool {
         use Harm::{CutAllAtCommit, CutAtCommit, CutBehindCommit, CutOthersAtCommit};
         matches!(self, CutBehindCommit | CutAtCommit | CutAllAtCommit | CutOthersAtCommit)
     }

@@ -97,8 +97,8 @@ pub(crate) fn settings(mode: MigrationMode) -> Settings {
     Settings {
         mode,
         max_bandwidth: Some(24 << 20),
-        peer_timeout: Duration::from_secs(20),
-        reconnect_for: Duration::from_secs(20),
+        peer_timeout: Duration::from_secs(120),
+        reconnect_for: Duration::from_secs(120),
         ..Settings::default()
     }
 }

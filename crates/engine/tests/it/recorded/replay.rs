@@ -6,14 +6,12 @@ use crate::toy::Toy;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 use vmferry_engine::{Arrival, Listener, MigrationState, Uri, receive};
+use vmferry_testkit::PATIENCE;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, Role, ToSource, ToTarget, Token,
     decode_control,
 };
-
-const PATIENCE: Duration = Duration::from_secs(20);
 
 fn down(connection: usize) -> Way {
     Way { connection, to_target: true }
