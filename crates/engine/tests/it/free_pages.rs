@@ -11,8 +11,9 @@ use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
 const FREED: u64 = 4000;
-/// A sender takes 512 pages at a time: those that it has are not left out any more.
-const AT_LEAST: u64 = FREED - 2 * 512;
+/// A sender takes 512 pages at a time, and the source cannot leave out the pages that a sender has taken. On a busy host each of the two
+/// senders has taken up to three times before the source has the guest's answer.
+const AT_LEAST: u64 = FREED - 2 * 3 * 512;
 const USED: u64 = 600;
 
 /// 6000 and 700 pages, 600 of each in use, and 4000 and 100 that were written and freed.
