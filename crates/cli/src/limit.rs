@@ -7,8 +7,8 @@
 use crate::guest::Machine;
 use anyhow::{Context, Result, bail};
 use std::time::{Duration, Instant};
+use vmferry_core::PageSet;
 use vmferry_engine::{DirtyTracker, TrackerKind};
-use vmferry_memory::PageSet;
 
 /// How often rates are looked at and shares are set.
 const PERIOD: Duration = Duration::from_secs(1);

@@ -21,9 +21,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 use user_guest::{FIRST, add_slot, guest, running};
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{DirtyTracker, Gpa, Layout, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_dirty::{KvmLogTracker, Policy, RingTracker, WpTracker, touched};
-use vmferry_engine::DirtyTracker;
-use vmferry_memory::{Gpa, Layout, PageIndex, PageRun, PageSet, Region, RegionId};
 
 fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {

@@ -1,7 +1,6 @@
 //! What goes wrong in a tracker.
 
-use vmferry_engine::VmError;
-use vmferry_memory::{PageRun, RegionId};
+use vmferry_core::{PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
 /// Why pages cannot be tracked.

@@ -6,7 +6,7 @@
 //! | [`RingTracker`] | KVM's dirty rings, one a vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault; and a stop when a ring is full |
 //! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and huge pages are split where they are written |
 //!
-//! All keep the contract of [`DirtyTracker`](vmferry_engine::DirtyTracker). [`touched`] tells which pages were never
+//! All keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`touched`] tells which pages were never
 //! touched and need not be sent at all.
 //!
 //! What none of them sees is memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes

@@ -6,8 +6,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_engine::{DirtyTracker, Protect, TrackerKind, VmError};
-use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
+use vmferry_core::{
+    DirtyTracker, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, Protect, RegionId, TrackerKind, VmError,
+};
 use vmferry_sys::SysError;
 use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 
@@ -390,7 +391,7 @@ fn for_each_clear(
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use vmferry_memory::PageIndex;
+    use vmferry_core::PageIndex;
 
     proptest! {
         #[test]

@@ -3,8 +3,7 @@
 use crate::TrackerError;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_engine::{DirtyTracker, GuestMemory, RingFigures, VmError};
-use vmferry_memory::{PAGE_SIZE, PageRun, PageSet};
+use vmferry_core::{DirtyTracker, GuestMemory, PAGE_SIZE, PageRun, PageSet, RingFigures, VmError};
 
 /// What a guest dirtied within a time.
 #[derive(Debug, Clone, PartialEq)]

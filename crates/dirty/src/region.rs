@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 
 /// What a mapping is made of.
 #[derive(Debug, Clone)]

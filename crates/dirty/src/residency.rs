@@ -2,7 +2,7 @@
 
 use crate::{Backing, MappedRegion, TrackerError};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::PageRun;
+use vmferry_core::PageRun;
 use vmferry_sys::pagemap::{IS_PFNZERO, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 use vmferry_sys::{SysError, memfd};
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
+use vmferry_core::{Gpa, PageSet, Region, RegionId};
 use vmferry_engine::*;
-use vmferry_memory::{Gpa, PageSet, Region, RegionId};
 
 const PAGES: u64 = 32 << 10;
 

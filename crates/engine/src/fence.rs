@@ -39,11 +39,12 @@
 #[cfg_attr(not(test), expect(clippy::unreachable, reason = "nothing that ships has it"))]
 pub(crate) mod simulated;
 
-use crate::vm::{VmError, caught};
+use crate::vm::caught;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
+use vmferry_core::VmError;
 pub use vmferry_wire::MigrationId;
 
 /// How long after a word that was not answered it is said again; then twice as long, up to the longest.

@@ -13,7 +13,7 @@
     )
 )]
 
-use vmferry_memory::{Layout, PageSet};
+use vmferry_core::{Layout, PageSet};
 use vmferry_wire::{LackingPages, MAX_LACKING_BYTES};
 
 /// Words in a message.
@@ -90,7 +90,7 @@ impl Collected {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use vmferry_memory::{Gpa, Region, RegionId};
+    use vmferry_core::{Gpa, Region, RegionId};
 
     fn layout(pages: &[u64]) -> Layout {
         let region = |(at, pages): (u32, &u64)| Region {

@@ -9,7 +9,6 @@ mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
 mod lacking;
-mod latency;
 mod lazy;
 mod mapped;
 #[cfg(test)]
@@ -29,14 +28,11 @@ mod wake;
 
 pub use channel::{Listener, Sockets, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;
-pub use free::{Answer, Answers, FreePages, FreeReport};
-pub use latency::prefer_latency_of;
-pub use lazy::{Fault, LazyMemory, Placed};
 pub use mapped::MappedMemory;
 pub use monitor::{Change, MigrationState, Monitor, Progress};
 pub use report::{
     Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
-    PostcopyFigures, Report, RingFigures, ThrottleFigures, VcpuRing,
+    PostcopyFigures, Report, ThrottleFigures,
 };
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
@@ -46,9 +42,10 @@ pub use source::{
     Verification, migrate, pace,
 };
 pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
-pub use vm::{
-    DirtyTracker, GuestMemory, MachineConfig, NothingToProtect, Protect, Section, SourceVm, TargetVm,
-    TrackerKind, VmError,
+pub use vmferry_core::{
+    Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
+    NothingToProtect, Placed, Protect, RingFigures, Section, SourceVm, TargetVm, TrackerKind, VcpuRing,
+    VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, WireError};
 

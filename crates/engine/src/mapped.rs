@@ -1,8 +1,7 @@
 //! Guest memory for the usual case: every region mapped in this process.
 
-use crate::vm::{GuestMemory, VmError};
 use std::ptr::NonNull;
-use vmferry_memory::{Layout, LayoutError, PageRun, Region, RegionId, Window};
+use vmferry_core::{GuestMemory, Layout, LayoutError, PageRun, Region, RegionId, VmError, Window};
 
 /// [`GuestMemory`] over mappings of this process. Takes every page for touched; wrap it to know better.
 #[derive(Debug)]
@@ -61,7 +60,7 @@ impl GuestMemory for MappedMemory {
 mod tests {
     use super::*;
     use std::cell::UnsafeCell;
-    use vmferry_memory::{Gpa, PAGE_BYTES, PageIndex};
+    use vmferry_core::{Gpa, PAGE_BYTES, PageIndex};
 
     #[repr(align(4096))]
     struct Pages<const N: usize>(UnsafeCell<[[u8; PAGE_BYTES]; N]>);

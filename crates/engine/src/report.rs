@@ -4,6 +4,7 @@ use crate::monitor::MigrationState;
 use crate::plan::CourseChange;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use vmferry_core::RingFigures;
 use vmferry_wire::{FaultLatency, LazyFigures};
 
 /// Everything that is known of a migration after its end.
@@ -153,40 +154,6 @@ pub struct PhaseReport {
     pub start_ms: f64,
     /// How long it took, in ms.
     pub ms: f64,
-}
-
-/// What tracking by dirty rings cost, since it was started.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct RingFigures {
-    /// Entries of each ring.
-    pub entries: u32,
-    /// Who says when rings are harvested.
-    pub policy: String,
-    /// How often a vCPU had to stop because its ring was full.
-    pub full_exits: u64,
-    /// How long they stood still for that, all vCPUs together, in microseconds.
-    pub full_stall_us: u64,
-    /// Harvests of a ring, by whomever.
-    pub harvests: u64,
-    /// CPU time of the reaper, in ms.
-    pub reaper_cpu_ms: f64,
-    /// The same for each vCPU.
-    pub vcpus: Vec<VcpuRing>,
-}
-
-/// One vCPU's share of [`RingFigures`].
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct VcpuRing {
-    /// How often its ring was full.
-    pub full_exits: u64,
-    /// How long it stood still for that, in microseconds.
-    pub full_stall_us: u64,
-    /// Its longest such wait, in microseconds.
-    pub full_stall_max_us: u64,
-    /// Harvests of its ring.
-    pub harvests: u64,
-    /// Entries harvested: pages it wrote, each counted once a harvest.
-    pub pages: u64,
 }
 
 /// How pages came to a guest that was running on the target.

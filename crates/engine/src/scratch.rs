@@ -4,7 +4,7 @@ use crate::MigrateError;
 use crate::mapped::MappedMemory;
 use std::io;
 use std::ptr::NonNull;
-use vmferry_memory::{Gpa, Region, RegionId};
+use vmferry_core::{Gpa, Region, RegionId};
 
 /// Bytes of it: what one channel of a measurement may fill.
 pub(crate) const SCRATCH_BYTES: usize = 32 << 20;

@@ -8,9 +8,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_engine::{LazyMemory, VmError};
+use vmferry_core::{
+    Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId, VmError,
+};
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 
 /// Each thread touches so many pages of its share, in a scattered order.
 const FAULTS: u64 = 6000;

@@ -5,7 +5,7 @@ use crate::region::{Backing, LazyRegion};
 use crate::stripes::Place;
 use std::os::fd::AsFd;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::PageRun;
+use vmferry_core::PageRun;
 use vmferry_sys::{mapping, memfd};
 
 /// Drops the pages of `missing` from `region`, run by run, whatever they held.

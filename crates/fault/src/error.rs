@@ -1,7 +1,6 @@
 //! What goes wrong with missing pages.
 
-use vmferry_engine::VmError;
-use vmferry_memory::{MAX_REGIONS, PageRun, RegionId};
+use vmferry_core::{MAX_REGIONS, PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
 /// Why pages cannot come while the guest runs.

@@ -18,8 +18,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vmferry_bitmap::{Bitmap, ClaimBitmap};
-use vmferry_engine::Placed;
-use vmferry_memory::{PAGE_BYTES, PAGE_SIZE, PageRun, RegionId, Window};
+use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageRun, Placed, RegionId, Window};
 use vmferry_sys::{mapping, memfd};
 
 /// 4 KiB pages of a huge page of 2 MiB, the only size here.

@@ -1,5 +1,5 @@
 //! Guest memory whose pages come while the guest runs: [`UffdMemory`] implements the engine's
-//! [`LazyMemory`](vmferry_engine::LazyMemory) for memory that is mapped in this process, by userfaultfd.
+//! [`LazyMemory`](vmferry_core::LazyMemory) for memory that is mapped in this process, by userfaultfd.
 //!
 //! | module | what |
 //! |---|---|

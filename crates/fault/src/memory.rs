@@ -13,8 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
-use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
-use vmferry_memory::{PAGE_SIZE, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_core::{Fault, LazyMemory, PAGE_SIZE, PageIndex, PageRun, PageSet, Placed, RegionId, VmError};
 use vmferry_sys::uffd::{
     Access, Event, FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM,
     FEATURE_THREAD_ID, Userfaultfd,

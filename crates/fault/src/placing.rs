@@ -4,8 +4,7 @@ use crate::error::FaultError;
 use crate::stripes::Place;
 use std::ops::Range;
 use std::time::Duration;
-use vmferry_engine::Placed;
-use vmferry_memory::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun};
+use vmferry_core::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun, Placed};
 use vmferry_sys::uffd::Userfaultfd;
 
 /// How often placing a page is tried while its mapping is being changed: with [`PAUSE`] between, a tenth of a second.

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use vmferry_memory::RegionId;
+use vmferry_core::RegionId;
 
 /// What a mapping is made of: what decides how its pages are dropped.
 #[derive(Debug, Clone)]

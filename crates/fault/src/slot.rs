@@ -5,8 +5,7 @@ use crate::memory::UffdMemory;
 use crate::threads::VcpuThreads;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
-use vmferry_engine::LazyMemory;
-use vmferry_memory::{PageRun, RegionId};
+use vmferry_core::{LazyMemory, PageRun, RegionId};
 
 /// Where a VMM keeps its [`UffdMemory`], once somebody asked for it, and what all its threads need of it.
 #[derive(Debug)]

@@ -7,7 +7,7 @@
 use crate::error::FaultError;
 use crate::region::LazyRegion;
 use std::ops::Range;
-use vmferry_memory::{MAX_PAGES, MAX_REGIONS, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, RegionId};
+use vmferry_core::{MAX_PAGES, MAX_REGIONS, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
 /// Most chunks in all, and so most mappings that the kernel is left with. Each costs its registration, in the guest's
 /// downtime, and the kernel's limit for a process is 65530 by default.

@@ -42,7 +42,7 @@ impl VcpuThreads {
     /// Whether vCPUs are to run soon when they are woken, rather than long at a time: while they wait for single pages.
     pub(crate) fn prefer_latency(&self, prefer: bool) {
         for id in &self.ids {
-            vmferry_engine::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
+            vmferry_thread::scheduling::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
         }
     }
 

@@ -2,8 +2,8 @@
 
 use crate::heap::Heap;
 use crate::ram::Ram;
+use vmferry_core::{PageIndex, PageRun};
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
-use vmferry_memory::{PageIndex, PageRun};
 
 /// Looks into the table that the guest keeps.
 #[derive(Debug)]

@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun};
 use vmferry_engine::{GuestMemory, Section};
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{
     MAX_CPUS, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, StatsError, StatsSnapshot, Worker, Workload,
     stats_bytes,
 };
-use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE, PageRun};
 
 /// A guest without KVM. Dropping it ends its threads.
 #[derive(Debug)]

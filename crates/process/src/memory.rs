@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{Layout, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion, touched};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::LazyRegion;
-use vmferry_memory::{Layout, PageRun, Region, RegionId, Window};
 
 /// A mapping that is unmapped when dropped.
 #[derive(Debug)]

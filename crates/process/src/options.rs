@@ -1,7 +1,7 @@
 //! What a process guest is to be like.
 
+use vmferry_core::{Gpa, Layout, PAGE_SIZE, Region, RegionId};
 use vmferry_guest_abi::MAX_CPUS;
-use vmferry_memory::{Gpa, Layout, PAGE_SIZE, Region, RegionId};
 
 use crate::Error;
 

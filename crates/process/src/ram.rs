@@ -5,11 +5,11 @@ use crate::memory::Memory;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use vmferry_core::RegionId;
 use vmferry_engine::GuestMemory;
 use vmferry_guest_abi::{
     Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload,
 };
-use vmferry_memory::RegionId;
 
 /// What lies below is not the workload's: a machine has its boot structures and the statistics page there.
 const RESERVED: u64 = STATS_GPA + STATS_BYTES;

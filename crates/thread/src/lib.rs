@@ -3,7 +3,10 @@
 //! Every thread that vmferry's crates start is started here, with its [`Role`]. Whoever runs the process can have each pass a hook before
 //! it does anything ([`on_start`]): to confine it, to bind it to processors, to count it. The crates know nothing of that: an embedder
 //! brings a policy of its own, or none.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
+
+#[expect(unsafe_code, reason = "the kernel's calls have no safe wrapper")]
+pub mod scheduling;
 
 use std::io;
 use std::sync::OnceLock;

@@ -4,8 +4,8 @@ use crate::device::{Device, Resume};
 use crate::mmio::TransportSaved;
 use crate::testing::{Call, Driver, Guest, HIGH, LOW, NEXT, SIZE, WRITE, layout, rings};
 use vm_memory::{Bytes, GuestAddress};
+use vmferry_core::PageSet;
 use vmferry_guest_abi::balloon::RANGES_QUEUE;
-use vmferry_memory::PageSet;
 
 /// Most steps that are taken; bytes behind them are not looked at.
 pub(crate) const STEPS: usize = 256;

@@ -1,7 +1,7 @@
 //! Guest addresses to pages of regions, checked, sorted and merged.
 
 use std::ops::Range;
-use vmferry_memory::{Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
+use vmferry_core::{Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
 
 /// Pages of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,7 +113,7 @@ fn bits_at(from: &[u64], at: u64) -> u64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use vmferry_memory::{Gpa, Region};
+    use vmferry_core::{Gpa, Region};
 
     fn layout() -> Layout {
         let region =

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use virtio_bindings::virtio_mmio as register;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmferry_memory::{Gpa, Layout, PAGE_SHIFT, Region, RegionId};
+use vmferry_core::{Gpa, Layout, PAGE_SHIFT, Region, RegionId};
 
 pub(crate) type Memory = GuestMemoryMmap<()>;
 

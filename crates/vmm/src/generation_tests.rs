@@ -8,11 +8,11 @@ use crate::{Exit, SerialSink, Vm, VmOptions, open_kvm};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
+use vmferry_core::PAGE_SHIFT;
 use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationState, Monitor, Settings, Uri, migrate, receive, restore,
     restore_lazy, save, save_copy,
 };
-use vmferry_memory::PAGE_SHIFT;
 use vmferry_testkit::{Need, skip};
 
 const MEMORY: u64 = 8 << 20;

@@ -229,7 +229,7 @@ impl VmOptions {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        if self.memory < MIN_MEMORY || !self.memory.is_multiple_of(vmferry_memory::PAGE_SIZE) {
+        if self.memory < MIN_MEMORY || !self.memory.is_multiple_of(vmferry_core::PAGE_SIZE) {
             return Err(Error::Options(format!(
                 "{} bytes of memory: a VM needs at least {} MiB, in whole 4 KiB pages",
                 self.memory,

@@ -5,12 +5,12 @@
 
 use crate::memory::GuestRam;
 use std::sync::atomic::Ordering;
+use vmferry_core::{Gpa, PAGE_SHIFT, PAGE_SIZE, PageRun};
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{
     ALLOC_STATS_GPA, AllocPage, AllocSnapshot, STATS_GPA, StatsError, StatsPage, StatsSnapshot,
     alloc_stats_bytes, stats_bytes,
 };
-use vmferry_memory::{Gpa, PAGE_SHIFT, PAGE_SIZE, PageRun};
 
 /// What the guest reports, a guest of at most `cpus` vCPUs.
 pub(crate) fn snapshot(ram: &GuestRam, lazy: &LazySlot, cpus: u32) -> Result<StatsSnapshot, StatsError> {

@@ -1,9 +1,8 @@
 //! The messages of the control channel.
 
-use crate::bounded::{self, MAX_BUCKETS, MAX_LATENCIES, MAX_NAMED_RUNS};
-use crate::{Fields, MachineConfig, Refusal, Section, Token, WireError, crc};
+use crate::{Fields, Refusal, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use vmferry_memory::RegionId;
+use vmferry_core::{MachineConfig, RegionId, Section, bounded};
 
 /// Bytes before each control message.
 pub const CONTROL_HEADER_BYTES: usize = 16;
@@ -13,6 +12,12 @@ pub const MAX_CONTROL_BYTES: usize = 4 << 20;
 pub const MAX_STATE_BYTES: usize = 64 << 20;
 /// Sections of device state that a target takes.
 pub const MAX_SECTIONS: usize = 65_536;
+/// Most runs of damaged pages that are named in one message.
+pub const MAX_NAMED_RUNS: usize = 65_536;
+/// Most entries of fault latencies: one for each vCPU, and one for all other threads.
+pub const MAX_LATENCIES: usize = 4097;
+/// Most buckets of a histogram: one for each bit of a number.
+pub const MAX_BUCKETS: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 
@@ -428,5 +433,63 @@ mod tests {
         header[..4].copy_from_slice(&MAGIC.to_le_bytes());
         header[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(matches!(ControlHeader::decode(&header), Err(WireError::Field { .. })));
+    }
+
+    fn machine() -> MachineConfig {
+        MachineConfig { kind: "kvm".into(), vcpus: 1, regions: vec![], extra: vec![], features: vec![] }
+    }
+
+    fn came(machine: MachineConfig) -> Result<ToTarget, WireError> {
+        let (mode, bulk_channels, urgent_channels, probe) = (Mode::Precopy, 1, 0, false);
+        back(&ToTarget::Setup { machine, mode, bulk_channels, urgent_channels, probe })
+    }
+
+    fn back<M: serde::Serialize + serde::de::DeserializeOwned>(message: &M) -> Result<M, WireError> {
+        let bytes = encode_control(message)?;
+        decode_control(ControlHeader::decode(bytes.first_chunk().unwrap())?, &bytes[CONTROL_HEADER_BYTES..])
+    }
+
+    #[test]
+    fn as_much_as_is_allowed_comes_and_no_more() {
+        let name = "x".repeat(bounded::MAX_NAME_BYTES);
+        let pair = ("a".to_owned(), name.clone());
+        let most = MachineConfig {
+            kind: name.clone(),
+            extra: vec![pair.clone(); bounded::MAX_PROPERTIES],
+            features: vec!["f".to_owned(); bounded::MAX_FEATURES],
+            ..machine()
+        };
+        let Ok(ToTarget::Setup { machine: back, .. }) = came(most.clone()) else { panic!("refused") };
+        assert_eq!(back, most);
+        let more = |change: &dyn Fn(&mut MachineConfig)| {
+            let mut machine = most.clone();
+            change(&mut machine);
+            assert!(matches!(came(machine), Err(WireError::Message(_))));
+        };
+        more(&|machine| machine.kind.push('x'));
+        more(&|machine| machine.extra[7].1.push('x'));
+        more(&|machine| machine.extra.push(pair.clone()));
+        more(&|machine| machine.features.push("f".into()));
+        more(&|machine| machine.features[3] = "f".repeat(bounded::MAX_NAME_BYTES + 1));
+    }
+
+    #[test]
+    fn a_target_names_so_many_runs_and_no_more() {
+        let run = RunName { region: RegionId(0), first: 1, count: 1 };
+        let received = |count| ToSource::Received { pass: 0, suspects: 1, runs: vec![run; count] };
+        assert!(back(&received(MAX_NAMED_RUNS)).is_ok());
+        assert!(back(&received(MAX_NAMED_RUNS + 1)).is_err());
+    }
+
+    #[test]
+    fn a_section_may_be_long_and_its_name_not() {
+        let section = |name: usize, payload| Section {
+            name: "n".repeat(name),
+            instance: 0,
+            version: 0,
+            payload: vec![7; payload],
+        };
+        assert!(back(&section(bounded::MAX_NAME_BYTES, 1 << 20)).is_ok());
+        assert!(back(&section(bounded::MAX_NAME_BYTES + 1, 0)).is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! The frames of bulk channels: runs of pages, their digests, the pages.
 
 use crate::{Fields, WireError, crc};
-use vmferry_memory::{PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId};
 
 /// Bytes of a frame's header.
 pub const FRAME_HEADER_BYTES: usize = 64;

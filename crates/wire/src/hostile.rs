@@ -8,7 +8,7 @@ use crate::{
     decode_control, encode_control, negotiate,
 };
 use serde::{Serialize, de::DeserializeOwned};
-use vmferry_memory::{PAGE_BYTES, PageDigest};
+use vmferry_core::{PAGE_BYTES, PageDigest};
 
 /// Most bytes that [`frames`] makes.
 pub const MOST_FRAME_BYTES: usize = 1 << 20;

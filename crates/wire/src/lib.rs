@@ -9,7 +9,6 @@
 //! nothing is allocated beyond what has been checked. Integers are little-endian.
 #![forbid(unsafe_code)]
 
-mod bounded;
 mod carrier;
 mod control;
 mod error;
@@ -17,18 +16,16 @@ mod frame;
 mod hello;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
-mod machine;
 mod request;
 mod snapshot;
 
-pub use bounded::{MAX_BUCKETS, MAX_FEATURES, MAX_LATENCIES, MAX_NAME_BYTES, MAX_NAMED_RUNS, MAX_PROPERTIES};
 pub use carrier::{
     CARRIER, LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind,
 };
 pub use control::{
-    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_CONTROL_BYTES,
-    MAX_LACKING_BYTES, MAX_SECTIONS, MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget,
-    decode_control, encode_control,
+    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_BUCKETS,
+    MAX_CONTROL_BYTES, MAX_LACKING_BYTES, MAX_LATENCIES, MAX_NAMED_RUNS, MAX_SECTIONS, MAX_STATE_BYTES, Mode,
+    PageName, RunName, ToSource, ToTarget, decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
@@ -39,7 +36,6 @@ pub use hello::{
     FEATURE_COSTS, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX,
     VERSION_MIN, fence_digest, negotiate,
 };
-pub use machine::{MachineConfig, Section};
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{
     MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES,

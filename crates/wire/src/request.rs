@@ -1,7 +1,7 @@
 //! What goes back on urgent and probe channels: small messages of one size.
 
 use crate::{Fields, WireError, crc};
-use vmferry_memory::{PageIndex, RegionId};
+use vmferry_core::{PageIndex, RegionId};
 
 /// Bytes of a [`Request`].
 pub const REQUEST_BYTES: usize = 32;

@@ -1,7 +1,7 @@
 //! Version 1 to the byte: what the recorded streams (`crates/engine/tests/streams`) do not show. Whoever changes a line here has
 //! changed the wire, which takes a new version.
 
-use vmferry_memory::{PageIndex, RegionId};
+use vmferry_core::{PageIndex, RegionId};
 use vmferry_wire::{
     CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName,
     Piece, PieceKind, Refusal, RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control,

@@ -17,8 +17,8 @@ use vmferry_bench::free_page::{
 };
 use vmferry_bench::host::available_memory;
 use vmferry_bench::warm::Warm;
+use vmferry_core::{Gpa, PageSet};
 use vmferry_guest_abi::{AllocSnapshot, GuestArgs, HintMode, Inflation as Inflate, ReportMode, StatsSink};
-use vmferry_memory::{Gpa, PageSet};
 use vmferry_vmm::{BalloonHandle, DropWay, HIGH_RAM_START, Vm, VmHandle, VmOptions};
 
 /// How long a guest may take for what it is to do.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::AtomicBitmap;
-use vmferry_memory::RegionId;
+use vmferry_core::RegionId;
 use vmferry_sys::SysError;
 use vmferry_sys::ring::{RESERVED_ENTRIES, RingPage};
 

@@ -4,7 +4,7 @@ use super::core::RingView;
 use super::policy::Policy;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
-use vmferry_engine::{RingFigures, VcpuRing};
+use vmferry_core::{RingFigures, VcpuRing};
 
 /// Counts of one ring, since tracking started. Written by whoever harvests it, read by anybody.
 #[derive(Debug, Default)]

@@ -6,8 +6,7 @@ use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vmferry_engine::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VmError};
-use vmferry_memory::PageSet;
+use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, RingFigures, TrackerKind, VmError};
 use vmferry_sys::kvm::{self, ManualProtect};
 
 /// Finds written pages in the dirty rings that KVM keeps for each vCPU, and in the VMM's own marks.

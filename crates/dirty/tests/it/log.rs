@@ -9,9 +9,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_core::{DirtyTracker, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
-use vmferry_engine::DirtyTracker;
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 use vmferry_testkit::{Need, skip, wait};
 

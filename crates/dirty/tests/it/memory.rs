@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use vmferry_core::{PAGE_BYTES, PageRun, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion};
-use vmferry_memory::{PAGE_BYTES, PageRun, RegionId, Window};
 
 /// What a test's memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

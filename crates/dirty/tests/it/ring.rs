@@ -4,9 +4,8 @@ use crate::memory::{Kind, Memory};
 use crate::user_guest::{FIRST, fd, guest, running};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_core::{DirtyTracker, PAGE_BYTES, PageSet, RegionId};
 use vmferry_dirty::{Policy, ReaperState, RingTracker};
-use vmferry_engine::DirtyTracker;
-use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_sys::kvm;
 use vmferry_testkit::{say, wait, wait_for};
 

@@ -7,9 +7,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_core::{
+    DirtyTracker, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Protect, Region, RegionId,
+};
 use vmferry_dirty::{MappedRegion, WpTracker, touched};
-use vmferry_engine::{DirtyTracker, Protect};
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_sys::pagemap::{IS_PRESENT, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{Access, FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
 use vmferry_testkit::{Need, skip};

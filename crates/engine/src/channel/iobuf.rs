@@ -1,7 +1,7 @@
 //! Bytes by address: our own, or the guest's.
 
 use std::marker::PhantomData;
-use vmferry_memory::Window;
+use vmferry_core::Window;
 
 /// An `iovec`: bytes of our own or of guest memory, by address.
 ///

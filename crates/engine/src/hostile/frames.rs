@@ -4,11 +4,10 @@ use super::memory::{Memory, layout};
 use crate::channel::IoBuf;
 use crate::target::lazy::Lazy;
 use crate::target::receiver::{Arrivals, FrameSource, Mark, Receiver};
-use crate::vm::GuestMemory;
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
-use vmferry_memory::{PAGE_BYTES, PageSet};
+use vmferry_core::{GuestMemory, PAGE_BYTES, PageSet};
 use vmferry_wire::hostile;
 
 /// Pages of each region, by its name.
@@ -70,7 +69,7 @@ pub fn drive_frames(bytes: &[u8]) {
 fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<Lazy>> {
     let mut lacking = PageSet::empty(memory.layout());
     for (id, pages) in REGIONS {
-        let map = lacking.region_mut(vmferry_memory::RegionId(id)).expect("a region");
+        let map = lacking.region_mut(vmferry_core::RegionId(id)).expect("a region");
         (0..pages).filter(|page| page % 2 == 0).for_each(|page| {
             map.set(page);
         });
@@ -81,7 +80,7 @@ fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<Lazy>> {
     if !arrivals.seal_but_for(&lacking) {
         return None;
     }
-    let own = Arc::clone(memory) as Arc<dyn crate::lazy::LazyMemory>;
+    let own = Arc::clone(memory) as Arc<dyn vmferry_core::LazyMemory>;
     own.begin(&lacking).expect("it can");
     let lazy = Arc::new(Lazy::new(own, &lacking, 1));
     arrivals.go_on_lazily(Arc::clone(&lazy));

@@ -1,14 +1,13 @@
 //! Guest memory that whoever writes beside it does not survive.
 
-use crate::lazy::{Fault, LazyMemory, Placed};
 use crate::mapped::MappedMemory;
-use crate::vm::{GuestMemory, VmError};
 use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_memory::{
-    Gpa, Layout, PAGE_BYTES, PAGE_SHIFT, PageIndex, PageRun, PageSet, Region, RegionId, Window,
+use vmferry_core::{
+    Fault, Gpa, GuestMemory, Layout, LazyMemory, PAGE_BYTES, PAGE_SHIFT, PageIndex, PageRun, PageSet, Placed,
+    Region, RegionId, VmError, Window,
 };
 
 /// A mapping between two pages that nobody may touch.

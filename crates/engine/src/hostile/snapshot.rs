@@ -1,19 +1,20 @@
 //! A file that somebody changed, and both ways to take a guest out of it.
 
 use super::memory::{Memory, layout};
-use crate::lazy::LazyMemory;
 use crate::snapshot::{FillState, restore, restore_lazy};
-use crate::vm::{GuestMemory, TargetVm, VmError};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, Region, RegionId};
+use vmferry_core::{
+    GuestMemory, LazyMemory, MachineConfig, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region, RegionId,
+    Section, TargetVm, VmError,
+};
 use vmferry_wire::{
-    MachineConfig, MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, Section, SnapshotHeader,
-    SnapshotMap, SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state, hostile,
+    MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, SnapshotRegion,
+    TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state, hostile,
 };
 
 /// Pages of each region, by its name: the first has two tables.

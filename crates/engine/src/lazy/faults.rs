@@ -1,12 +1,13 @@
 //! The threads that take faults, one a stripe.
 
 use super::ahead::{Ahead, Guess};
-use super::{Fault, Lazy, Origin, Place};
+use super::{Lazy, Origin, Place};
 use crate::sync::fence;
-use crate::vm::{VmError, caught};
+use crate::vm::caught;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use vmferry_core::{Fault, VmError};
 
 /// How long a thread sleeps at most before it looks whether it is to stop, should the interrupt be lost.
 const LOOK: Duration = Duration::from_secs(1);
@@ -28,7 +29,7 @@ pub(crate) fn again_after_panics(mut serve: impl FnMut()) {
 
 /// Takes the faults of `stripe` until [`Lazy::stop`].
 pub(crate) fn serve_faults<O: Origin>(lazy: &Lazy<O>, stripe: usize) {
-    crate::latency::prefer_latency();
+    vmferry_thread::scheduling::prefer_latency();
     let (mut ahead, mut hands) = (Ahead::default(), lazy.origin.hands());
     while !lazy.stopped() {
         match lazy.memory.next_fault(stripe, LOOK) {

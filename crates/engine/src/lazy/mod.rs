@@ -35,22 +35,19 @@
 mod ahead;
 mod faults;
 mod latency;
-mod memory;
 mod place;
 mod waiters;
 
 pub(crate) use faults::{again_after_panics, serve_faults};
-pub use memory::{Fault, LazyMemory, Placed};
 
 use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};
-use crate::vm::VmError;
 use latency::Latencies;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_memory::{Layout, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_core::{Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
 use vmferry_wire::LazyFigures;
 use waiters::Waiters;
 

@@ -3,9 +3,8 @@
 #[cfg(test)]
 use super::Flaw;
 use super::{Lazy, Place, faults};
-use crate::vm::VmError;
 use std::sync::atomic::Ordering;
-use vmferry_memory::{PageIndex, PageRun};
+use vmferry_core::{PageIndex, PageRun, VmError};
 
 impl<O> Lazy<O> {
     /// Pages of zeros: nothing is placed unless somebody waits, or may wait.

@@ -4,16 +4,18 @@
 //! Shuttle takes every access for sequentially consistent, and all accesses that the argument rests on are.
 
 use super::ahead::Ahead;
-use super::{Fault, Flaw, Lazy, LazyMemory, Origin, Place, Placed, serve_faults};
+use super::{Flaw, Lazy, Origin, Place, serve_faults};
 use crate::channel::Stream;
 use crate::target::lazy::{Lines, UrgentLine};
-use crate::vm::VmError;
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_core::{
+    Fault, Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
+    VmError,
+};
 use vmferry_wire::{REQUEST_BYTES, Request};
 
 const PAGES: usize = 4;

@@ -44,7 +44,7 @@ pub(super) struct Waiters {
 }
 
 fn key(place: Place) -> u64 {
-    // Regions and pages of a region are limited far below this (`vmferry_memory::{MAX_REGIONS, MAX_PAGES}`).
+    // Regions and pages of a region are limited far below this (`vmferry_core::{MAX_REGIONS, MAX_PAGES}`).
     ((place.region as u64) << PAGE_BITS | place.page) + 1
 }
 
@@ -131,7 +131,7 @@ impl Waiters {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmferry_memory::{MAX_PAGES, MAX_REGIONS};
+    use vmferry_core::{MAX_PAGES, MAX_REGIONS};
 
     const fn at(region: usize, page: u64) -> Place {
         Place { region, page }

@@ -8,8 +8,8 @@ use crate::target::session::{Outcome as TargetOutcome, Session as TargetSession}
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use vmferry_memory::{Gpa, Region, RegionId};
-use vmferry_wire::{LackingPages, MachineConfig, RunName};
+use vmferry_core::{Gpa, MachineConfig, Region, RegionId};
+use vmferry_wire::{LackingPages, RunName};
 
 pub(super) const PAGES: usize = 2;
 pub(super) const REGION: RegionId = RegionId(0);

@@ -6,14 +6,16 @@
 
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
-use crate::free::FreeReport;
 use crate::random;
 use crate::source::Settings;
-use crate::vm::{self, DirtyTracker, GuestMemory, SourceVm, TrackerKind, VmError};
+use crate::vm;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PAGE_BYTES, PAGE_SIZE, PageRun, PageSet, RegionId};
+use vmferry_core::{
+    DirtyTracker, FreeReport, GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, PageSet, RegionId, SourceVm,
+    TrackerKind, VmError,
+};
 
 /// How often somebody who wants it to end is noticed.
 const TICK: Duration = Duration::from_millis(50);
@@ -358,7 +360,7 @@ fn places(touched: &PageSet, written: Option<&PageSet>) -> Vec<Place> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmferry_memory::{Gpa, Layout, Region};
+    use vmferry_core::{Gpa, Layout, Region};
 
     #[test]
     fn windows_end_where_they_are_to() {

@@ -8,7 +8,7 @@ use crate::source::policy::{Convergence, Decision, PassOutcome};
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings};
 use crate::source::{sender, throttle};
 use std::time::Duration;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 /// A page on the wire, with its share of a frame's table and header, in bytes.
 const WIRE_PAGE: f64 = PAGE_SIZE as f64 + 16.3;

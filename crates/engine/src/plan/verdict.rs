@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use std::time::Duration;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 /// A pass that leaves more than this share of what the pass before left makes no headway worth the name.
 const HEADWAY: f64 = 0.95;

@@ -12,10 +12,9 @@ use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::source::session::Phase;
 use crate::target::session as target;
 use std::time::Duration;
-use vmferry_memory::RegionId;
+use vmferry_core::{RegionId, Section};
 use vmferry_wire::{
-    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, Section, ToSource, ToTarget,
-    Token,
+    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
 };
 
 const PAGES: u64 = 8;

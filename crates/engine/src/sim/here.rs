@@ -17,8 +17,8 @@ use crate::source::{AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Setti
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_memory::{Gpa, Layout, Region, RegionId};
-use vmferry_wire::{MachineConfig, Refusal, RefusalCode, ToSource, ToTarget};
+use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId};
+use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
 /// What a bulk channel is sending.
 #[derive(Debug, Default)]

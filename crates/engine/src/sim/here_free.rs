@@ -4,14 +4,12 @@ use super::guest::{Freedom, Memory};
 use super::here_lazy::REGION;
 use super::rng::Rng;
 use super::world::{Defect, Item, World};
-use crate::free::{Answer, Answers, FreePages, FreeReport};
 #[cfg(test)]
 use crate::source::skip::Flaw;
 use crate::source::skip::{Next, Skipping};
-use crate::vm::{Protect, VmError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PageIndex, PageRun, RegionId};
+use vmferry_core::{Answer, Answers, FreePages, FreeReport, PageIndex, PageRun, Protect, RegionId, VmError};
 
 /// The guest as the engine asks it.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use crate::lacking::{Collected, pieces};
 use crate::source::events::Event;
 use crate::source::postcopy::lacking;
 use crate::source::{MigrationMode, UrgentPath};
-use vmferry_memory::{PageSet, RegionId};
+use vmferry_core::{PageSet, RegionId};
 use vmferry_wire::{RunName, ToTarget};
 
 pub(super) const REGION: RegionId = RegionId(0);

@@ -4,7 +4,8 @@ use super::world::{Defect, World};
 use crate::fence::Ruling;
 use crate::source::events::{Action, Event};
 use std::time::Duration;
-use vmferry_wire::{Refusal, RefusalCode, Section};
+use vmferry_core::Section;
+use vmferry_wire::{Refusal, RefusalCode};
 
 impl World {
     /// A step that took its time is done: now it has its effect.

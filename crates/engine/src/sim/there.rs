@@ -9,7 +9,7 @@ use crate::fence::{Ruling, Side};
 use crate::lacking::Collected;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
 use std::collections::VecDeque;
-use vmferry_memory::RegionId;
+use vmferry_core::RegionId;
 use vmferry_wire::{PageName, Refusal, RefusalCode, RunName, ToTarget, Token};
 
 pub(super) fn tokens() -> Tokens {

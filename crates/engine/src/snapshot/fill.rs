@@ -6,7 +6,7 @@ use crate::lazy::{Origin, Place};
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet};
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet};
 use vmferry_wire::{PageTable, TABLE_PAGES};
 
 /// Pages that are brought together, aligned: a fault's neighbours are likely to be wanted next, and somebody who waits for a

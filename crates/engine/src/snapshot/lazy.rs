@@ -8,12 +8,12 @@ use super::{identity, ms, uri};
 use crate::lazy::{again_after_panics, serve_faults};
 use crate::monitor::thread_cpu_us;
 use crate::target::Received;
-use crate::vm::{TargetVm, VmError};
 use crate::{MigrateError, lazy};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vmferry_core::{TargetVm, VmError};
 
 /// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
 /// page that has not come: keep it until [`wait`](Self::wait) says that all is there.

@@ -1,16 +1,18 @@
 //! An opened snapshot: what it is of, and its pages one by one.
 
 use super::pio;
-use crate::vm::{TargetVm, VmError, warn_if_panics_abort};
+use crate::vm::warn_if_panics_abort;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use vmferry_memory::{Layout, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, Window};
+use vmferry_core::{
+    Layout, MachineConfig, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, Section, TargetVm, VmError,
+    Window,
+};
 use vmferry_wire::{
-    MachineConfig, MigrationId, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES, Section,
-    SnapshotError, SnapshotHeader, SnapshotMap, SnapshotPart, TABLE_BYTES, TABLE_PAGES, TableIndex,
-    decode_part,
+    MigrationId, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader,
+    SnapshotMap, SnapshotPart, TABLE_BYTES, TABLE_PAGES, TableIndex, decode_part,
 };
 
 /// Why a guest cannot be taken out of a file.

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use vmferry_memory::Window;
+use vmferry_core::Window;
 
 /// Writes all of `from` at byte `at`.
 pub(super) fn write_at(file: &File, from: Window<'_>, at: u64) -> io::Result<()> {

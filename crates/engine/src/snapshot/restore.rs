@@ -5,12 +5,12 @@ use super::{identity, ms, threads, uri};
 use crate::MigrateError;
 use crate::monitor::thread_cpu_us;
 use crate::target::{ReceiveFailure, Received};
-use crate::vm::{GuestMemory, Section, TargetVm, VmError, caught};
+use crate::vm::caught;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
-use vmferry_memory::{PAGE_BYTES, PageIndex};
+use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, Section, TargetVm, VmError};
 use vmferry_wire::{Refusal, RefusalCode, RegionPlace};
 
 /// Takes the guest in the file at `path` into `vm` and runs it.

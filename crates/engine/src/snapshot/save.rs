@@ -4,13 +4,14 @@ use super::write::{Stop, Written, write};
 use super::{ms, uri};
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::{Bytes, Downtime, PassReport, Report};
-use crate::vm::{SourceVm, warn_if_panics_abort};
+use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+use vmferry_core::SourceVm;
 use vmferry_wire::{MigrationId, SnapshotMap};
 
 /// The temporary file; removed unless it was given its name.

@@ -2,7 +2,7 @@
 
 use super::{pio, threads};
 use crate::monitor::Monitor;
-use crate::vm::{self, GuestMemory, SourceVm, VmError, caught};
+use crate::vm::{self, caught};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PAGE_BYTES, PAGE_SIZE, PageRun, Window};
+use vmferry_core::{GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, SourceVm, VmError, Window};
 use vmferry_wire::{
     MigrationId, PageTable, RegionPlace, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader, SnapshotMap,
     SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,

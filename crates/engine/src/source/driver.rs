@@ -27,7 +27,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::Monitor;
 use crate::report::Report;
-use crate::vm::{DirtyTracker, GuestMemory, Protect, SourceVm, caught_io, shielded};
+use crate::vm::{caught_io, shielded};
 use channels::Streams;
 use std::collections::VecDeque;
 use std::io;
@@ -36,7 +36,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
-use vmferry_memory::PageSet;
+use vmferry_core::{DirtyTracker, GuestMemory, PageSet, Protect, SourceVm};
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
 
 /// How often the session looks at the clock.

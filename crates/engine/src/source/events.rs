@@ -2,7 +2,8 @@
 
 use crate::fence::{ArbiterError, Ruling, Word};
 use std::time::Duration;
-use vmferry_wire::{LackingPages, PageName, Refusal, RunName, Section, ToSource, ToTarget, Token};
+use vmferry_core::Section;
+use vmferry_wire::{LackingPages, PageName, Refusal, RunName, ToSource, ToTarget, Token};
 
 /// What happened, reported by the driver.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use crate::sync::ClaimBitmap;
 use std::ops::Range;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PageSet, RegionId};
+use vmferry_core::{PageSet, RegionId};
 
 /// When in a pass a page has its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,13 +7,12 @@ use crate::channel::{Pacer, Stream, Uri, connect, tcp};
 use crate::monitor::{Counters, Monitor};
 use crate::plan::Link;
 use crate::scratch::{SCRATCH, SCRATCH_PAGES, Scratch};
-use crate::vm::{GuestMemory, NothingToProtect};
 use crate::{MigrateError, random};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_memory::{PAGE_BYTES, PageRun};
+use vmferry_core::{GuestMemory, NothingToProtect, PAGE_BYTES, PageRun};
 use vmferry_wire::{FrameKind, MigrationId, REQUEST_BYTES, Request, Role, Token, WireError};
 
 /// Pages that a channel sends before anything counts: connections begin slowly.

@@ -30,12 +30,12 @@ use crate::channel::{Pacer, Uri, connect};
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Report, word};
-use crate::vm::{SourceVm, TrackerKind, warn_if_panics_abort};
+use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use vmferry_memory::Layout;
+use vmferry_core::{Layout, SourceVm, TrackerKind};
 use vmferry_wire::{MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.

@@ -2,7 +2,7 @@
 
 use super::flight::Flight;
 use std::sync::Arc;
-use vmferry_memory::{Layout, PageSet};
+use vmferry_core::{Layout, PageSet};
 
 /// Two sets, not one (hazards.md 8): `base` is what was to be sent anyway, `since` what was harvested later. An answer about
 /// free pages may take pages out of `base` only, because whatever is in `since` was written after the question was asked. One
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
     use crate::sync::unscheduled;
     use vmferry_bitmap::Bitmap;
-    use vmferry_memory::{Gpa, Region, RegionId};
+    use vmferry_core::{Gpa, Region, RegionId};
 
     fn layout() -> Layout {
         Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: 100 << 12 }]).unwrap()

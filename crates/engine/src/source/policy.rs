@@ -2,7 +2,7 @@
 
 use super::settings::{Settings, SwitchoverBandwidth};
 use std::time::Duration;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 /// A pass counts as progress if it leaves at most this share of what it began with. A pass that shrinks less buys less
 /// downtime than the guest pays for being tracked through it.

@@ -7,13 +7,15 @@
 use super::flight::{Flight, Turn};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
-use crate::vm::{GuestMemory, Protect, VmError, protect_run};
+use crate::vm::protect_run;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
+use vmferry_core::{
+    GuestMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Protect, Region, RegionId, VmError,
+};
 use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, RunKind, TableWriter,
 };

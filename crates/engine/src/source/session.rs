@@ -25,7 +25,8 @@ use super::events::{Action, Event, Outcome, Pass, Verification};
 use super::policy::Convergence;
 use super::settings::{MigrationMode, Settings};
 use std::time::Duration;
-use vmferry_wire::{LazyFigures, MachineConfig, Refusal, RefusalCode, RunName, ToSource, ToTarget};
+use vmferry_core::MachineConfig;
+use vmferry_wire::{LazyFigures, Refusal, RefusalCode, RunName, ToSource, ToTarget};
 
 /// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
 const MAX_RESENDS: u32 = 4;

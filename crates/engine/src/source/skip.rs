@@ -2,12 +2,11 @@
 
 use super::flight::{Flight, Turn};
 use super::pending::Pending;
-use crate::free::{Answer, Answers, FreePages, FreeReport};
 use crate::report::FreePagesFigures;
-use crate::vm::{Protect, VmError, protect_run};
+use crate::vm::protect_run;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{Layout, PageRun, PageSet};
+use vmferry_core::{Answer, Answers, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
 
 /// Pages that are protected before the driver looks after its other duties: 256 MiB, a millisecond or so.
 const BURST_PAGES: u64 = 1 << 16;
@@ -307,7 +306,7 @@ impl Skipping {
     fn put_off_chunk(
         &mut self,
         flight: &Flight,
-        (position, id): (usize, vmferry_memory::RegionId),
+        (position, id): (usize, vmferry_core::RegionId),
         chunk: PageRun,
         protect: &dyn Protect,
     ) -> Result<u64, VmError> {

@@ -9,9 +9,10 @@ use crate::report::{
     Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
 };
 use crate::source::settings::MigrationMode;
-use crate::vm::{DirtyTracker, shielded};
+use crate::vm::shielded;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use vmferry_core::DirtyTracker;
 use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]

@@ -8,7 +8,7 @@ use super::session::{Channels, Tokens};
 use crate::awake::Asking;
 use crate::channel::{Incoming, Stream, answer, read_message, tcp};
 use crate::monitor::thread_cpu_us;
-use crate::vm::{GuestMemory, caught, caught_io};
+use crate::vm::{caught, caught_io};
 use crate::{MigrateError, random};
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use vmferry_core::GuestMemory;
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
 /// How often it is looked whether a full queue has room.
@@ -148,13 +149,13 @@ impl Link {
             match role {
                 Role::Bulk => serve.all(PageReceiver::new(&*memory, &arrivals, &*stream), &cpu_us),
                 Role::Probe => {
-                    crate::latency::prefer_latency();
+                    vmferry_thread::scheduling::prefer_latency();
                     let Err(error) = caught(|| Err::<Infallible, _>(echo_probes(&stream)));
                     serve.report(Input::ChannelLost { role, channel: index, error });
                 }
                 // Single pages: what counts is the time.
                 _ => {
-                    crate::latency::prefer_latency();
+                    vmferry_thread::scheduling::prefer_latency();
                     let pages =
                         PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)).asking(asking);
                     serve.all(pages, &cpu_us);
@@ -296,7 +297,7 @@ mod tests {
     use crate::mapped::MappedMemory;
     use std::ptr::NonNull;
     use std::sync::mpsc::sync_channel;
-    use vmferry_memory::{Gpa, Region, RegionId};
+    use vmferry_core::{Gpa, Region, RegionId};
     use vmferry_wire::Hello;
 
     #[repr(align(4096))]

@@ -15,9 +15,7 @@ use crate::channel::{Incoming, answer, send_message};
 use crate::fence::{Asker, Word};
 use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
-use crate::lazy::LazyMemory;
 use crate::monitor::thread_cpu_us;
-use crate::vm::TargetVm;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -25,7 +23,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, Section, ToSource, ToTarget};
+use vmferry_core::{LazyMemory, Section, TargetVm};
+use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource, ToTarget};
 
 /// How often the driver looks whether it should stop.
 const TICK: Duration = Duration::from_millis(100);

@@ -4,14 +4,14 @@ use super::receiver::{FrameSource, ReceiveError};
 use crate::channel::{IoBuf, Stream};
 #[cfg(test)]
 use crate::lazy::Flaw;
-use crate::lazy::{LazyMemory, Origin, Place};
+use crate::lazy::{Origin, Place};
 use crate::sync::{AtomicU64, RwLock};
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_core::{LazyMemory, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
 
 pub(crate) use crate::lazy::{again_after_panics, serve_faults};

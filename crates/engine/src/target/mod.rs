@@ -27,7 +27,7 @@ pub use rest::{Rest, RestState, RestWatch};
 
 use crate::channel::{Listener, answer};
 use crate::fence::Arbiter;
-use crate::vm::{TargetVm, warn_if_panics_abort};
+use crate::vm::warn_if_panics_abort;
 use crate::wake::{Ending, Wakers};
 use crate::{MigrateError, channel::Incoming};
 use driver::{Driver, Input, Numbered};
@@ -39,6 +39,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use vmferry_core::TargetVm;
 use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
 
 /// Waits for a guest; share it between the thread that receives and those that may stop it.

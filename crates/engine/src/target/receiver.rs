@@ -3,14 +3,13 @@
 use super::lazy::{Lazy, Stager, TABLE};
 use crate::awake::{Asking, Awake};
 use crate::channel::{IoBuf, Stream, tcp};
-use crate::vm::{GuestMemory, VmError};
 use std::cell::RefCell;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet, RegionId, Window};
+use vmferry_core::{GuestMemory, PAGE_BYTES, PageRun, PageSet, RegionId, VmError, Window};
 use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, PageName,
     RunEntry, RunKind, RunName, Table, WireError,
@@ -74,7 +73,7 @@ struct RegionState {
 
 impl Arrivals {
     pub(crate) fn new(memory: &dyn GuestMemory) -> Self {
-        let state = |region: &vmferry_memory::Region| RegionState {
+        let state = |region: &vmferry_core::Region| RegionState {
             id: region.id,
             written: AtomicBitmap::new(region.pages()),
             suspect: AtomicBitmap::new(region.pages()),
@@ -394,7 +393,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     /// there are urgent channels, processors stay awake.
     fn hand_over(&mut self, lazy: &Lazy) -> Awake {
         if self.direct {
-            crate::latency::give_way();
+            vmferry_thread::scheduling::give_way();
             self.stream.keep_short();
             return Awake::default();
         }
@@ -484,7 +483,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         &mut self,
         region: RegionId,
         run: PageRun,
-        mut want: impl FnMut() -> Option<vmferry_memory::PageDigest>,
+        mut want: impl FnMut() -> Option<vmferry_core::PageDigest>,
     ) -> Result<(), ReceiveError> {
         let window = self.memory.window(region, run)?;
         for (page, index) in (0..window.pages()).zip(run.range()) {

@@ -13,9 +13,10 @@ mod starting;
 
 use crate::fence::{ArbiterError, Ruling, Word};
 use std::time::Duration;
+use vmferry_core::{MachineConfig, Section};
 use vmferry_wire::{
-    LackingPages, LazyFigures, MAX_SECTIONS, MAX_STATE_BYTES, MachineConfig, Mode, PageName, Refusal,
-    RefusalCode, RunName, Section, ToSource, ToTarget, Token,
+    LackingPages, LazyFigures, MAX_SECTIONS, MAX_STATE_BYTES, Mode, PageName, Refusal, RefusalCode, RunName,
+    ToSource, ToTarget, Token,
 };
 
 /// What happened, reported by the driver.

@@ -3,15 +3,16 @@
 use super::*;
 use crate::channel::Uri;
 use crate::fence::{ArbiterError, MigrationId, Ruling, Side, Word};
-use crate::vm::{GuestMemory, VmError};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use vmferry_memory::{Gpa, Layout, PageRun, Region, RegionId, Window};
+use vmferry_core::{
+    Gpa, GuestMemory, Layout, MachineConfig, PageRun, Region, RegionId, Section, VmError, Window,
+};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, HELLO_BYTES, HelloReply, MachineConfig, Mode, Section,
-    ToSource, ToTarget, Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
+    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, HELLO_BYTES, HelloReply, Mode, ToSource, ToTarget,
+    Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
 };
 
 /// Time after which a test that waits has failed.

@@ -5,8 +5,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 
 const STRIPES: usize = 3;
 

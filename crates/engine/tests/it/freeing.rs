@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU64, fence};
 use std::time::{Duration, Instant};
+use vmferry_core::{PageIndex, PageRun, RegionId};
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
-use vmferry_memory::{PageIndex, PageRun, RegionId};
 
 /// How it answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,7 +105,7 @@ impl FreePages for Freeing {
         if self.kind == FreeKind::Outside {
             report.add(RegionId(77), PageRun::from(0..u64::MAX));
             report.add(RegionId(0), PageRun::from(u64::MAX - 5..u64::MAX));
-            report.add_range(vmferry_memory::Gpa(u64::MAX - 4096), u64::MAX);
+            report.add_range(vmferry_core::Gpa(u64::MAX - 4096), u64::MAX);
         }
         for (region, page) in pages {
             report.add(region, PageRun::new(PageIndex(page), 1));

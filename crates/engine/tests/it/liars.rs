@@ -6,8 +6,8 @@ use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
+use vmferry_core::RegionId;
 use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, Uri, migrate};
-use vmferry_memory::RegionId;
 use vmferry_testkit::PATIENCE;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,

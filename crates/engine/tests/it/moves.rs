@@ -4,10 +4,10 @@ use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_core::RegionId;
 use vmferry_engine::{
     Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Settings, SwitchoverBandwidth, Uri,
 };
-use vmferry_memory::RegionId;
 use vmferry_testkit::{PATIENCE, wait};
 
 #[test]

@@ -14,11 +14,11 @@ use crc_fast::{CrcAlgorithm, checksum};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
+use vmferry_core::PageRun;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Pace, Settings, Uri, migrate,
     receive,
 };
-use vmferry_memory::PageRun;
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
     HelloReply, REQUEST_BYTES, Request, Role, RunKind, Table, TableWriter, ToSource, ToTarget,
@@ -194,7 +194,7 @@ fn check_frames(mut bytes: &[u8], found: &mut Found) {
                 match entry.kind {
                     RunKind::Zero => assert!(writer.push_zeros(entry.run)),
                     RunKind::Data => (first.0..entry.run.end()).for_each(|page| {
-                        assert!(writer.push(vmferry_memory::PageIndex(page), digests.next()));
+                        assert!(writer.push(vmferry_core::PageIndex(page), digests.next()));
                     }),
                 }
             }

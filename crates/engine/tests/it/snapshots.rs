@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+use vmferry_core::RegionId;
 use vmferry_engine::{
     DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, MigrateError,
     MigrationState, Monitor, Report, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
     restore_lazy, save, save_copy,
 };
-use vmferry_memory::RegionId;
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap};
 

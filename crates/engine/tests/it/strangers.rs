@@ -5,16 +5,16 @@ use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
+use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId, Section};
 use vmferry_engine::{
     Arrival, GuestMemory, Listener, MachineConfig, MigrationState, Monitor, ReceiveFailure, Settings,
     TargetVm, Uri, migrate, receive,
 };
-use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_testkit::{PATIENCE, wait};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply, MigrationId,
-    Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter, ToSource, ToTarget, Token,
-    VERSION_MAX, VERSION_MIN, decode_control, encode_control,
+    Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter, ToSource, ToTarget, Token, VERSION_MAX,
+    VERSION_MIN, decode_control, encode_control,
 };
 
 fn hello(role: Role, index: u16, token: Token) -> Hello {

@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
+use vmferry_core::{Gpa, Layout, PageIndex, Region, RegionId};
 use vmferry_engine::{
     DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
 };
-use vmferry_memory::{Gpa, Layout, PageIndex, Region, RegionId};
 use vmferry_testkit::wait;
 
 /// A method that can fail.

@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_engine::{LazyMemory, Placed};
+use vmferry_core::{LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, RegionId};
 use vmferry_fault::{UffdMemory, UffdOptions, VcpuThreads};
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_sys::uffd::Userfaultfd;
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 

@@ -8,9 +8,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use vmferry_engine::{LazyMemory, Placed};
+use vmferry_core::{
+    Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
+};
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_testkit::{Need, PATIENCE, skip};
 
 const BLOCK: u64 = 512;

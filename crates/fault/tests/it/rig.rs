@@ -6,9 +6,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use vmferry_engine::LazyMemory;
+use vmferry_core::{Gpa, Layout, LazyMemory, PAGE_BYTES, PageRun, Region, RegionId};
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId};
 use vmferry_testkit::{Need, skip};
 
 /// Two regions, so that ids, stripes and addresses differ. 20 MiB and 4 MiB.

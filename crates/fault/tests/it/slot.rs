@@ -4,9 +4,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_engine::LazyMemory;
+use vmferry_core::{Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageSet, Region, RegionId};
 use vmferry_fault::{Backing, LazyRegion, LazySlot, UffdMemory, UffdOptions};
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageIndex, PageSet, Region, RegionId};
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const PAGES: u64 = 512;

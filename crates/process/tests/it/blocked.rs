@@ -9,11 +9,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_core::{PAGE_BYTES, PageRun};
 use vmferry_engine::{
     Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, MigrateError, MigrationMode, MigrationState,
     Monitor, ReceiveFailure, Report, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
 };
-use vmferry_memory::{PAGE_BYTES, PageRun};
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, say, wait};
 use vmferry_wire::Role;

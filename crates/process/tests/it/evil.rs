@@ -5,17 +5,18 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
+use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_engine::Section;
 use vmferry_engine::{
     Arrival, GuestMemory, Listener, MachineConfig, MigrationState, ReceiveFailure, RestState, RestWatch,
     SourceVm, TargetVm, Uri,
 };
-use vmferry_memory::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, wait};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply,
-    LackingPages, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, Section, TableWriter,
-    ToSource, ToTarget, Token, decode_control, encode_control,
+    LackingPages, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter, ToSource,
+    ToTarget, Token, decode_control, encode_control,
 };
 
 /// Of the guest in these tests.

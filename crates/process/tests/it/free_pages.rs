@@ -127,7 +127,7 @@ fn a_page_of_the_heap_that_is_lost_is_found() {
     let memory = SourceVm::memory(&guest);
     let region = memory.layout().regions()[0];
     let last = region.pages() - HEAP / 4096 / 2;
-    let run = vmferry_memory::PageRun::from(last..last + 64);
+    let run = vmferry_core::PageRun::from(last..last + 64);
     memory.window(region.id, run).unwrap().zero();
     let lost = guest.check_heap().unwrap();
     assert!(lost > 0 && lost <= 64, "{lost}");

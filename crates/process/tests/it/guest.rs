@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
     Arrival, FillState, GuestMemory, Listener, MigrateError, MigrationState, Monitor, Settings, SourceVm,
     TargetVm, Uri, migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 

@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::time::Duration;
+use vmferry_core::{PageIndex, RegionId};
 use vmferry_engine::{MigrationMode, MigrationState, Monitor, Pace, Report, Settings, Uri, migrate};
-use vmferry_memory::{PageIndex, RegionId};
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::wait;
 use vmferry_wire::{

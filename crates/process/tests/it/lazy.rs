@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
+use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{GuestMemory, LazyMemory, SourceVm, TargetVm};
 use vmferry_guest_abi::{State, StatsSnapshot};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_process::{Error, ProcessGuest, ProcessHandle, ProcessOptions};
 use vmferry_testkit::{Need, say, skip, wait};
 

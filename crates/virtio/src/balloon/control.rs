@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 use vm_memory::GuestMemory;
+use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_guest_abi::balloon::FreeMap;
-use vmferry_memory::{Layout, PAGE_SHIFT, PageSet};
 
 /// Hints: stop, and keep the pages (5.5.6.4).
 pub(super) const STOP: u32 = 0;

@@ -7,8 +7,8 @@ use crate::queue::{Buffer, BufferError};
 use crate::runs::{Gather, GuestRun};
 use std::time::Instant;
 use vm_memory::GuestMemory;
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE};
 use vmferry_guest_abi::balloon::{DEFLATE, INFLATE, MAX_RANGES};
-use vmferry_memory::{PAGE_SHIFT, PAGE_SIZE};
 
 /// Most page numbers in one buffer. Linux sends 256; a buffer of 16384 is among those that are compared.
 const MAX_NUMBERS: usize = 65_536;

@@ -4,8 +4,8 @@ use super::control::Shared;
 use crate::runs::copy_bits;
 use std::ops::Range;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
+use vmferry_core::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 use vmferry_guest_abi::balloon::{FreeMap, free_map};
-use vmferry_memory::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 
 /// Most bits that a map may have: the pages of the largest guest.
 pub const FREE_MAP_BITS_MAX: u64 = MAX_PAGES;

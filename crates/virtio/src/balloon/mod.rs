@@ -35,7 +35,7 @@ pub use stats::GuestStats;
 
 use crate::runs::GuestRun;
 use std::fmt::Debug;
-use vmferry_memory::Layout;
+use vmferry_core::Layout;
 
 /// The device offers more than any driver knows: the specification's queues are always there, whatever a driver accepts.
 pub mod feature {

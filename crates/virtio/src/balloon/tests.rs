@@ -4,8 +4,8 @@ use super::*;
 use crate::testing::{Call, Guest, SIZE, WRITE, layout};
 use virtio_bindings::virtio_mmio as register;
 use vm_memory::{Bytes, GuestAddress};
+use vmferry_core::{PageSet, RegionId};
 use vmferry_guest_abi::balloon::{DEFLATE, INFLATE, RANGES_QUEUE, report_entry};
-use vmferry_memory::{PageSet, RegionId};
 
 const INFLATES: u16 = 0;
 const DEFLATES: u16 = 1;

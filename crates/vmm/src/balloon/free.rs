@@ -1,8 +1,8 @@
 //! The engine's questions about free pages, to the guest's map or its driver.
 
 use super::BalloonHandle;
+use vmferry_core::PageSet;
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
-use vmferry_memory::PageSet;
 
 /// The map if the guest keeps one, else hints.
 ///
@@ -91,9 +91,9 @@ mod tests {
     use crate::options::VmOptions;
     use std::sync::Arc;
     use vm_memory::{Bytes, GuestAddress};
+    use vmferry_core::{PageRun, RegionId};
     use vmferry_fault::LazySlot;
     use vmferry_guest_abi::balloon::{FEATURE_FREE_MAP, free_map};
-    use vmferry_memory::{PageRun, RegionId};
     use vmferry_virtio::balloon::feature::{FREE_PAGE_HINT, PAGE_POISON};
     use vmferry_virtio::runs::GuestRun;
     use vmferry_virtio::signals::Interrupt;

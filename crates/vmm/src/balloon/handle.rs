@@ -4,7 +4,7 @@ use super::VmBalloon;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::SystemTime;
-use vmferry_memory::{Layout, PAGE_SHIFT, PageSet};
+use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError, feature};
 
 /// How a balloon is doing.

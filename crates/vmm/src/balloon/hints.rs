@@ -1,7 +1,7 @@
 //! Free pages that a guest has named since they were last taken.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use vmferry_memory::{Layout, PageSet};
+use vmferry_core::{Layout, PageSet};
 use vmferry_virtio::runs::GuestRun;
 
 #[derive(Debug)]

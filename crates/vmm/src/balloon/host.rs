@@ -5,8 +5,8 @@ use crate::memory::{DropError, GuestRam};
 use crate::options::DropWay;
 use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress};
+use vmferry_core::PAGE_BYTES;
 use vmferry_fault::LazySlot;
-use vmferry_memory::PAGE_BYTES;
 use vmferry_virtio::balloon::{BalloonHost, Dropped, HostError, Why};
 use vmferry_virtio::runs::GuestRun;
 
@@ -52,7 +52,7 @@ impl RamHost {
     fn overwrite(&self, run: &GuestRun) -> Result<(), HostError> {
         let region = self.ram.layout().region(run.region).ok_or("no such region")?;
         for page in run.run.range() {
-            let at = GuestAddress(region.gpa.0 + (page << vmferry_memory::PAGE_SHIFT));
+            let at = GuestAddress(region.gpa.0 + (page << vmferry_core::PAGE_SHIFT));
             self.ram.map().write_slice(&[0; PAGE_BYTES], at)?;
         }
         Ok(())

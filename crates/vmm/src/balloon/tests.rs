@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{PAGE_BYTES, PageRun, PageSet, RegionId};
 use vmferry_engine::LazyMemory;
 use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet, RegionId};
 use vmferry_virtio::balloon::{BalloonHost, Dropped, Why};
 use vmferry_virtio::runs::GuestRun;
 

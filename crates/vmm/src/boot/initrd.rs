@@ -3,7 +3,7 @@
 use super::BootError;
 use crate::memory::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 /// An initial RAM disk in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use super::BootError;
 use crate::memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END};
 use vm_memory::{Bytes, GuestAddress};
-use vmferry_memory::{Layout, PAGE_SIZE};
+use vmferry_core::{Layout, PAGE_SIZE};
 use vmferry_virtio::balloon::WholePages;
 
 // In RAM below 1 MiB, clear of the interrupt vectors, the BIOS data area, and each other.

@@ -10,8 +10,8 @@ use crate::state::Saved as _;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
+use vmferry_core::PageSet;
 use vmferry_engine::{DirtyTracker, Protect, RingFigures, TrackerKind, VmError};
-use vmferry_memory::PageSet;
 use vmferry_virtio::blk::BlkWork;
 
 /// How much the guest writes in this time is what is left for the pause, on storage that keeps up. Often costs the guest's disk what it

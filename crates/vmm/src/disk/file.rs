@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, VolatileSlice};
+use vmferry_core::PAGE_BYTES;
 use vmferry_fault::LazySlot;
-use vmferry_memory::PAGE_BYTES;
 use vmferry_sys::lock::LockKind;
 use vmferry_virtio::blk::{Disk, SECTOR};
 

@@ -11,9 +11,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::LazyMemory;
 use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
-use vmferry_memory::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
 use vmferry_testkit::{Need, PATIENCE, skip};
 use vmferry_virtio::blk::Disk;
 

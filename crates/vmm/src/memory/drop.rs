@@ -4,7 +4,7 @@ use super::{GuestRam, MemoryError, RamRegion};
 use crate::options::{Backing, DropWay};
 use std::os::fd::AsFd;
 use vm_memory::{Bytes, GuestAddress};
-use vmferry_memory::{PageRun, RegionId};
+use vmferry_core::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
 
 /// Why pages could not be given back.

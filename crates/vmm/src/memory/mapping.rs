@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use vmferry_memory::LayoutError;
+use vmferry_core::LayoutError;
 
 /// Why guest memory cannot be had.
 #[derive(Debug, thiserror::Error)]

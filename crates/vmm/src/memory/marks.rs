@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use vm_memory::bitmap::{Bitmap, RefSlice, WithBitmapSlice};
 use vmferry_bitmap::AtomicBitmap;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 /// The marks of one region, as a bitmap backend of `vm-memory`.
 ///

@@ -15,7 +15,7 @@ pub use marks::WriteMarks;
 pub use pool::{Advice, HUGE_PAGE_BYTES, HugePagePool};
 pub use ram::{GuestRam, RamRegion};
 
-use vmferry_memory::{Gpa, Layout, LayoutError, Region, RegionId};
+use vmferry_core::{Gpa, Layout, LayoutError, Region, RegionId};
 
 /// RAM ends here at the latest, below the hole for devices.
 pub const LOW_RAM_END: u64 = 3 << 30;

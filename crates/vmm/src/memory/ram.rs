@@ -9,10 +9,10 @@ use std::sync::Arc;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::LazyRegion;
-use vmferry_memory::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
 
 /// One region of RAM and its mapping.
 #[derive(Debug)]
@@ -238,7 +238,7 @@ fn view(regions: &[RamRegion]) -> Result<GuestMemoryMmap<WriteMarks>, MemoryErro
 mod tests {
     use super::*;
     use vm_memory::Bytes;
-    use vmferry_memory::PageIndex;
+    use vmferry_core::PageIndex;
 
     fn ram(memory: u64) -> GuestRam {
         GuestRam::new(&VmOptions::new(memory, 1)).unwrap()

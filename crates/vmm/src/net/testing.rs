@@ -306,7 +306,7 @@ impl Driver {
         let bytes = frame([2, 0, 0, 0, 0, 2], number, len);
         let (at, whole) = (self.frame_at(), [&[0; HEADER][..], &bytes].concat());
         // As the guest's vCPU does, which marks nothing here.
-        let window = self.ram.host_range(vmferry_memory::Gpa(at), whole.len()).unwrap();
+        let window = self.ram.host_range(vmferry_core::Gpa(at), whole.len()).unwrap();
         // SAFETY: so many bytes of memory that nobody refers to; the device reads them when it is notified.
         unsafe { std::ptr::copy_nonoverlapping(whole.as_ptr(), window.as_ptr(), whole.len()) };
         let index = self.put[usize::from(TX)] % SIZE;

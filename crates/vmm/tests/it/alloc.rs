@@ -1,10 +1,10 @@
 //! The bare-metal guest's allocator and driver with this VMM's balloon.
 
 use crate::confined::kvm;
+use vmferry_core::PageSet;
 use vmferry_guest_abi::{
     AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State, StatsSink,
 };
-use vmferry_memory::PageSet;
 use vmferry_testkit::{wait, wait_for};
 use vmferry_vmm::{BalloonHandle, Captured, SerialSink, Vm, VmHandle, VmOptions};
 

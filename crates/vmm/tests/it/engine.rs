@@ -7,13 +7,13 @@ use crate::confined::kvm;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, FillState, GuestMemory, Listener, MachineConfig, MigrateError,
     MigrationState, Monitor, Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError,
     migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_memory::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_testkit::{Need, PATIENCE, skip, wait, wait_for};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 

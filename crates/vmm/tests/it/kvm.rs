@@ -3,9 +3,9 @@
 use crate::confined::kvm;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{PageIndex, PageRun, PageSet};
 use vmferry_engine::{DirtyTracker, GuestMemory, SourceVm, TrackerKind};
 use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot, Workload};
-use vmferry_memory::{PageIndex, PageRun, PageSet};
 use vmferry_testkit::{PATIENCE, wait_for};
 use vmferry_vmm::{Backing, Captured, Exit, SerialSink, Vm, VmHandle, VmOptions};
 

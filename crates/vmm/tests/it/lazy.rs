@@ -4,9 +4,9 @@ use crate::confined::kvm;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{LazyMemory, TargetVm};
 use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
 use vmferry_vmm::{Backing, Vm, VmHandle, VmOptions};
 

@@ -2,9 +2,9 @@
 
 use crate::confined::kvm;
 use vmferry_bitmap::Bitmap;
+use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{DirtyTracker, SourceVm, TrackerKind};
 use vmferry_guest_abi::{GuestArgs, StatsSink};
-use vmferry_memory::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_testkit::{Need, say, skip, wait};
 use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 

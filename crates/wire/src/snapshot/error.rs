@@ -1,6 +1,6 @@
 //! What can be wrong with a snapshot file: which part, and where it lies.
 
-use vmferry_memory::{LayoutError, PageIndex, PageRun, RegionId};
+use vmferry_core::{LayoutError, PageIndex, PageRun, RegionId};
 
 /// A part of a snapshot file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! The first 4096 bytes, and the two parts that are decoded as a whole.
 
 use super::{SnapshotError, SnapshotMap, SnapshotPart};
-use crate::{Fields, MAX_STATE_BYTES, MachineConfig, MigrationId, Section, crc};
+use crate::{Fields, MAX_STATE_BYTES, MigrationId, crc};
 use serde::{Serialize, de::DeserializeOwned};
-use vmferry_memory::{Gpa, Layout, MAX_REGIONS, Region, RegionId};
+use vmferry_core::{Gpa, Layout, MAX_REGIONS, MachineConfig, Region, RegionId, Section};
 
 /// Bytes of the header.
 pub const SNAPSHOT_HEADER_BYTES: usize = 4096;

@@ -1,7 +1,7 @@
 //! Where everything lies in a snapshot file.
 
 use super::{SNAPSHOT_HEADER_BYTES, TABLE_BYTES, TABLE_PAGES};
-use vmferry_memory::{Layout, PAGE_SIZE, PageIndex, PageRun, RegionId};
+use vmferry_core::{Layout, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
 /// Parts before the contents begin at multiples of a page.
 const ALIGN: u64 = PAGE_SIZE;

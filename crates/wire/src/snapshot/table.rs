@@ -2,7 +2,7 @@
 
 use super::{SnapshotError, SnapshotPart};
 use crate::{Fields, crc};
-use vmferry_memory::{PageDigest, PageIndex, RegionId};
+use vmferry_core::{PageDigest, PageIndex, RegionId};
 
 /// Pages of a table: as many as a huge page has.
 pub const TABLE_PAGES: usize = 512;

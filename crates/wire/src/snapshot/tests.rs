@@ -1,7 +1,9 @@
 use super::*;
-use crate::{MachineConfig, MigrationId, Section, crc};
+use crate::{MigrationId, crc};
 use proptest::prelude::*;
-use vmferry_memory::{Gpa, MAX_REGIONS, PAGE_SIZE, PageDigest, PageIndex, Region, RegionId};
+use vmferry_core::{
+    Gpa, MAX_REGIONS, MachineConfig, PAGE_SIZE, PageDigest, PageIndex, Region, RegionId, Section,
+};
 
 fn region(id: u32, gpa: u64, pages: u64) -> SnapshotRegion {
     let region = Region { id: RegionId(id), gpa: Gpa(gpa), len: pages * PAGE_SIZE };

@@ -95,7 +95,7 @@ impl<'e> Driver<'_, 'e> {
             return Ok(());
         }
         let work = move || {
-            crate::latency::prefer_latency();
+            vmferry_thread::scheduling::prefer_latency();
             fit(&streams, &claims, Controller::new().pace());
             let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
             let paced = bulk.and_then(|bulk| {

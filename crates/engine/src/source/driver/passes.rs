@@ -4,13 +4,13 @@ use super::{Driver, Ground, Input, Job, Numbered, local};
 use crate::channel::{Stream, tcp};
 use crate::source::events::{Event, Pass};
 use crate::source::sender::{Sender, UNSENT};
-use crate::vm::{NothingToProtect, Protect, caught};
+use crate::vm::caught;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
-use vmferry_memory::{PageRun, PageSet};
+use vmferry_core::{NothingToProtect, PageRun, PageSet, Protect};
 use vmferry_wire::{Refusal, RefusalCode, RunName};
 
 impl<'e> Driver<'_, 'e> {
@@ -155,7 +155,7 @@ fn send_jobs(
             Job::Pages { pass, flight, first } => sender.send_pass(*pass, flight, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Rest { pass, claims, urgent } => {
-                crate::latency::give_way();
+                vmferry_thread::scheduling::give_way();
                 sender.send_rest(*pass, claims, urgent)
             }
         });

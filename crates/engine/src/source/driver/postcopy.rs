@@ -8,13 +8,13 @@ use crate::source::events::Event;
 use crate::source::postcopy::{Claims, UrgentOut, lacking, serve_urgent};
 use crate::source::sender::Shared;
 use crate::source::settings::MigrationMode;
-use crate::vm::{NothingToProtect, caught};
+use crate::vm::caught;
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_memory::PageSet;
+use vmferry_core::{NothingToProtect, PageSet};
 use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToSource, ToTarget};
 
 impl<'e> Driver<'_, 'e> {

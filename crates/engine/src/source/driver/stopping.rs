@@ -2,8 +2,9 @@
 
 use super::{Driver, local};
 use crate::source::events::Event;
-use crate::vm::{self, Rehearsal, Section, VmError};
+use crate::vm::{self, Rehearsal};
 use std::time::{Duration, Instant};
+use vmferry_core::{Section, VmError};
 use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 
 impl Driver<'_, '_> {

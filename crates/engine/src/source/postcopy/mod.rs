@@ -11,14 +11,13 @@ pub(crate) use urgent::{UrgentOut, serve_urgent};
 use super::settings::UrgentPath;
 use crate::source::sender::SenderError;
 use crate::sync::{AtomicU64, AtomicUsize, ClaimBitmap, Mutex, MutexGuard};
-use crate::vm::VmError;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{Layout, PAGE_SIZE, PageSet, RegionId};
+use vmferry_core::{Layout, PAGE_SIZE, PageSet, RegionId, VmError};
 
 /// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
 /// them it claims 64 at a time, right before it sends them.
@@ -271,8 +270,8 @@ pub(crate) fn lacking(
     also: &[vmferry_wire::RunName],
 ) -> Result<PageSet, String> {
     for name in also {
-        let run = vmferry_memory::PageRun::from(name.first..name.first.saturating_add(name.count));
-        let pages = layout.region(name.region).map_or(0, vmferry_memory::Region::pages);
+        let run = vmferry_core::PageRun::from(name.first..name.first.saturating_add(name.count));
+        let pages = layout.region(name.region).map_or(0, vmferry_core::Region::pages);
         match pending.region_mut(name.region) {
             Some(map) if run.end() <= pages => map.set_range(run.range()),
             _ => return Err(format!("the target asks for {run} of {}, which is not there", name.region)),

@@ -6,7 +6,7 @@ use super::urgent::UrgentOut;
 use super::{Chunk, Claims, Wanted};
 use std::ops::Range;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{PageIndex, PageRun, RegionId};
+use vmferry_core::{PageIndex, PageRun, RegionId};
 use vmferry_wire::FrameKind;
 
 impl<S: FrameSink> Sender<'_, S> {

@@ -6,7 +6,7 @@ use shuttle::thread;
 use std::sync::Arc;
 // Not part of what is tested: no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
-use vmferry_memory::{Gpa, Layout, PageSet, Region, RegionId};
+use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
 
 const PAGES: usize = 70;
 const TRIES: usize = 2000;

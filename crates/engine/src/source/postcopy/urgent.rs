@@ -37,7 +37,7 @@ pub(crate) fn serve_urgent(
     channel: usize,
     awake: Asking,
 ) -> SenderError {
-    crate::latency::prefer_latency();
+    vmferry_thread::scheduling::prefer_latency();
     let _awake = awake.hold();
     let mut bytes = [0; REQUEST_BYTES];
     loop {

@@ -7,7 +7,8 @@ use super::{Session, State};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
-use vmferry_wire::{LazyFigures, Refusal, Section, ToSource, ToTarget};
+use vmferry_core::Section;
+use vmferry_wire::{LazyFigures, Refusal, ToSource, ToTarget};
 
 /// A pass that leaves more than this share of what the pass before left is the last, in hybrid mode: the guest dirties about as
 /// fast as the link carries.

@@ -4,7 +4,7 @@ use super::Session;
 use crate::source::policy::PassOutcome;
 use crate::source::settings::AutoConverge;
 use crate::source::throttle;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_core::PAGE_SIZE;
 
 impl Session {
     pub(super) fn slowed(&self) -> bool {

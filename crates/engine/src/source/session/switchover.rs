@@ -3,8 +3,8 @@
 use super::{MAX_RESENDS, Session, State};
 use crate::source::events::{Action, Outcome, Pass, Verification};
 use std::time::Duration;
-use vmferry_memory::PageRun;
-use vmferry_wire::{Refusal, RefusalCode, Section, ToTarget};
+use vmferry_core::{PageRun, Section};
+use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
 /// Most pages that the message of a failed verification names.
 const MOST_NAMED: usize = 16;

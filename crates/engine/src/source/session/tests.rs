@@ -4,7 +4,7 @@ use super::*;
 use crate::plan::Auto;
 use crate::source::settings::AutoConverge;
 use std::time::Duration;
-use vmferry_memory::RegionId;
+use vmferry_core::RegionId;
 use vmferry_wire::{PageName, Token};
 
 const PAGES: u64 = 1 << 20;

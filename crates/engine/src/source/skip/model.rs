@@ -7,7 +7,6 @@
 mod world;
 
 use super::{Flaw, Kept, Skipping, State as Asking};
-use crate::free::Answers;
 use crate::model::{any, shortest, wants_shortest};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::flight::{Flight, Turn};
@@ -19,7 +18,8 @@ use stateright::{Checker, Model, Property};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_wire::{MachineConfig, ToSource, ToTarget, Token};
+use vmferry_core::{Answers, MachineConfig};
+use vmferry_wire::{ToSource, ToTarget, Token};
 use world::{
     Hand, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region, set_of,
 };

@@ -5,16 +5,17 @@
 //! mark, and a harvest leaves marks as they are.
 
 use super::{Flaw, Next, Skipping};
-use crate::free::{Answer, Answers, FreePages, FreeReport};
 use crate::source::flight::{Flight, Turn};
 use crate::source::pending::Pending;
-use crate::vm::{Protect, VmError};
 use shuttle::rand::Rng;
 use shuttle::sync::{Mutex, MutexGuard};
 use shuttle::thread;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{Gpa, Layout, PageIndex, PageRun, Region, RegionId};
+use vmferry_core::{
+    Answer, Answers, FreePages, FreeReport, Gpa, Layout, PageIndex, PageRun, Protect, Region, RegionId,
+    VmError,
+};
 
 const PAGES: u64 = 3;
 const REGION: RegionId = RegionId(0);

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, fence};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_core::{Layout, PageRun, PageSet, Region, RegionId, Window};
 use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, VmError};
-use vmferry_memory::{Layout, PageRun, PageSet, Region, RegionId, Window};
 
 /// Words of a page that are stamped: its ends, so that half a page shows, and its middle.
 const STAMPED: [usize; 3] = [0, 255, 511];

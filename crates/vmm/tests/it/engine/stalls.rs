@@ -16,13 +16,13 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, Listener, MachineConfig,
     MigrationMode, MigrationState, Monitor, OnTimeout, Placed, Report, Section, Settings, SourceVm, TargetVm,
     TrackerKind, Uri, VmError, migrate, receive,
 };
 use vmferry_guest_abi::CpuSnapshot;
-use vmferry_memory::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_testkit::{Need, say, skip};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 

@@ -1,13 +1,13 @@
 //! A state of the model, and what the shipped code finds in it.
 
-use crate::free::{Answer, Answers, FreePages, FreeReport};
 use crate::source::session::Session;
 use crate::source::skip::Kept;
-use crate::vm::{Protect, VmError};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_bitmap::Bitmap;
-use vmferry_memory::{Gpa, Layout, PageRun, PageSet, Region, RegionId};
+use vmferry_core::{
+    Answer, Answers, FreePages, FreeReport, Gpa, Layout, PageRun, PageSet, Protect, Region, RegionId, VmError,
+};
 
 pub(super) const PAGES: usize = 2;
 pub(super) const REGION: RegionId = RegionId(0);

@@ -1,0 +1,90 @@
+//! Addresses and indexes, each a type.
+
+use crate::PAGE_SHIFT;
+use std::fmt;
+use std::ops::Range;
+
+/// A guest-physical address, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Gpa(pub u64);
+
+impl fmt::Display for Gpa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// Names a region of guest memory within one migration. On KVM this is the number of the memory slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct RegionId(pub u32);
+
+impl fmt::Display for RegionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "region {}", self.0)
+    }
+}
+
+/// The index of a 4 KiB page within its region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct PageIndex(pub u64);
+
+impl PageIndex {
+    /// The page's offset from the start of its region, in bytes.
+    #[must_use]
+    pub fn offset(self) -> u64 {
+        self.0 << PAGE_SHIFT
+    }
+}
+
+impl fmt::Display for PageIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "page {:#x}", self.0)
+    }
+}
+
+/// Consecutive pages of one region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageRun {
+    /// The first page.
+    pub first: PageIndex,
+    /// How many pages.
+    pub count: u64,
+}
+
+impl PageRun {
+    /// The run of `count` pages from `first`.
+    #[must_use]
+    pub fn new(first: PageIndex, count: u64) -> Self {
+        Self { first, count }
+    }
+
+    /// The page after the last one; `u64::MAX` if that does not exist, so that a range check on it fails.
+    #[must_use]
+    pub fn end(self) -> u64 {
+        self.first.0.saturating_add(self.count)
+    }
+
+    /// The run's page indexes.
+    #[must_use]
+    pub fn range(self) -> Range<u64> {
+        self.first.0..self.end()
+    }
+
+    /// The run's length in bytes; saturates for runs that no region can hold.
+    #[must_use]
+    pub fn bytes(self) -> u64 {
+        self.count.saturating_mul(1 << PAGE_SHIFT)
+    }
+}
+
+impl From<Range<u64>> for PageRun {
+    fn from(range: Range<u64>) -> Self {
+        Self { first: PageIndex(range.start), count: range.end.saturating_sub(range.start) }
+    }
+}
+
+impl fmt::Display for PageRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "pages {:#x}..{:#x}", self.first.0, self.end())
+    }
+}

@@ -1,0 +1,122 @@
+//! Time slices and niceness of threads, for a guest that waits for single pages.
+
+/// Length of a short slice, in ns. A thread that asks for it works for some microseconds at a time.
+const SLICE: u64 = 100_000;
+
+/// `struct sched_attr`, first version (Linux `include/uapi/linux/sched/types.h`).
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    size: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime: u64,
+    deadline: u64,
+    period: u64,
+}
+
+const _: () = assert!(size_of::<Attributes>() == 48);
+
+/// Gives thread `thread` of this process short time slices, or takes them back. It is for a vCPU that waits for pages: it must not wait
+/// again until the threads that bring the pages have used their slices. Does nothing if `thread` is 0.
+pub fn prefer_latency_of(thread: u32, prefer: bool) {
+    // For the kernel, 0 is the calling thread.
+    if thread != 0 {
+        change(thread, |attributes| attributes.runtime = if prefer { SLICE } else { 0 });
+    }
+}
+
+/// Asks the scheduler for short slices for the calling thread, so that the thread runs soon after it is woken (Linux 6.12,
+/// `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an earlier deadline). The thread's share of a processor stays the same.
+/// An older kernel refuses this, or ignores it.
+pub fn prefer_latency() {
+    change(0, |attributes| attributes.runtime = SLICE);
+}
+
+/// Niceness of a thread that gives way: about a tenth of an ordinary thread's share where both want a processor, and a whole processor
+/// where no other thread wants it. Not `SCHED_IDLE`: pages that such a thread has claimed could then wait for seconds on a busy host, and
+/// the guest may come to need them.
+const NICE: i32 = 10;
+
+/// Lets the calling thread give way to other threads from now on. It is for a thread that sends or places pages for which the guest does
+/// not wait: it must not keep a processor from the threads that bring other pages, or from the guest. An ordinary user cannot undo this.
+pub fn give_way() {
+    change(0, |attributes| {
+        attributes.policy = libc::SCHED_BATCH.unsigned_abs();
+        attributes.nice = attributes.nice.max(NICE);
+        // A running thread is only interrupted before the end of its slice by a thread with a shorter one.
+        attributes.runtime = SLICE;
+    });
+}
+
+fn change(thread: u32, how: impl FnOnce(&mut Attributes)) {
+    let mut attributes = Attributes { size: 48, ..Attributes::default() };
+    // SAFETY: the kernel writes at most `size` bytes of `attributes`.
+    let known = unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, 48u32, 0u32) };
+    // A policy that the operator chose (real time, idle) stays.
+    if known != 0 || attributes.policy != libc::SCHED_OTHER.unsigned_abs() {
+        return;
+    }
+    how(&mut attributes);
+    // SAFETY: the kernel reads `size` bytes of `attributes`.
+    unsafe { libc::syscall(libc::SYS_sched_setattr, thread, &raw const attributes, 0u32) };
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_testkit::{Need, skip};
+
+    #[test]
+    fn giving_way_lowers_this_thread_only() {
+        // SAFETY: this call reads nothing of ours.
+        let nice = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let before = nice();
+        let there = std::thread::spawn(move || {
+            super::give_way();
+            nice()
+        });
+        assert_eq!((there.join().unwrap(), nice()), (before.max(super::NICE), before));
+    }
+
+    #[test]
+    fn another_thread_is_given_short_slices_and_its_own_again() {
+        let slice = |thread: u32| {
+            let mut attributes = super::Attributes::default();
+            // SAFETY: the kernel writes at most 48 bytes, as many as there are.
+            let known =
+                unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, 48u32, 0u32) };
+            assert_eq!(known, 0);
+            attributes.runtime
+        };
+        // SAFETY: this call reads nothing of ours.
+        let own = u32::try_from(unsafe { libc::gettid() }).unwrap();
+        let another = std::thread::spawn(move || {
+            let before = slice(own);
+            super::prefer_latency_of(own, true);
+            let short = slice(own);
+            super::prefer_latency_of(own, false);
+            (before, short, slice(own))
+        });
+        let (before, short, after) = another.join().unwrap();
+        if before == 0 {
+            return skip(Need::Kernel, "no slices that can be asked for (before Linux 6.12)");
+        }
+        assert_eq!((short, after), (super::SLICE, before));
+    }
+
+    #[test]
+    fn it_changes_neither_policy_nor_niceness() {
+        std::thread::spawn(|| {
+            // SAFETY: these calls read nothing of ours.
+            let of_thread =
+                || unsafe { (libc::sched_getscheduler(0), libc::getpriority(libc::PRIO_PROCESS, 0)) };
+            let before = of_thread();
+            super::prefer_latency();
+            assert_eq!(of_thread(), before);
+        })
+        .join()
+        .unwrap();
+    }
+}
