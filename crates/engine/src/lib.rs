@@ -16,6 +16,7 @@ mod model;
 mod monitor;
 pub mod plan;
 mod report;
+mod run;
 mod scratch;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;

@@ -4,8 +4,8 @@
 //! Both [`Session`](crate::source::session::Session)s are the ones that ship: every decision is a call of their `handle`. Of this model
 //! is what is around them, which the drivers and the kernel are otherwise: `source` and `memory` (the source's host), `target` and
 //! `placing` (the target's). The simulation (`sim`) has the same around them with more pages, channels and faults, and samples; this
-//! exhausts, with two pages, few writes and few faults. Neither runs the drivers, nor their sockets,
-//! queues, threads and timers.
+//! exhausts, with two pages, few writes and few faults. The model does not run the run loop ([`crate::run`]), which the
+//! simulation does. Neither runs the drivers' sockets, queues and threads.
 //!
 //! Time is no number here: any limit may run out at any moment (`Session::project` says why that is sound). What takes time in a driver
 //! and nobody can tell from nothing (loading a state, say) is one step with what follows from it, but where it goes wrong; what the

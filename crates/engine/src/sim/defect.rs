@@ -40,6 +40,8 @@ pub(super) enum Defect {
     StartsRenounced,
     /// What is moot at the target's end is dropped again and again, and the end with it.
     DropsTheEnd,
+    /// The loop tells the target's session of a stop again and again, whether the session acts on it or not.
+    RepeatsStop,
     /// Pages are left out by an answer that was asked for before they were protected.
     #[cfg(test)]
     AsksFirst,
@@ -88,6 +90,7 @@ impl Defect {
         Self::EndsRenounced,
         Self::StartsRenounced,
         Self::DropsTheEnd,
+        Self::RepeatsStop,
         // Of code that has them only for tests.
         #[cfg(test)]
         Self::AsksFirst,

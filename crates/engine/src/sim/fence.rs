@@ -1,7 +1,6 @@
 //! The arbiter in the simulation: slow, out of reach, or heard and answered when nobody expects it any more.
 
 use super::rng::Rng;
-use super::source;
 use super::world::{Defect, Item, World};
 use crate::fence::simulated::{asked_by_the_host, heard};
 use crate::fence::{Arbiter, ArbiterError, Ruling, Side, Word};
@@ -117,11 +116,7 @@ impl World {
                     Err(_) if self.defect == Defect::TakesSilenceForAWin => Ok(Ruling::Source),
                     answer => answer,
                 };
-                self.source_event(source::Event::Ruled(answer));
-            }
-            // As the real driver, which looks for answers between two steps.
-            Side::Target if self.there.busy && !self.there.ended() => {
-                self.at(200, Item::FenceAnswers(side, word, answer));
+                self.here.answers.push_back(answer);
             }
             Side::Target => {
                 let answer = match answer {
@@ -132,7 +127,7 @@ impl World {
                     }
                     answer => answer,
                 };
-                self.target_event(self.there.link, target::Event::Ruled(word, answer));
+                self.there.answers.push_back((word, answer));
             }
         }
     }

@@ -5,12 +5,16 @@ use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use super::{fence, here_free};
-use crate::fence::Side;
+use crate::channel::SendError;
+use crate::fence::{ArbiterError, Ruling, Side};
 use crate::lacking::Collected;
 use crate::plan::{Auto, Expected};
+use crate::run::{self, Agenda};
 use crate::source::events::{Action, Event};
 use crate::source::flight::Flight;
+use crate::source::inbox::{self, Inbox, Input, Numbered, Sources};
 use crate::source::pending::Pending;
+use crate::source::sender::SenderError;
 use crate::source::session::{Phase, Session};
 use crate::source::skip::Skipping;
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, UrgentPath};
@@ -40,12 +44,25 @@ pub(super) struct Job {
 pub(super) struct Here {
     pub(super) session: Session,
     pub(super) settings: Settings,
-    pub(super) actions: VecDeque<Action>,
-    /// Events that wait for the step under way: the real driver performs a step to its end.
-    inbox: VecDeque<Event>,
-    /// Whether events may overtake steps, which the real driver does not do and the session must bear.
-    eager: bool,
+    agenda: Agenda<Action>,
+    pub(super) inbox: Inbox,
+    /// What threads have reported, oldest first.
+    inputs: VecDeque<Numbered>,
+    /// The operator wants the migration to be cancelled.
+    pub(super) cancelled: bool,
+    /// Other requests of the operator, and answers of the arbiter.
+    pub(super) requests: VecDeque<Event>,
+    pub(super) answers: VecDeque<Result<Ruling, ArbiterError>>,
+    /// A step is under way, and its result once it is done.
     pub(super) busy: bool,
+    pub(super) done: Option<Event>,
+    /// When the loop wants to look at the clock, and whether that was arranged.
+    wake_at: Duration,
+    pub(super) timer: bool,
+    /// Looks at what happens since the loop was woken.
+    looks: u32,
+    /// The thread of the loop was woken and does not run before.
+    asleep_until: u64,
     pub(super) running: bool,
     /// It has what only the side that runs the guest may have.
     pub(super) holds: bool,
@@ -69,7 +86,6 @@ pub(super) struct Here {
     /// For good, not for a rehearsal.
     pub(super) paused: bool,
     pub(super) jobs: Vec<Job>,
-    pub(super) missing: usize,
     pub(super) bytes: u64,
     stopped: bool,
     /// Pages of the rest that nobody has claimed.
@@ -110,7 +126,7 @@ pub(super) fn machine(pages: usize) -> MachineConfig {
 }
 
 impl Here {
-    pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect) -> (Self, Vec<Action>) {
+    pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect) -> Self {
         let pages = memory.pages.len();
         let channels = 1 + u16::try_from(rng.below(4)).expect("small");
         let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
@@ -137,12 +153,20 @@ impl Here {
             ..Settings::default()
         };
         let (session, first) = Session::begin(settings.clone(), machine(pages), pages as u64, Duration::ZERO);
-        let here = Self {
+        Self {
             session,
-            actions: VecDeque::new(),
-            inbox: VecDeque::new(),
-            eager: rng.per_mille(400),
+            agenda: Agenda::new(first),
+            inbox: Inbox::new(Duration::ZERO),
+            inputs: VecDeque::new(),
+            cancelled: false,
+            requests: VecDeque::new(),
+            answers: VecDeque::new(),
             busy: false,
+            done: None,
+            wake_at: Duration::ZERO,
+            timer: false,
+            looks: 0,
+            asleep_until: 0,
             running: true,
             committed: false,
             given_back: false,
@@ -159,7 +183,6 @@ impl Here {
             slowed: 0.0,
             paused: false,
             jobs: (0..channels).map(|_| Job::default()).collect(),
-            missing: 0,
             bytes: 0,
             stopped: false,
             claims: None,
@@ -168,8 +191,7 @@ impl Here {
             queue: VecDeque::new(),
             lacking: Collected::new(&layout(pages)),
             settings,
-        };
-        (here, first)
+        }
     }
 
     pub(super) fn ended(&self) -> bool {
@@ -178,23 +200,62 @@ impl Here {
 }
 
 impl World {
-    pub(super) fn source_event(&mut self, event: Event) {
-        if self.here.ended() {
-            return;
+    /// A thread of the source's host reports.
+    pub(super) fn source_input(&mut self, input: Input) {
+        let generation = self.here.inbox.generation();
+        self.here.inputs.push_back((generation, input));
+        if self.here.asleep_until <= self.now && self.rng.per_mille(200) {
+            // Its thread is woken, and runs later: other inputs come first.
+            let delay = self.rng.latency(200);
+            self.here.asleep_until = self.now + delay;
+            self.at(delay, Item::Runs);
         }
-        // A lost link is taken up by one thread that does nothing else meanwhile.
-        let waits = !self.here.eager || self.here.session.phase() == Phase::PostcopyPaused;
-        if self.here.busy && waits {
-            self.here.inbox.push_back(event);
-            return;
-        }
-        self.source_handle(event);
-        self.pump_source();
     }
 
-    pub(super) fn source_handle(&mut self, event: Event) {
-        let now = Duration::from_micros(self.now);
-        // Its own news of channels that are closed since does not reach the session of the real driver either.
+    /// A channel for pages is lost, as its thread finds.
+    fn lost_channel() -> SenderError {
+        let error = std::io::ErrorKind::BrokenPipe.into();
+        SenderError::Link(SendError { nothing_left: false, error }, "the target".into())
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_micros(self.now)
+    }
+
+    /// Runs the source's loop until it has nothing to do.
+    pub(super) fn pump_source(&mut self) {
+        if self.here.ended() || self.now < self.here.asleep_until {
+            return;
+        }
+        self.here.looks = 0;
+        match run::advance(&mut AtSource(self)) {
+            Ok(outcome) => self.source_ends(outcome),
+            Err(Idle) => self.set_timer(),
+        }
+    }
+
+    /// The loop looks at the clock when it wants to, or later.
+    fn set_timer(&mut self) {
+        if self.here.busy || std::mem::replace(&mut self.here.timer, true) {
+            return;
+        }
+        let longest = if self.now < 5_000_000 { 40_000 } else { 2_000_000 };
+        let late = self.rng.below(longest);
+        let wanted = u64::try_from(self.here.wake_at.as_micros()).expect("short");
+        self.at(wanted.saturating_sub(self.now) + late, Item::Tick);
+    }
+
+    fn source_ends(&mut self, outcome: Outcome) {
+        self.here.outcome = Some(outcome);
+        if self.here.session.fence_done() {
+            self.fence.register = None;
+        }
+        self.stop_senders();
+        self.transmit(TO_TARGET, Cargo::Eof);
+    }
+
+    fn source_handle(&mut self, event: Event) -> Vec<Action> {
+        let now = self.now();
         let before = self.here.session.phase();
         if self.here.committed && before == Phase::Switchover {
             self.here.given_back |= matches!(
@@ -208,11 +269,7 @@ impl World {
             && matches!(event, Event::Message(ToSource::Returned(_)));
         let actions = self.here.session.handle(now, event);
         self.here.given_back |= late && self.here.session.phase() == Phase::Ended;
-        if before != Phase::Ended && self.here.session.phase() == Phase::Ended {
-            // What was still to be done is moot.
-            self.here.actions.clear();
-        }
-        self.here.actions.extend(actions);
+        actions
     }
 
     pub(super) fn source_lost(&mut self, link: usize, why: &str) {
@@ -234,7 +291,7 @@ impl World {
             return;
         }
         if self.here.connected {
-            self.source_event(Event::PeerLost(why.into()));
+            self.source_input(Input::ControlLost(why.into()));
         }
     }
 
@@ -244,7 +301,10 @@ impl World {
         }
         match cargo {
             Cargo::Reply(yes) if self.here.connecting => self.reconnected(yes),
-            Cargo::ToSource(message) if self.here.connected => self.source_event(Event::Message(message)),
+            Cargo::ToSource(message) if self.here.connected => {
+                let now = self.now();
+                self.source_input(Input::Message(message, now));
+            }
             Cargo::Request(request) if self.here.connected => {
                 self.requested(stream - self.streams.requests(0), request);
             }
@@ -252,67 +312,56 @@ impl World {
         }
     }
 
-    /// Performs actions in order, until one takes its time.
-    pub(super) fn pump_source(&mut self) {
-        while !self.here.busy && !self.here.ended() {
-            if let Some(action) = self.here.actions.pop_front() {
-                self.perform_source(action);
-            } else if let Some(event) = self.here.inbox.pop_front() {
-                self.source_handle(event);
-            } else {
-                return;
+    fn perform_source(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        Ok(match action {
+            Action::Send(message) => self.source_sends(message),
+            Action::Remember { .. } | Action::Finish(_) => None,
+            Action::Throttle(shares) => {
+                self.here.slowed = shares[0];
+                None
             }
-        }
-    }
-
-    fn perform_source(&mut self, action: Action) {
-        match action {
-            Action::Send(message) => {
-                if let Some(event) = self.source_sends(message) {
-                    self.source_handle(event);
-                }
+            Action::SendRest { number } => {
+                self.send_rest(number);
+                None
             }
-            Action::Remember { .. } => {}
-            Action::Throttle(shares) => self.here.slowed = shares[0],
-            Action::SendRest { number } => self.send_rest(number),
-            Action::Disconnect => self.disconnect(),
-            Action::TakeLacking(piece) => {
-                if let Err(why) = self.here.lacking.add(&piece) {
-                    self.source_handle(Event::PeerLost(why));
-                }
+            Action::Disconnect => {
+                self.disconnect();
+                None
             }
+            Action::TakeLacking(piece) => self.here.lacking.add(&piece).err().map(Event::PeerLost),
             Action::ServeAgain { pages } => self.serve_again(pages),
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
-            Action::Fence { word, after } => self.ask_fence(Side::Source, word, after),
-            Action::Finish(outcome) => {
-                self.here.outcome = Some(outcome);
-                if self.here.session.fence_done() {
-                    self.fence.register = None;
-                }
-                self.stop_senders();
-                self.transmit(TO_TARGET, Cargo::Eof);
+            Action::Fence { word, after } => {
+                self.ask_fence(Side::Source, word, after);
+                None
             }
             step => {
-                if matches!(step, Action::Rehearse { .. }) {
-                    self.here.running = false;
-                }
-                if let Action::OpenChannels { bulk, urgent } = step {
-                    for stream in self.streams.opened() {
-                        let token = if stream < self.streams.urgent(0) { bulk } else { urgent };
-                        self.transmit(stream, Cargo::Hello(token));
-                    }
-                }
-                self.here.busy = true;
-                let mut delay = self.rng.latency(300);
-                if step == Action::Resume {
-                    delay += self.stopped_for();
-                }
-                if let Action::Reconnect { after } = step {
-                    delay += u64::try_from(after.as_micros()).expect("short");
-                }
-                self.at(delay, Item::SourceStep(step));
+                self.begin_step(step);
+                return Err(Idle);
+            }
+        })
+    }
+
+    /// A step that takes its time.
+    fn begin_step(&mut self, step: Action) {
+        if matches!(step, Action::Rehearse { .. }) {
+            self.here.running = false;
+        }
+        if let Action::OpenChannels { bulk, urgent } = step {
+            for stream in self.streams.opened() {
+                let token = if stream < self.streams.urgent(0) { bulk } else { urgent };
+                self.transmit(stream, Cargo::Hello(token));
             }
         }
+        self.here.busy = true;
+        let mut delay = self.rng.latency(300);
+        if step == Action::Resume {
+            delay += self.stopped_for();
+        }
+        if let Action::Reconnect { after } = step {
+            delay += u64::try_from(after.as_micros()).expect("short");
+        }
+        self.at(delay, Item::SourceStep(step));
     }
 
     pub(super) fn source_sends(&mut self, message: ToTarget) -> Option<Event> {
@@ -339,9 +388,15 @@ impl World {
             return None;
         }
         // A dead link swallows, or refuses, or breaks in the middle; none of it arrives.
-        match self.rng.below(3) {
+        match self.rng.below(4) {
             0 => None,
             1 => Some(Event::unsent(&message, "the link is down".into())),
+            2 if !self.here.session.committed() => {
+                // As the driver: the target's own word may say more.
+                let now = self.now();
+                self.here.inbox.hold(now, "the link is down".into());
+                None
+            }
             _ => Some(Event::PeerLost("the link is down".into())),
         }
     }
@@ -361,9 +416,7 @@ impl World {
         }
         if self.here.dead[channel] || (!self.link_up() && self.rng.per_mille(300)) {
             self.here.jobs[channel].active = false;
-            // As the real driver: before the handover the link is blamed only if the target leaves no last words.
-            let wait = if self.here.session.runs_there() { 1 } else { 500_000 };
-            self.at(wait, Item::SourceLost(link));
+            self.source_input(Input::PassDone(Err(Self::lost_channel())));
             return;
         }
         if self.here.jobs[channel].rest {
@@ -407,10 +460,12 @@ impl World {
     }
 
     pub(super) fn pass_done(&mut self) {
-        self.here.missing -= 1;
-        if self.here.missing == 0 {
-            self.source_event(Event::PassSent { bytes: self.here.bytes, listing: Duration::ZERO });
-        }
+        self.source_input(Input::PassDone(Ok(())));
+    }
+
+    /// An urgent channel is lost.
+    pub(super) fn urgent_lost(&mut self) {
+        self.source_input(Input::UrgentLost(Self::lost_channel()));
     }
 
     pub(super) fn read(&mut self, (page, digest): (usize, u64)) -> SentPage {
@@ -431,12 +486,107 @@ impl World {
     }
 
     /// The target sends: to a source that has ended, for nobody.
-    pub(super) fn target_transmits(&mut self, message: ToSource) {
+    pub(super) fn target_transmits(&mut self, message: ToSource) -> Option<crate::target::session::Event> {
         if !self.there.connected {
-            let why = "the channel is closed".into();
-            return self.target_handle(crate::target::session::Event::PeerLost(why));
+            return Some(crate::target::session::Event::PeerLost("the channel is closed".into()));
+        }
+        if !self.alive(self.there.link) && self.rng.per_mille(500) {
+            return Some(crate::target::session::Event::PeerLost("the link failed".into()));
         }
         self.count_control();
         self.transmit(TO_SOURCE, Cargo::ToSource(message));
+        None
+    }
+}
+
+/// The loop has nothing to do at this moment.
+pub(super) struct Idle;
+
+/// More looks than this at one moment, and the loop spins.
+pub(super) const MOST_LOOKS: u32 = 10_000;
+
+/// The simulated host of the source.
+struct AtSource<'a>(&'a mut World);
+
+impl run::Host for AtSource<'_> {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+    type Idle = Idle;
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.0.here.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.0.source_handle(event)
+    }
+
+    fn decided(&self) -> bool {
+        self.0.here.session.phase() == Phase::Ended
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        self.0.perform_source(action)
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Idle> {
+        self.0.here.done.take().map(Some).ok_or(Idle)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Idle> {
+        self.0.here.looks += 1;
+        if self.0.here.looks > MOST_LOOKS {
+            self.0.promise(false, |world| format!("the source's loop spins while {:?}", world.here.session));
+            return Err(Idle);
+        }
+        inbox::next(self).map(Some)
+    }
+}
+
+impl Sources for AtSource<'_> {
+    type Idle = Idle;
+
+    fn now(&self) -> Duration {
+        self.0.now()
+    }
+
+    fn session(&mut self) -> &mut Session {
+        &mut self.0.here.session
+    }
+
+    fn inbox(&mut self) -> &mut Inbox {
+        &mut self.0.here.inbox
+    }
+
+    fn cancelled(&self) -> bool {
+        self.0.here.cancelled
+    }
+
+    fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>> {
+        self.0.here.answers.pop_front()
+    }
+
+    fn request(&mut self) -> Option<Event> {
+        self.0.here.requests.pop_front()
+    }
+
+    fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Idle> {
+        self.0.here.wake_at = until;
+        self.0.here.inputs.pop_front().map(Some).ok_or(Idle)
+    }
+
+    fn unsent(&self) -> u64 {
+        self.0.here.claims.iter().flatten().filter(|unclaimed| **unclaimed).count() as u64
+    }
+
+    fn heard(&mut self, _: &ToSource) {}
+
+    fn pass_sent(&mut self) -> (u64, Duration) {
+        (self.0.here.bytes, Duration::ZERO)
     }
 }

@@ -65,7 +65,7 @@ impl World {
         if self.here.link == 0 {
             self.postcopy_begins();
         }
-        self.here.missing = self.here.jobs.len();
+        self.here.inbox.pass_given_to(self.here.jobs.len());
         for job in &mut self.here.jobs {
             *job = Job { pass: number, rest: true, active: true, ..Job::default() };
         }
@@ -128,8 +128,7 @@ impl World {
     pub(super) fn send_urgent(&mut self, link: usize, channel: usize, request: Request) {
         if link == self.here.link && !self.here.ended() && self.here.serving {
             if self.here.dead[self.streams.bulk + channel] {
-                self.source_lost(link, "an urgent channel is lost");
-                return;
+                return self.urgent_lost();
             }
             self.send_wanted(self.streams.urgent(channel), request);
         }
@@ -157,6 +156,7 @@ impl World {
             self.transmit(stream, Cargo::Eof);
             self.slow_down(self.wire_here(stream), 200, 1_000_000);
         }
+        self.here.inbox.closed();
         self.here.connected = false;
         self.here.serving = false;
         self.here.early.clear();
@@ -184,6 +184,7 @@ impl World {
         self.here.connected = yes;
         self.here.busy = false;
         if yes {
+            self.here.inbox.reopened();
             self.here.lacking = Collected::new(&layout(self.memory.pages.len()));
             self.here.dead.fill(false);
             if let Some(left) = self.faults.cuts_left.checked_sub(1) {
@@ -192,14 +193,11 @@ impl World {
                 let item = if self.rng.per_mille(600) { Item::Cut } else { Item::CutChannel };
                 self.at(soon, item);
             }
-            self.source_handle(Event::Reconnected);
-        } else {
-            self.source_handle(Event::NotReconnected("refused".into()));
         }
-        self.pump_source();
+        self.here.done = Some(if yes { Event::Reconnected } else { Event::NotReconnected("refused".into()) });
     }
 
-    pub(super) fn serve_again(&mut self, pages: u64) {
+    pub(super) fn serve_again(&mut self, pages: u64) -> Option<Event> {
         let empty = Collected::new(&layout(self.memory.pages.len()));
         match std::mem::replace(&mut self.here.lacking, empty).complete(pages) {
             Ok(set) => {
@@ -211,8 +209,9 @@ impl World {
                     (own, _) => *own = Some(claims),
                 }
             }
-            Err(why) => self.source_handle(Event::PeerLost(why)),
+            Err(why) => return Some(Event::PeerLost(why)),
         }
+        None
     }
 
     pub(super) fn crash_source(&mut self) {

@@ -21,7 +21,7 @@ impl World {
         Event::Harvested { pages: self.here.pending.count(), writers: Vec::new() }
     }
 
-    pub(super) fn begin_pass(&mut self, number: u32, pass: Pass) {
+    pub(super) fn begin_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let pages = self.memory.pages.len();
         let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
         let mut compared = vec![false; pages];
@@ -44,7 +44,7 @@ impl World {
             }
         };
         let channels = self.here.jobs.len();
-        self.here.missing = channels;
+        self.here.inbox.pass_given_to(channels);
         self.here.bytes = 0;
         for (channel, job) in self.here.jobs.iter_mut().enumerate() {
             let left = (0..pages).filter(|page| compared[*page] && page % channels == channel).collect();
@@ -54,10 +54,10 @@ impl World {
         self.start_senders();
         if digests {
             let pages = compared.iter().filter(|compared| **compared).count() as u64;
-            self.source_handle(Event::Comparing { pages });
-        } else {
-            self.ask_what_is_free();
+            return Some(Event::Comparing { pages });
         }
+        self.ask_what_is_free();
+        None
     }
 
     /// The next pages of a channel's share, `most` of them: of those whose turn is last when there are no others.

@@ -74,9 +74,7 @@ impl World {
             other => failure(&format!("{other:?} is no step")),
         };
         self.here.busy = false;
-        let event = if failed { failure("a step") } else { event };
-        self.source_handle(event);
-        self.pump_source();
+        self.here.done = Some(if failed { failure("a step") } else { event });
     }
 
     fn open_channels(&mut self) -> Event {

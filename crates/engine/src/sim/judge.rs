@@ -35,7 +35,7 @@ impl World {
             return wrong("nobody died, and yet its memory did not come together");
         }
         let renounced = self.here.committed && self.there.lazy.is_some() && !self.there.rest;
-        if renounced && !gone && !self.there.stopped && matches!(source, Some(Outcome::Unknown(_))) {
+        if renounced && !gone && !self.there.was_stopped && matches!(source, Some(Outcome::Unknown(_))) {
             return wrong("the target renounced it, and its source was not told");
         }
         if self.fenced() && !gone && matches!(source, Some(Outcome::Unknown(_))) {

@@ -1,10 +1,11 @@
-//! Both sessions, the state machines that ship, against each other: a fake clock; links that delay, stall, lose, damage, let one channel
+//! Both sessions and the run loop, which are the ones that ship, against each other: a fake clock; links that delay, stall, lose, damage, let one channel
 //! overtake another and carry only so much; hosts that fail at any step; people who cancel. One number makes one run, and the same
 //! number the same run. For tests and for the command `cargo sim`: behind the feature `sim`, nothing that ships has it.
 //!
-//! The drivers do not run here, nor do their sockets, queues, threads and timers: `here` and `there`
-//! take their place. Tests of the drivers have to find a mistake in how a driver waits, orders its
-//! inputs or counts time.
+//! `here` and `there` are the hosts of the run loop (`run.rs`): they take the place of the drivers' sockets,
+//! threads, memory and VM. The loop itself runs here: the order of requests, answers, timers and inputs, and what follows
+//! from each. Requests are levels that stay, timers fire late, and a loop that was woken may run late. Tests of the drivers
+//! have to find a mistake in how a driver performs an action.
 //!
 //! Checked in every run: the guest never runs on both sides; it runs on the target only after the commit and only with
 //! the memory that it had; once the target was told to run it, it comes back only by the target's word; of a guest that

@@ -1,46 +1,73 @@
 //! The target's host in the simulation.
 
-use super::here::{layout, machine};
+use super::here::{Idle, MOST_LOOKS, layout, machine};
 use super::link::Cargo;
-use super::rng::Rng;
 use super::there_lazy::Lazy;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
-use crate::fence::{Ruling, Side};
+use crate::fence::{Ruled, Ruling, Side};
 use crate::lacking::Collected;
+use crate::run::{self, Agenda};
+use crate::target::inbox::{self, Inbox, Input, Numbered, Sources};
+use crate::target::receiver::ReceiveError;
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
+use std::cell::Cell;
 use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::time::Duration;
 use vmferry_core::RegionId;
-use vmferry_wire::{PageName, Refusal, RefusalCode, RunName, ToTarget, Token};
+use vmferry_wire::{PageName, Refusal, RefusalCode, Role, RunName, ToTarget, Token};
 
 pub(super) fn tokens() -> Tokens {
     Tokens { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) }
 }
 
-/// What waits for the thread that runs the session, and the set of channels that it is of.
-pub(super) enum Input {
-    Event(usize, Event),
-    /// A control channel for a lost link.
+/// A connection that says hello.
+#[derive(Debug)]
+pub(super) enum Hail {
+    /// A channel for pages.
+    Channel,
+    /// A control channel for a lost link: the number of its set of channels.
     Back(usize),
 }
 
 pub(super) struct There {
     pub(super) session: Session,
-    pub(super) actions: VecDeque<Action>,
-    pub(super) inbox: VecDeque<Input>,
-    eager: bool,
+    agenda: Agenda<Action>,
+    pub(super) inbox: Inbox,
+    /// What threads have reported, oldest first.
+    pub(super) inputs: VecDeque<Numbered<Hail>>,
+    /// What was found while channels were ended: events, and connections.
+    pub(super) found: VecDeque<Event>,
+    pub(super) late: VecDeque<usize>,
+    pub(super) answers: VecDeque<Ruled>,
+    /// The operator wants no guest.
+    pub(super) stopped: bool,
+    /// A step is under way, and its result once it is done.
     pub(super) busy: bool,
+    pub(super) done: Option<Event>,
+    /// When the loop wants to look at the clock, and whether that was arranged.
+    wake_at: Duration,
+    pub(super) timer: bool,
+    /// Looks at what happens since the loop was woken.
+    looks: u32,
+    /// The thread of the loop was woken and does not run before.
+    asleep_until: u64,
+    /// For [`Defect::DropsTheEnd`].
+    asked: Cell<bool>,
     pub(super) running: bool,
     /// It has what only the side that runs the guest may have.
     pub(super) holds: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
     /// Somebody wanted no guest any more while its source might still have asked.
-    pub(super) stopped: bool,
+    pub(super) was_stopped: bool,
     /// The set of channels, and whether they were not closed.
     pub(super) link: usize,
     pub(super) connected: bool,
     pub(super) tokens: (Token, Token),
     pub(super) collected: Collected,
+    /// A thread has found a channel lost.
+    pub(super) lost: bool,
     /// Once the guest is about to run without all of its memory.
     pub(super) lazy: Option<Lazy>,
     /// It runs, and the rest is being taken.
@@ -56,22 +83,33 @@ pub(super) struct There {
 }
 
 impl There {
-    pub(super) fn new(rng: &mut Rng, pages: usize, fenced: bool) -> Self {
+    pub(super) fn new(pages: usize, fenced: bool) -> Self {
         Self {
             session: Session::begin(machine(pages), tokens()).fenced(fenced),
-            actions: VecDeque::new(),
-            inbox: VecDeque::new(),
-            eager: rng.per_mille(400),
+            agenda: Agenda::new(Vec::new()),
+            inbox: Inbox::new(Duration::ZERO),
+            inputs: VecDeque::new(),
+            found: VecDeque::new(),
+            late: VecDeque::new(),
+            answers: VecDeque::new(),
+            stopped: false,
             busy: false,
+            done: None,
+            wake_at: Duration::ZERO,
+            timer: false,
+            looks: 0,
+            asleep_until: 0,
+            asked: Cell::new(false),
             running: false,
             holds: false,
             outcome: None,
             crashed: false,
-            stopped: false,
+            was_stopped: false,
             link: 0,
             connected: true,
             tokens: (tokens().bulk, tokens().urgent),
             collected: Collected::new(&layout(pages)),
+            lost: false,
             lazy: None,
             rest: false,
             lost_at: None,
@@ -90,38 +128,34 @@ impl There {
 }
 
 impl World {
-    pub(super) fn target_event(&mut self, link: usize, event: Event) {
-        if self.there.ended() || link != self.there.link {
-            return;
+    /// A thread of the target's host reports.
+    pub(super) fn target_input(&mut self, link: usize, input: Input<Hail>) {
+        self.there.inputs.push_back((link as u64, input));
+        if self.there.asleep_until <= self.now && self.rng.per_mille(200) {
+            // Its thread is woken, and runs later: other inputs come first.
+            let delay = self.rng.latency(200);
+            self.there.asleep_until = self.now + delay;
+            self.at(delay, Item::Runs);
         }
-        if self.there.busy && !self.there.eager {
-            self.there.inbox.push_back(Input::Event(link, event));
-            return;
-        }
-        self.target_handle(event);
-        self.pump_target();
     }
 
-    pub(super) fn target_handle(&mut self, event: Event) {
-        let before = self.there.session.ended();
-        let actions = self.there.session.handle(event);
-        let again = before && self.defect != Defect::DropsTheEnd;
-        if !again && self.there.session.ended() {
-            // What was still to be done is moot.
-            self.there.actions.clear();
-        }
-        self.there.actions.extend(actions);
+    fn target_handle(&mut self, event: Event) -> Vec<Action> {
+        let back = matches!(event, Event::ControlBack);
+        let mut actions = self.there.session.handle(event);
+        let closes = back && actions.contains(&Action::Disconnect);
+        self.promise(!closes, |_| "the target closes the control channel that it has just taken".into());
         if self.defect == Defect::EndsRenounced && self.there.session.renounced() {
             let why = Refusal::new(RefusalCode::Other, "renounced");
-            self.there.actions.push_back(Action::Finish(Outcome::Failed(why)));
+            actions.push(Action::Finish(Outcome::Failed(why)));
         }
+        actions
     }
 
-    /// A channel's thread, or the control channel's, finds it lost.
+    /// The control channel's thread finds it lost.
     pub(super) fn target_lost(&mut self, link: usize) {
         if link == self.there.link && self.there.connected {
             self.target_lost_early();
-            self.target_event(link, Event::PeerLost("the link was cut".into()));
+            self.target_input(link, Input::ControlLost(ErrorKind::ConnectionReset.into()));
         }
     }
 
@@ -143,12 +177,12 @@ impl World {
             {
                 self.start();
             }
-            Cargo::ToTarget(message) => self.target_event(link, Event::Message(message)),
+            Cargo::ToTarget(message) => self.target_input(link, Input::Message(message)),
             Cargo::Hello(token) => {
                 let (bulk, urgent) = self.there.tokens;
                 let wanted = if stream < self.streams.urgent(0) { bulk } else { urgent };
                 self.promise(token == wanted, |_| "a channel with another token".into());
-                self.target_event(link, Event::ChannelUp);
+                self.target_input(link, Input::Connected(Hail::Channel));
             }
             Cargo::Pages(pages) if self.there.lazy.is_some() => self.take_pages(pages),
             Cargo::Pages(pages) => {
@@ -167,42 +201,50 @@ impl World {
                     }
                 }
             }
-            Cargo::Barrier(pass) => self.target_event(link, Event::Barrier { channel, pass }),
-            // Once it knows that all is here the source closes its channels, the control channel last.
-            Cargo::Eof if stream != TO_TARGET && self.there.session.complete() => {}
-            Cargo::Eof if stream == TO_TARGET || self.there.rest => self.target_lost(link),
+            Cargo::Barrier(pass) => self.target_input(link, Input::Barrier { channel, pass }),
+            Cargo::Eof if stream == TO_TARGET => self.target_lost(link),
             Cargo::Eof => {
-                // As the real driver: before memory is complete the source's last words are waited for.
                 self.target_lost_early();
-                if !self.there.session.memory_complete() {
-                    self.at(500_000, Item::TargetLost(link));
-                }
+                let role = if stream < self.streams.urgent(0) { Role::Bulk } else { Role::Urgent };
+                let error = ReceiveError::Link(ErrorKind::UnexpectedEof.into());
+                self.target_input(link, Input::ChannelLost { role, channel, error });
             }
             _ => {}
         }
     }
 
+    /// Runs the target's loop until it has nothing to do.
     pub(super) fn pump_target(&mut self) {
-        while !self.there.busy && !self.there.ended() {
-            if let Some(action) = self.there.actions.pop_front() {
-                self.perform_target(action);
-            } else if let Some(input) = self.there.inbox.pop_front() {
-                match input {
-                    Input::Event(link, event) if link == self.there.link => self.target_handle(event),
-                    Input::Event(..) => {}
-                    Input::Back(link) => self.take_up(link),
+        if self.now < self.there.asleep_until {
+            return;
+        }
+        while !self.there.ended() {
+            self.there.looks = 0;
+            match run::advance(&mut AtTarget(self)) {
+                Ok(Outcome::RunsLazily) => self.there.rest = true,
+                Ok(outcome) => {
+                    self.there.outcome = Some(outcome);
+                    self.transmit(TO_SOURCE, Cargo::Eof);
                 }
-            } else {
-                return;
+                Err(Idle) => return self.set_target_timer(),
             }
         }
-        if self.there.ended() {
-            self.refuse_who_waits();
-        }
+        self.refuse_who_waits();
     }
 
-    fn perform_target(&mut self, action: Action) {
-        match action {
+    /// The loop looks at the clock when it wants to, or later.
+    fn set_target_timer(&mut self) {
+        if self.there.busy || std::mem::replace(&mut self.there.timer, true) {
+            return;
+        }
+        let longest = if self.now < 5_000_000 { 100_000 } else { 2_000_000 };
+        let late = self.rng.below(longest);
+        let wanted = u64::try_from(self.there.wake_at.as_micros()).expect("short");
+        self.at(wanted.saturating_sub(self.now) + late, Item::TargetWakes);
+    }
+
+    fn perform_target(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        Ok(match action {
             Action::Send(message) => self.target_transmits(message),
             Action::AwaitChannels(channels) => {
                 let streams = self.streams;
@@ -210,46 +252,55 @@ impl World {
                     && usize::from(channels.urgent) == streams.urgent
                     && channels.probe == streams.probe;
                 self.promise(right, |_| "another number of channels".into());
+                None
             }
             Action::PrepareLazily => {
                 let why = Refusal::new(RefusalCode::Feature, "a step failed");
                 let failed = self.rng.per_mille(self.faults.step_fails);
-                self.target_handle(if failed { Event::LocalFailure(why) } else { Event::Prepared });
+                Some(if failed { Event::LocalFailure(why) } else { Event::Prepared })
             }
-            Action::TakeLacking(piece) => self.there.collected.add(&piece).expect("honest pieces"),
+            Action::TakeLacking(piece) => {
+                self.there.collected.add(&piece).expect("honest pieces");
+                None
+            }
             Action::BeginLazily { pages } => self.begin_lazily(pages),
-            Action::Retell => self.retell(),
-            Action::AskAgain => self.ask_again(),
-            Action::Disconnect => self.disconnect_target(),
-            Action::Fence { word, after } => self.ask_fence(Side::Target, word, after),
-            Action::EndLazily => self.end_lazily(),
-            Action::Finish(Outcome::RunsLazily) => {
-                self.there.rest = true;
+            Action::Retell => Some(self.retell()),
+            Action::AskAgain => {
+                self.ask_again();
+                None
+            }
+            Action::Disconnect => {
+                self.disconnect_target();
+                None
+            }
+            Action::Fence { word, after } => {
+                self.ask_fence(Side::Target, word, after);
+                None
+            }
+            Action::EndLazily => {
+                self.end_lazily();
+                None
             }
             Action::CountSuspects { pass } => {
                 let suspects = self.suspects();
-                let pages = suspects.len() as u64;
-                self.target_handle(Event::Suspects { pass, pages, runs: suspects });
+                Some(Event::Suspects { pass, pages: suspects.len() as u64, runs: suspects })
             }
             Action::CountDifferences => {
                 let name = |page: &usize| PageName { region: RegionId(0), page: *page as u64 };
                 let (pages, mismatched) = (self.there.compared, self.there.differ.len() as u64);
                 let samples = self.there.differ.iter().map(name).collect();
-                self.target_handle(Event::Compared { pages, mismatched, samples });
+                Some(Event::Compared { pages, mismatched, samples })
             }
-            Action::Finish(outcome) => {
-                self.there.outcome = Some(outcome);
-                self.transmit(TO_SOURCE, Cargo::Eof);
-            }
-            step @ (Action::Load(_) | Action::Start) => {
+            step => {
                 self.there.busy = true;
                 let mut delay = self.rng.latency(300);
                 if step == Action::Start {
                     delay += self.stopped_for();
                 }
                 self.at(delay, Item::TargetStep(step));
+                return Err(Idle);
             }
-        }
+        })
     }
 
     fn suspects(&self) -> Vec<RunName> {
@@ -289,8 +340,7 @@ impl World {
                 Event::Started { micros: 9, cpu_us: 9 }
             }
         };
-        self.target_handle(event);
-        self.pump_target();
+        self.there.done = Some(event);
     }
 
     /// The moment of truth: it runs here only if it was handed over, and only with the memory that it had.
@@ -315,5 +365,125 @@ impl World {
         self.promise(equal, |world| {
             format!("started with other memory: {:?} instead of {:?}", world.there.pages, world.memory.pages)
         });
+    }
+}
+
+/// The simulated host of the target.
+struct AtTarget<'a>(&'a mut World);
+
+impl run::Host for AtTarget<'_> {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+    type Idle = Idle;
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.0.there.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.0.target_handle(event)
+    }
+
+    fn decided(&self) -> bool {
+        let there = &self.0.there;
+        // With the defect, each event once the session has decided removes what is waiting.
+        let first = !there.asked.replace(!there.asked.get());
+        there.session.ended() && !(first && self.0.defect == Defect::DropsTheEnd)
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        self.0.perform_target(action)
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Idle> {
+        self.0.there.done.take().map(Some).ok_or(Idle)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Idle> {
+        self.0.there.asked.set(false);
+        self.0.there.looks += 1;
+        if self.0.there.looks > MOST_LOOKS {
+            self.0.promise(false, |world| format!("the target's loop spins while {:?}", world.there.session));
+            return Err(Idle);
+        }
+        if self.0.defect == Defect::RepeatsStop && self.0.there.stopped {
+            return Ok(Some(Event::Stopped));
+        }
+        inbox::next(self)
+    }
+}
+
+impl Sources for AtTarget<'_> {
+    type Idle = Idle;
+    type Connection = Hail;
+
+    fn now(&self) -> Duration {
+        Duration::from_micros(self.0.now)
+    }
+
+    fn session(&self) -> &Session {
+        &self.0.there.session
+    }
+
+    fn inbox(&mut self) -> &mut Inbox {
+        &mut self.0.there.inbox
+    }
+
+    fn peer(&self) -> &'static str {
+        "the source"
+    }
+
+    fn peer_timeout(&self) -> Duration {
+        self.0.here.settings.peer_timeout
+    }
+
+    fn attempt(&self) -> u64 {
+        self.0.there.link as u64
+    }
+
+    fn stopped(&self) -> bool {
+        self.0.there.stopped
+    }
+
+    fn setup_timeout(&self) -> Duration {
+        // The first message may be stalled here for longer than that.
+        Duration::MAX
+    }
+
+    fn answer(&mut self) -> Option<Ruled> {
+        self.0.there.answers.pop_front()
+    }
+
+    fn found(&mut self) -> Option<Event> {
+        loop {
+            if let Some(event) = self.0.there.found.pop_front() {
+                return Some(event);
+            }
+            let link = self.0.there.late.pop_front()?;
+            if let Some(event) = self.0.take_up(link) {
+                return Some(event);
+            }
+        }
+    }
+
+    fn receive(&mut self, until: Duration) -> Result<Option<Numbered<Hail>>, Idle> {
+        self.0.there.wake_at = until;
+        self.0.there.inputs.pop_front().map(Some).ok_or(Idle)
+    }
+
+    fn connected(&mut self, connection: Hail) -> Option<Event> {
+        match connection {
+            Hail::Channel => Some(Event::ChannelUp),
+            Hail::Back(link) => self.0.take_up(link),
+        }
+    }
+
+    fn all_here(&self) -> Option<Event> {
+        self.0.there.lazy.as_ref().map(|lazy| Event::AllHere(lazy.figures.clone()))
     }
 }

@@ -3,10 +3,11 @@
 use super::here::layout;
 use super::here_lazy::{flags, set_of};
 use super::link::{Cargo, Request, SentPage};
-use super::there::Input;
+use super::there::Hail;
 use super::world::{Defect, Item, TO_SOURCE, World};
 use crate::lacking::{Collected, pieces};
-use crate::target::session::{Action, Event, Outcome};
+use crate::target::inbox::Input;
+use crate::target::session::{Event, Outcome};
 use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, Token};
 
 /// How long after it has lost its source a target that has everything keeps the door open.
@@ -54,13 +55,13 @@ impl Lazy {
 
 impl World {
     /// The driver's part of the handover: whatever is stale goes.
-    pub(super) fn begin_lazily(&mut self, pages: u64) {
+    pub(super) fn begin_lazily(&mut self, pages: u64) -> Option<Event> {
         let empty = Collected::new(&layout(self.there.pages.len()));
         let lacking = match std::mem::replace(&mut self.there.collected, empty).complete(pages) {
             Ok(set) => flags(&set),
             Err(why) => {
                 let why = Refusal::new(RefusalCode::Protocol, why);
-                return self.target_handle(Event::LocalFailure(why));
+                return Some(Event::LocalFailure(why));
             }
         };
         let named = lacking.iter().zip(&self.there.suspect).all(|(lacks, suspect)| *lacks || !suspect);
@@ -90,9 +91,10 @@ impl World {
         };
         let nothing = lazy.left() == 0;
         self.there.lazy = Some(lazy);
-        if nothing {
-            self.target_handle(Event::AllHere(LazyFigures::default()));
+        if self.there.lost {
+            self.target_lost_early();
         }
+        nothing.then(|| Event::AllHere(LazyFigures::default()))
     }
 
     fn lazy(&mut self) -> &mut Lazy {
@@ -101,6 +103,7 @@ impl World {
 
     /// A link that is lost before the guest was started takes it along; whoever waits gets zeros.
     pub(super) fn target_lost_early(&mut self) {
+        self.there.lost = true;
         if let Some(lazy) = self.there.lazy.as_mut()
             && lazy.fate == Fate::Open
         {
@@ -187,11 +190,7 @@ impl World {
             self.promise(fine, |_| format!("page {page} came twice"));
             self.wake(page);
             if last || early {
-                let figures = self.lazy().figures.clone();
-                // The thread that runs the session reads of it when it comes to it.
-                self.there.inbox.push_back(Input::Event(self.there.link, Event::AllHere(figures)));
-                let delay = self.rng.latency(100);
-                self.at(delay, Item::TargetWakes);
+                self.target_input(self.there.link, Input::AllHere);
             }
         }
     }
@@ -264,10 +263,10 @@ impl World {
 
     /// What channels still reported is thrown away until their threads have ended, or some of it.
     fn drain(&mut self) {
-        let kept = self.rng.index(self.there.inbox.len() + 1);
-        for input in self.there.inbox.drain(kept..).collect::<Vec<_>>() {
-            if let Input::Back(link) = input {
-                self.reply(link, false);
+        let dropped = self.rng.index(self.there.inputs.len() + 1);
+        for (_, input) in self.there.inputs.drain(..dropped).collect::<Vec<_>>() {
+            if let Input::Connected(Hail::Back(link)) = input {
+                self.there.late.push_back(link);
             }
         }
         self.all_here_after_all();
@@ -279,43 +278,40 @@ impl World {
             self.reply(link, false);
             return;
         }
-        self.there.inbox.push_back(Input::Back(link));
-        self.pump_target();
+        self.target_input(0, Input::Connected(Hail::Back(link)));
     }
 
-    pub(super) fn take_up(&mut self, link: usize) {
+    /// Answers a source that says hello again.
+    pub(super) fn take_up(&mut self, link: usize) -> Option<Event> {
         let heard = self.there.rest || self.there.session.may_be_asked();
         if !heard || link <= self.there.link {
             self.reply(link, false);
-            return;
+            return None;
         }
         self.disconnect_target();
+        self.there.inbox.reopened();
         self.there.link = link;
         self.there.connected = true;
         self.reply(link, true);
         // What was found when the old channels ended comes first.
-        if let Some(Input::Event(_, Event::AllHere(_))) = self.there.inbox.front()
-            && let Some(Input::Event(_, all_here)) = self.there.inbox.pop_front()
-        {
-            self.target_handle(all_here);
-        }
-        self.target_handle(Event::ControlBack);
-        let closes = self.there.actions.contains(&Action::Disconnect);
-        self.promise(!closes, |_| "the target closes the control channel that it has just taken".into());
+        self.there.found.push_back(Event::ControlBack);
+        self.there.found.pop_front()
     }
 
-    pub(super) fn retell(&mut self) {
+    pub(super) fn retell(&mut self) -> Event {
         let mut lacking = self.lazy().lacking.clone();
         if self.lazy().ended {
             lacking.fill(false);
         }
         let set = set_of(&lacking);
         for piece in pieces(&set) {
-            self.target_transmits(ToSource::Lacking(piece));
+            if let Some(failed) = self.target_transmits(ToSource::Lacking(piece)) {
+                return failed;
+            }
         }
         let fresh = |salt| Token([u8::try_from((self.there.link * 2 + salt) % 256).expect("less"); 16]);
         self.there.tokens = (fresh(40), fresh(41));
-        self.target_handle(Event::Retold { pages: set.count(), tokens: self.there.tokens });
+        Event::Retold { pages: set.count(), tokens: self.there.tokens }
     }
 
     pub(super) fn ask_again(&mut self) {
@@ -331,8 +327,7 @@ impl World {
         let unknown = self.there.rest && lazy.left() == 0 && !self.there.session.complete();
         if unknown && self.defect != Defect::ForgetsTheLast {
             let event = Event::AllHere(lazy.figures.clone());
-            self.there.inbox.push_front(Input::Event(self.there.link, event));
-            self.at(1, Item::TargetWakes);
+            self.there.found.push_back(event);
         }
     }
 
@@ -348,10 +343,13 @@ impl World {
 
     /// Nobody is left who could take up a link: its kernel closes those that wait for that.
     pub(super) fn refuse_who_waits(&mut self) {
-        for input in std::mem::take(&mut self.there.inbox) {
-            if let Input::Back(link) = input {
+        for (_, input) in std::mem::take(&mut self.there.inputs) {
+            if let Input::Connected(Hail::Back(link)) = input {
                 self.reply(link, false);
             }
+        }
+        for link in std::mem::take(&mut self.there.late) {
+            self.reply(link, false);
         }
     }
 
@@ -363,14 +361,14 @@ impl World {
         if !self.here.ended() {
             let waiting = self.here.session.interrupted().map(|(waiting, _)| waiting);
             if waiting.is_some() && self.there.ended() && self.nobody_will_say() {
-                self.source_event(super::source::Event::Abandon);
+                self.here.requests.push_back(super::source::Event::Abandon);
             } else if waiting == Some(true) {
-                self.source_event(super::source::Event::Recover);
+                self.here.requests.push_back(super::source::Event::Recover);
             }
         }
         if self.there.session.renounced() && self.here.ended() {
             // The guest runs at its source: nobody will ask any more.
-            self.target_event(self.there.link, Event::Stopped);
+            self.there.stopped = true;
         }
         if !self.there.rest || self.there.ended() {
             return;

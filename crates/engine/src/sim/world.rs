@@ -37,6 +37,7 @@ pub(super) enum Item {
     SourceStep(source::Action),
     TargetStep(target::Action),
     TargetWakes,
+    Runs,
     SenderStep(usize, usize),
     SkipStep,
     GuestAnswers,
@@ -143,8 +144,8 @@ impl World {
     pub(super) fn new(seed: u64, defect: Defect) -> Self {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
-        let (here, first) = Here::new(&mut rng, &memory, defect);
-        let there = There::new(&mut rng, memory.pages.len(), here.settings.fence.is_some());
+        let here = Here::new(&mut rng, &memory, defect);
+        let there = There::new(memory.pages.len(), here.settings.fence.is_some());
         let streams = Streams {
             bulk: here.settings.channels.into(),
             urgent: here.settings.urgent_count().into(),
@@ -169,9 +170,7 @@ impl World {
             broken: None,
             rng,
         };
-        world.here.actions.extend(first);
         world.choose_faults();
-        world.at(1, Item::Tick);
         world.at(1, Item::GuestWrites);
         world.at(2, Item::GuestAnswers);
         world.at(1_000_000, Item::Operator);
@@ -262,7 +261,8 @@ impl World {
     /// Whoever runs is known to run.
     fn check_states(&mut self) {
         let there = &self.there;
-        let known = !there.running || there.rest || there.busy || there.outcome.is_some();
+        let known =
+            !there.running || there.rest || there.busy || there.done.is_some() || there.outcome.is_some();
         self.promise(known, |world| format!("it runs while {:?}", world.there.session));
         if self.there.rest && !self.here.ended() {
             let known = self.here.session.handed_over();
@@ -309,27 +309,18 @@ impl World {
                     }
                 }
             }
-            Item::Tick => {
-                let longest = if self.now < 5_000_000 { 40_000 } else { 2_000_000 };
-                let next = 5_000 + self.rng.below(longest);
-                self.at(next, Item::Tick);
-                self.source_event(source::Event::Tick);
-            }
+            Item::Tick => self.here.timer = false,
+            // A loop runs, below.
+            Item::Runs => {}
             Item::GuestWrites => self.guest_works(),
             Item::GuestAnswers => self.guest_answers(),
             Item::SkipStep => self.skip_step(),
-            Item::Cancel => self.source_event(source::Event::Cancel),
-            Item::SwitchNow => self.source_event(source::Event::SwitchNow),
+            Item::Cancel => self.here.cancelled = true,
+            Item::SwitchNow => self.here.requests.push_back(source::Event::SwitchNow),
             Item::StopTarget if self.there.rest => self.crash_target(),
             Item::StopTarget => {
-                self.there.stopped |= !self.there.ended();
-                if self.there.session.heeds_stop() {
-                    self.target_event(self.there.link, target::Event::Stopped);
-                }
-                if !self.there.ended() {
-                    // As the real driver, which looks every time.
-                    self.at(100_000, Item::StopTarget);
-                }
+                self.there.stopped = true;
+                self.there.was_stopped |= !self.there.ended();
             }
             Item::CrashSource => self.crash_source(),
             Item::CrashTarget => self.crash_target(),
@@ -341,7 +332,7 @@ impl World {
             Item::TargetLost(link) => self.target_lost(link),
             Item::SourceStep(action) => self.source_step_done(action),
             Item::TargetStep(action) => self.target_step_done(action),
-            Item::TargetWakes => self.pump_target(),
+            Item::TargetWakes => self.there.timer = false,
             Item::SenderStep(link, channel) => self.sender_step(link, channel),
             Item::Urgent(link, channel, request) => self.send_urgent(link, channel, request),
             Item::Operator => self.operate(),
@@ -349,6 +340,8 @@ impl World {
             Item::FenceAnswers(side, word, answer) => self.fence_answers(side, word, answer),
             Item::LeaseEnds => self.lease_ends(),
         }
+        self.pump_source();
+        self.pump_target();
         self.check_owner();
         self.check_states();
     }

@@ -14,49 +14,32 @@ mod stopping;
 
 use super::events::{Action, Event, Outcome};
 use super::flight::Flight;
+use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::pending::Pending;
 use super::postcopy::{Claims, UrgentOut};
-use super::sender::{SenderError, Shared};
+use super::sender::Shared;
 use super::session::{Phase, Session};
 use super::settings::{Settings, SwitchoverBandwidth};
 use super::skip::Skipping;
 use super::timings::Timings;
-use crate::channel::{Pacer, SendError, Stream, Uri, read_message, send_message};
-use crate::fence::Asker;
+use crate::channel::{Pacer, Stream, Uri, read_message, send_message};
+use crate::fence::{ArbiterError, Asker, Ruling};
 use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::Monitor;
 use crate::report::Report;
+use crate::run::{self, Agenda};
 use crate::vm::{caught_io, shielded};
 use channels::Streams;
-use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use vmferry_core::{DirtyTracker, GuestMemory, PageSet, Protect, SourceVm};
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
-
-/// How often the session looks at the clock.
-const TICK: Duration = Duration::from_millis(20);
-/// How long a broken bulk channel waits for the target to say why, before the link is blamed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
-
-/// What other threads report.
-pub(super) enum Input {
-    /// A message, and when it arrived.
-    Message(ToSource, Duration),
-    ControlLost(io::Error),
-    PassDone(Result<(), SenderError>),
-    UrgentLost(SenderError),
-    /// There is a request or an answer to look at.
-    Wake,
-}
-
-/// An input, and which set of channels it is of: what is left of an earlier one counts no more.
-pub(super) type Numbered = (u64, Input);
 
 #[derive(Clone)]
 enum Job<'e> {
@@ -100,21 +83,18 @@ pub(super) struct Driver<'s, 'e> {
     tracker: Box<dyn DirtyTracker>,
     tracking: bool,
     session: Session,
+    agenda: Agenda<Action>,
+    inbox: Inbox,
     inputs: (SyncSender<Numbered>, Receiver<Numbered>),
     control: Arc<Stream>,
     /// What speaks for this side while the VM is at work.
     heart: Option<Heartbeat>,
-    /// Its reader has ended: no last word is to be waited for.
-    control_lost: bool,
     /// What the control channel can be taken up again with.
     resume: Token,
     streams: Streams,
-    /// The number of this set of channels.
-    generation: u64,
     jobs: Vec<SyncSender<Job<'e>>>,
     /// Whoever may still protect pages.
     senders: Vec<ScopedJoinHandle<'s, ()>>,
-    missing: usize,
     /// Once the guest was handed over with pages lacking.
     claims: Option<Arc<Claims>>,
     /// The pages that the target was told it lacks.
@@ -128,10 +108,6 @@ pub(super) struct Driver<'s, 'e> {
     protect: Option<Arc<dyn Protect>>,
     /// The guest stands still, here.
     paused: bool,
-    /// A link failure that waits for the target's own word on it.
-    held: Option<(Instant, String)>,
-    cancel_seen: bool,
-    ticked: Instant,
     /// When, and in which phase, the monitor was given the account so far; `None` if it never was.
     accounted: Option<(Phase, Instant)>,
     timings: Timings,
@@ -170,16 +146,15 @@ impl<'s, 'e> Driver<'s, 'e> {
             tracker,
             tracking: false,
             session,
+            agenda: Agenda::new(first),
+            inbox: Inbox::new(ground.began.elapsed()),
             inputs,
             control: Arc::new(control),
             heart: None,
-            control_lost: false,
             resume: Token::NONE,
             streams: Streams::default(),
-            generation: 0,
             jobs: Vec::new(),
             senders: Vec::new(),
-            missing: 0,
             claims: None,
             handed_over: None,
             urgent: Arc::default(),
@@ -188,9 +163,6 @@ impl<'s, 'e> Driver<'s, 'e> {
             skipping: free.map(|source| Skipping::new(source, layout)),
             protect: None,
             paused: false,
-            held: None,
-            cancel_seen: false,
-            ticked: Instant::now(),
             accounted: None,
             timings: Timings::new(ground, held_before),
             dirtied_since: Instant::now(),
@@ -205,7 +177,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             |error| {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
             },
-            |()| driver.drive(first),
+            |()| {
+                let Ok(outcome) = run::advance(&mut driver);
+                outcome
+            },
         );
         driver.timings.ended(&outcome);
         driver.close(&outcome);
@@ -236,8 +211,8 @@ impl<'s, 'e> Driver<'s, 'e> {
 
     fn read_control(&self) -> io::Result<()> {
         let (control, inputs, generation) =
-            (Arc::clone(&self.control), self.inputs.0.clone(), self.generation);
-        let began = self.ground.began;
+            (Arc::clone(&self.control), self.inputs.0.clone(), self.inbox.generation());
+        let (began, silence) = (self.ground.began, self.ground.settings.peer_timeout);
         let read = move || loop {
             match caught_io(|| read_message(&control)) {
                 Ok(message) => {
@@ -247,178 +222,14 @@ impl<'s, 'e> Driver<'s, 'e> {
                     }
                 }
                 Err(error) => {
-                    let _ = inputs.send((generation, Input::ControlLost(error)));
+                    let why = lost_control(&control.peer, &error, silence);
+                    let _ = inputs.send((generation, Input::ControlLost(why)));
                     return;
                 }
             }
         };
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Control, "source-control", self.scope, read)
             .map(drop)
-    }
-
-    fn now(&self) -> Duration {
-        self.ground.began.elapsed()
-    }
-
-    /// Runs to the end: performs actions, and waits for what happens when there are none.
-    fn drive(&mut self, first: Vec<Action>) -> Outcome {
-        let mut actions = VecDeque::from(first);
-        loop {
-            while let Some(action) = actions.pop_front() {
-                if let Action::Finish(outcome) = action {
-                    return outcome;
-                }
-                if let Some(event) = self.perform(action) {
-                    let before = self.session.phase();
-                    let more = self.session.handle(self.now(), event);
-                    if before != Phase::Ended && self.session.phase() == Phase::Ended {
-                        // What was still to be done is moot, and must not keep the guest from going on.
-                        actions.clear();
-                    }
-                    actions.extend(more);
-                }
-            }
-            self.show();
-            let event = self.wait();
-            actions.extend(self.session.handle(self.now(), event));
-        }
-    }
-
-    fn wait(&mut self) -> Event {
-        if self.ground.monitor.cancelled() && !self.cancel_seen {
-            self.cancel_seen = true;
-            return Event::Cancel;
-        }
-        if let Some((_, answer)) = self.fence.as_ref().and_then(Asker::answer) {
-            return Event::Ruled(answer);
-        }
-        if let Some((_, why)) = self.held.take_if(|(deadline, _)| Instant::now() >= *deadline) {
-            return Event::PeerLost(why);
-        }
-        if let Some(asked) = self.asked() {
-            return asked;
-        }
-        // By the clock, not only when nothing comes: a target that never stops talking would stop all timeouts.
-        if self.ticked.elapsed() >= TICK {
-            self.ticked = Instant::now();
-            return Event::Tick;
-        }
-        let patience = self.leave_out_free();
-        let peer = &self.control.peer;
-        match self.inputs.1.recv_timeout(patience) {
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Event::Tick,
-            Ok((_, Input::Wake)) => Event::Tick,
-            Ok((generation, _)) if generation != self.generation => Event::Tick,
-            Ok((_, Input::Message(ToSource::Pong(number), at))) => {
-                self.session.pong(at, number);
-                Event::Tick
-            }
-            Ok((_, Input::Message(message, _))) => {
-                if let Some(wrong) = self.cannot_be(&message) {
-                    return Event::PeerLost(wrong);
-                }
-                self.timings.message(&message);
-                Event::Message(message)
-            }
-            Ok((_, Input::ControlLost(error))) => {
-                self.control_lost = true;
-                Event::PeerLost(match error.kind() {
-                    io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                        format!("the target {peer} closed the connection")
-                    }
-                    io::ErrorKind::TimedOut => {
-                        let silence = self.ground.settings.peer_timeout;
-                        format!("nothing was heard of the target {peer} for {silence:?}")
-                    }
-                    _ => format!("the link to {peer} failed: {error}"),
-                })
-            }
-            Ok((_, Input::PassDone(Ok(())))) => {
-                self.missing = self.missing.saturating_sub(1);
-                if self.missing > 0 {
-                    return Event::Tick;
-                }
-                let bytes = self.timings.pass_sent(self.ground.monitor);
-                Event::PassSent { bytes, listing: self.timings.listing() }
-            }
-            Ok((_, Input::PassDone(Err(error)) | Input::UrgentLost(error))) => self.channel_failed(error),
-        }
-    }
-
-    fn channel_failed(&mut self, error: SenderError) -> Event {
-        match error {
-            SenderError::Stopped => Event::Tick,
-            SenderError::Vm(error) => local("reading guest memory", &error),
-            SenderError::Link(SendError { error, .. }, peer) => {
-                let why = format!("the link to {peer} failed while pages were sent: {error}");
-                // Once the guest is known to run there nothing is to be waited for. Before, its target's own word decides.
-                if self.session.runs_there() {
-                    return Event::PeerLost(why);
-                }
-                // Often the target closed its channels after saying why on the control channel: hear it out.
-                self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
-                Event::Tick
-            }
-        }
-    }
-
-    fn perform(&mut self, action: Action) -> Option<Event> {
-        match action {
-            Action::Send(message) => self.send(&message),
-            Action::OpenChannels { bulk, urgent } => Some(self.open_channels(bulk, urgent)),
-            Action::Remember { resume } => {
-                self.resume = resume;
-                None
-            }
-            Action::StartTracker => Some(self.start_tracker()),
-            Action::Rehearse { within } => Some(self.rehearse(within)),
-            Action::Harvest => Some(self.harvest()),
-            Action::SendPass { number, pass } => self.send_pass(number, pass),
-            Action::Throttle(shares) => {
-                self.throttle(shares);
-                None
-            }
-            Action::Pause => {
-                let predicted = self.session.predicted_downtime();
-                self.timings.pausing(predicted);
-                self.switch_bandwidth();
-                self.stop_asking();
-                let paused = self.busy(|vm, _, _| vm.pause());
-                self.paused = paused.is_ok();
-                self.timings.paused();
-                Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
-            }
-            Action::Save { within } => {
-                if within == Duration::MAX {
-                    // Somebody wants it whatever it takes, and may look at it meanwhile.
-                    self.show();
-                }
-                Some(self.save(within))
-            }
-            Action::GoOn => Some(self.go_on()),
-            Action::Release => {
-                let released = self.busy(|vm, _, _| vm.release());
-                Some(released.map_or_else(
-                    |error| local("letting go of what the target needs", &error),
-                    |()| Event::Released,
-                ))
-            }
-            Action::HandOver { also } => Some(self.hand_over(&also)),
-            Action::SendRest { number } => self.send_rest(number),
-            Action::Disconnect => {
-                self.disconnect();
-                None
-            }
-            Action::Reconnect { after } => Some(self.reconnect(after)),
-            Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
-            Action::ServeAgain { pages } => self.serve_again(pages),
-            Action::Fence { word, after } => {
-                self.fence.as_ref()?.ask(word, after, waking(&self.inputs.0));
-                None
-            }
-            Action::Resume => Some(self.resume()),
-            Action::Finish(_) => None,
-        }
     }
 
     fn switch_bandwidth(&self) {
@@ -456,7 +267,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         // The target's own words, if it left any, say more than that it is gone; after the commit only where a ping meets that.
         let gone = matches!(failed.error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
         if gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
-            self.held.get_or_insert((Instant::now() + LAST_WORDS, why));
+            self.inbox.hold(self.ground.began.elapsed(), why);
             return None;
         }
         Some(if failed.nothing_left { Event::unsent(message, why) } else { Event::PeerLost(why) })
@@ -480,6 +291,160 @@ impl<'s, 'e> Driver<'s, 'e> {
             Ok(()) => Event::TrackerStarted,
             Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
         }
+    }
+}
+
+impl run::Host for Driver<'_, '_> {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+    type Idle = Infallible;
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.session.handle(self.now(), event)
+    }
+
+    fn decided(&self) -> bool {
+        self.session.phase() == Phase::Ended
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
+        Ok(match action {
+            Action::Send(message) => self.send(&message),
+            Action::OpenChannels { bulk, urgent } => Some(self.open_channels(bulk, urgent)),
+            Action::Remember { resume } => {
+                self.resume = resume;
+                None
+            }
+            Action::StartTracker => Some(self.start_tracker()),
+            Action::Rehearse { within } => Some(self.rehearse(within)),
+            Action::Harvest => Some(self.harvest()),
+            Action::SendPass { number, pass } => self.send_pass(number, pass),
+            Action::Throttle(shares) => {
+                self.throttle(shares);
+                None
+            }
+            Action::Pause => {
+                let predicted = self.session.predicted_downtime();
+                self.timings.pausing(predicted);
+                self.switch_bandwidth();
+                self.stop_asking();
+                let paused = self.busy(|vm, _, _| vm.pause());
+                self.paused = paused.is_ok();
+                self.timings.paused();
+                Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
+            }
+            Action::Save { within } => {
+                if within == Duration::MAX {
+                    // Somebody wants it whatever it takes, and may look at it meanwhile.
+                    self.show_progress();
+                }
+                Some(self.save(within))
+            }
+            Action::GoOn => Some(self.go_on()),
+            Action::Release => {
+                let released = self.busy(|vm, _, _| vm.release());
+                Some(released.map_or_else(
+                    |error| local("letting go of what the target needs", &error),
+                    |()| Event::Released,
+                ))
+            }
+            Action::HandOver { also } => Some(self.hand_over(&also)),
+            Action::SendRest { number } => self.send_rest(number),
+            Action::Disconnect => {
+                self.disconnect();
+                None
+            }
+            Action::Reconnect { after } => Some(self.reconnect(after)),
+            Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
+            Action::ServeAgain { pages } => self.serve_again(pages),
+            Action::Fence { word, after } => {
+                if let Some(fence) = &self.fence {
+                    fence.ask(word, after, waking(&self.inputs.0));
+                }
+                None
+            }
+            Action::Resume => Some(self.resume()),
+            Action::Finish(_) => None,
+        })
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Infallible> {
+        // Every action is performed to its end.
+        Ok(None)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Infallible> {
+        inbox::next(self).map(Some)
+    }
+
+    fn show(&mut self) {
+        self.show_progress();
+    }
+}
+
+impl Sources for Driver<'_, '_> {
+    type Idle = Infallible;
+
+    fn now(&self) -> Duration {
+        self.ground.began.elapsed()
+    }
+
+    fn session(&mut self) -> &mut Session {
+        &mut self.session
+    }
+
+    fn inbox(&mut self) -> &mut Inbox {
+        &mut self.inbox
+    }
+
+    fn cancelled(&self) -> bool {
+        self.ground.monitor.cancelled()
+    }
+
+    fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>> {
+        self.fence.as_ref().and_then(Asker::answer).map(|(_, answer)| answer)
+    }
+
+    fn request(&mut self) -> Option<Event> {
+        self.asked()
+    }
+
+    fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
+        let patience = self.leave_out_free().min(until.saturating_sub(self.now()));
+        Ok(self.inputs.1.recv_timeout(patience).ok())
+    }
+
+    fn unsent(&self) -> u64 {
+        self.claims.as_ref().map_or(0, |claims| claims.left())
+    }
+
+    fn heard(&mut self, message: &ToSource) {
+        self.timings.message(message);
+    }
+
+    fn pass_sent(&mut self) -> (u64, Duration) {
+        let bytes = self.timings.pass_sent(self.ground.monitor);
+        (bytes, self.timings.listing())
+    }
+}
+
+/// Says why the control channel has ended.
+fn lost_control(peer: &str, error: &io::Error, silence: Duration) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+            format!("the target {peer} closed the connection")
+        }
+        io::ErrorKind::TimedOut => format!("nothing was heard of the target {peer} for {silence:?}"),
+        _ => format!("the link to {peer} failed: {error}"),
     }
 }
 

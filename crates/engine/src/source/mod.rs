@@ -9,6 +9,7 @@
 mod driver;
 pub(crate) mod events;
 pub(crate) mod flight;
+pub(crate) mod inbox;
 mod measure;
 pub mod pace;
 pub(crate) mod pending;

@@ -6,59 +6,39 @@
 mod lazily;
 
 use super::channels::Link;
-use super::receiver::ReceiveError;
+use super::inbox::{self, Inbox, Sources};
 use super::rest::Rest;
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Received};
 use crate::MigrateError;
 use crate::channel::{Incoming, answer, send_message};
-use crate::fence::{Asker, Word};
+use crate::fence::{Asker, Ruled, Word};
 use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::thread_cpu_us;
-use std::collections::VecDeque;
-use std::io;
+use crate::run::{self, Agenda};
+use std::convert::Infallible;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{LazyMemory, Section, TargetVm};
-use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource, ToTarget};
+use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource};
 
-/// How often the driver looks whether it should stop.
-const TICK: Duration = Duration::from_millis(100);
-/// How long a source may take to announce its guest. Until it has, it keeps others out and has shown nothing for it.
-pub(super) const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// What another thread reports, with the number of the attempt that it belongs to: a thread of an attempt that was
+/// What other threads report, with the number of the attempt that it belongs to: a thread of an attempt that was
 /// refused can report its end when the next source is already served. Connections belong to none.
-pub(super) type Numbered = (u64, Input);
-
+pub(super) type Numbered = inbox::Numbered<Box<Incoming>>;
 /// What other threads report.
-pub(super) enum Input {
-    Connected(Box<Incoming>),
-    Message(ToTarget),
-    ControlLost(io::Error),
-    /// There is something to look at.
-    Wake,
-    Barrier {
-        channel: u16,
-        pass: u32,
-    },
-    AllHere,
-    ChannelLost {
-        role: Role,
-        channel: u16,
-        error: ReceiveError,
-    },
-}
+pub(super) type Input = inbox::Input<Box<Incoming>>;
 
 /// One attempt of a source to bring its guest.
 pub(super) struct Driver<'a> {
     vm: &'a mut dyn TargetVm,
     arrival: &'a Arrival,
     session: Session,
+    agenda: Agenda<Action>,
+    inbox: Inbox,
     began: Instant,
     inputs: &'a Receiver<Numbered>,
     /// Sources that came while this attempt was being wound up: they are served next.
@@ -66,8 +46,6 @@ pub(super) struct Driver<'a> {
     link: Link,
     /// What speaks for this side while the VM is at work.
     heart: Option<Heartbeat>,
-    /// The control channel's reader has ended: no last word is to be waited for.
-    control_lost: bool,
     load: Duration,
     /// There once a guest was announced that may run before all of its memory is here.
     lazy_memory: Option<Arc<dyn LazyMemory>>,
@@ -97,12 +75,13 @@ impl<'a> Driver<'a> {
             fence: arrival.fence.clone().map(|fence| Asker::new(fence, link.migration)),
             vm,
             arrival,
+            agenda: Agenda::new(Vec::new()),
+            inbox: Inbox::new(Duration::ZERO),
             began: Instant::now(),
             inputs,
             waiting: Vec::new(),
             link,
             heart: None,
-            control_lost: false,
             load: Duration::ZERO,
             lazy_memory: None,
             lacking,
@@ -120,7 +99,10 @@ impl<'a> Driver<'a> {
                 driver.link.read_control(arrival.peer_timeout)
             });
         let outcome = match greeted {
-            Ok(()) => driver.drive(),
+            Ok(()) => {
+                let Ok(outcome) = run::advance(&mut driver);
+                outcome
+            }
             Err(error) => {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("the link failed: {error}")))
             }
@@ -149,103 +131,7 @@ impl<'a> Driver<'a> {
         Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
     }
 
-    fn drive(&mut self) -> Outcome {
-        let mut actions = VecDeque::new();
-        loop {
-            while let Some(action) = actions.pop_front() {
-                if let Action::Finish(outcome) = action {
-                    return outcome;
-                }
-                if let Some(event) = self.perform(action) {
-                    let before = self.session.ended();
-                    let more = self.session.handle(event);
-                    if !before && self.session.ended() {
-                        // A state must not be loaded over memory that could not be prepared, nor a guest accepted. Once
-                        // only: a last word that cannot be sent must not take the end with it.
-                        actions.clear();
-                    }
-                    actions.extend(more);
-                }
-            }
-            self.arrival.show(self.session.undecided());
-            if let Some(event) = self.wait() {
-                actions.extend(self.session.handle(event));
-            }
-        }
-    }
-
-    /// The next input of this attempt, or a new connection.
-    fn next_input(&mut self, within: Duration) -> Result<Option<Input>, RecvTimeoutError> {
-        let (attempt, input) = self.inputs.recv_timeout(within)?;
-        let ours = attempt == self.link.attempt;
-        self.control_lost |= ours && matches!(input, Input::ControlLost(_));
-        Ok((ours || matches!(input, Input::Connected(_))).then_some(input))
-    }
-
-    fn wait(&mut self) -> Option<Event> {
-        // Looked at every time: a source that never stops talking must not keep us from it.
-        if self.arrival.stopped() && self.session.heeds_stop() {
-            return Some(Event::Stopped);
-        }
-        if self.session.awaits_setup() && self.began.elapsed() > self.arrival.setup_timeout() {
-            return Some(Event::PeerLost(format!(
-                "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
-                self.link.control.peer
-            )));
-        }
-        if let Some((word, answer)) = self.fence.as_ref().and_then(Asker::answer) {
-            return Some(Event::Ruled(word, answer));
-        }
-        if let Some(incoming) = self.link.late.pop_front() {
-            return self.connected(incoming);
-        }
-        let input = self.next_input(TICK).ok().flatten()?;
-        let peer = &self.link.control.peer;
-        match input {
-            Input::Connected(incoming) => self.connected(*incoming),
-            Input::Message(message) => Some(Event::Message(message)),
-            Input::Wake => None,
-            Input::ControlLost(error) => Some(Event::PeerLost(match error.kind() {
-                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                    format!("the source {peer} went away before it handed over the guest")
-                }
-                io::ErrorKind::TimedOut => {
-                    format!("nothing was heard of the source {peer} for {:?}", self.arrival.peer_timeout)
-                }
-                _ => format!("the link to the source {peer} failed: {error}"),
-            })),
-            Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
-            Input::AllHere => self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures())),
-            Input::ChannelLost { role, channel, error } => self.channel_lost(role, channel, &error),
-        }
-    }
-
-    /// A channel that ends before the commit takes the migration with it. Which side was at fault matters to the
-    /// reader: a cancelled source closes its channels, and says why on the control channel.
-    fn channel_lost(&mut self, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
-        if self.session.memory_complete() || self.session.renounced() {
-            return None;
-        }
-        if let ReceiveError::Link(link) = error
-            && matches!(link.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset)
-        {
-            let deadline = Instant::now() + Duration::from_millis(500);
-            while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-                match self.next_input(left) {
-                    Ok(Some(Input::Message(message @ (ToTarget::Cancel(_) | ToTarget::Commit)))) => {
-                        return Some(Event::Message(message));
-                    }
-                    Ok(Some(Input::ControlLost(_))) | Err(_) => break,
-                    Ok(_) => {}
-                }
-            }
-            return Some(Event::PeerLost(format!("the source {} broke off", self.link.control.peer)));
-        }
-        let detail = format!("{role:?} channel {channel} from {}: {error}", self.link.control.peer);
-        Some(Event::LocalFailure(Refusal::new(RefusalCode::Memory, detail)))
-    }
-
-    fn connected(&mut self, incoming: Incoming) -> Option<Event> {
+    fn take_connection(&mut self, incoming: Incoming) -> Option<Event> {
         if incoming.hello.role == Role::Control {
             return self.control_back(incoming);
         }
@@ -267,7 +153,7 @@ impl<'a> Driver<'a> {
             return None;
         }
         verdict.ok()?;
-        self.control_lost = false;
+        self.inbox.reopened();
         Some(match self.link.take_up(incoming, self.inputs, self.arrival.peer_timeout) {
             Ok(()) => Event::ControlBack,
             Err(error) => Event::PeerLost(format!("the new control channel cannot be used: {error}")),
@@ -284,43 +170,6 @@ impl<'a> Driver<'a> {
         }
         self.link.shutdown();
         self.link.control.shutdown();
-    }
-
-    fn perform(&mut self, action: Action) -> Option<Event> {
-        match action {
-            Action::Send(message) => self.send(&message),
-            Action::PrepareLazily => Some(self.prepare_lazily()),
-            Action::AwaitChannels(channels) => {
-                self.link.await_channels(channels);
-                None
-            }
-            Action::CountSuspects { pass } => {
-                let (pages, runs) = self.link.arrivals.suspects();
-                Some(Event::Suspects { pass, pages, runs })
-            }
-            Action::CountDifferences => {
-                let (pages, mismatched, samples) = self.link.arrivals.differences();
-                Some(Event::Compared { pages, mismatched, samples })
-            }
-            Action::TakeLacking(piece) => self.take_lacking(&piece),
-            Action::BeginLazily { pages } => self.begin_lazily(pages),
-            Action::Load(sections) => Some(self.load(&sections)),
-            Action::Fence { word, after } => {
-                self.ask_fence(word, after);
-                None
-            }
-            Action::Start => Some(self.start()),
-            Action::Disconnect => {
-                self.disconnect();
-                None
-            }
-            Action::EndLazily => {
-                self.link.arrivals.lazy().inspect(|lazy| lazy.end());
-                None
-            }
-            // For the time after this driver.
-            Action::Retell | Action::AskAgain | Action::Finish(_) => None,
-        }
     }
 
     fn send(&self, message: &ToSource) -> Option<Event> {
@@ -403,12 +252,13 @@ impl<'a> Driver<'a> {
             self.link.control.finish();
         }
         let deadline = Instant::now() + Duration::from_secs(1);
-        while !self.control_lost
+        while !self.inbox.control_lost()
             && let Some(left) = deadline.checked_duration_since(Instant::now())
         {
-            match self.next_input(left) {
+            match self.inputs.recv_timeout(left) {
                 Err(_) => break,
-                Ok(Some(Input::Connected(incoming))) => self.keep(*incoming),
+                Ok((_, Input::Connected(incoming))) => self.keep(*incoming),
+                Ok((attempt, Input::ControlLost(_))) if attempt == self.link.attempt => break,
                 Ok(_) => {}
             }
         }
@@ -416,7 +266,7 @@ impl<'a> Driver<'a> {
         self.link.control.shutdown();
         // Threads that wait for room in the queue must find it until they have ended.
         while self.link.at_work() {
-            if let Ok(Some(Input::Connected(incoming))) = self.next_input(Duration::from_millis(1)) {
+            if let Ok((_, Input::Connected(incoming))) = self.inputs.recv_timeout(Duration::from_millis(1)) {
                 self.keep(*incoming);
             }
         }
@@ -433,6 +283,142 @@ impl<'a> Driver<'a> {
         if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
             self.waiting.push(incoming);
         }
+    }
+}
+
+impl run::Host for Driver<'_> {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+    type Idle = Infallible;
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.session.handle(event)
+    }
+
+    fn decided(&self) -> bool {
+        self.session.ended()
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
+        Ok(match action {
+            Action::Send(message) => self.send(&message),
+            Action::PrepareLazily => Some(self.prepare_lazily()),
+            Action::AwaitChannels(channels) => {
+                self.link.await_channels(channels);
+                None
+            }
+            Action::CountSuspects { pass } => {
+                let (pages, runs) = self.link.arrivals.suspects();
+                Some(Event::Suspects { pass, pages, runs })
+            }
+            Action::CountDifferences => {
+                let (pages, mismatched, samples) = self.link.arrivals.differences();
+                Some(Event::Compared { pages, mismatched, samples })
+            }
+            Action::TakeLacking(piece) => self.take_lacking(&piece),
+            Action::BeginLazily { pages } => self.begin_lazily(pages),
+            Action::Load(sections) => Some(self.load(&sections)),
+            Action::Fence { word, after } => {
+                self.ask_fence(word, after);
+                None
+            }
+            Action::Start => Some(self.start()),
+            Action::Disconnect => {
+                self.disconnect();
+                None
+            }
+            Action::EndLazily => {
+                self.link.arrivals.lazy().inspect(|lazy| lazy.end());
+                None
+            }
+            // For the time after this driver.
+            Action::Retell | Action::AskAgain | Action::Finish(_) => None,
+        })
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Infallible> {
+        // Every action is performed to its end.
+        Ok(None)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Infallible> {
+        inbox::next(self)
+    }
+
+    fn show(&mut self) {
+        self.arrival.show(self.session.undecided());
+    }
+}
+
+impl Sources for Driver<'_> {
+    type Idle = Infallible;
+    type Connection = Box<Incoming>;
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    fn session(&self) -> &Session {
+        &self.session
+    }
+
+    fn inbox(&mut self) -> &mut Inbox {
+        &mut self.inbox
+    }
+
+    fn peer(&self) -> &str {
+        &self.link.control.peer
+    }
+
+    fn peer_timeout(&self) -> Duration {
+        self.arrival.peer_timeout
+    }
+
+    fn attempt(&self) -> u64 {
+        self.link.attempt
+    }
+
+    fn stopped(&self) -> bool {
+        self.arrival.stopped()
+    }
+
+    fn setup_timeout(&self) -> Duration {
+        self.arrival.setup_timeout()
+    }
+
+    fn answer(&mut self) -> Option<Ruled> {
+        self.fence.as_ref().and_then(Asker::answer)
+    }
+
+    fn found(&mut self) -> Option<Event> {
+        while let Some(incoming) = self.link.late.pop_front() {
+            let event = self.take_connection(incoming);
+            if event.is_some() {
+                return event;
+            }
+        }
+        None
+    }
+
+    fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
+        Ok(self.inputs.recv_timeout(until.saturating_sub(self.now())).ok())
+    }
+
+    fn connected(&mut self, incoming: Box<Incoming>) -> Option<Event> {
+        self.take_connection(*incoming)
+    }
+
+    fn all_here(&self) -> Option<Event> {
+        self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures()))
     }
 }
 

@@ -15,6 +15,7 @@
 
 mod channels;
 mod driver;
+pub(crate) mod inbox;
 pub(crate) mod lazy;
 mod measure;
 mod probe;
@@ -140,7 +141,7 @@ impl Arrival {
         if self.watched.setup_is_over.load(Ordering::Acquire) {
             return Duration::ZERO;
         }
-        driver::SETUP_TIMEOUT
+        inbox::SETUP_TIMEOUT
     }
 
     fn abandoned(&self) -> bool {

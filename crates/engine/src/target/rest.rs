@@ -1,13 +1,16 @@
 //! What is left to do for a guest that runs before all of its memory is here.
 
 use super::channels::{Link, fresh_tokens};
-use super::driver::{Input, Numbered, forward};
+use super::driver::{Numbered, forward};
+use super::inbox::{self, Inbox, Sources};
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Over, ending};
 use crate::channel::{Incoming, Listener, answer, send_message};
+use crate::fence::Ruled;
 use crate::lacking::pieces;
 use crate::monitor::MigrationState;
 use crate::report::PostcopyFigures;
+use crate::run::{self, Agenda};
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -17,8 +20,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_wire::{RefusalCode, Role, ToSource};
 
-/// How often it is looked whether to stop.
-const TICK: Duration = Duration::from_millis(50);
 /// How many times the peer's timeout pages may stay away, or somebody wait for one, while the source still answers: a
 /// channel can be dead without either end being told.
 const PATIENCE: u32 = 3;
@@ -31,6 +32,9 @@ const PATIENCE: u32 = 3;
 #[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
 pub struct Rest {
     session: Session,
+    agenda: Agenda<Action>,
+    inbox: Inbox,
+    began: Instant,
     link: Link,
     fault_threads: Vec<JoinHandle<()>>,
     queue: Option<(SyncSender<Numbered>, Receiver<Numbered>)>,
@@ -100,6 +104,9 @@ impl Rest {
         let watched = Watched { lazy: link.arrivals.lazy().cloned(), state: Mutex::new(state) };
         Self {
             session,
+            agenda: Agenda::new(Vec::new()),
+            inbox: Inbox::new(Duration::ZERO),
+            began: Instant::now(),
             link,
             fault_threads,
             queue: None,
@@ -153,31 +160,16 @@ impl Rest {
                 }
                 Over(ending)
             });
-            self.keep_house(&inputs, arrival);
+            let mut house = House { rest: &mut self, inputs: &inputs, arrival };
+            if let Ok(outcome) = run::advance(&mut house) {
+                debug_assert_eq!(outcome, Outcome::Completed, "the guest runs: nothing else is left to come");
+                self.watch.update(|state| state.state = MigrationState::Completed);
+            }
             drop(over);
             self.end_channels(&inputs);
             drop(inputs);
         });
         self.watch.now()
-    }
-
-    fn keep_house(&mut self, inputs: &Receiver<Numbered>, arrival: &Arrival) {
-        let mut actions = VecDeque::new();
-        while !arrival.abandoned() {
-            while let Some(action) = actions.pop_front() {
-                if action == Action::Finish(Outcome::Completed) {
-                    self.watch.update(|state| state.state = MigrationState::Completed);
-                    return;
-                }
-                if let Some(event) = self.perform(action, inputs) {
-                    actions.extend(self.session.handle(event));
-                }
-            }
-            self.show();
-            if let Some(event) = self.wait(inputs) {
-                actions.extend(self.session.handle(event));
-            }
-        }
     }
 
     /// All is here, and the source, which does not know it, stays away: this side is done, but goes on listening, so that the
@@ -187,7 +179,7 @@ impl Rest {
             && self.suspended_at.is_some_and(|since| since.elapsed() > self.peer_timeout.saturating_mul(2))
     }
 
-    fn show(&mut self) {
+    fn show_state(&mut self) {
         let suspended = self.session.suspended();
         if suspended && self.suspended_at.is_none() {
             self.suspended_at = Some(Instant::now());
@@ -207,37 +199,8 @@ impl Rest {
         });
     }
 
-    fn wait(&mut self, inputs: &Receiver<Numbered>) -> Option<Event> {
-        if let Some(event) = self.pending.pop_front() {
-            return Some(event);
-        }
-        if let Some(incoming) = self.link.late.pop_front() {
-            return self.connected(incoming, inputs);
-        }
-        if let Some(why) = self.stalled() {
-            return self.lost(why);
-        }
-        let (attempt, input) = inputs.recv_timeout(TICK).ok()?;
-        if attempt != self.link.attempt && !matches!(input, Input::Connected(_)) {
-            return None;
-        }
-        match input {
-            Input::Connected(incoming) => self.connected(*incoming, inputs),
-            Input::Message(message) => Some(Event::Message(message)),
-            Input::Wake => None,
-            Input::AllHere => self.all_here(),
-            Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
-            Input::ControlLost(error) => self.lost(format!("the control channel is lost: {error}")),
-            // Once it knows that all is here the source closes its channels, the control channel last and with a last word.
-            Input::ChannelLost { .. } if self.session.complete() => None,
-            Input::ChannelLost { role, channel, error } => {
-                self.lost(format!("{role:?} channel {channel} is lost: {error}").to_lowercase())
-            }
-        }
-    }
-
     /// Why a link that seems to be up brings nothing, if so.
-    fn stalled(&mut self) -> Option<String> {
+    fn why_stalled(&mut self) -> Option<String> {
         let patience = self.peer_timeout.saturating_mul(PATIENCE);
         let lazy = self.link.arrivals.lazy()?;
         let (left, suspended) = (lazy.left(), self.session.suspended());
@@ -254,17 +217,21 @@ impl Rest {
             .then(|| format!("a page that was asked for has not come for {patience:?}"))
     }
 
-    fn lost(&mut self, why: String) -> Option<Event> {
+    fn note_loss(&mut self, why: &str) {
         if !self.session.suspended() {
             tracing::warn!(
                 "the link to the source {} is lost ({why}); the guest goes on until it needs a page that is not here",
                 self.link.control.peer
             );
             self.watch.update(|state| {
-                state.why = Some(why.clone());
+                state.why = Some(why.to_owned());
                 state.interruptions += 1;
             });
         }
+    }
+
+    fn lost(&mut self, why: String) -> Option<Event> {
+        self.note_loss(&why);
         Some(Event::PeerLost(why))
     }
 
@@ -284,6 +251,7 @@ impl Rest {
         if !ours {
             return None;
         }
+        self.inbox.reopened();
         let taken = self.link.take_up(incoming, inputs, self.peer_timeout);
         self.last_page_after_all();
         match taken {
@@ -366,6 +334,130 @@ impl Rest {
 
 fn not_again(error: &dyn fmt::Display) {
     tracing::error!("a link that is lost cannot be taken up again: there is nothing to listen with: {error}");
+}
+
+/// The caller gave the guest up: see [`Arrival::abandon`].
+struct Abandoned;
+
+/// The target's host once the guest runs.
+struct House<'a> {
+    rest: &'a mut Rest,
+    inputs: &'a Receiver<Numbered>,
+    arrival: &'a Arrival,
+}
+
+impl run::Host for House<'_> {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+    type Idle = Abandoned;
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.rest.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.rest.session.handle(event)
+    }
+
+    fn decided(&self) -> bool {
+        self.rest.session.ended()
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Abandoned> {
+        Ok(self.rest.perform(action, self.inputs))
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Abandoned> {
+        // Every action is performed to its end.
+        Ok(None)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Abandoned> {
+        if self.arrival.abandoned() { Err(Abandoned) } else { inbox::next(self) }
+    }
+
+    fn show(&mut self) {
+        self.rest.show_state();
+    }
+}
+
+impl Sources for House<'_> {
+    type Idle = Abandoned;
+    type Connection = Box<Incoming>;
+
+    fn now(&self) -> Duration {
+        self.rest.began.elapsed()
+    }
+
+    fn session(&self) -> &Session {
+        &self.rest.session
+    }
+
+    fn inbox(&mut self) -> &mut Inbox {
+        &mut self.rest.inbox
+    }
+
+    fn peer(&self) -> &str {
+        &self.rest.link.control.peer
+    }
+
+    fn peer_timeout(&self) -> Duration {
+        self.rest.peer_timeout
+    }
+
+    fn attempt(&self) -> u64 {
+        self.rest.link.attempt
+    }
+
+    fn stopped(&self) -> bool {
+        // The guest runs here.
+        false
+    }
+
+    fn setup_timeout(&self) -> Duration {
+        Duration::MAX
+    }
+
+    fn answer(&mut self) -> Option<Ruled> {
+        None
+    }
+
+    fn found(&mut self) -> Option<Event> {
+        loop {
+            if let Some(event) = self.rest.pending.pop_front() {
+                return Some(event);
+            }
+            let incoming = self.rest.link.late.pop_front()?;
+            if let Some(event) = self.rest.connected(incoming, self.inputs) {
+                return Some(event);
+            }
+        }
+    }
+
+    fn stalled(&mut self) -> Option<String> {
+        self.rest.why_stalled()
+    }
+
+    fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Abandoned> {
+        Ok(self.inputs.recv_timeout(until.saturating_sub(self.now())).ok())
+    }
+
+    fn connected(&mut self, incoming: Box<Incoming>) -> Option<Event> {
+        self.rest.connected(*incoming, self.inputs)
+    }
+
+    fn all_here(&self) -> Option<Event> {
+        self.rest.all_here()
+    }
+
+    fn note_loss(&mut self, why: &str) {
+        self.rest.note_loss(why);
+    }
 }
 
 /// Leaves no thread behind, whether it was finished, told to stop, or forgotten.

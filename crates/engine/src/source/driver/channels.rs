@@ -56,7 +56,7 @@ impl Driver<'_, '_> {
                 self.opened_again()
             }
             Err(crate::MigrateError::Cancelled { .. }) => {
-                self.cancel_seen = true;
+                self.inbox.cancel_told();
                 Event::Cancel
             }
             Err(error) if self.session.handed_over() => Event::PeerLost(error.to_string()),

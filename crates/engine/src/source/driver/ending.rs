@@ -52,7 +52,7 @@ impl Driver<'_, '_> {
         self.shutdown();
         self.control.finish();
         let deadline = Instant::now() + Duration::from_secs(1);
-        while !self.control_lost
+        while !self.inbox.control_lost()
             && let Some(left) = deadline.checked_duration_since(Instant::now())
         {
             match self.inputs.1.recv_timeout(left) {

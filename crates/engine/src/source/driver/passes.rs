@@ -94,7 +94,7 @@ impl<'e> Driver<'_, 'e> {
 
     /// Gives every bulk thread its part of `job`.
     pub(super) fn give_out(&mut self, job: &Job<'e>) {
-        self.missing = self.jobs.len();
+        self.inbox.pass_given_to(self.jobs.len());
         for queue in &self.jobs {
             // A sender that is gone has reported why; its input ends the migration, or this set of channels.
             let _ = queue.send(job.clone());
@@ -123,7 +123,8 @@ impl<'e> Driver<'_, 'e> {
         let ground = self.ground;
         for (stream, index) in self.streams.bulk.iter().zip(0..) {
             let (jobs, queue) = sync_channel::<Job<'e>>(1);
-            let (inputs, generation, stream) = (self.inputs.0.clone(), self.generation, Arc::clone(stream));
+            let (inputs, generation, stream) =
+                (self.inputs.0.clone(), self.inbox.generation(), Arc::clone(stream));
             let protect = if self.tracking {
                 self.tracker.protector()
             } else {

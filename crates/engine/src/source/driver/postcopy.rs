@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_core::{NothingToProtect, PageSet};
-use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToSource, ToTarget};
+use vmferry_wire::{Refusal, RefusalCode, Role, RunName, ToTarget};
 
 impl<'e> Driver<'_, 'e> {
     /// What somebody asked for through the monitor.
@@ -31,14 +31,6 @@ impl<'e> Driver<'_, 'e> {
             return Some(Event::Abandon);
         }
         monitor.take_recover().then_some(Event::Recover)
-    }
-
-    /// A target that claims to have pages that were never sent on these channels is wrong, whoever erred. It is asked
-    /// anew, over new ones, what it lacks; if it then names nothing, that is its own word and counts.
-    pub(super) fn cannot_be(&self, message: &ToSource) -> Option<String> {
-        let left = self.claims.as_ref().map_or(0, |claims| claims.left());
-        (matches!(message, ToSource::Complete(_)) && left > 0)
-            .then(|| format!("the target says that it has all pages, and {left} were not sent to it"))
     }
 
     /// The guest stands still: what is pending now is what the target lacks.
@@ -82,7 +74,7 @@ impl<'e> Driver<'_, 'e> {
         self.urgent = Arc::new(self.streams.urgent.iter().zip(0..).map(out).collect());
         for channel in 0..self.urgent.len() {
             let (urgent, claims) = (Arc::clone(&self.urgent), Arc::clone(&claims));
-            let (inputs, generation) = (self.inputs.0.clone(), self.generation);
+            let (inputs, generation) = (self.inputs.0.clone(), self.inbox.generation());
             let awake = if ground.settings.stay_awake { Asking::open() } else { Asking::default() };
             let work = move || {
                 let serve = || Err::<Infallible, _>(serve_urgent(&claims, &urgent[channel], channel, awake));
@@ -119,14 +111,11 @@ impl<'e> Driver<'_, 'e> {
     pub(super) fn disconnect(&mut self) {
         self.shutdown();
         self.control.shutdown();
-        self.control_lost = true;
         self.jobs.clear();
-        self.missing = 0;
         // What its threads still report counts no more, and the pages that they claimed are the target's to name.
-        self.generation += 1;
+        self.inbox.closed();
         self.claims = None;
         self.urgent = Arc::default();
-        self.held = None;
     }
 
     pub(super) fn reconnect(&mut self, after: Duration) -> Event {
@@ -139,7 +128,10 @@ impl<'e> Driver<'_, 'e> {
         let settings = ground.settings;
         let channel = (ground.migration, Role::Control, 0, self.resume);
         match connect(ground.uri, channel, settings, None) {
-            Ok(control) => (self.control, self.control_lost) = (Arc::new(control), false),
+            Ok(control) => {
+                self.control = Arc::new(control);
+                self.inbox.reopened();
+            }
             Err(error) => return Event::NotReconnected(error.to_string()),
         }
         ground.stop.store(false, Ordering::Release);

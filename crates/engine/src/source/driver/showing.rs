@@ -1,6 +1,6 @@
 //! What whoever watches a migration is shown.
 
-use super::{Driver, TICK};
+use super::{Driver, Sources, TICK};
 use crate::monitor::MigrationState;
 use crate::source::session::Phase;
 use crate::vm::shielded;
@@ -8,7 +8,7 @@ use std::time::Instant;
 
 impl Driver<'_, '_> {
     /// Tells the monitor where it stands.
-    pub(super) fn show(&mut self) {
+    pub(super) fn show_progress(&mut self) {
         let phase = self.session.phase();
         self.account(phase);
         let (session, elapsed) = (&self.session, self.now());

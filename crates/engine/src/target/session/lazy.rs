@@ -69,7 +69,7 @@ impl Session {
     }
 
     /// Whether the guest runs here and has not all of its memory, or its source does not know yet that it has.
-    pub(super) fn running_lazily(&self) -> bool {
+    pub(crate) fn running_lazily(&self) -> bool {
         matches!(
             self.state,
             State::Lazy | State::Suspended | State::Retelling | State::Reopening { .. } | State::Thanking
