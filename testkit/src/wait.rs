@@ -3,8 +3,9 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-/// Guard against hangs: longer than any condition takes on a host that is busy with other work. Such a host's kernel was seen to delay
-/// grace periods of RCU by 32 s, and writes to its disk by 60 s.
+/// Guard against hangs: longer than any condition takes on a host that is busy with other work.
+/// Such a host's kernel was seen to delay grace periods of RCU by 32 s, and writes to its disk by
+/// 60 s.
 ///
 /// It is not a bound on performance. A test that reaches it has failed.
 pub const PATIENCE: Duration = Duration::from_secs(180);

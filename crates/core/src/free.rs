@@ -8,8 +8,8 @@ use vmferry_bitmap::Bitmap;
 /// The way in which a source of free pages answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answers {
-    /// At once. The source reads a record that the guest keeps up to date, while the guest runs or is paused.
-    /// [`FreePages::poll`] brings the whole answer within about a millisecond.
+    /// At once. The source reads a record that the guest keeps up to date, while the guest runs or
+    /// is paused. [`FreePages::poll`] brings the whole answer within about a millisecond.
     AtOnce,
     /// By the guest, which must run to answer. It may never answer.
     ByGuest,
@@ -27,36 +27,41 @@ pub struct Answer {
 /// A source of free pages, such as a balloon device.
 ///
 /// # Contract
-/// > For each page of an answer there was an instant at which the page was free: the guest writes each byte of the page after that
-/// > instant before the guest reads it. The instant lies after the call of [`ask`](Self::ask) with the question's number, and before the
-/// > return of the [`poll`](Self::poll) that brought the page.
+/// > For each page of an answer there was an instant at which the page was free: the guest writes
+/// > each byte of the page after that instant before the guest reads it. The instant lies after the
+/// > call of [`ask`](Self::ask) with the question's number, and before the return of the
+/// > [`poll`](Self::poll) that brought the page.
 ///
 /// A guest that breaks this contract harms only itself.
 ///
-/// A guest breaks this contract if it expects a certain content of a free page. Examples are page poisoning and zeros from
-/// initialisation at the time of the free (`VIRTIO_BALLOON_F_PAGE_POISON` with any value). Such a guest must have no source of free
-/// pages. On the target, a free page reads as zeros *or as an old version of the page*.
+/// A guest breaks this contract if it expects a certain content of a free page. Examples are page
+/// poisoning and zeros from initialisation at the time of the free (`VIRTIO_BALLOON_F_PAGE_POISON`
+/// with any value). Such a guest must have no source of free pages. On the target, a free page
+/// reads as zeros *or as an old version of the page*.
 ///
 /// One thread calls all methods. No method may wait for the guest.
 pub trait FreePages: Send + Debug {
     /// Returns the way in which this source answers. It does not change.
     fn answers(&self) -> Answers;
 
-    /// Asks which pages are free, and returns at once. This closes a question that is still open: the rest of its answer is
-    /// dropped. `question` is a different number each time.
+    /// Asks which pages are free, and returns at once. This closes a question that is still open:
+    /// the rest of its answer is dropped. `question` is a different number each time.
     ///
     /// # Errors
     /// If the guest cannot be asked. The migration continues without free pages.
     fn ask(&mut self, question: u64) -> Result<(), VmError>;
 
-    /// Adds to `report` the free pages that were named since the last call, of one question. Returns `None` if there are none.
+    /// Adds to `report` the free pages that were named since the last call, of one question.
+    /// Returns `None` if there are none.
     ///
     /// # Errors
-    /// If there will be no more answers. The engine then calls [`stop`](Self::stop), and the migration continues without free pages.
+    /// If there will be no more answers. The engine then calls [`stop`](Self::stop), and the
+    /// migration continues without free pages.
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError>;
 
-    /// Closes the open question, if there is one. The guest may use the pages that it kept unused for the answer. The engine calls
-    /// this before it pauses the guest, and at the end of every migration.
+    /// Closes the open question, if there is one. The guest may use the pages that it kept unused
+    /// for the answer. The engine calls this before it pauses the guest, and at the end of every
+    /// migration.
     fn stop(&mut self);
 }
 
@@ -123,7 +128,8 @@ impl FreeReport {
         }
     }
 
-    /// Adds the pages that lie wholly within the `len` bytes from `gpa` on. Holes between regions have no pages.
+    /// Adds the pages that lie wholly within the `len` bytes from `gpa` on. Holes between regions
+    /// have no pages.
     pub fn add_range(&mut self, gpa: Gpa, len: u64) {
         self.used = true;
         let first = gpa.0.div_ceil(PAGE_SIZE);
@@ -142,10 +148,11 @@ impl FreeReport {
         self.outside = self.outside.saturating_add(outside);
     }
 
-    /// Adds the pages that are set in a bitmap of `pages` bits. Bit `n` is the `n`-th page of the guest's memory by ascending address:
-    /// holes have no bits.
+    /// Adds the pages that are set in a bitmap of `pages` bits. Bit `n` is the `n`-th page of the
+    /// guest's memory by ascending address: holes have no bits.
     ///
-    /// `word(i)` returns word `i` of the bitmap. It is called at most twice for each word, and the word may change between the calls.
+    /// `word(i)` returns word `i` of the bitmap. It is called at most twice for each word, and the
+    /// word may change between the calls.
     pub fn add_map(&mut self, pages: u64, word: impl Fn(u64) -> u64) {
         self.used = true;
         let mut begin = 0;
@@ -192,7 +199,8 @@ mod tests {
         report.add(RegionId(5), PageRun::from(u64::MAX - 3..u64::MAX));
         assert_eq!((report.pages().count(), report.outside()), (10, 20));
         report.clear();
-        // From the middle of the first page of a hole's neighbour, through the hole, to the end of the last address.
+        // From the middle of the first page of a hole's neighbour, through the hole, to the end of
+        // the last address.
         report.add_range(Gpa((98 << 12) + 1), u64::MAX);
         let whole = (u64::MAX >> 12) - 99;
         assert_eq!((count(&report, 0), count(&report, 5), report.outside()), (1, 50, whole - 51));

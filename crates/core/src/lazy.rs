@@ -29,14 +29,15 @@ pub struct Placed {
 
 /// Guest memory whose pages are placed while the guest runs. Postcopy and a lazy restore need it.
 ///
-/// A page is missing from [`begin`](Self::begin) until it is placed, which happens once. A thread that touches the page
-/// before that (a vCPU, a device, a system call, the VMM) sleeps in the kernel and makes a [`Fault`]. A page that is not in
-/// the set given to `begin`, and is not populated because the guest never touched it, makes faults as well. The engine
-/// answers such a fault with [`place_zeros`](Self::place_zeros).
+/// A page is missing from [`begin`](Self::begin) until it is placed, which happens once. A thread
+/// that touches the page before that (a vCPU, a device, a system call, the VMM) sleeps in the
+/// kernel and makes a [`Fault`]. A page that is not in the set given to `begin`, and is not
+/// populated because the guest never touched it, makes faults as well. The engine answers such a
+/// fault with [`place_zeros`](Self::place_zeros).
 ///
-/// Each fault belongs to a stripe by its address, so that several threads can take faults without a common queue. All
-/// methods may be called from all threads at the same time. No method touches guest memory: the access could sleep until
-/// the page is placed.
+/// Each fault belongs to a stripe by its address, so that several threads can take faults without a
+/// common queue. All methods may be called from all threads at the same time. No method touches
+/// guest memory: the access could sleep until the page is placed.
 pub trait LazyMemory: Send + Sync + Debug {
     /// Returns the number of stripes: at least 1. It does not change.
     fn stripes(&self) -> usize;
@@ -44,47 +45,50 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// Returns the stripe of `page`: 0 to `stripes() - 1`.
     fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize;
 
-    /// Returns the number of pages of a unit: a power of two that does not change. A unit is aligned to its size within the
-    /// region.
+    /// Returns the number of pages of a unit: a power of two that does not change. A unit is
+    /// aligned to its size within the region.
     ///
-    /// A thread that touches a page sleeps until all pages of the page's unit are placed. They are placed in any order and in
-    /// parts. If a unit has more than 1 page, the engine also places pages of zeros before a thread waits for them.
+    /// A thread that touches a page sleeps until all pages of the page's unit are placed. They are
+    /// placed in any order and in parts. If a unit has more than 1 page, the engine also places
+    /// pages of zeros before a thread waits for them.
     fn unit_pages(&self, region: RegionId) -> u64 {
         let _ = region;
         1
     }
 
-    /// Makes the pages of `missing` missing and discards their content. From now on, every access to a page that is not
-    /// populated sleeps. The vCPUs do not run.
+    /// Makes the pages of `missing` missing and discards their content. From now on, every access
+    /// to a page that is not populated sleeps. The vCPUs do not run.
     ///
     /// # Errors
-    /// If the host does not allow it: what is missing, and how to permit it. Memory then makes no faults, as before, but the
-    /// content of pages of `missing` may be gone.
+    /// If the host does not allow it: what is missing, and how to permit it. Memory then makes no
+    /// faults, as before, but the content of pages of `missing` may be gone.
     fn begin(&self, missing: &PageSet) -> Result<(), VmError>;
 
-    /// The guest runs: from now until [`end`](Self::end) its vCPUs wait for single pages. Called by the thread that started
-    /// the guest, at most once between `begin` and `end`, and perhaps after `end`. An implementation may have the vCPUs
-    /// scheduled accordingly. The default does nothing.
+    /// The guest runs: from now until [`end`](Self::end) its vCPUs wait for single pages. Called by
+    /// the thread that started the guest, at most once between `begin` and `end`, and perhaps after
+    /// `end`. An implementation may have the vCPUs scheduled accordingly. The default does nothing.
     fn started(&self) {}
 
-    /// Waits for the next fault of `stripe`. Returns `None` if there was none `within` that time, or if
-    /// [`interrupt`](Self::interrupt) was called.
+    /// Waits for the next fault of `stripe`. Returns `None` if there was none `within` that time,
+    /// or if [`interrupt`](Self::interrupt) was called.
     ///
     /// # Errors
     /// If the host does not answer.
     fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError>;
 
-    /// Ends every [`next_fault`](Self::next_fault) that waits now. The next call of each thread returns without waiting.
+    /// Ends every [`next_fault`](Self::next_fault) that waits now. The next call of each thread
+    /// returns without waiting.
     fn interrupt(&self);
 
-    /// Places a copy of `bytes`, which are whole pages, as the pages of `run`. Pages that are present stay as they are.
+    /// Places a copy of `bytes`, which are whole pages, as the pages of `run`. Pages that are
+    /// present stay as they are.
     ///
-    /// A page appears as a whole. The call wakes the threads that wait for one of the pages, or, with larger units, those that
-    /// wait for a unit that is now complete.
+    /// A page appears as a whole. The call wakes the threads that wait for one of the pages, or,
+    /// with larger units, those that wait for a unit that is now complete.
     ///
     /// # Errors
-    /// If the run is not in the region, if `bytes` has another length, or if the host refuses. The pages before the refused
-    /// page are then placed.
+    /// If the run is not in the region, if `bytes` has another length, or if the host refuses. The
+    /// pages before the refused page are then placed.
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError>;
 
     /// Places zeros as the pages of `run`, like [`place`](Self::place).
@@ -99,11 +103,11 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// If the host refuses.
     fn wake(&self, region: RegionId, page: PageIndex) -> Result<(), VmError>;
 
-    /// Ends demand paging. Every page that is still missing reads as zeros from now on, and no access makes a fault. Does
-    /// nothing if [`begin`](Self::begin) was not called.
+    /// Ends demand paging. Every page that is still missing reads as zeros from now on, and no
+    /// access makes a fault. Does nothing if [`begin`](Self::begin) was not called.
     ///
-    /// Any thread of the engine may call it before the guest was started. After that, only fault threads and the caller's
-    /// threads do.
+    /// Any thread of the engine may call it before the guest was started. After that, only fault
+    /// threads and the caller's threads do.
     ///
     /// # Errors
     /// If the host refuses for some memory.

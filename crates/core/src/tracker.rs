@@ -34,76 +34,85 @@ impl fmt::Display for TrackerKind {
 /// Finds the pages that were written by the guest, by the VMM, or by the kernel for either of them.
 ///
 /// # Contract
-/// The following holds for every page `p` between [`start`](Self::start) and [`stop`](Self::stop). It is what keeps
-/// pages from being lost.
+/// The following holds for every page `p` between [`start`](Self::start) and [`stop`](Self::stop).
+/// It is what keeps pages from being lost.
 ///
-/// > After [`Protect::protect`] has returned for `p`, every later write to `p` is reported by a later harvest.
+/// > After [`Protect::protect`] has returned for `p`, every later write to `p` is reported by a
+/// > later harvest.
 ///
 /// The engine reads `p` only after `protect` has returned for `p`. There are two kinds of trackers:
 ///
-/// - A tracker that protects pages again while it harvests them (write protection) has an empty `protect`.
-/// - A tracker that leaves pages writable until it is told otherwise (KVM's bitmap with manual protection) does its work
-///   in `protect`, chunk by chunk, right before the pages are read. No lock is then held for long.
+/// - A tracker that protects pages again while it harvests them (write protection) has an empty
+///   `protect`.
+/// - A tracker that leaves pages writable until it is told otherwise (KVM's bitmap with manual
+///   protection) does its work in `protect`, chunk by chunk, right before the pages are read. No
+///   lock is then held for long.
 pub trait DirtyTracker: Send {
     /// Returns the kind of this tracker, for reports.
     fn kind(&self) -> TrackerKind {
         TrackerKind::Custom
     }
 
-    /// Starts tracking. The engine sends every page once after this call, so earlier writes need not be reported.
+    /// Starts tracking. The engine sends every page once after this call, so earlier writes need
+    /// not be reported.
     ///
     /// # Errors
     /// If the host cannot track this memory. The guest is then as before.
     fn start(&mut self) -> Result<(), VmError>;
 
-    /// Adds to `dirty` the pages written since they were last protected, and forgets these writes. `dirty` may have pages
-    /// in it already. A page whose harvest failed is reported again by the next harvest.
+    /// Adds to `dirty` the pages written since they were last protected, and forgets these writes.
+    /// `dirty` may have pages in it already. A page whose harvest failed is reported again by the
+    /// next harvest.
     ///
     /// # Errors
-    /// If the host no longer answers. The pages that were collected before the failure are in `dirty`.
+    /// If the host no longer answers. The pages that were collected before the failure are in
+    /// `dirty`.
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError>;
 
     /// Returns the part of this tracker that channel threads call before they read pages.
     fn protector(&self) -> Arc<dyn Protect>;
 
-    /// Returns the cost of dirty rings since [`start`](Self::start), for reports, or `None` for a tracker without rings.
+    /// Returns the cost of dirty rings since [`start`](Self::start), for reports, or `None` for a
+    /// tracker without rings.
     fn ring(&self) -> Option<RingFigures> {
         None
     }
 
-    /// Stops tracking, so that the guest runs at its full speed. [`Protect::protect`] is not called any more.
+    /// Stops tracking, so that the guest runs at its full speed. [`Protect::protect`] is not called
+    /// any more.
     ///
-    /// The guest may stay on this host, because the migration failed or was only a measurement. A tracker that shares its
-    /// record of writes with the VMM leaves that record as [`start`](Self::start) found it, and gives the VMM the pages that
-    /// it took out of the record. The trackers of `vmferry-dirty` do so with `LogSlot::handed_back`.
+    /// The guest may stay on this host, because the migration failed or was only a measurement. A
+    /// tracker that shares its record of writes with the VMM leaves that record as
+    /// [`start`](Self::start) found it, and gives the VMM the pages that it took out of the record.
+    /// The trackers of `vmferry-dirty` do so with `LogSlot::handed_back`.
     ///
     /// # Errors
     /// If the host refuses. The guest still runs, perhaps slower.
     fn stop(&mut self) -> Result<(), VmError>;
 }
 
-/// Protects pages right before they are read: see [`DirtyTracker`]. All bulk channels' threads call it at the same time,
-/// and so does the thread that runs the migration.
+/// Protects pages right before they are read: see [`DirtyTracker`]. All bulk channels' threads call
+/// it at the same time, and so does the thread that runs the migration.
 pub trait Protect: Send + Sync {
-    /// Returns the size of a chunk, in pages: a power of two that does not change. No run that the engine gives to
-    /// [`protect`](Self::protect) crosses a multiple of this number.
+    /// Returns the size of a chunk, in pages: a power of two that does not change. No run that the
+    /// engine gives to [`protect`](Self::protect) crosses a multiple of this number.
     fn chunk_pages(&self) -> u64 {
         512
     }
 
-    /// Protects those pages of `chunk` that are set in `pages`, a bitmap of the whole region. After the return, a later
-    /// harvest reports every write to them.
+    /// Protects those pages of `chunk` that are set in `pages`, a bitmap of the whole region. After
+    /// the return, a later harvest reports every write to them.
     ///
-    /// Pages that are not set in `pages` must stay as they are. A write to such a page that is already recorded must not be
-    /// forgotten.
+    /// Pages that are not set in `pages` must stay as they are. A write to such a page that is
+    /// already recorded must not be forgotten.
     ///
     /// # Errors
     /// If the host refuses. The migration fails, and the guest continues to run.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
 }
 
-/// The [`Protect`] of a tracker that needs none: its harvest protects pages again, or takes marks that later writes set
-/// anew.
+/// The [`Protect`] of a tracker that needs none: its harvest protects pages again, or takes marks
+/// that later writes set anew.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NothingToProtect;
 

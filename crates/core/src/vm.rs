@@ -9,12 +9,13 @@
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | placing pages while the guest runs |
 //!
-//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from one thread. All its channel threads call [`GuestMemory`] and
-//! [`Protect`](crate::Protect) at the same time.
+//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from one thread. All its channel
+//! threads call [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
 //!
 //! # Panics
-//! Where panics unwind, a panic of an implementation on a thread of the engine fails the migration, as an error does. In a program that is
-//! built with `panic = "abort"`, every panic ends the process, and the guest with it. The engine logs a warning about this once.
+//! A panic of an implementation on a thread of the engine fails the migration, as an error does, if
+//! panics unwind. In a program that is built with `panic = "abort"`, every panic ends the process,
+//! and the guest with it. The engine logs a warning about this once.
 
 use crate::{
     DirtyTracker, FreePages, Layout, LazyMemory, MachineConfig, PageRun, RegionId, Section, TrackerKind,
@@ -38,7 +39,8 @@ impl VmError {
         Self { source: error.into(), busy: false }
     }
 
-    /// Wraps an error or a message about work that needs more time than it was given: see [`SourceVm::settle`].
+    /// Wraps an error or a message about work that needs more time than it was given: see
+    /// [`SourceVm::settle`].
     pub fn busy(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self { source: error.into(), busy: true }
     }
@@ -73,18 +75,20 @@ pub trait GuestMemory: Send + Sync {
     /// Returns the memory regions. They do not change during a migration.
     fn layout(&self) -> &Layout;
 
-    /// Returns the live bytes of `run`, which stay mapped in this process as long as the window lives. For memory of another process,
-    /// map its memfd.
+    /// Returns the live bytes of `run`, which stay mapped in this process as long as the window
+    /// lives. For memory of another process, map its memfd.
     ///
     /// # Errors
     /// If region `region` has no such pages.
     fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError>;
 
-    /// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything but zeros.
+    /// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything
+    /// but zeros.
     ///
-    /// The engine calls it after the pages are protected ([`Protect`](crate::Protect)), so that a harvest finds a page that is touched
-    /// later. A page that is added without need costs time. A page that is left out although it has content is lost. A page that was
-    /// swapped out, or that was written through another mapping, must be added. The default adds all pages.
+    /// The engine calls it after the pages are protected ([`Protect`](crate::Protect)), so that a
+    /// harvest finds a page that is touched later. A page that is added without need costs time. A
+    /// page that is left out although it has content is lost. A page that was swapped out, or that
+    /// was written through another mapping, must be added. The default adds all pages.
     ///
     /// # Errors
     /// If the host does not answer.
@@ -99,12 +103,14 @@ pub trait GuestMemory: Send + Sync {
 ///
 /// The engine may stop the guest more than once:
 ///
-/// - A trial pause measures the time that stopping takes. It calls `pause`, `settle`, `save` and `resume`, and drops the saved state.
+/// - A trial pause measures the time that stopping takes. It calls `pause`, `settle`, `save` and
+///   `resume`, and drops the saved state.
 /// - A guest whose I/O is busy is resumed, and stopped again later.
-/// - A migration that fails before the commit ends with `resume`. So does a migration whose guest is given back later by the target or by
-///   the arbiter.
+/// - A migration that fails before the commit ends with `resume`. So does a migration whose guest
+///   is given back later by the target or by the arbiter.
 ///
-/// During a call the engine keeps the link alive for three times the `peer_timeout` of its settings. After that, the target gives up.
+/// During a call the engine keeps the link alive for three times the `peer_timeout` of its
+/// settings. After that, the target gives up.
 pub trait SourceVm: Send {
     /// Returns the machine that the target must have.
     fn config(&self) -> MachineConfig;
@@ -118,13 +124,15 @@ pub trait SourceVm: Send {
     /// If there is no tracker of this `kind`: the kind, the reason, and the kinds that there are.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
 
-    /// Returns the source of free pages for one migration. The default returns `None`: there is no such source.
+    /// Returns the source of free pages for one migration. The default returns `None`: there is no
+    /// such source.
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         None
     }
 
-    /// Throttles the vCPUs, so that the guest dirties fewer pages. Each vCPU stands still for its share of the time, 0 to 1, in slices of
-    /// at most 10 ms. The last share counts for all further vCPUs. A single share of 0 ends throttling.
+    /// Throttles the vCPUs, so that the guest dirties fewer pages. Each vCPU stands still for its
+    /// share of the time, 0 to 1, in slices of at most 10 ms. The last share counts for all further
+    /// vCPUs. A single share of 0 ends throttling.
     ///
     /// # Errors
     /// If this VM cannot be throttled. The migration continues without it.
@@ -144,39 +152,43 @@ pub trait SourceVm: Send {
     /// If a vCPU does not stop. The engine then calls `resume`.
     fn pause(&mut self) -> Result<(), VmError>;
 
-    /// Quiesces the devices: completes the requests that are under way, and flushes their data to where the target finds it. The devices
-    /// start no new request before [`resume`](Self::resume). The engine calls this between `pause` and `save`. Requests that complete may
-    /// write guest memory.
+    /// Quiesces the devices: completes the requests that are under way, and flushes their data to
+    /// where the target finds it. The devices start no new request before [`resume`](Self::resume).
+    /// The engine calls this between `pause` and `save`. Requests that complete may write guest
+    /// memory.
     ///
-    /// `within` is the longest time that the guest may stand still for this. A request that takes longer continues, and the call does not
-    /// wait for it. [`Duration::MAX`] means that the operator wants the switchover whatever it takes: wait as long as the VMM considers
-    /// reasonable.
+    /// `within` is the longest time that the guest may stand still for this. A request that takes
+    /// longer continues, and the call does not wait for it. [`Duration::MAX`] means that the
+    /// operator set no limit: wait as long as the VMM considers reasonable.
     ///
     /// # Errors
-    /// [`VmError::busy`] if the requests take longer. The engine calls `resume`, and tries again later; after [`Duration::MAX`] the migration
-    /// fails instead. Any other error fails the migration at once, and the engine calls `resume`.
+    /// [`VmError::busy`] if the requests take longer. The engine calls `resume`, and tries again
+    /// later; after [`Duration::MAX`] the migration fails instead. Any other error fails the
+    /// migration at once, and the engine calls `resume`.
     fn settle(&mut self, within: Duration) -> Result<(), VmError> {
         let _ = within;
         Ok(())
     }
 
-    /// Returns the state of the vCPUs, interrupt controllers and devices, which are [quiesced](Self::settle). The engine calls this between
-    /// `pause` and `resume`.
+    /// Returns the state of the vCPUs, interrupt controllers and devices, which are
+    /// [quiesced](Self::settle). The engine calls this between `pause` and `resume`.
     ///
-    /// The call may write guest memory: the next harvest finds these writes. It must change nothing else, because the engine may drop the
-    /// state.
+    /// The call may write guest memory: the next harvest finds these writes. It must change nothing
+    /// else, because the engine may drop the state.
     ///
-    /// A section may have 4 MiB less 64 bytes, including its name. All sections together may have 64 MiB. There may be 65,536 sections.
+    /// A section may have 4 MiB less 64 bytes, including its name. All sections together may have
+    /// 64 MiB. There may be 65,536 sections.
     ///
     /// # Errors
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
 
-    /// Releases everything that only the host that runs the guest may hold, such as locks on its disks. The target takes them in
-    /// [`TargetVm::start`]. The guest is paused.
+    /// Releases everything that only the host that runs the guest may hold, such as locks on its
+    /// disks. The target takes them in [`TargetVm::start`]. The guest is paused.
     ///
-    /// The engine calls this right before the commit. Until then the source must be able to resume the guest. After the commit the locks may
-    /// be the target's. If the guest stays here, [`resume`](Self::resume) takes the locks again before a vCPU runs.
+    /// The engine calls this right before the commit. Until then the source must be able to resume
+    /// the guest. After the commit the locks may be the target's. If the guest stays here,
+    /// [`resume`](Self::resume) takes the locks again before a vCPU runs.
     ///
     /// # Errors
     /// If something may still be held. The engine then calls `resume`.
@@ -184,7 +196,8 @@ pub trait SourceVm: Send {
         Ok(())
     }
 
-    /// Lets the vCPUs run again. The engine calls this only while the source owns the guest. Does nothing if the vCPUs run.
+    /// Lets the vCPUs run again. The engine calls this only while the source owns the guest. Does
+    /// nothing if the vCPUs run.
     ///
     /// # Errors
     /// If a vCPU cannot be started.
@@ -193,10 +206,12 @@ pub trait SourceVm: Send {
 
 /// An empty VM that receives a guest.
 ///
-/// Its memory reads as zeros, because the source does not send pages that the guest never touched. Its vCPUs have not run.
+/// Its memory reads as zeros, because the source does not send pages that the guest never touched.
+/// Its vCPUs have not run.
 ///
-/// [`load`](Self::load) and [`start`](Self::start) may each take three times the source's `peer_timeout` (30 s by default). If `load` takes
-/// longer, the source resumes the guest. If `start` takes longer in precopy without an arbiter, the source reports that the owner of the
+/// [`load`](Self::load) and [`start`](Self::start) may each take three times the source's
+/// `peer_timeout` (30 s by default). If `load` takes longer, the source resumes the guest. If
+/// `start` takes longer in precopy without an arbiter, the source reports that the owner of the
 /// guest is unknown.
 pub trait TargetVm: Send {
     /// Returns the description of this machine, which must equal the source's.
@@ -205,8 +220,9 @@ pub trait TargetVm: Send {
     /// Returns the memory that receives the guest's pages.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
-    /// Returns the same memory for demand paging, which postcopy and lazy restores need. The engine calls this before it receives pages, so
-    /// that an error is reported while the guest still runs on the source.
+    /// Returns the same memory for demand paging, which postcopy and lazy restores need. The engine
+    /// calls this before it receives pages, so that an error is reported while the guest still runs
+    /// on the source.
     ///
     /// # Errors
     /// If this VM or this host has no demand paging: what is missing, and how to permit it.
@@ -214,28 +230,32 @@ pub trait TargetVm: Send {
         Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
     }
 
-    /// Returns the time that [`load`](Self::load) and [`start`](Self::start) are expected to take together. The default returns `None`: the
-    /// time is unknown.
+    /// Returns the time that [`load`](Self::load) and [`start`](Self::start) are expected to take
+    /// together. The default returns `None`: the time is unknown.
     ///
-    /// The source adds this time to the downtime that it predicts, because the guest is paused meanwhile. If the time is unknown, the source
-    /// assumes that `load` takes as long as `save`. A VMM whose `load` does more, such as building the VM, returns the time that this took
-    /// before on this host. The engine calls this once, when a source has announced a guest that fits.
+    /// The source adds this time to the downtime that it predicts, because the guest is paused
+    /// meanwhile. If the time is unknown, the source assumes that `load` takes as long as `save`. A
+    /// VMM whose `load` does more, such as building the VM, returns the time that this took before
+    /// on this host. The engine calls this once, when a source has announced a guest that fits.
     fn expected_load(&self) -> Option<Duration> {
         None
     }
 
-    /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped. All memory is present or, after [`LazyMemory::begin`], is
-    /// placed when it is touched.
+    /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped. All memory is
+    /// present or, after [`LazyMemory::begin`], is placed when it is touched.
     ///
     /// # Errors
-    /// If a section is missing, unknown, of another version or not valid. The source then resumes the guest.
+    /// If a section is missing, unknown, of another version or not valid. The source then resumes
+    /// the guest.
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError>;
 
-    /// Gives the guest a new identity: a new VM generation ID, and new values for everything else that identifies a machine.
+    /// Gives the guest a new identity: a new VM generation ID, and new values for everything else
+    /// that identifies a machine.
     ///
-    /// The engine calls this between [`load`](Self::load) and [`start`](Self::start) for a guest that is restored from a copy
-    /// (`save_copy`), because the original guest continues to run. A guest that moves keeps its identity. The call may write guest memory,
-    /// under the rules of [`load`](Self::load). The default changes nothing.
+    /// The engine calls this between [`load`](Self::load) and [`start`](Self::start) for a guest
+    /// that is restored from a copy (`save_copy`), because the original guest continues to run. A
+    /// guest that moves keeps its identity. The call may write guest memory, under the rules of
+    /// [`load`](Self::load). The default changes nothing.
     ///
     /// # Errors
     /// If the guest would have the identity of the original. The guest is then not started.
@@ -243,10 +263,11 @@ pub trait TargetVm: Send {
         Ok(())
     }
 
-    /// Takes everything that only the host that runs the guest may hold ([`SourceVm::release`]), and lets the vCPUs run. From now on the
-    /// target owns the guest.
+    /// Takes everything that only the host that runs the guest may hold ([`SourceVm::release`]),
+    /// and lets the vCPUs run. From now on the target owns the guest.
     ///
     /// # Errors
-    /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is held, and the source resumes the guest.
+    /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is
+    /// held, and the source resumes the guest.
     fn start(&mut self) -> Result<(), VmError>;
 }

@@ -1,50 +1,83 @@
 //! The run loop: the one order in which a session's actions are performed and its events are taken.
 //!
-//! The same loop drives a session on a real host and in the simulation. Only the [`Host`] differs. The loop and the
-//! sessions read no clock and never block: time and waiting belong to the host.
+//! The same loop drives a session on a real host and in the simulation. Only the [`Host`] differs.
+//! The loop and the sessions read no clock and never block: time and waiting belong to the host.
 //!
 //! # Order
 //! 1. An action that takes its time is completed before anything else happens.
-//! 2. The actions of the last event are performed in their order. The event that an action results in is handled at once,
-//!    and its actions follow those that are waiting.
+//! 2. The actions of the last event are performed in their order. The event that an action results
+//!    in is handled at once, and its actions follow those that are waiting.
 //! 3. Without an action, the next event is taken. [`source::inbox`](crate::source::inbox) and
-//!    [`target::inbox`](crate::target::inbox) say in which order requests, answers, timers and inputs are looked at.
+//!    [`target::inbox`](crate::target::inbox) say in which order requests, answers, timers and
+//!    inputs are looked at.
 //!
 //! # Why the loop does not spin
-//! A level, such as the stop flag, becomes an event only while the session acts on it. The event changes the session, so
-//! the next look finds another state. Every other event is taken off a queue, or is the end of a timer that starts anew.
+//! A level, such as the stop flag, becomes an event only while the session acts on it. The event
+//! changes the session, so the next look finds another state. Every other event is taken off a
+//! queue, or is the end of a timer that starts anew.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
-/// The world around one session: it performs actions, and knows what happens.
-pub(crate) trait Host {
+/// One side's state machine: it takes events, returns actions, and does nothing else.
+pub(crate) trait Session {
     type Event;
     type Action;
     type Outcome;
-    /// Returned as an error by a host that has nothing at this moment. Its owner calls [`advance`] again later. A host that
-    /// waits instead has [`Infallible`](std::convert::Infallible) here.
-    type Idle;
 
-    fn agenda(&mut self) -> &mut Agenda<Self::Action>;
+    /// Takes an event that happened at `now`. Returns the actions that follow from it, in their
+    /// order.
+    fn handle(&mut self, now: Duration, event: Self::Event) -> Vec<Self::Action>;
 
-    /// Gives `event` to the session.
-    fn handle(&mut self, event: Self::Event) -> Vec<Self::Action>;
-
-    /// Returns true once the session has decided how the migration ends: only its last actions are left.
+    /// Returns true once the session has decided how the migration ends: only its last actions are
+    /// left.
     fn decided(&self) -> bool;
 
     /// Returns the outcome if `action` is the last one.
     fn outcome(action: Self::Action) -> Result<Self::Outcome, Self::Action>;
+}
 
-    /// Performs `action`, and returns the event that it results in. After an error, [`performed`](Self::performed) returns that
-    /// event.
-    fn perform(&mut self, action: Self::Action) -> Result<Option<Self::Event>, Self::Idle>;
+/// An event of a host's session.
+pub(crate) type EventOf<H> = <<H as Host>::Session as Session>::Event;
+/// An action of a host's session.
+pub(crate) type ActionOf<H> = <<H as Host>::Session as Session>::Action;
 
-    /// Returns the event of the action that takes its time.
-    fn performed(&mut self) -> Result<Option<Self::Event>, Self::Idle>;
+/// The world around one session: it performs actions, and knows what happens.
+pub(crate) trait Host {
+    type Session: Session;
+    /// Returned as an error by a host that has nothing at this moment. Its owner calls [`advance`]
+    /// again later. A host that waits instead has [`Infallible`](std::convert::Infallible) here.
+    type Idle;
+
+    /// Returns the time since the migration began.
+    fn now(&self) -> Duration;
+    fn session(&self) -> &Self::Session;
+    fn session_mut(&mut self) -> &mut Self::Session;
+    fn agenda(&mut self) -> &mut Agenda<ActionOf<Self>>;
+
+    /// Gives `event` to the session.
+    fn handle(&mut self, event: EventOf<Self>) -> Vec<ActionOf<Self>> {
+        let now = self.now();
+        self.session_mut().handle(now, event)
+    }
+
+    /// As of [`Session::decided`].
+    fn decided(&self) -> bool {
+        self.session().decided()
+    }
+
+    /// Performs `action`, and returns the event that it results in. After an error,
+    /// [`performed`](Self::performed) returns that event.
+    fn perform(&mut self, action: ActionOf<Self>) -> Result<Option<EventOf<Self>>, Self::Idle>;
+
+    /// Returns the event of the action that takes its time. The default is for a host that performs
+    /// each action to its end.
+    fn performed(&mut self) -> Result<Option<EventOf<Self>>, Self::Idle> {
+        Ok(None)
+    }
 
     /// Takes the next event. `None` asks the loop to look again.
-    fn next(&mut self) -> Result<Option<Self::Event>, Self::Idle>;
+    fn next(&mut self) -> Result<Option<EventOf<Self>>, Self::Idle>;
 
     /// Called whenever no action is left, before the next event is taken.
     fn show(&mut self) {}
@@ -62,17 +95,23 @@ impl<A> Agenda<A> {
     pub(crate) fn new(first: Vec<A>) -> Self {
         Self { actions: first.into(), under_way: false }
     }
+
+    /// Returns true while an action takes its time.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.under_way
+    }
 }
 
 /// Runs the session until it has ended, or until the host has nothing for it at this moment.
-pub(crate) fn advance<H: Host>(host: &mut H) -> Result<H::Outcome, H::Idle> {
+pub(crate) fn advance<H: Host>(host: &mut H) -> Result<<H::Session as Session>::Outcome, H::Idle> {
     loop {
         let event = if host.agenda().under_way {
             let event = host.performed()?;
             host.agenda().under_way = false;
             event
         } else if let Some(action) = host.agenda().actions.pop_front() {
-            match H::outcome(action) {
+            match H::Session::outcome(action) {
                 Ok(outcome) => return Ok(outcome),
                 Err(action) => {
                     host.agenda().under_way = true;
@@ -92,13 +131,14 @@ pub(crate) fn advance<H: Host>(host: &mut H) -> Result<H::Outcome, H::Idle> {
 }
 
 /// Gives `event` to the session, and notes the actions that follow.
-fn take<H: Host>(host: &mut H, event: H::Event) {
+fn take<H: Host>(host: &mut H, event: EventOf<H>) {
     let decided = host.decided();
     let more = host.handle(event);
     debug_assert!(!decided || host.decided(), "a session that has decided its end takes it back");
     if !decided && host.decided() {
-        // The waiting actions are moot. They must not keep the guest from going on, nor load a state over memory that could
-        // not be prepared. This happens once: a last message that cannot be sent must not remove the end itself.
+        // The waiting actions are moot. They must not keep the guest from going on, nor load a
+        // state over memory that could not be prepared. This happens once: a last message that
+        // cannot be sent must not remove the end itself.
         host.agenda().actions.clear();
     }
     host.agenda().actions.extend(more);

@@ -19,8 +19,9 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 48);
 
-/// Gives thread `thread` of this process short time slices, or takes them back. It is for a vCPU that waits for pages: it must not wait
-/// again until the threads that bring the pages have used their slices. Does nothing if `thread` is 0.
+/// Gives thread `thread` of this process short time slices, or takes them back. It is for a vCPU
+/// that waits for pages: it must not wait again until the threads that bring the pages have used
+/// their slices. Does nothing if `thread` is 0.
 pub fn prefer_latency_of(thread: u32, prefer: bool) {
     // For the kernel, 0 is the calling thread.
     if thread != 0 {
@@ -28,25 +29,29 @@ pub fn prefer_latency_of(thread: u32, prefer: bool) {
     }
 }
 
-/// Asks the scheduler for short slices for the calling thread, so that the thread runs soon after it is woken (Linux 6.12,
-/// `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an earlier deadline). The thread's share of a processor stays the same.
-/// An older kernel refuses this, or ignores it.
+/// Asks the scheduler for short slices for the calling thread, so that the thread runs soon after
+/// it is woken (Linux 6.12, `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an
+/// earlier deadline). The thread's share of a processor stays the same. An older kernel refuses
+/// this, or ignores it.
 pub fn prefer_latency() {
     change(0, |attributes| attributes.runtime = SLICE);
 }
 
-/// Niceness of a thread that gives way: about a tenth of an ordinary thread's share where both want a processor, and a whole processor
-/// where no other thread wants it. Not `SCHED_IDLE`: pages that such a thread has claimed could then wait for seconds on a busy host, and
-/// the guest may come to need them.
+/// Niceness of a thread that gives way: about a tenth of an ordinary thread's share where both want
+/// a processor, and a whole processor where no other thread wants it. Not `SCHED_IDLE`: pages that
+/// such a thread has claimed could then wait for seconds on a busy host, and the guest may come to
+/// need them.
 const NICE: i32 = 10;
 
-/// Lets the calling thread give way to other threads from now on. It is for a thread that sends or places pages for which the guest does
-/// not wait: it must not keep a processor from the threads that bring other pages, or from the guest. An ordinary user cannot undo this.
+/// Lets the calling thread give way to other threads from now on. It is for a thread that sends or
+/// places pages for which the guest does not wait: it must not keep a processor from the threads
+/// that bring other pages, or from the guest. An ordinary user cannot undo this.
 pub fn give_way() {
     change(0, |attributes| {
         attributes.policy = libc::SCHED_BATCH.unsigned_abs();
         attributes.nice = attributes.nice.max(NICE);
-        // A running thread is only interrupted before the end of its slice by a thread with a shorter one.
+        // A running thread is only interrupted before the end of its slice by a thread with a
+        // shorter one.
         attributes.runtime = SLICE;
     });
 }

@@ -251,7 +251,8 @@ pub(super) fn role(role: Role) -> Policy {
                 .and(again)
                 .and(pair)
         }
-        // Asks the source for pages, or reads them out of a file. The thread that has the last page takes the vCPUs' short slices back.
+        // Asks the source for pages, or reads them out of a file. The thread that has the last page
+        // takes the vCPUs' short slices back.
         Role::Fault => {
             requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
         }

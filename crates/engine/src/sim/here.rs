@@ -44,24 +44,23 @@ pub(super) struct Job {
 pub(super) struct Here {
     pub(super) session: Session,
     pub(super) settings: Settings,
-    agenda: Agenda<Action>,
+    pub(super) agenda: Agenda<Action>,
     pub(super) inbox: Inbox,
-    /// What threads have reported, oldest first.
+    /// Reports of threads, oldest first.
     inputs: VecDeque<Numbered>,
     /// The operator wants the migration to be cancelled.
     pub(super) cancelled: bool,
     /// Other requests of the operator, and answers of the arbiter.
     pub(super) requests: VecDeque<Event>,
     pub(super) answers: VecDeque<Result<Ruling, ArbiterError>>,
-    /// A step is under way, and its result once it is done.
-    pub(super) busy: bool,
+    /// Result of the step that took its time.
     pub(super) done: Option<Event>,
-    /// When the loop wants to look at the clock, and whether that was arranged.
+    /// Time at which the loop wants to look at the clock. `timer` is set once an item for that is queued.
     wake_at: Duration,
     pub(super) timer: bool,
-    /// Looks at what happens since the loop was woken.
+    /// Number of looks for an event since the loop was woken.
     looks: u32,
-    /// The thread of the loop was woken and does not run before.
+    /// Time before which the loop does not run, although it was woken.
     asleep_until: u64,
     pub(super) running: bool,
     /// It has what only the side that runs the guest may have.
@@ -161,7 +160,6 @@ impl Here {
             cancelled: false,
             requests: VecDeque::new(),
             answers: VecDeque::new(),
-            busy: false,
             done: None,
             wake_at: Duration::ZERO,
             timer: false,
@@ -205,7 +203,7 @@ impl World {
         let generation = self.here.inbox.generation();
         self.here.inputs.push_back((generation, input));
         if self.here.asleep_until <= self.now && self.rng.per_mille(200) {
-            // Its thread is woken, and runs later: other inputs come first.
+            // The loop's thread is woken and runs later. Other inputs may come before that.
             let delay = self.rng.latency(200);
             self.here.asleep_until = self.now + delay;
             self.at(delay, Item::Runs);
@@ -234,9 +232,9 @@ impl World {
         }
     }
 
-    /// The loop looks at the clock when it wants to, or later.
+    /// Has the loop look at the clock at the time that it wants, or later.
     fn set_timer(&mut self) {
-        if self.here.busy || std::mem::replace(&mut self.here.timer, true) {
+        if self.here.agenda.is_under_way() || std::mem::replace(&mut self.here.timer, true) {
             return;
         }
         let longest = if self.now < 5_000_000 { 40_000 } else { 2_000_000 };
@@ -353,7 +351,6 @@ impl World {
                 self.transmit(stream, Cargo::Hello(token));
             }
         }
-        self.here.busy = true;
         let mut delay = self.rng.latency(300);
         if step == Action::Resume {
             delay += self.stopped_for();
@@ -509,10 +506,20 @@ pub(super) const MOST_LOOKS: u32 = 10_000;
 struct AtSource<'a>(&'a mut World);
 
 impl run::Host for AtSource<'_> {
-    type Event = Event;
-    type Action = Action;
-    type Outcome = Outcome;
+    type Session = Session;
     type Idle = Idle;
+
+    fn now(&self) -> Duration {
+        self.0.now()
+    }
+
+    fn session(&self) -> &Session {
+        &self.0.here.session
+    }
+
+    fn session_mut(&mut self) -> &mut Session {
+        &mut self.0.here.session
+    }
 
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.0.here.agenda
@@ -520,14 +527,6 @@ impl run::Host for AtSource<'_> {
 
     fn handle(&mut self, event: Event) -> Vec<Action> {
         self.0.source_handle(event)
-    }
-
-    fn decided(&self) -> bool {
-        self.0.here.session.phase() == Phase::Ended
-    }
-
-    fn outcome(action: Action) -> Result<Outcome, Action> {
-        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
@@ -549,16 +548,6 @@ impl run::Host for AtSource<'_> {
 }
 
 impl Sources for AtSource<'_> {
-    type Idle = Idle;
-
-    fn now(&self) -> Duration {
-        self.0.now()
-    }
-
-    fn session(&mut self) -> &mut Session {
-        &mut self.0.here.session
-    }
-
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.0.here.inbox
     }

@@ -147,7 +147,7 @@ impl World {
             return;
         }
         // The driver does one thing after the other.
-        if self.here.busy {
+        if self.here.agenda.is_under_way() {
             return self.skip_later();
         }
         let Some(skipping) = &mut self.here.skipping else { return };

@@ -182,7 +182,6 @@ impl World {
     pub(super) fn reconnected(&mut self, yes: bool) {
         self.here.connecting = false;
         self.here.connected = yes;
-        self.here.busy = false;
         if yes {
             self.here.inbox.reopened();
             self.here.lacking = Collected::new(&layout(self.memory.pages.len()));

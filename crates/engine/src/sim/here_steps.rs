@@ -73,7 +73,6 @@ impl World {
             }
             other => failure(&format!("{other:?} is no step")),
         };
-        self.here.busy = false;
         self.here.done = Some(if failed { failure("a step") } else { event });
     }
 

@@ -32,25 +32,24 @@ pub(super) enum Hail {
 
 pub(super) struct There {
     pub(super) session: Session,
-    agenda: Agenda<Action>,
+    pub(super) agenda: Agenda<Action>,
     pub(super) inbox: Inbox,
-    /// What threads have reported, oldest first.
+    /// Reports of threads, oldest first.
     pub(super) inputs: VecDeque<Numbered<Hail>>,
-    /// What was found while channels were ended: events, and connections.
+    /// Events, and then connections, that were found while channels were ended.
     pub(super) found: VecDeque<Event>,
     pub(super) late: VecDeque<usize>,
     pub(super) answers: VecDeque<Ruled>,
     /// The operator wants no guest.
     pub(super) stopped: bool,
-    /// A step is under way, and its result once it is done.
-    pub(super) busy: bool,
-    pub(super) done: Option<Event>,
-    /// When the loop wants to look at the clock, and whether that was arranged.
+    /// Result of the step that took its time.
+    done: Option<Event>,
+    /// Time at which the loop wants to look at the clock. `timer` is set once an item for that is queued.
     wake_at: Duration,
     pub(super) timer: bool,
-    /// Looks at what happens since the loop was woken.
+    /// Number of looks for an event since the loop was woken.
     looks: u32,
-    /// The thread of the loop was woken and does not run before.
+    /// Time before which the loop does not run, although it was woken.
     asleep_until: u64,
     /// For [`Defect::DropsTheEnd`].
     asked: Cell<bool>,
@@ -93,7 +92,6 @@ impl There {
             late: VecDeque::new(),
             answers: VecDeque::new(),
             stopped: false,
-            busy: false,
             done: None,
             wake_at: Duration::ZERO,
             timer: false,
@@ -132,7 +130,7 @@ impl World {
     pub(super) fn target_input(&mut self, link: usize, input: Input<Hail>) {
         self.there.inputs.push_back((link as u64, input));
         if self.there.asleep_until <= self.now && self.rng.per_mille(200) {
-            // Its thread is woken, and runs later: other inputs come first.
+            // The loop's thread is woken and runs later. Other inputs may come before that.
             let delay = self.rng.latency(200);
             self.there.asleep_until = self.now + delay;
             self.at(delay, Item::Runs);
@@ -232,9 +230,9 @@ impl World {
         self.refuse_who_waits();
     }
 
-    /// The loop looks at the clock when it wants to, or later.
+    /// Has the loop look at the clock at the time that it wants, or later.
     fn set_target_timer(&mut self) {
-        if self.there.busy || std::mem::replace(&mut self.there.timer, true) {
+        if self.there.agenda.is_under_way() || std::mem::replace(&mut self.there.timer, true) {
             return;
         }
         let longest = if self.now < 5_000_000 { 100_000 } else { 2_000_000 };
@@ -292,7 +290,6 @@ impl World {
                 Some(Event::Compared { pages, mismatched, samples })
             }
             step => {
-                self.there.busy = true;
                 let mut delay = self.rng.latency(300);
                 if step == Action::Start {
                     delay += self.stopped_for();
@@ -318,7 +315,6 @@ impl World {
             return;
         }
         let failed = self.rng.per_mille(self.faults.step_fails);
-        self.there.busy = false;
         let why = Refusal::new(RefusalCode::State, "a step failed");
         let event = match action {
             Action::Load(_) => {
@@ -372,10 +368,20 @@ impl World {
 struct AtTarget<'a>(&'a mut World);
 
 impl run::Host for AtTarget<'_> {
-    type Event = Event;
-    type Action = Action;
-    type Outcome = Outcome;
+    type Session = Session;
     type Idle = Idle;
+
+    fn now(&self) -> Duration {
+        Duration::from_micros(self.0.now)
+    }
+
+    fn session(&self) -> &Session {
+        &self.0.there.session
+    }
+
+    fn session_mut(&mut self) -> &mut Session {
+        &mut self.0.there.session
+    }
 
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.0.there.agenda
@@ -390,10 +396,6 @@ impl run::Host for AtTarget<'_> {
         // With the defect, each event once the session has decided removes what is waiting.
         let first = !there.asked.replace(!there.asked.get());
         there.session.ended() && !(first && self.0.defect == Defect::DropsTheEnd)
-    }
-
-    fn outcome(action: Action) -> Result<Outcome, Action> {
-        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
@@ -419,16 +421,7 @@ impl run::Host for AtTarget<'_> {
 }
 
 impl Sources for AtTarget<'_> {
-    type Idle = Idle;
     type Connection = Hail;
-
-    fn now(&self) -> Duration {
-        Duration::from_micros(self.0.now)
-    }
-
-    fn session(&self) -> &Session {
-        &self.0.there.session
-    }
 
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.0.there.inbox

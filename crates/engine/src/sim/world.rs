@@ -261,8 +261,7 @@ impl World {
     /// Whoever runs is known to run.
     fn check_states(&mut self) {
         let there = &self.there;
-        let known =
-            !there.running || there.rest || there.busy || there.done.is_some() || there.outcome.is_some();
+        let known = !there.running || there.rest || there.agenda.is_under_way() || there.outcome.is_some();
         self.promise(known, |world| format!("it runs while {:?}", world.there.session));
         if self.there.rest && !self.here.ended() {
             let known = self.here.session.handed_over();

@@ -28,7 +28,7 @@ use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::Monitor;
 use crate::report::Report;
-use crate::run::{self, Agenda};
+use crate::run::{self, Agenda, Host};
 use crate::vm::{caught_io, shielded};
 use channels::Streams;
 use std::convert::Infallible;
@@ -240,8 +240,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         }
     }
 
-    /// How long sending `message` may take: the device state, sent while the guest stands still, all together no longer than
-    /// any other message.
+    /// Returns the longest time that sending `message` may take. The guest is paused while the device state is sent, so all
+    /// messages of the state together may take as long as any other message alone.
     fn send_time(&self, message: &ToTarget) -> Duration {
         let longest = self.ground.settings.peer_timeout;
         match (message, self.state_deadline) {
@@ -294,26 +294,24 @@ impl<'s, 'e> Driver<'s, 'e> {
     }
 }
 
-impl run::Host for Driver<'_, '_> {
-    type Event = Event;
-    type Action = Action;
-    type Outcome = Outcome;
+impl Host for Driver<'_, '_> {
+    type Session = Session;
     type Idle = Infallible;
+
+    fn now(&self) -> Duration {
+        self.ground.began.elapsed()
+    }
+
+    fn session(&self) -> &Session {
+        &self.session
+    }
+
+    fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
+    }
 
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.agenda
-    }
-
-    fn handle(&mut self, event: Event) -> Vec<Action> {
-        self.session.handle(self.now(), event)
-    }
-
-    fn decided(&self) -> bool {
-        self.session.phase() == Phase::Ended
-    }
-
-    fn outcome(action: Action) -> Result<Outcome, Action> {
-        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
@@ -377,11 +375,6 @@ impl run::Host for Driver<'_, '_> {
         })
     }
 
-    fn performed(&mut self) -> Result<Option<Event>, Infallible> {
-        // Every action is performed to its end.
-        Ok(None)
-    }
-
     fn next(&mut self) -> Result<Option<Event>, Infallible> {
         inbox::next(self).map(Some)
     }
@@ -392,16 +385,6 @@ impl run::Host for Driver<'_, '_> {
 }
 
 impl Sources for Driver<'_, '_> {
-    type Idle = Infallible;
-
-    fn now(&self) -> Duration {
-        self.ground.began.elapsed()
-    }
-
-    fn session(&mut self) -> &mut Session {
-        &mut self.session
-    }
-
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.inbox
     }

@@ -14,12 +14,13 @@ use super::sender::SenderError;
 use super::session::Session;
 use crate::channel::SendError;
 use crate::fence::{ArbiterError, Ruling};
+use crate::run::Host;
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// How often the session looks at the clock.
+/// Interval at which the session looks at the clock.
 pub(crate) const TICK: Duration = Duration::from_millis(20);
-/// How long a broken channel waits for the target to say why, before the link is blamed.
+/// Time for which a lost channel waits for the target's reason, before the link is blamed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What a thread of the source's host reports.
@@ -36,15 +37,12 @@ pub(crate) enum Input {
     Wake,
 }
 
-/// An input, and the number of the set of channels that it belongs to. Inputs of an earlier set are dropped.
+/// An input, and the number of the set of channels that it belongs to. Inputs of an earlier set are
+/// dropped.
 pub(crate) type Numbered = (u64, Input);
 
 /// The part of the source's host that knows what happens.
-pub(crate) trait Sources {
-    /// As of the run loop's [`Host`](crate::run::Host).
-    type Idle;
-    fn now(&self) -> Duration;
-    fn session(&mut self) -> &mut Session;
+pub(crate) trait Sources: Host<Session = Session> {
     fn inbox(&mut self) -> &mut Inbox;
     /// Returns true as long as the operator wants the migration to be cancelled.
     fn cancelled(&self) -> bool;
@@ -148,10 +146,11 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
     match input {
         Input::Wake => Event::Tick,
         Input::Message(ToSource::Pong(number), at) => {
-            host.session().pong(at, number);
+            host.session_mut().pong(at, number);
             Event::Tick
         }
-        // The target is asked anew, over new channels, what it lacks. If it then names nothing, that counts.
+        // The target is asked anew, over new channels, what it lacks. If it then names nothing,
+        // that counts.
         Input::Message(ToSource::Complete(_), _) if host.unsent() > 0 => Event::PeerLost(format!(
             "the target says that it has all pages, and {} were not sent to it",
             host.unsent()
@@ -186,8 +185,9 @@ fn channel_failed(host: &mut impl Sources, error: SenderError) -> Event {
         }
         SenderError::Link(SendError { error, .. }, peer) => {
             let why = format!("the link to {peer} failed while pages were sent: {error}");
-            // Once the guest is known to run on the target, nothing is to be waited for. Before that, the target's own word
-            // decides: it often closes its channels after it has said why on the control channel.
+            // Once the guest is known to run on the target, nothing is to be waited for. Before
+            // that, the target's own word decides: it often closes its channels after it has said
+            // why on the control channel.
             if host.session().runs_there() {
                 return Event::PeerLost(why);
             }

@@ -24,6 +24,7 @@ mod switchover;
 use super::events::{Action, Event, Outcome, Pass, Verification};
 use super::policy::Convergence;
 use super::settings::{MigrationMode, Settings};
+use crate::run;
 use std::time::Duration;
 use vmferry_core::MachineConfig;
 use vmferry_wire::{LazyFigures, Refusal, RefusalCode, RunName, ToSource, ToTarget};
@@ -517,6 +518,24 @@ impl Session {
             }
             other => self.peer_lost(format!("the target answered the commit with {}", other.name())),
         }
+    }
+}
+
+impl run::Session for Session {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+
+    fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        self.handle(now, event)
+    }
+
+    fn decided(&self) -> bool {
+        self.phase() == Phase::Ended
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 }
 

@@ -16,7 +16,7 @@ use crate::fence::{Asker, Ruled, Word};
 use crate::heartbeat::Heartbeat;
 use crate::lacking::Collected;
 use crate::monitor::thread_cpu_us;
-use crate::run::{self, Agenda};
+use crate::run::{self, Agenda, Host};
 use std::convert::Infallible;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender};
@@ -286,26 +286,24 @@ impl<'a> Driver<'a> {
     }
 }
 
-impl run::Host for Driver<'_> {
-    type Event = Event;
-    type Action = Action;
-    type Outcome = Outcome;
+impl Host for Driver<'_> {
+    type Session = Session;
     type Idle = Infallible;
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    fn session(&self) -> &Session {
+        &self.session
+    }
+
+    fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
+    }
 
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.agenda
-    }
-
-    fn handle(&mut self, event: Event) -> Vec<Action> {
-        self.session.handle(event)
-    }
-
-    fn decided(&self) -> bool {
-        self.session.ended()
-    }
-
-    fn outcome(action: Action) -> Result<Outcome, Action> {
-        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
@@ -345,11 +343,6 @@ impl run::Host for Driver<'_> {
         })
     }
 
-    fn performed(&mut self) -> Result<Option<Event>, Infallible> {
-        // Every action is performed to its end.
-        Ok(None)
-    }
-
     fn next(&mut self) -> Result<Option<Event>, Infallible> {
         inbox::next(self)
     }
@@ -360,16 +353,7 @@ impl run::Host for Driver<'_> {
 }
 
 impl Sources for Driver<'_> {
-    type Idle = Infallible;
     type Connection = Box<Incoming>;
-
-    fn now(&self) -> Duration {
-        self.began.elapsed()
-    }
-
-    fn session(&self) -> &Session {
-        &self.session
-    }
 
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.inbox

@@ -13,15 +13,16 @@
 use super::receiver::ReceiveError;
 use super::session::{Event, Session};
 use crate::fence::Ruled;
+use crate::run::Host;
 use std::io;
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget};
 
-/// How often the loop looks around although nothing came.
+/// Interval at which the loop looks at levels and timers although no input came.
 const TICK: Duration = Duration::from_millis(50);
-/// How long a source may take to announce its guest. Until it has, it keeps others out and has shown nothing for it.
+/// Time within which a source must announce its guest. Until then it keeps other sources out.
 pub(crate) const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a lost channel waits for the source to say why, before the link is blamed.
+/// Time for which a lost channel waits for the source's reason, before the link is blamed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What a thread of the target's host reports. `C` is a connection.
@@ -45,18 +46,14 @@ pub(crate) enum Input<C> {
     },
 }
 
-/// An input, and the number of the set of channels that it belongs to. Inputs of another set are dropped, but for connections,
-/// which belong to none.
+/// An input, and the number of the set of channels that it belongs to. Inputs of another set are
+/// dropped, but for connections, which belong to none.
 pub(crate) type Numbered<C> = (u64, Input<C>);
 
 /// The part of the target's host that knows what happens.
-pub(crate) trait Sources {
-    /// As of the run loop's [`Host`](crate::run::Host).
-    type Idle;
+pub(crate) trait Sources: Host<Session = Session> {
     type Connection;
 
-    fn now(&self) -> Duration;
-    fn session(&self) -> &Session;
     fn inbox(&mut self) -> &mut Inbox;
     /// Returns the name of the source.
     fn peer(&self) -> &str;
@@ -71,7 +68,8 @@ pub(crate) trait Sources {
     fn answer(&mut self) -> Option<Ruled>;
     /// Takes an event that was found while something else was done.
     fn found(&mut self) -> Option<Event>;
-    /// Says why a link that seems to be up brings nothing, if so.
+    /// Returns the reason for which a link that is up counts as lost, if there is one: nothing
+    /// comes on it.
     fn stalled(&mut self) -> Option<String> {
         None
     }
@@ -178,11 +176,13 @@ fn needs_channels(session: &Session) -> bool {
     !session.memory_complete() && !session.renounced() && !session.ended()
 }
 
-/// A channel that ends before the commit takes the migration with it. Which side was at fault matters to the reader: a cancelled
-/// source closes its channels, and says why on the control channel.
+/// A channel that ends before the commit takes the migration with it. Which side was at fault
+/// matters to the reader: a cancelled source closes its channels, and says why on the control
+/// channel.
 fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
     if host.session().running_lazily() {
-        // Once it knows that all is here the source closes its channels, the control channel last and with a last word.
+        // Once it knows that all is here the source closes its channels, the control channel last
+        // and with a last word.
         let why = format!("{role:?} channel {channel} is lost: {error}").to_lowercase();
         return (!host.session().complete()).then(|| lost(host, why));
     }

@@ -10,7 +10,7 @@ use crate::fence::Ruled;
 use crate::lacking::pieces;
 use crate::monitor::MigrationState;
 use crate::report::PostcopyFigures;
-use crate::run::{self, Agenda};
+use crate::run::{self, Agenda, Host};
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -346,35 +346,28 @@ struct House<'a> {
     arrival: &'a Arrival,
 }
 
-impl run::Host for House<'_> {
-    type Event = Event;
-    type Action = Action;
-    type Outcome = Outcome;
+impl Host for House<'_> {
+    type Session = Session;
     type Idle = Abandoned;
+
+    fn now(&self) -> Duration {
+        self.rest.began.elapsed()
+    }
+
+    fn session(&self) -> &Session {
+        &self.rest.session
+    }
+
+    fn session_mut(&mut self) -> &mut Session {
+        &mut self.rest.session
+    }
 
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.rest.agenda
     }
 
-    fn handle(&mut self, event: Event) -> Vec<Action> {
-        self.rest.session.handle(event)
-    }
-
-    fn decided(&self) -> bool {
-        self.rest.session.ended()
-    }
-
-    fn outcome(action: Action) -> Result<Outcome, Action> {
-        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
-    }
-
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Abandoned> {
         Ok(self.rest.perform(action, self.inputs))
-    }
-
-    fn performed(&mut self) -> Result<Option<Event>, Abandoned> {
-        // Every action is performed to its end.
-        Ok(None)
     }
 
     fn next(&mut self) -> Result<Option<Event>, Abandoned> {
@@ -387,16 +380,7 @@ impl run::Host for House<'_> {
 }
 
 impl Sources for House<'_> {
-    type Idle = Abandoned;
     type Connection = Box<Incoming>;
-
-    fn now(&self) -> Duration {
-        self.rest.began.elapsed()
-    }
-
-    fn session(&self) -> &Session {
-        &self.rest.session
-    }
 
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.rest.inbox

@@ -12,6 +12,7 @@ mod projection;
 mod starting;
 
 use crate::fence::{ArbiterError, Ruling, Word};
+use crate::run;
 use std::time::Duration;
 use vmferry_core::{MachineConfig, Section};
 use vmferry_wire::{
@@ -508,5 +509,23 @@ impl Session {
         }
         self.state = State::Loading;
         vec![Action::Load(std::mem::take(&mut self.sections))]
+    }
+}
+
+impl run::Session for Session {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+
+    fn handle(&mut self, _: Duration, event: Event) -> Vec<Action> {
+        self.handle(event)
+    }
+
+    fn decided(&self) -> bool {
+        self.ended()
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
     }
 }

@@ -11,8 +11,8 @@ use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
 const FREED: u64 = 4000;
-/// A sender takes 512 pages at a time, and the source cannot leave out the pages that a sender has taken. On a busy host each of the two
-/// senders has taken up to three times before the source has the guest's answer.
+/// A sender takes 512 pages at a time, and the source cannot leave out pages that a sender has taken.
+/// On a busy host each of the two senders may take three times before the guest's answer is there.
 const AT_LEAST: u64 = FREED - 2 * 3 * 512;
 const USED: u64 = 600;
 

@@ -21,8 +21,8 @@ pub(crate) fn unix_uri() -> Uri {
     Uri::Unix(socket_path())
 }
 
-/// Settings with a peer timeout that only a hang reaches. A busy host's kernel may keep every thread that opens a file or a socket
-/// waiting for half a minute (a grace period of RCU).
+/// Settings with a peer timeout that only a hang reaches. On a busy host, a thread that opens a file
+/// or a socket may wait half a minute for the kernel (a grace period of RCU).
 pub(crate) fn quick() -> Settings {
     Settings { peer_timeout: Duration::from_secs(120), ..Settings::default() }
 }

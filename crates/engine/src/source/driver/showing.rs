@@ -1,7 +1,8 @@
 //! What whoever watches a migration is shown.
 
-use super::{Driver, Sources, TICK};
+use super::{Driver, TICK};
 use crate::monitor::MigrationState;
+use crate::run::Host;
 use crate::source::session::Phase;
 use crate::vm::shielded;
 use std::time::Instant;
