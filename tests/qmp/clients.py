@@ -392,6 +392,53 @@ async def called_off(vmferry, folder, kind):
         assert await client.execute("query-status") == {"running": True, "status": "running"}
 
 
+class Forwarder:
+    """Forwards connections to a target, and slows what the source sends.
+
+    It runs in the event loop of the clients: while these get no processor time, no byte of the guest
+    moves either. A postcopy over it cannot end before the clients have looked at it.
+    """
+
+    CHUNK = 16 << 10
+
+    def __init__(self, uri):
+        _, host, port = uri.split(":")
+        self.target = (host, int(port))
+        # Seconds between two chunks of a connection.
+        self.delay = 0
+        self.tasks = set()
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
+        self.uri = "tcp:127.0.0.1:%d" % self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def accept(self, reader, writer):
+        self.tasks.add(asyncio.current_task())
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            there, back = await asyncio.open_connection(*self.target)
+            with contextlib.closing(back):
+                await asyncio.gather(self.pump(reader, back, True), self.pump(there, writer, False))
+        self.tasks.discard(asyncio.current_task())
+
+    async def pump(self, reader, writer, slowed):
+        try:
+            while chunk := await reader.read(self.CHUNK):
+                writer.write(chunk)
+                await writer.drain()
+                if slowed:
+                    await asyncio.sleep(self.delay)
+            writer.write_eof()
+        except OSError:
+            writer.close()
+
+
 async def by_postcopy(vmferry, folder, kind):
     async with contextlib.AsyncExitStack() as stack:
         _, client = await source_of(vmferry, folder, kind, stack)
@@ -399,13 +446,16 @@ async def by_postcopy(vmferry, folder, kind):
         for each in (client, there):
             await set_capabilities(each, events=True, postcopy_ram=True, postcopy_blocktime=True)
         watcher, arriving = Watcher(client), Watcher(there)
-        # So slow that it would not end before it is cut: 48 MB take six seconds.
+        way = await stack.enter_async_context(Forwarder(uri))
+        # So slow that precopy does not end by itself: the guest writes all of its 16 MB in a pass.
         rates = {"max-bandwidth": 8_000_000, "max-postcopy-bandwidth": 8_000_000}
         await client.execute("migrate-set-parameters", rates)
-        await client.execute("migrate", {"uri": uri})
+        await client.execute("migrate", {"uri": way.uri})
         await watcher.wait("MIGRATION_PASS", **{"pass": 1})
         await client.execute("migrate-start-postcopy")
         await watcher.wait("MIGRATION", status="postcopy-active")
+        # At most 50 chunks a second on each channel: 16 MB take five seconds, also if the guest asks for all of them.
+        way.delay = 0.02
         await arriving.wait("RESUME")
         info = await client.execute("query-migrate")
         assert info["status"] == "postcopy-active" and whole("ram", info["ram"])["multifd-bytes"] == 0, info
@@ -423,7 +473,8 @@ async def by_postcopy(vmferry, folder, kind):
 
         await until("the target noticing", paused)
         await there.execute_msg(there.make_execute_msg("migrate-recover", {"uri": uri}, oob=True))
-        await client.execute("migrate", {"uri": uri, "resume": True})
+        way.delay = 0
+        await client.execute("migrate", {"uri": way.uri, "resume": True})
         await watcher.wait("MIGRATION", status="completed")
         await arriving.wait("MIGRATION", status="completed")
         assert watcher.statuses()[-4:] == ["postcopy-active", "postcopy-paused", "postcopy-active", "completed"]
