@@ -224,7 +224,7 @@ impl Protocol {
                     world.unknown() && world.there.ended() && !world.there.running
                 }),
                 Property::sometimes("damaged pages come again", |_, world: &World| {
-                    let resent = world.here.session.is.suspects_resent > 0;
+                    let resent = world.here.session.is.summary().suspects_resent > 0;
                     !world.here.ended() && world.here.committed && resent
                 }),
             ]);

@@ -4,7 +4,7 @@ use super::curve::{Class, Curve};
 use super::inputs::{Inputs, Protection};
 use super::ring::Ring;
 use super::rng::Rng;
-use crate::source::policy::{Convergence, Decision, PassOutcome};
+use crate::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings};
 use crate::source::{sender, throttle};
 use std::time::Duration;
@@ -173,7 +173,7 @@ impl World<'_> {
 impl State<'_, '_> {
     fn passes(mut self) -> Run {
         let (world, settings) = (self.world, self.world.settings);
-        let mut policy = Convergence::of(settings);
+        let (mut link, mut policy) = (LinkRate::of(settings), Convergence::of(settings));
         let costs = &world.inputs.costs;
         let fixed = world.fixed * (costs.stopping_s() + costs.harvest_s) + 3.0 * world.round_trip;
         let horizon = settings.timeout.map_or(HORIZON_S, |timeout| timeout.as_secs_f64());
@@ -187,7 +187,8 @@ impl State<'_, '_> {
             let left: f64 = self.dirty.iter().sum();
             let outcome =
                 PassOutcome { bytes: whole(bytes), elapsed: seconds(elapsed), remaining: whole(left) };
-            let decision = policy.decide(outcome, seconds(fixed));
+            link.learn(outcome);
+            let decision = policy.decide(outcome, seconds(fixed), &link);
             let late = self.now > horizon;
             if decision == Decision::Switch || (late && settings.on_timeout == OnTimeout::Switch) {
                 return self.stop((left, bytes), pass + 1, decision == Decision::Switch);
@@ -200,9 +201,8 @@ impl State<'_, '_> {
             if late {
                 break;
             }
-            let fits = policy
-                .predict(whole(left), seconds(fixed))
-                .is_some_and(|time| time <= settings.downtime_limit);
+            let fits =
+                link.predict(whole(left), seconds(fixed)).is_some_and(|time| time <= settings.downtime_limit);
             self.throttle(left / elapsed.max(1e-6), fits);
         }
         Run { ends: false, total: horizon, passes: MOST_PASSES, ..self.account(horizon) }

@@ -54,7 +54,7 @@ impl World {
             lazy: self.there.rest,
             lazy_mode: self.there.lazy.is_some(),
             ruling: self.fence.register.filter(|_| self.fenced() && !self.here.session.fence_done()),
-            resent: self.here.session.suspects_resent,
+            resent: self.here.session.summary().suspects_resent,
             skipped: self.here.pending.skipped_count(),
             dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             put_off: self.here.session.put_off(),
@@ -94,7 +94,7 @@ impl World {
     fn source_is_wrong(&self, source: &Outcome) -> Option<&'static str> {
         let (here, there) = (self.here.running, self.there.running);
         let died = self.there.crashed;
-        let verified = self.here.session.verification.as_ref().map(|found| (found.pages, found.mismatched));
+        let verified = self.here.session.verification().map(|found| (found.pages, found.mismatched));
         let all = Some((self.memory.pages.len() as u64 - self.here.pending.skipped_count(), 0));
         match source {
             Outcome::Completed if here || !(there || died) => Some("completed, but not moved"),

@@ -42,47 +42,33 @@ pub(crate) enum Decision {
     Switch,
 }
 
-/// The state of the estimate.
+/// The rate of the link, as passes showed it.
 #[derive(Debug, Clone)]
-pub(crate) struct Convergence {
-    limit: Duration,
-    /// Bytes a second, of the newest pass that was large enough to tell.
+pub(crate) struct LinkRate {
+    /// Bytes per second, of the newest pass that was large enough to tell.
     bandwidth: Option<f64>,
-    /// Pages that the last pass left, and the one before it.
-    previous: Option<u64>,
-    earlier: Option<u64>,
-    /// Bytes a second that passes may take, and what holds instead once the guest is stopped.
+    /// Limit of passes, in bytes per second.
     cap: Option<u64>,
-    stopped: Option<SwitchoverBandwidth>,
+    /// Limit that holds instead while the guest is paused.
+    paused: Option<SwitchoverBandwidth>,
 }
 
-impl Convergence {
+impl LinkRate {
     pub(crate) fn of(settings: &Settings) -> Self {
-        Self {
-            limit: settings.downtime_limit,
-            bandwidth: None,
-            previous: None,
-            earlier: None,
-            cap: settings.max_bandwidth,
-            stopped: settings.switchover_bandwidth,
-        }
+        Self { bandwidth: None, cap: settings.max_bandwidth, paused: settings.switchover_bandwidth }
     }
 
-    /// Forgets what passes left, and not what the link carries.
-    pub(crate) fn begin_anew(&mut self) {
-        (self.previous, self.earlier) = (None, None);
-    }
-
-    /// Bytes a second that the link was seen to carry.
+    /// Bytes per second that the link was seen to carry.
     pub(crate) fn bandwidth(&self) -> Option<f64> {
         self.bandwidth
     }
 
-    /// Bytes a second to expect once the guest is stopped. Without a limit then, no more than was seen: nobody knows better.
+    /// Bytes per second to expect while the guest is paused: no more than was seen, unless the limit
+    /// of passes was felt and another one holds then.
     pub(crate) fn bandwidth_stopped(&self) -> Option<f64> {
         let seen = self.bandwidth?;
         let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
-        Some(match self.stopped {
+        Some(match self.paused {
             Some(SwitchoverBandwidth::AtMost(rate)) if cap_felt || (rate as f64) < seen => rate as f64,
             _ => seen,
         })
@@ -93,7 +79,7 @@ impl Convergence {
         Some(fixed.saturating_add(self.send_time(remaining * PAGE_SIZE)?))
     }
 
-    /// The time that `bytes` take on the link once the guest is stopped.
+    /// The time that `bytes` take on the link while the guest is paused.
     pub(crate) fn send_time(&self, bytes: u64) -> Option<Duration> {
         let seconds = bytes as f64 / self.bandwidth_stopped()?;
         // Not finite or beyond what a Duration holds: as good as forever.
@@ -107,13 +93,34 @@ impl Convergence {
             self.bandwidth = Some((pass.bytes as f64 / seconds).max(1.0));
         }
     }
+}
 
-    /// Takes in a pass and says what to do, `fixed` being what a switchover costs even with nothing to send.
-    pub(crate) fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
-        self.learn(pass);
+/// What the passes so far left.
+#[derive(Debug, Clone)]
+pub(crate) struct Convergence {
+    limit: Duration,
+    /// Pages that the last pass left.
+    previous: Option<u64>,
+    /// Pages that the pass before it left.
+    earlier: Option<u64>,
+}
+
+impl Convergence {
+    pub(crate) fn of(settings: &Settings) -> Self {
+        Self { limit: settings.downtime_limit, previous: None, earlier: None }
+    }
+
+    /// Forgets what passes left.
+    pub(crate) fn begin_anew(&mut self) {
+        (self.previous, self.earlier) = (None, None);
+    }
+
+    /// Takes in a pass, which the rate of the link was learnt from, and decides. `fixed` is what a
+    /// switchover costs without any page.
+    pub(crate) fn decide(&mut self, pass: PassOutcome, fixed: Duration, link: &LinkRate) -> Decision {
         let previous = self.previous.replace(pass.remaining);
         let earlier = std::mem::replace(&mut self.earlier, previous);
-        let Some(predicted) = self.predict(pass.remaining, fixed) else { return Decision::Continue };
+        let Some(predicted) = link.predict(pass.remaining, fixed) else { return Decision::Continue };
         if predicted > self.limit {
             return Decision::Continue;
         }
@@ -141,8 +148,19 @@ mod tests {
 
     const FIXED: Duration = Duration::from_millis(4);
 
-    fn converging(downtime_limit: Duration) -> Convergence {
-        Convergence::of(&Settings { downtime_limit, ..Settings::default() })
+    /// A link and the passes over it.
+    struct Passes(LinkRate, Convergence);
+
+    impl Passes {
+        fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
+            self.0.learn(pass);
+            self.1.decide(pass, fixed, &self.0)
+        }
+    }
+
+    fn converging(downtime_limit: Duration) -> Passes {
+        let settings = Settings { downtime_limit, ..Settings::default() };
+        Passes(LinkRate::of(&settings), Convergence::of(&settings))
     }
 
     #[test]
@@ -151,10 +169,9 @@ mod tests {
         let predicted = |cap, stopped| {
             let settings =
                 Settings { max_bandwidth: cap, switchover_bandwidth: stopped, ..Settings::default() };
-            let mut policy = Convergence::of(&settings);
-            let pass = PassOutcome { bytes: 10_000_000, elapsed: Duration::from_secs(1), remaining: 1000 };
-            policy.decide(pass, FIXED);
-            (policy.predict(1000, FIXED).unwrap() - FIXED).as_millis()
+            let mut link = LinkRate::of(&settings);
+            link.learn(PassOutcome { bytes: 10_000_000, elapsed: Duration::from_secs(1), remaining: 1000 });
+            (link.predict(1000, FIXED).unwrap() - FIXED).as_millis()
         };
         let at_most = |rate| Some(SwitchoverBandwidth::AtMost(rate));
         assert_eq!(predicted(None, None), 409);
@@ -220,12 +237,11 @@ mod tests {
     fn fixed_costs_count_against_the_limit() {
         let mut policy = converging(Duration::from_millis(10));
         assert_eq!(policy.decide(pass(1 << 30, 400, 0), Duration::from_millis(11)), Decision::Continue);
-        assert_eq!(policy.predict(0, FIXED), Some(FIXED));
+        assert_eq!(policy.0.predict(0, FIXED), Some(FIXED));
     }
 
     #[test]
     fn nothing_is_predicted_before_anything_was_measured() {
-        let policy = converging(Duration::from_millis(10));
-        assert_eq!(policy.predict(1, FIXED), None);
+        assert_eq!(converging(Duration::from_millis(10)).0.predict(1, FIXED), None);
     }
 }

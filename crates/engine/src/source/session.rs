@@ -1,522 +1,463 @@
-//! The source's side of a migration as a state machine without I/O: events in, actions out.
+//! The source's side of a migration as a state machine without I/O.
 //!
-//! The driver performs the actions and reports what came of them; the simulation does the same with a fake clock and a
-//! link that breaks. Nothing here blocks, allocates per page or knows a socket.
+//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
+//! events: see [`run`](crate::run). A session never blocks, never reads a clock, allocates nothing
+//! per page, and knows no socket.
 //!
-//! The rule that everything else serves: until [`ToTarget::Commit`] has been handed out, any failure ends in
-//! [`Action::Resume`] (if the guest was paused) and the guest goes on here. From the moment it has been handed out, this
-//! side never resumes the guest on its own, because the target may already run it; only the target's own word
-//! [`ToSource::Returned`], by which it renounces the guest for good, gives it back, over whatever link that comes; or the fence's
-//! ([`fenced`]).
+//! # Phases
+//!
+//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
+//! value and returns the phase that follows.
+//!
+//! | type | the source | the guest |
+//! |---|---|---|
+//! | [`Setup`] | agrees with the target on the machine and opens channels | runs here |
+//! | [`Precopy`] | sends passes over memory | runs here |
+//! | [`Stopping`] | pauses the guest and saves its state; may still let it run on | is paused |
+//! | [`Switchover`] | sends the last pages, or names the missing ones | is paused |
+//! | [`Committed`] | has told the target to run the guest, and awaits its answer | is paused |
+//! | [`Claiming`] | lost the link after the commit, and asks the arbiter | is paused |
+//! | [`Postcopy`] | sends the missing pages | runs on the target |
+//! | [`Recovery`] | lost the link after the handover, and opens it again | may run on the target |
+//! | [`Resuming`] | failed or was cancelled, and lets the guest run again | is resumed |
+//! | [`Ended`] | does nothing more | |
+//!
+//! # Which side may run the guest
+//!
+//! Until the session returns [`ToTarget::Commit`], every failure ends in [`Action::Resume`]: the
+//! guest stays with the source. After the commit the source does not resume the guest on its own,
+//! because the target may run it. Two messages give it back: the target's
+//! [`ToSource::Returned`], which renounces the guest for good, and an arbiter's answer that the
+//! guest is the source's ([`commit`]).
 
-mod busy;
+mod commit;
+mod costs;
+mod deferral;
 mod ending;
-mod fenced;
 mod judge;
-mod passes;
 mod postcopy;
+mod precopy;
 #[cfg(test)]
 mod projection;
-pub(crate) use postcopy::CONVERGING;
-mod slow_down;
+mod recovery;
+mod setup;
+mod shared;
+mod stopping;
 mod switchover;
+mod throttling;
 
-use super::events::{Action, Event, Outcome, Pass, Verification};
-use super::policy::Convergence;
-use super::settings::{MigrationMode, Settings};
+pub(crate) use precopy::CONVERGING;
+
+use super::events::{Action, Event, Outcome, Verification};
+use super::settings::{OnTimeout, Settings};
+use crate::plan::{CourseChange, Verdict};
 use crate::run;
+use commit::{Claiming, Committed};
+use ending::{Ended, Resuming, give_up};
+use postcopy::Postcopy;
+use precopy::Precopy;
+use recovery::Recovery;
+use setup::Setup;
+use shared::{Shared, Summary, Urgency};
 use std::time::Duration;
+use stopping::Stopping;
+use switchover::Switchover;
 use vmferry_core::MachineConfig;
-use vmferry_wire::{LazyFigures, Refusal, RefusalCode, RunName, ToSource, ToTarget};
+use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// How many times pages that arrived damaged are sent again after the guest has stopped, before the link is given up.
-const MAX_RESENDS: u32 = 4;
-/// How long after a rehearsal that found the pause too long for the limit it is tried again; then twice as long, and so on.
-const REHEARSE_AGAIN: Duration = Duration::from_millis(250);
-/// A longer wait than that, or than this many times what the rehearsal took, would only keep a guest whose time has come.
-const LONGEST_BETWEEN_REHEARSALS: Duration = Duration::from_secs(30);
-const REHEARSALS_SHARE: u32 = 100;
-
-#[cfg_attr(test, derive(Hash))]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    AwaitAccept,
-    /// Channels are being opened: `opened` here, `up` there.
-    Opening {
-        opened: bool,
-        up: bool,
-    },
-    StartingTracker,
-    /// A live pass: `sent` by us, `received` by the target.
-    Passing {
-        sent: bool,
-        received: bool,
-    },
-    Harvesting,
-    Rehearsing,
-    /// Nearly nothing is left to send, and the guest cannot be stopped yet: passes would only cost it faults.
-    Resting,
-    Pausing,
-    Saving,
-    /// The guest's I/O is busy, and it is let run on.
-    GoingOn,
-    LastHarvest,
-    LastPass {
-        sent: bool,
-        received: bool,
-    },
-    Verifying {
-        sent: bool,
-        received: bool,
-        verified: bool,
-    },
-    /// The target is being told what it lacks.
-    HandingOver,
-    Loading,
-    /// The target is ready, and this side lets go of what only one may hold.
-    Releasing,
-    Committed,
-    /// Nobody knows whether the target runs the guest, and the fence is asked.
-    Claiming,
-    /// The guest runs on the target, and its pages are on their way.
-    Postcopy,
-    /// The link is lost in postcopy: waiting to try again, or for somebody to say so.
-    Suspended,
-    Reconnecting,
-    /// The target says what it still lacks.
-    Hearing,
-    /// Channels are being opened anew.
-    Reopening {
-        opened: bool,
-        up: bool,
-    },
-    /// Cleaning up: the guest is being resumed, then `ended` is reported.
-    Resuming,
-    Done,
-}
-
-/// The phase as people know it.
+/// The phase that the monitor and the report show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Setup,
     Precopy,
     Switchover,
-    /// Nobody knows who owns the guest.
+    /// The source cannot know which side owns the guest.
     Unknown,
     Postcopy,
     PostcopyPaused,
     Ended,
 }
 
+/// The phase of a session, with the data of that phase.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug)]
+enum State {
+    Setup(Setup),
+    Precopy(Box<Precopy>),
+    Stopping(Box<Stopping>),
+    Switchover(Box<Switchover>),
+    Committed(Committed),
+    Claiming(Claiming),
+    Postcopy(Postcopy),
+    Recovery(Recovery),
+    Resuming(Resuming),
+    Ended(Ended),
+}
+
+/// The step within a phase: what the session waits for. It tells when the session last moved on.
+#[cfg_attr(test, derive(Hash))]
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Step {
+    Setup(setup::Step),
+    Precopy(precopy::Step),
+    Stopping(stopping::Step),
+    Switchover(switchover::Step),
+    Committed,
+    Claiming,
+    Postcopy,
+    Recovery(recovery::Step),
+    Resuming,
+    Ended,
+}
+
+/// The state that follows an event, and the actions to perform, in their order.
+type Next = (State, Vec<Action>);
+
+/// A source's session.
 #[cfg_attr(test, derive(Clone))]
 #[derive(Debug)]
 pub(crate) struct Session {
-    settings: Settings,
+    shared: Shared,
     state: State,
-    started: Duration,
-    policy: Convergence,
-    /// Number of the pass under way.
-    pass: u32,
-    pass_began: Duration,
-    pass_bytes: u64,
-    /// Pages harvested and not yet handed to a pass.
-    remaining: u64,
-    /// Least time that stopping the vCPUs and saving the state took.
-    fixed: Option<Duration>,
-    /// Least time that saving the state took: loading is taken to be as long where the target does not say.
-    save: Duration,
-    /// Bytes of the state that was saved last.
-    state_bytes: u64,
-    /// Time that the target expects to need for loading the state and starting the guest.
-    expected_load: Option<Duration>,
-    /// Time that listing the pages of the last pass took.
-    listing: Duration,
-    /// What bringing I/O to rest took besides.
-    settle: Duration,
-    /// When that was measured, and how long after that it may be again.
-    rehearsed: Duration,
-    rehearse_after: Duration,
-    /// Why the guest could not be brought to rest in time when that was tried last.
-    busy: Option<String>,
-    /// How often that was so, and for how long it stood still for that.
-    put_off: u64,
-    put_off_for: Duration,
-    /// How long it has rested so far, and since when it does.
-    rested: Duration,
-    rests_since: Duration,
-    /// The next harvest is of such a rest, and no pass's.
-    after_rest: bool,
-    harvest_began: Duration,
-    last_harvest: Duration,
-    switch_wanted: bool,
-    /// Somebody, or the timeout, wants the guest to run on the target before the rest of its memory is there.
-    postcopy_wanted: bool,
-    /// The same of the migration itself, which can wait.
-    postcopy_advised: bool,
-    /// This switchover is of that kind.
-    lazy: bool,
-    /// Pages that the target was told it lacks.
-    lacking: u64,
-    /// Pages that were left by the pass before, in hybrid mode.
-    left_before: Option<u64>,
-    recovery: postcopy::Recovery,
-    /// With a fence.
-    fenced: Option<fenced::Fenced>,
-    /// The target's account of the time after the switchover.
-    pub(crate) figures: Option<LazyFigures>,
-    /// Pages that each vCPU wrote during the last pass.
-    writers: Vec<u64>,
-    /// How much of its time each vCPU stands still; empty if never asked for.
-    shares: Vec<f64>,
-    judged: judge::Judged,
-    resends: u32,
-    again: Vec<RunName>,
-    last_ping: (u64, Duration),
-    round_trip: Duration,
-    ended: Option<Outcome>,
-    /// The guest is ours, and could not be resumed.
-    stands_still: bool,
-    /// Pages of all regions.
-    pages: u64,
-    /// What a verification has to cover.
-    comparing: Option<u64>,
-    /// When the state last changed.
-    last_step: Duration,
-    /// When the guest stood still for the last time.
-    stopped: Duration,
-    pub(crate) suspects_resent: u64,
-    pub(crate) verification: Option<Verification>,
-    pub(crate) load_time: Duration,
-    pub(crate) start_time: Duration,
-    pub(crate) target_cpu: Duration,
+}
+
+impl State {
+    fn step(&self) -> Step {
+        match self {
+            Self::Setup(setup) => Step::Setup(setup.step),
+            Self::Precopy(precopy) => Step::Precopy(precopy.step()),
+            Self::Stopping(stopping) => Step::Stopping(stopping.step()),
+            Self::Switchover(switchover) => Step::Switchover(switchover.step()),
+            Self::Committed(_) => Step::Committed,
+            Self::Claiming(_) => Step::Claiming,
+            Self::Postcopy(_) => Step::Postcopy,
+            Self::Recovery(recovery) => Step::Recovery(recovery.step()),
+            Self::Resuming(_) => Step::Resuming,
+            Self::Ended(_) => Step::Ended,
+        }
+    }
+
+    /// Returns the step that only the target can do next. `None` while the source still works.
+    fn awaited(&self) -> Option<&'static str> {
+        match self.step() {
+            Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
+            Step::Setup(setup::Step::Opening { opened: true, .. }) => Some("taken its channels"),
+            Step::Precopy(precopy::Step::Passing { sent: Some(_), .. })
+            | Step::Switchover(switchover::Step::LastPass { sent: true, .. }) => {
+                Some("received the pages that were sent")
+            }
+            Step::Switchover(switchover::Step::Verifying { sent: true, .. }) => Some("compared the pages"),
+            Step::Switchover(switchover::Step::Loading) => Some("loaded the device state"),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the event as an error of the peer or the host: it does not belong to this step.
+fn misplaced(event: &Event, step: Step) -> Refusal {
+    let detail = match event {
+        Event::Message(message) => {
+            format!("the target sent {}, which does not fit this moment ({step:?})", message.name())
+        }
+        other => format!("{other:?} came while {step:?}"),
+    };
+    Refusal::new(RefusalCode::Protocol, detail)
 }
 
 impl Session {
-    /// Begins: the control channel is up. The guest has `pages` pages.
+    /// Begins a migration of a guest of `pages` pages. The control channel is open.
     pub(crate) fn begin(
         settings: Settings,
         machine: MachineConfig,
         pages: u64,
         now: Duration,
     ) -> (Self, Vec<Action>) {
-        let setup = ToTarget::Setup {
+        let first = ToTarget::Setup {
             machine,
             mode: settings.wire_mode(),
             bulk_channels: settings.channels,
             urgent_channels: settings.urgent_count(),
             probe: settings.probe(),
         };
-        let session = Self {
-            policy: Convergence::of(&settings),
-            fenced: settings.fence.is_some().then(fenced::Fenced::default),
-            settings,
-            state: State::AwaitAccept,
-            started: now,
-            pass: 0,
-            pass_began: now,
-            pass_bytes: 0,
-            remaining: 0,
-            fixed: None,
-            save: Duration::ZERO,
-            state_bytes: 0,
-            expected_load: None,
-            listing: Duration::ZERO,
-            settle: Duration::ZERO,
-            rehearsed: now,
-            rehearse_after: REHEARSE_AGAIN / 2,
-            busy: None,
-            put_off: 0,
-            put_off_for: Duration::ZERO,
-            rested: Duration::ZERO,
-            rests_since: now,
-            after_rest: false,
-            harvest_began: now,
-            last_harvest: Duration::ZERO,
-            switch_wanted: false,
-            postcopy_wanted: false,
-            postcopy_advised: false,
-            lazy: false,
-            lacking: 0,
-            left_before: None,
-            recovery: postcopy::Recovery::default(),
-            figures: None,
-            writers: Vec::new(),
-            shares: Vec::new(),
-            judged: judge::Judged::default(),
-            resends: 0,
-            again: Vec::new(),
-            last_ping: (0, now),
-            round_trip: Duration::ZERO,
-            ended: None,
-            stands_still: false,
-            pages,
-            comparing: None,
-            last_step: now,
-            stopped: now,
-            suspects_resent: 0,
-            verification: None,
-            load_time: Duration::ZERO,
-            start_time: Duration::ZERO,
-            target_cpu: Duration::ZERO,
-        };
-        (session, vec![Action::Send(setup)])
+        let shared = Shared::new(settings, pages, now);
+        let session = Self { shared, state: State::Setup(Setup::begin()) };
+        (session, vec![Action::Send(first)])
     }
 
-    pub(crate) fn phase(&self) -> Phase {
-        match self.state {
-            State::AwaitAccept | State::Opening { .. } | State::StartingTracker => Phase::Setup,
-            // With nothing sent, and nothing tracked.
-            State::Resting if self.settings.mode == MigrationMode::Postcopy => Phase::Setup,
-            State::Passing { .. } | State::Harvesting | State::Rehearsing | State::Resting => Phase::Precopy,
-            State::Pausing
-            | State::Saving
-            | State::GoingOn
-            | State::LastHarvest
-            | State::LastPass { .. }
-            | State::HandingOver
-            | State::Verifying { .. }
-            | State::Loading
-            | State::Releasing
-            | State::Committed => Phase::Switchover,
-            State::Claiming => Phase::Unknown,
-            State::Postcopy => Phase::Postcopy,
-            State::Suspended | State::Reconnecting | State::Hearing | State::Reopening { .. } => {
-                Phase::PostcopyPaused
-            }
-            State::Resuming | State::Done => Phase::Ended,
-        }
-    }
-
-    /// Whether the target has been told that the guest is its own.
-    pub(crate) fn committed(&self) -> bool {
-        matches!(self.state, State::Committed | State::Claiming)
-            || self.handed_over()
-            || matches!(self.ended, Some(Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)))
-    }
-
-    pub(crate) fn bandwidth(&self) -> Option<f64> {
-        self.policy.bandwidth()
-    }
-
-    /// The downtime that is expected for a switch at this moment.
-    pub(crate) fn predicted_downtime(&self) -> Option<Duration> {
-        if self.lazy {
-            // Pages do not count then, and for the rest there is no rehearsal of a handover.
-            return None;
-        }
-        self.policy.predict(self.remaining, self.fixed_costs())
-    }
-
-    fn fixed_costs(&self) -> Duration {
-        self.settle.saturating_add(self.costs_without_io())
-    }
-
-    fn costs_without_io(&self) -> Duration {
-        // The state travels; harvest once more; list the last pages; three waits for the target: last pages, load, commit.
-        let state = self.policy.send_time(self.state_bytes).unwrap_or_default();
-        self.stopping()
-            .saturating_add(state)
-            .saturating_add(self.last_harvest + self.listing + self.round_trip * 3)
-    }
-
-    /// What stopping the guest here and loading it there take, without I/O and with nothing to send.
-    fn stopping(&self) -> Duration {
-        let Some(fixed) = self.fixed else { return self.expected_load.unwrap_or_default() };
-        fixed.saturating_add(self.expected_load.unwrap_or(self.save))
-    }
-
-    /// Takes in what happened; gives out what to do, in this order.
+    /// Takes an event. Returns the actions that follow from it, in their order.
     pub(crate) fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
-        let before = self.state;
-        let actions = self.react(now, event);
-        if self.state != before {
-            self.last_step = now;
+        let before = self.state.step();
+        let placeholder = State::Ended(Ended::default());
+        let state = std::mem::replace(&mut self.state, placeholder);
+        let (state, actions) = react(state, &mut self.shared, now, event);
+        self.state = state;
+        if self.state.step() != before {
+            self.shared.last_step = now;
         }
         actions
     }
 
-    fn react(&mut self, now: Duration, event: Event) -> Vec<Action> {
-        if self.state == State::Done {
-            return Vec::new();
+    /// Takes the answer to ping `number`, which arrived at `at`. The time that the host needed until
+    /// it reports the answer is not part of the round trip.
+    pub(crate) fn pong(&mut self, at: Duration, number: u64) {
+        self.shared.link.pong(at, number);
+    }
+}
+
+/// Takes an event in any state.
+fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    // Two messages come at any time, and answer nothing.
+    match event {
+        Event::Message(ToSource::Pong(number)) => {
+            shared.link.pong(now, number);
+            return (state, Vec::new());
         }
-        if self.state == State::Resuming {
-            return match event {
-                Event::Resumed => self.finish(),
-                Event::LocalFailure(why) => self.not_resumed(&why),
-                _ => Vec::new(),
-            };
+        Event::Message(ToSource::Costs { load_us }) => {
+            shared.target_load = Some(Duration::from_micros(load_us));
+            return (state, Vec::new());
         }
-        if let Event::Ruled(answer) = event {
-            return self.ruled(answer);
+        _ => {}
+    }
+    match state {
+        State::Ended(_) => (state, Vec::new()),
+        State::Resuming(resuming) => resuming.handle(event),
+        State::Committed(committed) => committed.handle(shared, now, event),
+        State::Claiming(claiming) => claiming.handle(shared, now, event),
+        State::Postcopy(postcopy) => postcopy.handle(shared, now, event),
+        State::Recovery(recovery) => recovery.handle(shared, now, event),
+        State::Setup(_) | State::Precopy(_) | State::Stopping(_) | State::Switchover(_) => {
+            before_commit(state, shared, now, event)
         }
-        if self.state == State::Claiming {
-            return self.claiming(now, event);
+    }
+}
+
+/// Takes an event before the commit, while every failure leaves the guest with the source.
+fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    match event {
+        Event::Message(ToSource::Failed(why)) => {
+            // A target that has all but started the guest waits to hear that it was not told to.
+            let tell = matches!(&state, State::Stopping(s) if s.hands_over())
+                || matches!(&state, State::Switchover(s) if s.hands_over());
+            give_up(Outcome::Failed(why), tell)
         }
-        if self.handed_over() {
-            return self.after_handover(now, event);
+        Event::LocalFailure(why) => give_up(Outcome::Failed(why), true),
+        Event::PeerLost(why) | Event::NotSent(why) => {
+            give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false)
         }
-        match event {
-            Event::Message(message) => self.message(now, message),
-            Event::LocalFailure(why) => self.give_up(Outcome::Failed(why), true),
-            Event::PeerLost(why) => self.peer_lost(why),
-            Event::NotSent(why) => {
-                if self.state == State::Committed {
-                    // The commit was the newest message, and it never left: the guest is still ours beyond doubt.
-                    self.state = State::Loading;
-                }
-                self.peer_lost(why)
+        Event::Cancel => give_up(Outcome::Cancelled("cancelled on request".into()), true),
+        Event::Tick => tick(state, shared, now),
+        Event::SwitchNow => {
+            if shared.settings.may_be_lazy() {
+                shared.urgency.raise(Urgency::Postcopy);
             }
-            Event::Cancel => self.give_up(Outcome::Cancelled("cancelled on request".into()), true),
-            Event::Tick => self.tick(now),
-            Event::SwitchNow => {
-                self.postcopy_wanted = self.settings.may_be_lazy();
-                Vec::new()
+            (state, Vec::new())
+        }
+        // No link is lost before the commit that could be opened again: a lost link ends the
+        // migration. The arbiter was not asked.
+        Event::Pause | Event::Recover | Event::Abandon | Event::Ruled(_) => (state, Vec::new()),
+        event => match state {
+            State::Setup(setup) => setup.handle(shared, now, event),
+            State::Precopy(precopy) => precopy.handle(shared, now, event),
+            State::Stopping(stopping) => stopping.handle(shared, now, event),
+            State::Switchover(switchover) => switchover.handle(shared, event),
+            other => (other, Vec::new()),
+        },
+    }
+}
+
+/// Takes a tick of the clock before the commit.
+fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
+    let paused = matches!(state, State::Stopping(_) | State::Switchover(_));
+    if let Some(limit) = shared.settings.timeout
+        && now.saturating_sub(shared.started) > limit
+        && !paused
+    {
+        match shared.settings.on_timeout {
+            OnTimeout::Cancel => {
+                return give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
             }
-            // There is no lost link to take up again: a link that is lost now takes the migration with it.
-            Event::Pause | Event::Recover | Event::Abandon => Vec::new(),
-            done => self.step(now, done),
+            OnTimeout::Switch => shared.urgency.raise(Urgency::Switch),
+            OnTimeout::Postcopy => shared.urgency.raise(Urgency::Postcopy),
+        }
+    }
+    let state = match state {
+        State::Setup(setup) if setup.waits_for_io() => return setup.tick(shared, now),
+        State::Precopy(precopy) if precopy.is_resting() => return precopy.tick(shared, now),
+        state => state,
+    };
+    let patience = shared.patience();
+    if let Some(what) = state.awaited()
+        && now.saturating_sub(shared.last_step) > patience
+    {
+        let detail = format!("the target is there, but has not {what} for {patience:?}");
+        return give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
+    }
+    if let State::Switchover(switchover) = &state
+        && let Some(why) = switchover.too_slow(shared, now)
+    {
+        return give_up(Outcome::Failed(why), true);
+    }
+    let ping = shared.ping(now);
+    (state, ping)
+}
+
+/// What the host, the monitor and the report read.
+impl Session {
+    pub(crate) fn phase(&self) -> Phase {
+        match self.state {
+            State::Setup(_) => Phase::Setup,
+            State::Precopy(_) => Phase::Precopy,
+            State::Stopping(_) | State::Switchover(_) | State::Committed(_) => Phase::Switchover,
+            State::Claiming(_) => Phase::Unknown,
+            State::Postcopy(_) => Phase::Postcopy,
+            State::Recovery(_) => Phase::PostcopyPaused,
+            State::Resuming(_) | State::Ended(_) => Phase::Ended,
         }
     }
 
-    /// A step that this side was asked to do is done.
-    fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
-        match (self.state, event) {
-            (State::Opening { up, .. }, Event::ChannelsOpened) => self.opening(true, up),
-            (State::StartingTracker, Event::TrackerStarted) => self.send_live(now, true),
-            (State::Passing { received, .. }, Event::PassSent { bytes, listing }) => {
-                self.pass_bytes = bytes;
-                self.listing = listing;
-                self.passing(now, true, received)
-            }
-            (State::Harvesting, Event::Harvested { pages, writers }) => {
-                self.writers = writers;
-                self.harvested(now, pages)
-            }
-            (State::Rehearsing, Event::Rehearsed { fixed, save, settle, stood, state_bytes }) => {
-                self.state_bytes = state_bytes;
-                self.learnt(now, (fixed, save), settle, stood);
-                self.decide(now)
-            }
-            (State::Rehearsing, Event::Busy { stood, why }) => {
-                self.found_busy(now, stood, why);
-                self.decide(now)
-            }
-            (State::Pausing, Event::Paused) => {
-                self.state = State::Saving;
-                self.stopped = now;
-                vec![Action::Save { within: self.settle_within() }]
-            }
-            (State::Saving, Event::Busy { stood, why }) => self.go_on(now, stood, why),
-            (State::GoingOn, Event::Resumed) => self.went_on(now),
-            (State::Saving, Event::Saved { sections }) => self.saved(now, sections),
-            (State::LastHarvest, Event::Harvested { pages, .. }) if self.lazy => {
-                self.last_harvest = now.saturating_sub(self.harvest_began);
-                self.remaining = pages;
-                self.hand_over()
-            }
-            (State::HandingOver, Event::HandedOver { pages, skipped }) => self.named(pages, skipped),
-            (State::LastHarvest, Event::Harvested { pages, .. }) => {
-                self.last_harvest = now.saturating_sub(self.harvest_began);
-                self.remaining = pages;
-                self.send_last(Pass::Dirty { first: false })
-            }
-            (State::Releasing, Event::Released) => {
-                self.state = State::Committed;
-                vec![Action::Send(ToTarget::Commit)]
-            }
-            (State::LastPass { received, .. }, Event::PassSent { .. }) => self.last_pass(true, received),
-            (State::Verifying { .. }, Event::Comparing { pages }) => {
-                self.comparing = Some(pages);
-                Vec::new()
-            }
-            (State::Verifying { received, verified, .. }, Event::PassSent { .. }) => {
-                self.verifying(true, received, verified)
-            }
-            (state, event) => self.give_up(
-                Outcome::Failed(Refusal::new(
-                    RefusalCode::Protocol,
-                    format!("{event:?} came while {state:?}"),
-                )),
-                true,
-            ),
+    /// Returns true if the target was told that the guest is its own.
+    pub(crate) fn committed(&self) -> bool {
+        match &self.state {
+            State::Committed(_) | State::Claiming(_) | State::Postcopy(_) | State::Recovery(_) => true,
+            State::Ended(ended) => ended.after_commit(),
+            _ => false,
         }
     }
 
-    fn message(&mut self, now: Duration, message: ToSource) -> Vec<Action> {
-        match (self.state, message) {
-            (_, ToSource::Pong(number)) => {
-                self.pong(now, number);
-                Vec::new()
-            }
-            (_, ToSource::Costs { load_us }) => {
-                self.expected_load = Some(Duration::from_micros(load_us));
-                Vec::new()
-            }
-            (State::Committed, message) => self.after_commit(now, message),
-            // A target that was about to be told to run the guest waits to hear that it was not.
-            (_, ToSource::Failed(why)) => self.give_up(Outcome::Failed(why), self.lazy),
-            (State::AwaitAccept, ToSource::Accept { bulk, urgent, resume }) => {
-                self.state = State::Opening { opened: false, up: false };
-                vec![Action::Remember { resume }, Action::OpenChannels { bulk, urgent }]
-            }
-            (State::Opening { opened, .. }, ToSource::ChannelsUp) => self.opening(opened, true),
-            (State::Passing { sent, .. }, ToSource::Received { pass, runs, .. }) if pass == self.pass => {
-                // Damaged pages are dirty and come again; a handover names them to be sure.
-                self.again = runs;
-                self.passing(now, sent, true)
-            }
-            (State::LastPass { sent, .. }, ToSource::Received { pass, suspects, runs })
-                if pass == self.pass =>
-            {
-                // Later damage is found by the next `Received`; this one's runs are what is sent again.
-                self.again = if suspects == 0 { Vec::new() } else { runs };
-                if suspects != 0 && self.again.is_empty() {
-                    return self.unexpected("suspect pages without their names");
-                }
-                self.last_pass(sent, true)
-            }
-            (State::Verifying { sent, verified, .. }, ToSource::Received { pass, .. })
-                if pass == self.pass =>
-            {
-                self.verifying(sent, true, verified)
-            }
-            (State::Verifying { sent, received, .. }, ToSource::Verified { pages, mismatched, samples }) => {
-                self.verification = Some(Verification { pages, mismatched, samples });
-                self.verifying(sent, received, true)
-            }
-            (State::Loading, ToSource::Ready { load_us }) => {
-                self.load_time = Duration::from_micros(load_us);
-                self.state = State::Releasing;
-                vec![Action::Release]
-            }
-            (_, message) => self.unexpected(message.name()),
+    /// Returns true if the target was told to run the guest before all of its memory is there.
+    pub(crate) fn handed_over(&self) -> bool {
+        match &self.state {
+            State::Committed(committed) => committed.hands_over(),
+            State::Postcopy(_) | State::Recovery(_) => true,
+            _ => false,
         }
     }
 
-    fn unexpected(&mut self, what: &str) -> Vec<Action> {
-        let detail = format!("the target sent {what}, which does not fit this moment ({:?})", self.state);
-        self.give_up(Outcome::Failed(Refusal::new(RefusalCode::Protocol, detail)), true)
+    /// Returns true if the target has said that it runs the guest before all of its memory is there.
+    pub(crate) fn runs_there(&self) -> bool {
+        match &self.state {
+            State::Postcopy(_) => true,
+            State::Recovery(recovery) => recovery.runs_there(),
+            _ => false,
+        }
     }
 
-    fn after_commit(&mut self, now: Duration, message: ToSource) -> Vec<Action> {
-        match message {
-            ToSource::Running { start_us, .. } if self.lazy => {
-                self.start_time = Duration::from_micros(start_us);
-                self.running_lazily(now)
-            }
-            ToSource::Running { start_us, cpu_us } => {
-                self.target_cpu = Duration::from_micros(cpu_us);
-                self.start_time = Duration::from_micros(start_us);
-                self.ended = Some(Outcome::Completed);
-                self.finish()
-            }
-            // The target's promise that the guest never ran there and never will (it says `Failed` if it gave up just
-            // before it read the commit): it is ours again.
-            ToSource::Returned(why) | ToSource::Failed(why) => self.given_back(why),
-            other if self.lazy && self.fenced.is_some() => {
-                self.suspend(now, format!("the target answered the commit with {}", other.name()))
-            }
-            other => self.peer_lost(format!("the target answered the commit with {}", other.name())),
+    /// Bytes per second that the link was seen to carry.
+    pub(crate) fn bandwidth(&self) -> Option<f64> {
+        self.shared.link.rate.bandwidth()
+    }
+
+    /// Returns the downtime to expect if the guest were stopped now, or the downtime that was
+    /// expected when it was. `None` in a postcopy: the pages do not count there, and no trial pause
+    /// measures a handover.
+    pub(crate) fn predicted_downtime(&self) -> Option<Duration> {
+        match &self.state {
+            State::Precopy(precopy) => precopy.predicted(&self.shared),
+            State::Stopping(stopping) => stopping.predicted,
+            State::Switchover(switchover) => switchover.predicted,
+            _ => None,
+        }
+    }
+
+    /// Returns why the guest's I/O kept it from being stopped at the last attempt.
+    pub(crate) fn busy(&self) -> Option<&str> {
+        match self.state {
+            State::Setup(_) | State::Precopy(_) => self.shared.deferral.busy(),
+            _ => None,
+        }
+    }
+
+    /// Returns true if the next harvest finds what the guest wrote during no pass.
+    pub(crate) fn is_waking(&self) -> bool {
+        matches!(&self.state, State::Precopy(precopy) if precopy.is_waking())
+    }
+
+    /// Number of times that the guest's I/O was too busy for the guest to be stopped.
+    pub(crate) fn put_off(&self) -> u64 {
+        self.shared.deferral.count
+    }
+
+    /// Time that the guest was paused for that, in total.
+    pub(crate) fn put_off_for(&self) -> Duration {
+        self.shared.deferral.paused
+    }
+
+    /// Returns what the passes are expected to come to, while passes are sent.
+    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+        if let State::Precopy(precopy) = &self.state { precopy.verdict() } else { None }
+    }
+
+    /// The changes that the migration made to its own course.
+    pub(crate) fn course(&self) -> &[CourseChange] {
+        &self.shared.summary.course
+    }
+
+    /// Returns true and the reason if the link is lost after the commit. The flag is true if it
+    /// stays lost until the operator asks for it.
+    pub(crate) fn interrupted(&self) -> Option<(bool, &str)> {
+        match &self.state {
+            State::Claiming(claiming) => Some(claiming.interrupted()),
+            State::Recovery(recovery) => Some(recovery.interrupted()),
+            _ => None,
+        }
+    }
+
+    /// Number of times that the link was lost in postcopy.
+    pub(crate) fn interruptions(&self) -> u64 {
+        self.shared.summary.interruptions
+    }
+
+    /// Returns what the arbiter answered last, if the source has claimed the guest.
+    pub(crate) fn fence_says(&self) -> Option<String> {
+        self.shared.claim.as_ref()?.says()
+    }
+
+    /// Returns true if the register has done its work. After a claim of the source the register
+    /// stays: the target may have to read it.
+    pub(crate) fn fence_done(&self) -> bool {
+        self.shared.claim.as_ref().is_some_and(|claim| !claim.made())
+    }
+
+    /// Returns true if the guest is the source's and could not be resumed.
+    pub(crate) fn stands_still(&self) -> bool {
+        matches!(&self.state, State::Ended(ended) if ended.resume_failed())
+    }
+
+    /// Longest time that the target may take for a step while it answers pings.
+    pub(crate) fn patience(&self) -> Duration {
+        self.shared.patience()
+    }
+
+    /// The target's figures of the time after the switchover.
+    pub(crate) fn figures(&self) -> Option<&LazyFigures> {
+        self.shared.summary.figures.as_ref()
+    }
+
+    /// Returns what the verification found.
+    pub(crate) fn verification(&self) -> Option<&Verification> {
+        self.shared.summary.verification.as_ref()
+    }
+
+    /// Figures of this migration that the report needs.
+    pub(crate) fn summary(&self) -> &Summary {
+        &self.shared.summary
+    }
+}
+
+/// What the model and the tests read.
+#[cfg(test)]
+impl Session {
+    /// Returns true if the guest's I/O was too busy when that was tried last.
+    pub(crate) fn was_busy(&self) -> bool {
+        self.shared.deferral.busy().is_some()
+    }
+
+    /// Returns true if the session does nothing until the next attempt to stop the guest.
+    pub(crate) fn is_resting(&self) -> bool {
+        match &self.state {
+            State::Setup(setup) => setup.waits_for_io(),
+            State::Precopy(precopy) => precopy.is_resting(),
+            _ => false,
         }
     }
 }

@@ -240,7 +240,8 @@ impl Timings {
             if self.lazy { Duration::ZERO } else { between(sent, self.loading).saturating_sub(verified) };
         let (loading, starting) = (between(self.loading, self.ready), between(self.ready, self.running));
         // The target says so.
-        let (load, start) = (session.load_time.min(loading), session.start_time.min(starting));
+        let summary = session.summary();
+        let (load, start) = (summary.load_time.min(loading), summary.start_time.min(starting));
         Downtime {
             pause_ms: ms(between(self.pause, self.paused)),
             send_state_ms: ms(between(self.saved, self.state_sent)),
@@ -301,14 +302,14 @@ impl Timings {
         let end = self.complete.unwrap_or(started);
         let wire = load(&counters.wire_bytes);
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
-        let verification = session.verification.clone().unwrap_or_default();
+        let verification = session.verification().cloned().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
-        let lazily = session.figures.as_ref().filter(|_| ground.settings.verify);
+        let lazily = session.figures().filter(|_| ground.settings.verify);
         let lazily = lazily.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
         Report {
             id: ground.migration.to_string(),
             mode: ground.settings.mode.to_string(),
-            postcopy: session.figures.as_ref().map(PostcopyFigures::from),
+            postcopy: session.figures().map(PostcopyFigures::from),
             pace: ground.monitor.pace(),
             interruptions: session.interruptions(),
             put_off: session.put_off(),
@@ -338,12 +339,12 @@ impl Timings {
                 source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(ground.cpu_before_us)
                     as f64
                     / 1e3,
-                destination: ms(session.target_cpu),
+                destination: ms(session.summary().target_cpu),
             },
             // What came after the handover was placed only where it matched its digest.
             verified_pages: verification.pages.saturating_add(lazily),
             mismatched_pages: verification.mismatched,
-            suspect_pages_resent: session.suspects_resent,
+            suspect_pages_resent: session.summary().suspects_resent,
             verify_ms: ms(self.verify_time()),
             ..Report::default()
         }

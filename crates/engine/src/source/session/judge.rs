@@ -1,116 +1,122 @@
-//! What is judged of a precopy after each of its passes, and what it does by itself because of that.
+//! What is judged of a precopy after each of its passes, and the course that follows from it.
 
-use super::{Phase, Session};
+use super::costs::Costs;
+use super::shared::{Shared, Urgency};
 use crate::plan::{Course, CourseChange, Seen, Standing, Verdict};
-use crate::source::policy::{Decision, PassOutcome};
+use crate::source::policy::PassOutcome;
+use crate::source::settings::AutoConverge;
 use std::time::Duration;
 
-/// A pass that leaves more than this share of what it began with made no headway.
-const HEADWAY: f64 = 0.95;
+/// A pass that leaves more than this share of what it began with made no progress.
+const PROGRESS: f64 = 0.95;
 
 /// What is kept from pass to pass.
 #[cfg_attr(test, derive(Clone))]
 #[derive(Debug, Default)]
 pub(super) struct Judged {
-    verdict: Option<Verdict>,
+    pub(super) verdict: Option<Verdict>,
+    /// Pages that the pass before left.
     before: Option<u64>,
+    /// Passes in a row that made no progress.
     pub(super) stuck: u32,
+    /// The operator was told that nothing helps.
     advised: bool,
     /// It was decided to slow the guest where that helps.
     throttles: bool,
-    course: Vec<CourseChange>,
 }
 
 impl Judged {
     pub(super) fn begin_anew(&mut self) {
         (self.before, self.stuck) = (None, 0);
     }
-}
 
-impl Session {
-    /// What is to be expected of the passes; none once the guest is being stopped.
-    pub(crate) fn verdict(&self) -> Option<&Verdict> {
-        self.judged.verdict.as_ref().filter(|_| self.phase() == Phase::Precopy)
-    }
-
-    /// What it has done by itself.
-    pub(crate) fn course(&self) -> &[CourseChange] {
-        &self.judged.course
-    }
-
-    /// A pass has ended and left something; `decision` is the policy's.
-    pub(super) fn judge(&mut self, now: Duration, pass: PassOutcome, decision: Decision) {
-        let Some(bandwidth) = self.policy.bandwidth() else { return };
-        let before = self.judged.before.replace(pass.remaining);
-        let standing = Standing {
-            before,
+    /// Returns where the migration stands after `pass`. `None` before the link's bandwidth is known.
+    pub(super) fn standing(
+        &mut self,
+        shared: &Shared,
+        pass: PassOutcome,
+        costs: &Costs,
+        slowed: bool,
+    ) -> Option<Standing> {
+        let bandwidth = shared.link.rate.bandwidth()?;
+        Some(Standing {
+            before: self.before.replace(pass.remaining),
             left: pass.remaining,
             pass: pass.elapsed,
             bandwidth,
-            bandwidth_stopped: self.policy.bandwidth_stopped().unwrap_or(bandwidth),
-            fixed: self.fixed_costs(),
-            limit: self.settings.downtime_limit,
-            throttled: self.slowed() || self.judged.throttles,
-            lazy: self.settings.may_be_lazy(),
-        };
-        let mut verdict = standing.judge();
-        if self.busy.is_some() {
-            verdict = too_busy();
-        }
-        let stuck = !self.waits_for_io()
-            && verdict.converging != Some(true)
-            && before.is_some_and(|before| pass.remaining as f64 > before as f64 * HEADWAY);
-        self.judged.stuck = if stuck { self.judged.stuck + 1 } else { 0 };
-        self.judged.verdict = Some(verdict.clone());
-        if decision == Decision::Switch || self.switch_wanted || self.postcopy_wanted || self.postcopy_advised
-        {
-            return;
-        }
-        // Nothing that it could do helps against I/O.
-        let Some(auto) = self.settings.auto.as_ref().filter(|_| !self.waits_for_io()) else { return };
-        let seen = Seen {
-            passes: self.pass,
-            elapsed: now.saturating_sub(self.started),
-            rested: self.rested,
-            stuck: self.judged.stuck,
+            bandwidth_stopped: shared.link.rate.bandwidth_stopped().unwrap_or(bandwidth),
+            fixed: costs.all(shared),
+            limit: shared.settings.downtime_limit,
+            throttled: slowed || self.throttles,
+            lazy: shared.settings.may_be_lazy(),
+        })
+    }
+
+    /// Judges `standing`. `waits_for_io` says that nothing but its I/O keeps the guest from being
+    /// stopped, and `rested` for how long the guest was waited for.
+    pub(super) fn seen(
+        &mut self,
+        shared: &Shared,
+        now: Duration,
+        pass: PassOutcome,
+        standing: Standing,
+        (waits_for_io, rested): (bool, Duration),
+    ) -> Seen {
+        let verdict = if shared.deferral.busy().is_some() { too_busy() } else { standing.judge() };
+        let no_progress =
+            standing.before.is_some_and(|before| pass.remaining as f64 > before as f64 * PROGRESS);
+        let stuck = !waits_for_io && verdict.converging != Some(true) && no_progress;
+        self.stuck = if stuck { self.stuck + 1 } else { 0 };
+        self.verdict = Some(verdict.clone());
+        Seen {
+            passes: shared.pass,
+            elapsed: now.saturating_sub(shared.started),
+            rested,
+            stuck: self.stuck,
             standing,
             verdict,
-            advised: self.judged.advised,
-        };
-        let course = auto.decide(&seen);
-        self.judged.course.extend(course.change(&seen));
-        match course {
-            Course::Keep => {}
-            Course::Postcopy { .. } => self.postcopy_advised = self.settings.may_be_lazy(),
-            Course::Throttle { how, .. } => {
-                self.settings.auto_converge = how;
-                self.judged.throttles = true;
-                // What it left was written at full speed: the passes to come are judged anew.
-                self.judged.stuck = 0;
-            }
-            Course::Advise { .. } => self.judged.advised = true,
+            advised: self.advised,
         }
     }
-}
 
-impl Session {
-    /// Nothing is left to be sent, and the guest still cannot be stopped for as short as it has to be: whether postcopy may be chosen for that,
-    /// and then is.
-    pub(super) fn stopping_takes_too_long(&mut self, now: Duration) -> bool {
-        if !self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy) || !self.settings.may_be_lazy() {
-            return false;
+    /// Changes the course if the settings allow that and `seen` asks for it. Returns the way in which
+    /// the guest is to be slowed from now on, if it is.
+    pub(super) fn change_course(&mut self, shared: &mut Shared, seen: &Seen) -> Option<AutoConverge> {
+        let course = shared.settings.auto.as_ref()?.decide(seen);
+        shared.summary.course.extend(course.change(seen));
+        match course {
+            Course::Keep => {}
+            Course::Postcopy { .. } => {
+                if shared.settings.may_be_lazy() {
+                    shared.urgency.raise(Urgency::Advised);
+                }
+            }
+            Course::Throttle { how, .. } => {
+                self.throttles = true;
+                // What the last pass left was written at full speed: the next passes are judged anew.
+                self.stuck = 0;
+                return Some(how);
+            }
+            Course::Advise { .. } => self.advised = true,
         }
+        None
+    }
+
+    /// Notes that the guest goes over to postcopy because stopping it takes `costs`.
+    pub(super) fn note_long_stop(shared: &mut Shared, now: Duration, costs: Duration) {
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let why = format!(
-            "stopping the guest takes {:.1} ms with nothing to send, where {:.1} ms are allowed: the guest goes on on the target, and the \
-             rest follows",
-            millis(self.fixed_costs()),
-            millis(self.settings.downtime_limit)
+            "stopping the guest takes {:.1} ms with nothing to send, where {:.1} ms are allowed: the guest \
+             goes on on the target, and the rest follows",
+            millis(costs),
+            millis(shared.settings.downtime_limit)
         );
-        let at_ms = millis(now.saturating_sub(self.started));
-        self.judged.course.push(CourseChange { at_ms, passes: self.pass, what: "postcopy".into(), why });
-        self.postcopy_advised = true;
-        true
+        shared.summary.course.push(CourseChange {
+            at_ms: millis(now.saturating_sub(shared.started)),
+            passes: shared.pass,
+            what: "postcopy".into(),
+            why,
+        });
     }
 }
 

@@ -1,119 +1,71 @@
-//! What tells two sessions apart in a model that looks at every reachable state, and in which the clock is no number.
+//! What tells two sessions apart in a model that looks at every reachable state, and in which the
+//! clock is no number.
+//!
+//! What a session does depends on time only by `now - stamp > limit`. A model in which any limit may
+//! run out at any moment, or not, whatever the stamps are, allows for more than can happen and never
+//! for less. So stamps need not be told apart.
 
-use super::fenced::Fenced;
-use super::{Session, postcopy};
+use super::ending::Resuming;
+use super::postcopy::Postcopy;
+use super::shared::{Link, Shared};
+use super::{Session, State};
 use crate::source::events::Outcome;
 use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
 use std::time::Duration;
 
 impl Session {
     /// Forgets when anything was, and hashes the rest.
     ///
-    /// What a session does depends on time only by `now - stamp > limit`. A model that may let any limit run out at any moment,
-    /// or not, whatever the stamps are, allows for more than can happen, and never for less; so stamps need not be told apart. Each
-    /// field is named here: who adds one has to say what becomes of it.
-    ///
-    /// Left out is what nothing is decided by (statistics, and why something failed), and what does not change in a run.
+    /// Each field is named, so that a new field does not compile before it is decided here. Left out
+    /// is what decides nothing (figures, and why something failed), and what does not change in a run.
     pub(crate) fn project(&mut self, hasher: &mut impl Hasher) {
+        let Self { shared, state } = self;
+        shared.project(hasher);
+        match state {
+            State::Setup(_) | State::Committed(_) => {}
+            State::Precopy(precopy) => precopy.project(hasher),
+            State::Stopping(stopping) => stopping.project(hasher),
+            State::Switchover(switchover) => switchover.project(hasher),
+            State::Claiming(claiming) => claiming.project(hasher),
+            State::Postcopy(Postcopy { history }) => history.project(),
+            State::Recovery(recovery) => recovery.project(hasher),
+            State::Resuming(Resuming { outcome }) => discriminant::<Outcome>(outcome).hash(hasher),
+            // Nothing follows the end.
+            State::Ended(ended) => ended.outcome.as_ref().map(discriminant::<Outcome>).hash(hasher),
+        }
+        // After its stamps were forgotten.
+        self.state.step().hash(hasher);
+        self.handed_over().hash(hasher);
+    }
+}
+
+impl Shared {
+    fn project(&mut self, hasher: &mut impl Hasher) {
         let Self {
             settings: _,
-            state,
-            started,
-            policy,
-            pass,
-            pass_began,
-            pass_bytes,
-            remaining,
-            fixed,
-            save,
-            state_bytes: _,
-            expected_load,
-            listing,
-            settle,
-            rehearsed,
-            rehearse_after: _,
-            busy,
-            put_off: _,
-            put_off_for: _,
-            // It is judged by how long that was, where there is a bandwidth to judge by.
-            rested: _,
-            rests_since,
-            after_rest,
-            harvest_began,
-            last_harvest,
-            switch_wanted,
-            postcopy_wanted,
-            postcopy_advised,
-            lazy,
-            lacking,
-            left_before,
-            // Whether the last link was of any use decides for how long it is tried again, and nothing else.
-            recovery:
-                postcopy::Recovery {
-                    running,
-                    since,
-                    pause,
-                    waiting,
-                    why: _,
-                    interruptions: _,
-                    left: _,
-                    stalled: _,
-                    resumed,
-                },
-            figures: _,
-            writers,
-            shares,
-            judged: _,
-            resends,
-            again,
-            last_ping,
-            round_trip,
-            ended,
-            // That is told, and nothing comes after it.
-            stands_still: _,
             pages: _,
-            comparing,
-            last_step,
-            stopped,
-            suspects_resent: _,
-            verification,
-            load_time: _,
-            start_time: _,
-            target_cpu: _,
-            fenced,
-        } = self;
-        for stamp in [
             started,
-            pass_began,
-            rehearsed,
-            rests_since,
-            settle,
-            harvest_began,
             last_step,
-            stopped,
-            since,
-            pause,
-            resumed,
-            &mut last_ping.1,
-        ] {
+            pass,
+            urgency,
+            link: Link { rate, last_ping, round_trip },
+            target_load,
+            deferral,
+            claim,
+            summary,
+        } = self;
+        // Nothing takes time in a model, so nothing was measured, and no decision rests on a rate.
+        assert!(rate.bandwidth().is_none() && round_trip.is_zero() && target_load.is_none());
+        for stamp in [started, last_step, &mut last_ping.1] {
             *stamp = Duration::ZERO;
         }
         last_ping.0 = 0;
-        // Nothing takes any time in a model, so nothing was measured: no rate, and no decision that rests on one.
-        assert!(policy.bandwidth().is_none() && shares.is_empty() && *round_trip == Duration::ZERO);
-        assert!(expected_load.is_none() && [*save, *listing] == [Duration::ZERO; 2]);
-        assert!(*last_harvest == Duration::ZERO && fixed.is_none_or(|fixed| fixed == Duration::ZERO));
-        state.hash(hasher);
-        (pass, pass_bytes, remaining, fixed.is_some(), lacking, left_before).hash(hasher);
-        (switch_wanted, postcopy_wanted, postcopy_advised, busy.is_some(), lazy, running, waiting, writers)
-            .hash(hasher);
-        after_rest.hash(hasher);
-        (resends, comparing).hash(hasher);
-        again.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
-        verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);
-        ended.as_ref().map(std::mem::discriminant::<Outcome>).hash(hasher);
-        // How long until it asks again decides nothing, nor does what the fence said last: that is for people.
-        let fenced = fenced.as_ref();
-        fenced.map(|Fenced { asking, claimed, again: _, answer: _ }| (asking, claimed)).hash(hasher);
+        (pass, urgency).hash(hasher);
+        summary.verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);
+        deferral.project(hasher);
+        if let Some(claim) = claim {
+            claim.project(hasher);
+        }
     }
 }

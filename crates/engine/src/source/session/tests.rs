@@ -1,8 +1,10 @@
 //! What a busy host or a slow peer must not do to the decision when to stop the guest.
 
+use super::deferral::{LONGEST_BETWEEN, TRY_AGAIN};
 use super::*;
 use crate::plan::Auto;
-use crate::source::settings::AutoConverge;
+use crate::source::events::Pass;
+use crate::source::settings::{AutoConverge, MigrationMode};
 use std::time::Duration;
 use vmferry_core::RegionId;
 use vmferry_wire::{PageName, Token};
@@ -29,8 +31,43 @@ fn passing(settings: Settings) -> Session {
     ] {
         session.handle(Duration::ZERO, event);
     }
-    assert_eq!(session.state, State::Passing { sent: false, received: false });
+    assert!(is_passing(&session));
     session
+}
+
+fn precopy(session: &Session) -> &Precopy {
+    let State::Precopy(precopy) = &session.state else { panic!("{:?}", session.state) };
+    precopy
+}
+
+fn is_passing(session: &Session) -> bool {
+    let passing = precopy::Step::Passing { began: Duration::ZERO, sent: None, received: false };
+    let State::Precopy(precopy) = &session.state else { return false };
+    std::mem::discriminant(&precopy.step()) == std::mem::discriminant(&passing)
+}
+
+fn in_trial_pause(session: &Session) -> bool {
+    matches!(&session.state, State::Precopy(precopy) if precopy.in_trial_pause())
+}
+
+fn is_resting(session: &Session) -> bool {
+    session.is_resting()
+}
+
+/// Returns true if the guest is being stopped for a handover, or was.
+fn hands_over(session: &Session) -> bool {
+    matches!(&session.state, State::Stopping(stopping) if stopping.hands_over())
+}
+
+/// Takes the session to the moment at which the guest runs on the target before its memory is there.
+fn run_in_postcopy(session: &mut Session, now: Duration) {
+    let (state, _) = Postcopy::begin(&mut session.shared, postcopy::History::begin(now));
+    session.state = state;
+}
+
+/// Takes the session to the commit of a guest that has all of its memory on the target.
+fn commit(session: &mut Session) {
+    session.state = State::Committed(Committed::new(switchover::Kind::Complete));
 }
 
 /// Waits until the session looks again at a guest whose I/O was busy, which has `dirty` pages to send by then; what is asked for then.
@@ -41,21 +78,32 @@ fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
         if asked == [Action::Harvest] {
             return session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() });
         }
-        assert_eq!(session.state, State::Resting, "{asked:?}");
+        assert!(is_resting(session), "{asked:?}");
     }
 }
 
 /// One live pass from `now`; what is asked for after its harvest. A guest that rests is waited for instead.
 fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
-    if session.state == State::Resting {
+    pass_written_by(session, now, (bytes, took), dirty, &[])
+}
+
+/// The same, with the pages that each vCPU wrote.
+fn pass_written_by(
+    session: &mut Session,
+    now: &mut Duration,
+    (bytes, took): (u64, Duration),
+    dirty: u64,
+    writers: &[u64],
+) -> Vec<Action> {
+    if is_resting(session) {
         return wake(session, now, dirty);
     }
     *now += took;
     session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO });
-    let received = ToSource::Received { pass: session.pass, suspects: 0, runs: Vec::new() };
+    let received = ToSource::Received { pass: session.shared.pass, suspects: 0, runs: Vec::new() };
     assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
     *now += MS;
-    session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() })
+    session.handle(*now, Event::Harvested { pages: dirty, writers: writers.to_vec() })
 }
 
 const LIVE: Pass = Pass::Dirty { first: false };
@@ -72,11 +120,11 @@ fn one_slow_answer_does_not_keep_an_idle_guest() {
     // The answer stood behind 400 ms of pages.
     now += 400 * MS;
     session.handle(now, Event::Message(ToSource::Pong(1)));
-    assert_eq!(session.round_trip, 400 * MS);
+    assert_eq!(session.shared.link.round_trip, 400 * MS);
     let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     assert_eq!(asked, [REHEARSE]);
     session.handle(now, rehearsed(MS));
-    assert_eq!(session.state, State::Passing { sent: false, received: false }, "3 x 400 ms do not fit 300");
+    assert!(is_passing(&session), "3 x 400 ms do not fit 300");
     // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
     assert_eq!(pass(&mut session, &mut now, 5 << 12, 2 * MS, 5), [Action::Pause]);
 }
@@ -88,7 +136,7 @@ fn round_trip_ends_when_the_answer_arrives_however_busy_the_driver_is() {
     assert_eq!(session.handle(now, Event::Tick), [Action::Send(ToTarget::Ping(1))]);
     session.pong(now + 3 * MS, 1);
     session.handle(now + 5000 * MS, Event::Tick);
-    assert_eq!(session.round_trip, 3 * MS);
+    assert_eq!(session.shared.link.round_trip, 3 * MS);
 }
 
 #[test]
@@ -104,7 +152,7 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
                 tries += 1;
                 if session.handle(now, rehearsed(MS)) == [Action::Pause] {
                     assert_eq!(tries, 1);
-                    assert!(now > REHEARSE_AGAIN, "not at once: each stops the guest");
+                    assert!(now > TRY_AGAIN, "not at once: each stops the guest");
                     return;
                 }
             }
@@ -148,7 +196,7 @@ fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
     }
     assert!((10..20).contains(&stops.len()), "{stops:?}");
     let longest = stops.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
-    assert!(longest <= LONGEST_BETWEEN_REHEARSALS + 100 * MS, "{longest:?}");
+    assert!(longest <= LONGEST_BETWEEN + 100 * MS, "{longest:?}");
     // Once it comes to rest it moves.
     loop {
         if let [Action::Rehearse { .. }] = pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
@@ -183,7 +231,7 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
                 actions => assert!(!actions.contains(&Action::Pause), "{actions:?}"),
             }
         };
-        assert!(again > within + REHEARSE_AGAIN);
+        assert!(again > within + TRY_AGAIN);
         assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
     }
 }
@@ -200,21 +248,25 @@ fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it(
         let mut now = Duration::ZERO;
         assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [REHEARSE]);
         session.handle(now, busy(300 * MS));
-        assert_eq!(session.state, State::Resting);
+        assert!(is_resting(&session));
         let earlier = now;
         // 320 MiB of them, which take a third of a second.
         let asked = wake(&mut session, &mut now, 320 << 8);
         assert!(is_a_pass(&asked), "{mode}: {asked:?}");
-        assert!(session.rested > now.saturating_sub(earlier) - 100 * MS, "{:?}", session.rested);
+        assert!(
+            precopy(&session).rested() > now.saturating_sub(earlier) - 100 * MS,
+            "{:?}",
+            precopy(&session)
+        );
         // Then it is stopped to see, and can go at once; as well if the pass leaves more than the first did.
         assert_eq!(pass(&mut session, &mut now, 320 << 20, 320 * MS, 2000), [REHEARSE], "{mode}");
         assert_eq!(
             session.handle(now, rehearsed(MS)).last(),
             Some(&Action::SendPass { number: 2, pass: LIVE })
         );
-        assert!(session.shares.is_empty() && session.course().is_empty() && session.judged.stuck == 0);
+        assert!(!precopy(&session).slows() && session.course().is_empty() && precopy(&session).stuck() == 0);
         assert_eq!(pass(&mut session, &mut now, 8 << 20, 8 * MS, 200), [Action::Pause], "{mode}");
-        assert!(!session.lazy, "{mode}: it converges");
+        assert!(!hands_over(&session), "{mode}: it converges");
     }
 }
 
@@ -236,11 +288,11 @@ fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
     session.handle(now, Event::Paused);
     session.handle(now, busy(60 * MS));
     session.handle(now, Event::Resumed);
-    assert!(session.slowed());
+    assert!(precopy(&session).slows());
     // All that fits the limit is little enough then.
     assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [REHEARSE]);
     assert_eq!(session.handle(now, busy(300 * MS)), [Action::Throttle(vec![0.0])]);
-    assert_eq!(session.state, State::Resting);
+    assert!(is_resting(&session));
     let asked = wake(&mut session, &mut now, 1 << 18);
     assert!(is_a_pass(&asked), "{asked:?}");
 }
@@ -250,14 +302,14 @@ fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Dur
     let (mut session, mut now, mut seen) = (passing(settings), Duration::ZERO, Vec::new());
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     for _ in 0..50 {
-        assert_eq!(session.state, State::Rehearsing);
+        assert!(in_trial_pause(&session));
         let asked = session.handle(now, stopped(costs.0, costs.1));
         let ends = asked.contains(&Action::Pause);
         seen.push((now, asked));
         if ends || now > Duration::from_secs(600) {
             break;
         }
-        while session.state != State::Rehearsing {
+        while !in_trial_pause(&session) {
             pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
         }
     }
@@ -270,14 +322,14 @@ fn who_may_go_over_to_postcopy_does_not_wait_for_a_stop_that_always_takes_too_lo
     for costs in [(MS, 100 * MS), (60 * MS, Duration::ZERO)] {
         let hybrid = Settings { mode: MigrationMode::Hybrid, downtime_limit: limit, ..Settings::default() };
         let (session, seen) = always(hybrid, costs);
-        assert!(session.lazy && seen.len() == 1, "{seen:?}");
+        assert!(hands_over(&session) && seen.len() == 1, "{seen:?}");
         let auto = Some(Auto { postcopy: true, throttle: AutoConverge::Off, expected: None });
         let (session, seen) = always(Settings { auto, downtime_limit: limit, ..Settings::default() }, costs);
-        assert!(session.lazy && seen.len() == 1, "{seen:?}");
+        assert!(hands_over(&session) && seen.len() == 1, "{seen:?}");
         assert!(session.course()[0].why.contains("with nothing to send"), "{:?}", session.course());
         // Otherwise it waits, and is stopped ever more seldom.
         let (session, seen) = always(Settings { downtime_limit: limit, ..Settings::default() }, costs);
-        assert!(session.state == State::Resting && seen.len() < 40, "{}", seen.len());
+        assert!(is_resting(&session) && seen.len() < 40, "{}", seen.len());
     }
 }
 
@@ -291,8 +343,8 @@ fn what_io_took_once_is_measured_again_where_nothing_else_keeps_the_guest() {
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     // A flush of 200 ms, and three round trips of 50: 351 ms.
     session.handle(now, stopped(MS, 200 * MS));
-    assert_eq!(session.state, State::Resting, "passes would only cost it faults");
-    assert!(session.busy().is_none() && session.waits_for_io());
+    assert!(is_resting(&session), "passes would only cost it faults");
+    assert!(session.busy().is_none() && precopy(&session).waits_for_io(&session.shared));
     assert_eq!(wake(&mut session, &mut now, 5), [REHEARSE]);
     assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
 }
@@ -310,7 +362,7 @@ fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
         session.handle(now, busy(298 * MS));
         session.handle(now, Event::Resumed);
         stops.push(now);
-        while session.state != State::Rehearsing {
+        while !in_trial_pause(&session) {
             pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
         }
     }
@@ -338,7 +390,7 @@ fn whoever_insists_has_no_guest_stopped_to_see() {
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     session.handle(now, busy(300 * MS));
-    session.switch_wanted = true;
+    session.shared.urgency = Urgency::Switch;
     now += Duration::from_secs(60);
     assert_eq!(session.handle(now, Event::Tick), [Action::Harvest]);
     let asked = session.handle(now, Event::Harvested { pages: 1 << 20, writers: Vec::new() });
@@ -368,7 +420,7 @@ fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     session.handle(now, rehearsed(MS));
-    session.switch_wanted = true;
+    session.shared.urgency = Urgency::Switch;
     assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: Duration::MAX }]);
     let ended = session.handle(now, busy(10_000 * MS));
     assert!(matches!(ended[..], [Action::Resume, Action::Send(ToTarget::Cancel(_))]), "{ended:?}");
@@ -383,7 +435,9 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
         assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
-        session.switch_wanted = switch;
+        if switch {
+            session.shared.urgency = Urgency::Switch;
+        }
         session.handle(now, Event::Paused);
         session.handle(now, Event::Saved { sections: Vec::new() });
         session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
@@ -409,11 +463,8 @@ fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
     let mut session = passing(Settings { auto_converge, downtime_limit: 20 * MS, ..Settings::default() });
     let mut now = Duration::ZERO;
     let pages = (40 << 20) / 4096;
-    assert_eq!(
-        pass(&mut session, &mut now, 40 << 20, 100 * MS, pages),
-        [Action::Rehearse { within: 20 * MS }]
-    );
-    session.writers = writers.to_vec();
+    let asked = pass_written_by(&mut session, &mut now, (40 << 20, 100 * MS), pages, writers);
+    assert_eq!(asked, [Action::Rehearse { within: 20 * MS }]);
     let asked = session.handle(now, rehearsed(MS));
     asked
         .into_iter()
@@ -440,8 +491,7 @@ fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked(
 fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() {
     let mut session = passing(Settings { mode: crate::MigrationMode::Hybrid, ..Settings::default() });
     assert_eq!(session.handle(MS, Event::Pause), [], "not before the guest runs there");
-    session.lazy = true;
-    session.running_lazily(MS);
+    run_in_postcopy(&mut session, MS);
     assert_eq!(session.handle(2 * MS, Event::Pause), [Action::Disconnect]);
     assert_eq!(session.interrupted().map(|(waiting, _)| waiting), Some(true));
     for seconds in 1..100 {
@@ -455,8 +505,7 @@ fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() 
 /// pages as `lacks` says, by the attempt.
 fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
     let mut session = passing(Settings { mode: crate::MigrationMode::Hybrid, ..Settings::default() });
-    session.lazy = true;
-    session.running_lazily(MS);
+    run_in_postcopy(&mut session, MS);
     let (mut now, mut attempts) = (2 * MS, 0);
     session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
     let most = Duration::from_secs(3600);
@@ -492,9 +541,8 @@ fn links_that_bring_nothing_are_not_taken_up_for_ever() {
 #[test]
 fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
     let mut session = passing(Settings::default());
-    session.state = State::Releasing;
-    assert_eq!(session.handle(MS, Event::Released), [Action::Send(ToTarget::Commit)]);
-    let ping = ToTarget::Ping(session.last_ping.0 + 1);
+    commit(&mut session);
+    let ping = ToTarget::Ping(session.shared.link.last_ping.0 + 1);
     assert_eq!(session.handle(Duration::from_secs(2), Event::Tick), [Action::Send(ping.clone())]);
     // The commit may have arrived, whatever became of the ping.
     let lost = Event::unsent(&ping, "lost".into());
@@ -502,7 +550,7 @@ fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
     assert_eq!(ended, [Action::Finish(Outcome::Unknown("lost".into()))]);
     // Of a commit that never left it is known.
     let mut session = passing(Settings::default());
-    session.state = State::Committed;
+    commit(&mut session);
     let unsent = Event::unsent(&ToTarget::Commit, "lost".into());
     assert_eq!(session.handle(MS, unsent), [Action::Resume]);
 }
@@ -510,10 +558,27 @@ fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
 #[test]
 fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     let mut session = passing(Settings { verify: true, ..Settings::default() });
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
+    let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
     let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
-    session.verification = Some(Verification { pages: PAGES, mismatched: 70_000, samples });
-    session.verifying(true, true, true);
-    let Some(Outcome::Failed(why)) = &session.ended else { panic!("{:?}", session.ended) };
+    for event in [
+        Event::Paused,
+        Event::Saved { sections: Vec::new() },
+        Event::Harvested { pages: 5, writers: Vec::new() },
+        sent(),
+        received(1),
+        Event::Comparing { pages: PAGES },
+        sent(),
+        received(2),
+    ] {
+        session.handle(now, event);
+    }
+    let verified = ToSource::Verified { pages: PAGES, mismatched: 70_000, samples };
+    let ended = session.handle(now, Event::Message(verified));
+    let [Action::Resume, Action::Send(ToTarget::Cancel(why))] = &ended[..] else { panic!("{ended:?}") };
     assert_eq!(why.detail.matches(" page 0x").count(), 16, "{}", why.detail);
     assert!(why.detail.ends_with("page 0xf, and 69984 more"), "{}", why.detail);
 }
