@@ -1,23 +1,53 @@
-//! The target's side of a migration as a state machine without I/O: events in, actions out.
+//! The target's side of a migration as a state machine without I/O.
 //!
-//! The rule that everything else serves: the guest runs here only after [`ToTarget::Commit`], and whatever goes wrong
-//! before that ends without it having run. If the source may have sent that word and its link is lost, this side gives the
-//! guest up for good and stays to say so ([`State::Renounced`]). If the guest then runs before all of its memory is here, nothing that happens to the
-//! link ends anything: what is lacking is waited for, over new channels if need be.
+//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
+//! events: see [`run`](crate::run). A session never blocks and reads no clock.
+//!
+//! # Phases
+//!
+//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
+//! value and returns the phase that follows.
+//!
+//! | type | the target | the guest |
+//! |---|---|---|
+//! | [`Setup`] | compares the machine, and opens channels | runs on the source |
+//! | [`Receiving`] | takes pages and the device state | runs on the source, then is paused |
+//! | [`Ready`] | loads the state, and awaits the commit | is paused |
+//! | [`Claiming`] | has read the commit, and asks the arbiter for the guest | is paused |
+//! | [`Starting`] | starts the guest | is paused |
+//! | [`Renounced`] | will never run the guest, and tells the source so | is the source's |
+//! | [`Postcopy`] | takes the missing pages | runs here |
+//! | [`Ended`](State::Ended) | does nothing more | |
+//!
+//! # Which side may run the guest
+//!
+//! The guest runs on the target only after [`ToTarget::Commit`], and with an arbiter only after the
+//! arbiter has granted the guest. Every failure before that ends without the guest having run. If
+//! the source may have sent the commit and its link is lost, the target gives the guest up for good
+//! and stays to say so ([`Renounced`]). Once the guest runs before all of its memory is here, a lost
+//! link ends nothing: the target waits for the missing pages over new channels.
 
-mod fenced;
-mod lazy;
+mod postcopy;
 #[cfg(test)]
 mod projection;
-mod starting;
+mod ready;
+mod receiving;
+mod renounced;
+mod setup;
+mod start;
 
-use crate::fence::{ArbiterError, Ruling, Word};
+use crate::fence::{Again, ArbiterError, Ruling, Word};
 use crate::run;
+use postcopy::Postcopy;
+use ready::Ready;
+use receiving::Receiving;
+use renounced::Renounced;
+use setup::Setup;
+use start::{Claiming, Starting};
 use std::time::Duration;
 use vmferry_core::{MachineConfig, Section};
 use vmferry_wire::{
-    LackingPages, LazyFigures, MAX_SECTIONS, MAX_STATE_BYTES, Mode, PageName, Refusal, RefusalCode, RunName,
-    ToSource, ToTarget, Token,
+    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
 };
 
 /// What happened, reported by the driver.
@@ -63,7 +93,7 @@ pub(crate) enum Event {
     ControlBack,
     /// The fence has answered this word, or has not.
     Ruled(Word, Result<Ruling, ArbiterError>),
-    /// Somebody here wants no guest any more.
+    /// The operator wants no guest any more.
     Stopped,
     /// What is lacking, `pages` pages, was told to the source; these are the tokens for its new channels.
     Retold {
@@ -135,73 +165,7 @@ pub(crate) enum Outcome {
     Failed(Refusal),
 }
 
-#[cfg_attr(test, derive(Hash))]
-#[derive(Debug, PartialEq, Eq, Clone, Copy)]
-enum State {
-    AwaitSetup,
-    /// The guest fits, and its register is looked for.
-    Looking,
-    Preparing,
-    AwaitChannels {
-        missing: u32,
-    },
-    Receiving,
-    Loading,
-    Ready,
-    /// The source has handed the guest over, and the fence is asked whether it may be run.
-    Claiming,
-    Starting,
-    /// The guest will never run here, and its source, which may have told this side to run it, does not know that yet.
-    Renounced,
-    /// The guest runs, and its pages come.
-    Lazy,
-    /// The guest runs, and the link is lost.
-    Suspended,
-    /// The source is back: it is being told what is lacking.
-    Retelling,
-    /// Its channels are being opened.
-    Reopening {
-        missing: u32,
-    },
-    /// Everything is here, and the source was told.
-    Thanking,
-    Done,
-}
-
-#[cfg_attr(test, derive(Clone))]
-#[derive(Debug)]
-pub(crate) struct Session {
-    machine: MachineConfig,
-    tokens: Tokens,
-    state: State,
-    /// A guest that fits was announced: from then on memory is written to.
-    accepted: bool,
-    /// The newest pass whose barrier each channel reached, plus one.
-    barriers: Vec<u32>,
-    received: u32,
-    last_pass: Option<u32>,
-    verify_pass: Option<u32>,
-    clean: bool,
-    sections: Vec<Section>,
-    state_bytes: usize,
-    state_complete: bool,
-    mode: Mode,
-    channels: Channels,
-    /// The guest is started before all of its memory is here.
-    lazy: bool,
-    /// The link was lost while the guest was being started.
-    lost: bool,
-    /// Set once nothing is lacking.
-    complete: Option<LazyFigures>,
-    /// Why the guest was renounced, once it was.
-    renounced: Option<Refusal>,
-    /// With a fence.
-    fenced: Option<fenced::Fenced>,
-    /// Microseconds that the guest is expected to stand still here, for a source that wants to know.
-    load_us: Option<u64>,
-}
-
-/// Fresh random bits, given to the source.
+/// Random bits of this migration, which only its source is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tokens {
     pub(crate) bulk: Token,
@@ -209,306 +173,256 @@ pub(crate) struct Tokens {
     pub(crate) resume: Token,
 }
 
-/// The link was lost when the guest was as good as started.
+/// What the target has of the guest's memory when it starts the guest.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug)]
+enum Memory {
+    Complete,
+    /// Pages are missing. They come in postcopy, and all may be here already: then the account of
+    /// them is told once the guest runs.
+    Missing {
+        all_here: Option<LazyFigures>,
+    },
+}
+
+impl Memory {
+    fn is_missing(&self) -> bool {
+        matches!(self, Self::Missing { .. })
+    }
+
+    /// Notes that the last missing page came.
+    fn arrived(&mut self, figures: LazyFigures) {
+        if let Self::Missing { all_here } = self {
+            *all_here = Some(figures);
+        }
+    }
+}
+
+/// What the target asks the arbiter again and again.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug, Default)]
+struct Asking {
+    again: Again,
+    /// Why it is not decided which side owns the guest.
+    undecided: Option<String>,
+}
+
+/// What more than one phase reads.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug)]
+struct Shared {
+    machine: MachineConfig,
+    tokens: Tokens,
+    /// There is an arbiter.
+    fenced: bool,
+    /// Microseconds that loading the state and starting the guest are expected to take, for a source
+    /// that wants to know.
+    load_us: Option<u64>,
+    mode: Mode,
+    channels: Channels,
+    /// The source has announced a guest that fits.
+    accepted: bool,
+}
+
+/// The phase of a session, with the data of that phase.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug)]
+enum State {
+    Setup(Setup),
+    Receiving(Box<Receiving>),
+    Ready(Ready),
+    Claiming(Claiming),
+    Starting(Starting),
+    Renounced(Renounced),
+    Postcopy(Postcopy),
+    Ended {
+        /// All memory was here.
+        complete: bool,
+    },
+}
+
+/// The state that follows an event, and the actions to perform, in their order.
+type Next = (State, Vec<Action>);
+
+/// A target's session.
+#[cfg_attr(test, derive(Clone))]
+#[derive(Debug)]
+pub(crate) struct Session {
+    shared: Shared,
+    state: State,
+}
+
+/// The reason for which a guest is renounced that was all but started.
 fn lost_before(why: &str) -> Refusal {
     let detail = format!("the link was lost before the guest was started on the target ({why})");
     Refusal::new(RefusalCode::Other, detail)
 }
 
+/// Ends a session whose guest has not run here and will not.
+fn end(why: Refusal, tell: Option<Action>) -> Next {
+    let actions = tell.into_iter().chain([Action::Finish(Outcome::Failed(why))]).collect();
+    (State::Ended { complete: false }, actions)
+}
+
+/// Ends a session before the source can have sent the commit, and tells the source why.
+fn fail(why: Refusal) -> Next {
+    let told = Action::Send(ToSource::Failed(why.clone()));
+    end(why, Some(told))
+}
+
+/// Returns the event as an error of the source or the host: it does not belong to `doing`.
+fn misplaced(event: &Event, doing: &str) -> Refusal {
+    let detail = match event {
+        Event::Message(message) => {
+            format!("the source sent {}, which does not fit this moment ({doing})", message.name())
+        }
+        other => format!("{other:?} came while {doing}"),
+    };
+    Refusal::new(RefusalCode::Protocol, detail)
+}
+
 impl Session {
-    /// Begins: a control channel is up.
+    /// Begins: a control channel is open.
     pub(crate) fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
-        Self {
+        let shared = Shared {
             machine,
             tokens,
-            state: State::AwaitSetup,
-            accepted: false,
-            barriers: Vec::new(),
-            received: 0,
-            last_pass: None,
-            verify_pass: None,
-            clean: false,
-            sections: Vec::new(),
-            state_bytes: 0,
-            state_complete: false,
+            fenced: false,
+            load_us: None,
             mode: Mode::Precopy,
             channels: Channels { bulk: 0, urgent: 0, probe: false },
-            lazy: false,
-            lost: false,
-            complete: None,
-            renounced: None,
-            fenced: None,
-            load_us: None,
-        }
-    }
-
-    /// The same session, which tells the source how long loading the state and starting the guest are expected to take.
-    pub(crate) fn expecting(self, load: Option<Duration>) -> Self {
-        Self { load_us: load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX)), ..self }
-    }
-
-    /// Whether the source has announced a guest that fits.
-    pub(crate) fn accepted(&self) -> bool {
-        self.accepted
-    }
-
-    /// Returns whether the source has not announced its guest yet.
-    pub(crate) fn awaits_setup(&self) -> bool {
-        self.state == State::AwaitSetup
-    }
-
-    /// Returns whether a stop changes anything now.
-    ///
-    /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The driver
-    /// reports a stop only while this is true: the stop flag stays set, and an event that changes
-    /// nothing would keep the driver from all others.
-    pub(crate) fn heeds_stop(&self) -> bool {
-        match self.state {
-            // With an arbiter the guest is being given back. The session ends with the answer.
-            State::Renounced => self.fenced.is_none(),
-            State::Starting | State::Done => false,
-            _ => !self.running_lazily(),
-        }
-    }
-
-    /// Whether all memory is here, so that the bulk channels have done their work.
-    pub(crate) fn memory_complete(&self) -> bool {
-        !self.lazy && matches!(self.state, State::Loading | State::Ready | State::Claiming | State::Starting)
-    }
-
-    /// Whether it is over: what was still to be done is moot.
-    pub(crate) fn ended(&self) -> bool {
-        self.state == State::Done
-    }
-
-    /// Takes in what happened; gives out what to do, in this order.
-    pub(crate) fn handle(&mut self, event: Event) -> Vec<Action> {
-        if self.state == State::Done {
-            return Vec::new();
-        }
-        match event {
-            Event::Message(ToTarget::Ping(number)) => vec![Action::Send(ToSource::Pong(number))],
-            Event::Ruled(word, answer) => self.ruled(word, answer),
-            event if self.running_lazily() => self.lazily(event),
-            event if self.state == State::Renounced => self.after_renouncing(event),
-            Event::AllHere(figures) => {
-                // So few pages were lacking that they came while the state was loaded. Told when the guest runs.
-                self.complete = Some(figures);
-                Vec::new()
-            }
-            // Before `Stopped`: a target that may own the guest has to give it back to the arbiter.
-            event if self.state == State::Claiming => self.claiming(event),
-            event if self.state == State::Starting => self.starting(event),
-            Event::Stopped => {
-                self.fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop"), true)
-            }
-            // The source would not take up a link that it did not know to be lost.
-            Event::ControlBack if self.may_be_asked() => {
-                let given_back = self.renounce(lost_before("the source opened a new one"));
-                self.after_renouncing(Event::ControlBack).into_iter().chain(given_back).collect()
-            }
-            Event::PeerLost(why) if self.may_be_asked() => self.fail(lost_before(&why), false),
-            Event::Message(message) => self.message(message),
-            Event::Prepared if self.state == State::Preparing => self.accept(),
-            Event::ChannelUp => self.channel_up(),
-            Event::Barrier { channel, pass } => self.barrier(channel, pass),
-            Event::Suspects { pass, pages, runs } => {
-                self.clean = pages == 0;
-                vec![Action::Send(ToSource::Received { pass, suspects: pages, runs })]
-            }
-            Event::Compared { pages, mismatched, samples } => {
-                vec![Action::Send(ToSource::Verified { pages, mismatched, samples })]
-            }
-            Event::Loaded { micros } if self.state == State::Loading => {
-                self.state = State::Ready;
-                vec![Action::Send(ToSource::Ready { load_us: micros })]
-            }
-            Event::LocalFailure(why) => self.fail(why, true),
-            Event::PeerLost(why) => self.fail(Refusal::new(RefusalCode::Other, why), false),
-            Event::Loaded { .. }
-            | Event::Started { .. }
-            | Event::StartFailed(_)
-            | Event::Prepared
-            | Event::ControlBack
-            | Event::Retold { .. } => {
-                self.fail(Refusal::new(RefusalCode::Protocol, "a step was reported twice"), true)
-            }
-        }
-    }
-
-    fn fail(&mut self, why: Refusal, tell: bool) -> Vec<Action> {
-        let told = tell.then(|| Action::Send(ToSource::Failed(why.clone())));
-        if self.may_be_asked() {
-            // The commit may be on its way.
-            let given_back = self.renounce(why);
-            return [told.unwrap_or(Action::Disconnect)].into_iter().chain(given_back).collect();
-        }
-        self.end(why, told)
-    }
-
-    fn end(&mut self, why: Refusal, tell: Option<Action>) -> Vec<Action> {
-        self.state = State::Done;
-        tell.into_iter().chain([Action::Finish(Outcome::Failed(why))]).collect()
-    }
-
-    fn message(&mut self, message: ToTarget) -> Vec<Action> {
-        match (self.state, message) {
-            // A source that cancels has not committed.
-            (_, ToTarget::Cancel(why)) => self.end(why, None),
-            (
-                State::AwaitSetup,
-                ToTarget::Setup { machine, mode, bulk_channels: bulk, urgent_channels: urgent, probe },
-            ) => self.setup(&machine, mode, Channels { bulk, urgent, probe }),
-            (State::Receiving, ToTarget::Pass { .. }) => Vec::new(),
-            (State::Receiving, ToTarget::Final { pass }) => {
-                self.last_pass = Some(pass);
-                Vec::new()
-            }
-            (State::Receiving, ToTarget::Section(section)) => self.section(section),
-            (State::Receiving, ToTarget::StateEnd { sections }) => {
-                self.state_complete = true;
-                if usize::try_from(sections) == Ok(self.sections.len()) {
-                    return Vec::new();
-                }
-                let detail = format!("{} of {sections} sections of device state came", self.sections.len());
-                self.fail(Refusal::new(RefusalCode::State, detail), true)
-            }
-            (State::Receiving, ToTarget::Verify { pass }) => {
-                self.verify_pass = Some(pass);
-                self.compared_if_complete()
-            }
-            (State::Receiving, ToTarget::Load) => self.load(),
-            (State::Receiving, ToTarget::Lacking(piece)) if self.mode.may_be_lazy() => {
-                vec![Action::TakeLacking(piece)]
-            }
-            (State::Receiving, ToTarget::LoadLazily { pages }) if self.mode.may_be_lazy() => {
-                self.load_lazily(pages)
-            }
-            (State::Ready, ToTarget::Commit) if self.fenced.is_some() => self.claim(),
-            (State::Ready, ToTarget::Commit) => {
-                self.state = State::Starting;
-                vec![Action::Start]
-            }
-            (state, message) => {
-                let name = message.name();
-                let detail = format!("the source sent {name}, which does not fit this moment ({state:?})");
-                self.fail(Refusal::new(RefusalCode::Protocol, detail), true)
-            }
-        }
-    }
-
-    fn setup(&mut self, machine: &MachineConfig, mode: Mode, channels: Channels) -> Vec<Action> {
-        if let Some(difference) = self.machine.difference(machine) {
-            let detail = format!("{difference} (here = target, there = source); start the target alike");
-            return self.fail(Refusal::new(RefusalCode::Machine, detail), true);
-        }
-        let Channels { bulk, urgent, probe } = channels;
-        let most = crate::Settings::MAX_CHANNELS;
-        if !(1..=most).contains(&bulk) {
-            let detail = format!("{bulk} bulk channels were asked for, 1 to {most} are possible");
-            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
-        }
-        let right = if mode.may_be_lazy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
-        if !right {
-            let detail = format!(
-                "{urgent} urgent channels were asked for ({mode:?}); 1 to {most} are possible, and none in precopy"
-            );
-            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
-        }
-        self.mode = mode;
-        self.channels = channels;
-        self.barriers = vec![0; usize::from(bulk)];
-        if self.fenced.is_some() { self.look() } else { self.prepare() }
-    }
-
-    fn prepare(&mut self) -> Vec<Action> {
-        if !self.mode.may_be_lazy() {
-            return self.accept();
-        }
-        // A host that cannot do it says so before anything else, and goes on waiting for somebody else.
-        self.state = State::Preparing;
-        vec![Action::PrepareLazily]
-    }
-
-    fn accept(&mut self) -> Vec<Action> {
-        self.state = State::AwaitChannels { missing: self.channels.count() };
-        self.accepted = true;
-        let Tokens { bulk, urgent, resume } = self.tokens;
-        let costs = self.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
-        [Action::AwaitChannels(self.channels), Action::Send(ToSource::Accept { bulk, urgent, resume })]
-            .into_iter()
-            .chain(costs)
-            .collect()
-    }
-
-    fn channel_up(&mut self) -> Vec<Action> {
-        match self.state {
-            State::AwaitChannels { missing: 1 } => {
-                self.state = State::Receiving;
-                vec![Action::Send(ToSource::ChannelsUp)]
-            }
-            State::AwaitChannels { missing } => {
-                self.state = State::AwaitChannels { missing: missing - 1 };
-                Vec::new()
-            }
-            _ => self.fail(Refusal::new(RefusalCode::Protocol, "a channel too many"), true),
-        }
-    }
-
-    fn barrier(&mut self, channel: u16, pass: u32) -> Vec<Action> {
-        let Some(newest) = self.barriers.get_mut(usize::from(channel)) else {
-            return self.fail(Refusal::new(RefusalCode::Protocol, "a barrier on an unknown channel"), true);
+            accepted: false,
         };
-        if pass != *newest {
-            let detail = format!("channel {channel} ended pass {pass}, expected was {newest}");
-            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
-        }
-        *newest = newest.saturating_add(1);
-        let complete = self.barriers.iter().copied().min().unwrap_or(0);
-        if complete == self.received {
-            return Vec::new();
-        }
-        self.received = complete;
-        // Unknown until they are counted.
-        self.clean = false;
-        let mut actions = vec![Action::CountSuspects { pass }];
-        actions.extend(self.compared_if_complete());
+        Self { shared, state: State::Setup(Setup::begin()) }
+    }
+
+    /// Tells the source that loading the state and starting the guest are expected to take `load`.
+    pub(crate) fn expecting(mut self, load: Option<Duration>) -> Self {
+        self.shared.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
+        self
+    }
+
+    /// Asks an arbiter, if `fenced` says that there is one.
+    pub(crate) fn fenced(mut self, fenced: bool) -> Self {
+        self.shared.fenced = fenced;
+        self
+    }
+
+    /// Takes an event. Returns the actions that follow from it, in their order.
+    pub(crate) fn handle(&mut self, event: Event) -> Vec<Action> {
+        let state = std::mem::replace(&mut self.state, State::Ended { complete: false });
+        let (state, actions) = react(state, &mut self.shared, event);
+        self.state = state;
         actions
     }
+}
 
-    fn compared_if_complete(&mut self) -> Vec<Action> {
-        match self.verify_pass {
-            Some(pass) if self.received > pass => {
-                self.verify_pass = None;
-                vec![Action::CountDifferences]
-            }
-            _ => Vec::new(),
+/// Takes an event in any state.
+fn react(state: State, shared: &mut Shared, event: Event) -> Next {
+    match (state, event) {
+        (State::Ended { complete }, _) => (State::Ended { complete }, Vec::new()),
+        (state, Event::Message(ToTarget::Ping(number))) => {
+            (state, vec![Action::Send(ToSource::Pong(number))])
+        }
+        (State::Claiming(claiming), event) => claiming.handle(shared, event),
+        (State::Starting(starting), event) => starting.handle(shared, event),
+        (State::Renounced(renounced), event) => renounced.handle(shared, event),
+        (State::Postcopy(postcopy), event) => postcopy.handle(shared, event),
+        (State::Ready(ready), event) => ready.handle(shared, event),
+        // A source that cancels has not committed.
+        (_, Event::Message(ToTarget::Cancel(why))) => end(why, None),
+        (_, Event::Stopped) => fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop")),
+        (_, Event::LocalFailure(why)) => fail(why),
+        (_, Event::PeerLost(why)) => end(Refusal::new(RefusalCode::Other, why), None),
+        (State::Setup(setup), event) => setup.handle(shared, event),
+        (State::Receiving(receiving), event) => receiving.handle(shared, event),
+    }
+}
+
+/// What the host reads.
+impl Session {
+    /// Returns true if the source has announced a guest that fits.
+    pub(crate) fn accepted(&self) -> bool {
+        self.shared.accepted
+    }
+
+    /// Returns true if the source has not announced its guest yet.
+    pub(crate) fn awaits_setup(&self) -> bool {
+        matches!(&self.state, State::Setup(setup) if setup.awaits_announcement())
+    }
+
+    /// Returns true if a stop changes anything now.
+    ///
+    /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The host
+    /// reports a stop only while this is true: the stop flag stays set, and an event that changes
+    /// nothing would keep the host from all others.
+    pub(crate) fn heeds_stop(&self) -> bool {
+        match &self.state {
+            State::Setup(_) | State::Receiving(_) | State::Ready(_) | State::Claiming(_) => true,
+            // With an arbiter the guest is being given back. The session ends with the answer.
+            State::Renounced(_) => !self.shared.fenced,
+            State::Starting(_) | State::Postcopy(_) | State::Ended { .. } => false,
         }
     }
 
-    fn section(&mut self, section: Section) -> Vec<Action> {
-        self.state_bytes += section.name.len() + section.payload.len();
-        if self.state_bytes > MAX_STATE_BYTES || self.sections.len() == MAX_SECTIONS || self.state_complete {
-            let detail =
-                format!("more device state than the protocol allows ({} MiB)", MAX_STATE_BYTES >> 20);
-            return self.fail(Refusal::new(RefusalCode::State, detail), true);
+    /// Returns true if all memory is here, so that the bulk channels have done their work.
+    pub(crate) fn memory_complete(&self) -> bool {
+        match &self.state {
+            State::Ready(ready) => !ready.memory.is_missing(),
+            State::Claiming(claiming) => !claiming.memory.is_missing(),
+            State::Starting(starting) => !starting.memory.is_missing(),
+            _ => false,
         }
-        self.sections.push(section);
-        Vec::new()
     }
 
-    /// The commit is prepared only over memory that is complete and undamaged, whatever the source believes.
-    fn load(&mut self) -> Vec<Action> {
-        let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
-        if !(arrived && self.clean && self.state_complete) {
-            let detail = format!(
-                "load came too early (last pass complete: {arrived}, pages undamaged: {}, state complete: {})",
-                self.clean, self.state_complete
-            );
-            return self.fail(Refusal::new(RefusalCode::Protocol, detail), true);
+    /// Returns true if the session has ended: what was still to be done is moot.
+    pub(crate) fn ended(&self) -> bool {
+        matches!(self.state, State::Ended { .. })
+    }
+
+    /// Returns true if the source may open a new link to ask what has become of a guest that never
+    /// ran here. Once the target was ready the source may have sent the commit, even if it never came.
+    pub(crate) fn may_be_asked(&self) -> bool {
+        match &self.state {
+            State::Ready(ready) => ready.may_be_committed(),
+            State::Claiming(claiming) => claiming.memory.is_missing(),
+            State::Renounced(renounced) => renounced.may_be_asked(),
+            _ => false,
         }
-        self.state = State::Loading;
-        vec![Action::Load(std::mem::take(&mut self.sections))]
+    }
+
+    /// Returns true if the target has renounced the guest.
+    pub(crate) fn renounced(&self) -> bool {
+        matches!(self.state, State::Renounced(_))
+    }
+
+    /// Returns true while the guest runs here and pages are missing, or the source does not know yet
+    /// that none are.
+    pub(crate) fn running_lazily(&self) -> bool {
+        matches!(self.state, State::Postcopy(_))
+    }
+
+    /// Returns true if the guest runs here and the link is lost.
+    pub(crate) fn suspended(&self) -> bool {
+        matches!(&self.state, State::Postcopy(postcopy) if postcopy.is_suspended())
+    }
+
+    /// Returns true if the last missing page is here.
+    pub(crate) fn complete(&self) -> bool {
+        match &self.state {
+            State::Postcopy(postcopy) => postcopy.is_complete(),
+            State::Ended { complete } => *complete,
+            _ => false,
+        }
+    }
+
+    /// Returns why it is not known which side owns the guest, while it is not.
+    pub(crate) fn undecided(&self) -> Option<&str> {
+        match &self.state {
+            State::Claiming(claiming) => claiming.undecided(),
+            State::Renounced(renounced) => renounced.undecided(),
+            _ => None,
+        }
     }
 }
 

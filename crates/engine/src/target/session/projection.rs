@@ -1,40 +1,38 @@
 //! What tells two sessions apart in a model that looks at every reachable state.
 
-use super::Session;
-use super::fenced::Fenced;
+use super::renounced::Renounced;
+use super::{Memory, Session, Shared, State};
 use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
 
 impl Session {
-    /// Hashes what is decided by. Left out is what does not change in a run, and what is said of failures. Each field is named here:
-    /// who adds one has to say what becomes of it.
+    /// Hashes what decides.
+    ///
+    /// Each field is named, so that a new field does not compile before it is decided here. Left out
+    /// is what does not change in a run, and why something failed.
     pub(crate) fn project(&self, hasher: &mut impl Hasher) {
-        let Self {
-            machine: _,
-            tokens: _,
-            state,
-            accepted,
-            barriers,
-            received,
-            last_pass,
-            verify_pass,
-            clean,
-            sections,
-            state_bytes,
-            state_complete,
-            mode: _,
-            channels,
-            lazy,
-            lost,
-            complete,
-            renounced,
-            fenced,
-            load_us: _,
-        } = self;
-        state.hash(hasher);
-        (accepted, barriers, received, last_pass, verify_pass, clean).hash(hasher);
-        (sections.len(), state_bytes, state_complete, channels.count()).hash(hasher);
-        (lazy, lost, complete.is_some(), renounced.is_some()).hash(hasher);
-        let fenced = fenced.as_ref();
-        fenced.map(|Fenced { vain, giving_back, again: _, why: _ }| (vain, giving_back)).hash(hasher);
+        let Self { shared, state } = self;
+        let Shared { machine: _, tokens: _, fenced: _, load_us: _, mode: _, channels, accepted } = shared;
+        (channels.count(), accepted).hash(hasher);
+        discriminant(state).hash(hasher);
+        match state {
+            State::Setup(setup) => setup.hash(hasher),
+            State::Receiving(receiving) => receiving.project(hasher),
+            State::Ready(ready) => ready.project(hasher),
+            State::Claiming(claiming) => claiming.project(hasher),
+            State::Starting(starting) => starting.project(hasher),
+            State::Renounced(Renounced { why: _, giving_back: _, source_asks }) => source_asks.hash(hasher),
+            State::Postcopy(postcopy) => postcopy.project(hasher),
+            State::Ended { complete } => complete.hash(hasher),
+        }
+    }
+}
+
+impl Memory {
+    pub(super) fn project(&self, hasher: &mut impl Hasher) {
+        discriminant(self).hash(hasher);
+        if let Self::Missing { all_here } = self {
+            all_here.is_some().hash(hasher);
+        }
     }
 }
