@@ -1,67 +1,60 @@
-//! The source's driver: does what the session decides, with real threads, sockets and a real VM.
+//! The source's host: real threads, sockets and a real VM.
 //!
-//! Threads and what they own: the caller's thread runs the session, the VM and the tracker; one thread reads the control
-//! channel; one thread per bulk channel sends. They meet in one bounded queue of [`Input`]s.
+//! # Threads
+//!
+//! The caller's thread runs the session, the VM and the tracker. One thread reads the control channel,
+//! one thread for each bulk channel sends pages, and in postcopy one thread for each urgent channel
+//! answers requests. They report to the caller's thread through one bounded queue of [`Input`]s.
+//!
+//! # State
+//!
+//! [`Driver`] joins parts that own their state: [`Control`] the control channel, [`Channels`] the other
+//! channels and their threads, [`Guest`] the VM, [`Tracking`] the tracker, [`Pages`] the pages to send,
+//! [`Demand`] the missing pages in postcopy, [`Account`] the figures. The session alone knows the phase.
 
+mod account;
 mod channels;
-mod ending;
-mod free;
+mod control;
+mod demand;
+mod guest;
 mod pacing;
-mod passes;
-mod postcopy;
-mod showing;
-mod stopping;
+mod pages;
+mod tracking;
 
-use super::events::{Action, Event, Outcome};
-use super::flight::Flight;
+use super::events::{Action, Event, Outcome, Pass};
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
-use super::pending::Pending;
-use super::postcopy::{Claims, UrgentOut};
 use super::sender::Shared;
-use super::session::{Phase, Session};
-use super::settings::{Settings, SwitchoverBandwidth};
-use super::skip::Skipping;
-use super::timings::Timings;
-use crate::channel::{Pacer, Stream, Uri, read_message, send_message};
+use super::session::Session;
+use super::settings::{MigrationMode, Settings, SwitchoverBandwidth};
+use crate::channel::{Pacer, Stream, Uri};
 use crate::fence::{ArbiterError, Asker, Ruling};
-use crate::heartbeat::Heartbeat;
-use crate::lacking::Collected;
-use crate::monitor::Monitor;
+use crate::lacking::pieces;
+use crate::monitor::{MigrationState, Monitor};
 use crate::report::Report;
 use crate::run::{self, Agenda, Host};
-use crate::vm::{caught_io, shielded};
-use channels::Streams;
+use crate::vm::{Rehearsal, shielded};
+use account::Account;
+use channels::{Channels, Job};
+use control::Control;
+use demand::Demand;
+use guest::{Guest, state_bytes};
+use pages::Pages;
 use std::convert::Infallible;
-use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{Scope, ScopedJoinHandle};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
-use vmferry_core::{DirtyTracker, GuestMemory, PageSet, Protect, SourceVm};
-use vmferry_wire::{MigrationId, Refusal, RefusalCode, ToSource, ToTarget, Token, WireError};
+use tracking::Tracking;
+use vmferry_core::{DirtyTracker, GuestMemory, Protect, SourceVm, VmError};
+use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
 
-#[derive(Clone)]
-enum Job<'e> {
-    Pages {
-        pass: u32,
-        flight: Arc<Flight>,
-        first: bool,
-    },
-    /// Of all pages but these.
-    Digests {
-        pass: u32,
-        except: Arc<PageSet>,
-    },
-    Rest {
-        pass: u32,
-        claims: Arc<Claims>,
-        urgent: Arc<Vec<UrgentOut<'e>>>,
-    },
-}
+/// Length of the queue of inputs. A few are enough: what a peer says waits in its socket and not in
+/// this process's memory.
+const QUEUE: usize = 8;
 
 /// What outlives the channel threads, so that they may borrow it.
-pub(super) struct Ground<'a> {
+pub(super) struct Context<'a> {
     pub(super) uri: &'a Uri,
     pub(super) settings: &'a Settings,
     pub(super) monitor: &'a Monitor,
@@ -70,109 +63,106 @@ pub(super) struct Ground<'a> {
     pub(super) pacer: Pacer,
     /// For what is never held back.
     pub(super) unpaced: Pacer,
+    /// The threads of the present set of channels have to end.
     pub(super) stop: AtomicBool,
     pub(super) began: Instant,
-    /// CPU time that the thread that migrates had used by then.
+    /// CPU time that the caller's thread had used by then.
     pub(super) cpu_before_us: u64,
 }
 
+impl Context<'_> {
+    /// Returns what a bulk channel's sender needs.
+    fn shared<'a>(&'a self, protect: &'a dyn Protect) -> Shared<'a> {
+        Shared {
+            memory: &*self.memory,
+            protect,
+            pacer: &self.pacer,
+            counters: &self.monitor.counters,
+            stop: &self.stop,
+            channels: self.settings.channels,
+        }
+    }
+}
+
+/// The queue of inputs.
+struct Inputs {
+    sender: SyncSender<Numbered>,
+    receiver: Receiver<Numbered>,
+}
+
+impl Inputs {
+    fn new() -> Self {
+        let (sender, receiver) = sync_channel(QUEUE);
+        Self { sender, receiver }
+    }
+
+    /// Returns a function that wakes the caller's thread. That thread looks for requests and answers
+    /// after every input, so a full queue needs no wake.
+    fn waker(&self) -> impl Fn() + Send + Sync + 'static {
+        let sender = self.sender.clone();
+        move || drop(sender.try_send((0, Input::Wake)))
+    }
+
+    /// Takes inputs and drops them, until the control channel has ended or `time` has passed.
+    fn drain_until_control_ends(&self, time: Duration) {
+        let deadline = Instant::now() + time;
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            match self.receiver.recv_timeout(left) {
+                Ok((_, Input::ControlLost(_))) | Err(_) => return,
+                Ok(_) => {}
+            }
+        }
+    }
+}
+
+/// The source's host.
 pub(super) struct Driver<'s, 'e> {
-    ground: &'e Ground<'e>,
-    scope: &'s Scope<'s, 'e>,
-    vm: &'e mut dyn SourceVm,
-    tracker: Box<dyn DirtyTracker>,
-    tracking: bool,
+    context: &'e Context<'e>,
     session: Session,
     agenda: Agenda<Action>,
     inbox: Inbox,
-    inputs: (SyncSender<Numbered>, Receiver<Numbered>),
-    control: Arc<Stream>,
-    /// What speaks for this side while the VM is at work.
-    heart: Option<Heartbeat>,
-    /// What the control channel can be taken up again with.
-    resume: Token,
-    streams: Streams,
-    jobs: Vec<SyncSender<Job<'e>>>,
-    /// Whoever may still protect pages.
-    senders: Vec<ScopedJoinHandle<'s, ()>>,
-    /// Once the guest was handed over with pages lacking.
-    claims: Option<Arc<Claims>>,
-    /// The pages that the target was told it lacks.
-    handed_over: Option<Arc<PageSet>>,
-    urgent: Arc<Vec<UrgentOut<'e>>>,
-    lacking: Collected,
-    pending: Pending,
-    /// Who says which pages are free, if anybody does.
-    skipping: Option<Skipping>,
-    /// Protects pages that are put off; none before tracking has begun.
-    protect: Option<Arc<dyn Protect>>,
-    /// The guest stands still, here.
-    paused: bool,
-    /// When, and in which phase, the monitor was given the account so far; `None` if it never was.
-    accounted: Option<(Phase, Instant)>,
-    timings: Timings,
-    dirtied_since: Instant,
-    /// Who is asked when nobody knows who owns the guest.
-    fence: Option<Asker>,
-    /// By when the device state has to be sent.
-    state_deadline: Option<Instant>,
-    /// The VM was asked to slow the guest.
-    throttled: bool,
-    /// Pages that each vCPU has written by the last harvest.
-    written: Vec<u64>,
+    inputs: Inputs,
+    arbiter: Option<Asker>,
+    control: Control,
+    channels: Channels<'s, 'e>,
+    guest: Guest<'e>,
+    tracking: Tracking,
+    pages: Pages,
+    demand: Demand<'e>,
+    account: Account,
 }
 
 impl<'s, 'e> Driver<'s, 'e> {
+    /// Runs a migration to its end.
     pub(super) fn run(
-        ground: &'e Ground<'e>,
+        context: &'e Context<'e>,
         scope: &'s Scope<'s, 'e>,
         vm: &'e mut dyn SourceVm,
         tracker: Box<dyn DirtyTracker>,
         control: Stream,
     ) -> Report {
-        // A few are enough, and what a peer says waits in its socket, not in our memory.
-        let inputs = sync_channel(8);
-        let pages = ground.memory.layout().pages();
-        let held_before = vm.throttled();
-        let (session, first) =
-            Session::begin(ground.settings.clone(), vm.config(), pages, ground.began.elapsed());
-        let layout = ground.memory.layout();
-        let pending = Pending::everything(layout);
-        let free = if ground.settings.free_pages { vm.free_pages() } else { None };
+        let layout = context.memory.layout();
+        let now = context.began.elapsed();
+        let (session, first) = Session::begin(context.settings.clone(), vm.config(), layout.pages(), now);
+        let free = if context.settings.free_pages { vm.free_pages() } else { None };
+        let account = Account::new(context, vm.throttled());
         let mut driver = Self {
-            ground,
-            scope,
-            vm,
-            tracker,
-            tracking: false,
+            context,
             session,
             agenda: Agenda::new(first),
-            inbox: Inbox::new(ground.began.elapsed()),
-            inputs,
-            control: Arc::new(control),
-            heart: None,
-            resume: Token::NONE,
-            streams: Streams::default(),
-            jobs: Vec::new(),
-            senders: Vec::new(),
-            claims: None,
-            handed_over: None,
-            urgent: Arc::default(),
-            lacking: Collected::new(ground.memory.layout()),
-            pending,
-            skipping: free.map(|source| Skipping::new(source, layout)),
-            protect: None,
-            paused: false,
-            accounted: None,
-            timings: Timings::new(ground, held_before),
-            dirtied_since: Instant::now(),
-            throttled: false,
-            written: Vec::new(),
-            fence: ground.settings.fence.clone().map(|fence| Asker::new(fence, ground.migration)),
-            state_deadline: None,
+            inbox: Inbox::new(now),
+            inputs: Inputs::new(),
+            arbiter: context.settings.fence.clone().map(|fence| Asker::new(fence, context.migration)),
+            control: Control::new(control),
+            channels: Channels::new(scope),
+            guest: Guest::new(vm),
+            tracking: Tracking::new(tracker),
+            pages: Pages::everything(layout, free),
+            demand: Demand::new(layout),
+            account,
         };
-        ground.monitor.update(|progress| progress.id = ground.migration.to_string());
-        let _waker = ground.monitor.wakers().register(waking(&driver.inputs.0));
+        context.monitor.update(|progress| progress.id = context.migration.to_string());
+        let _waker = context.monitor.wakers().register(driver.inputs.waker());
         let outcome = driver.listen().map_or_else(
             |error| {
                 Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
@@ -182,114 +172,74 @@ impl<'s, 'e> Driver<'s, 'e> {
                 outcome
             },
         );
-        driver.timings.ended(&outcome);
-        driver.close(&outcome);
-        driver.close_fence();
-        let held = shielded("how long the guest was slowed is not known", || driver.vm.throttled());
-        let mut report =
-            driver.timings.report(driver.ground, &driver.session, &outcome, &*driver.tracker, &held);
-        driver.report_free(&mut report);
-        report
+        driver.finish(&outcome)
     }
 
-    fn listen(&mut self) -> io::Result<()> {
-        self.heart = Some(Heartbeat::of_source(self.ground.settings.peer_timeout)?);
+    fn listen(&mut self) -> std::io::Result<()> {
+        self.control.start_heartbeat(self.context.settings.peer_timeout)?;
         self.read_control()
     }
 
-    /// Has the VM do something; the target hears of this side meanwhile.
-    fn busy<T>(
-        &mut self,
-        work: impl FnOnce(&mut dyn SourceVm, &mut dyn DirtyTracker, &mut Pending) -> T,
-    ) -> T {
-        let (vm, tracker, pending) = (&mut *self.vm, &mut *self.tracker, &mut self.pending);
-        match &self.heart {
-            Some(heart) => heart.during(&self.control, || work(vm, tracker, pending)),
-            None => work(vm, tracker, pending),
+    fn read_control(&self) -> std::io::Result<()> {
+        let (inputs, generation) = (self.inputs.sender.clone(), self.inbox.generation());
+        self.control.read(self.context, self.channels.scope, inputs, generation)
+    }
+
+    /// Ends the migration and reports it.
+    fn finish(&mut self, outcome: &Outcome) -> Report {
+        self.account.timings.ended(outcome);
+        self.close(outcome);
+        // The register is done, unless the target may have to read it.
+        if let Some(arbiter) = self.arbiter.as_ref().filter(|_| self.session.fence_done()) {
+            shielded("the register of the fence stays", || arbiter.close());
         }
+        let held = self.guest.held();
+        let tracker = self.tracking.tracker();
+        let mut report = self.account.timings.report(self.context, &self.session, outcome, tracker, &held);
+        self.pages.report(&mut report, self.context.settings.verify);
+        report
     }
 
-    fn read_control(&self) -> io::Result<()> {
-        let (control, inputs, generation) =
-            (Arc::clone(&self.control), self.inputs.0.clone(), self.inbox.generation());
-        let (began, silence) = (self.ground.began, self.ground.settings.peer_timeout);
-        let read = move || loop {
-            match caught_io(|| read_message(&control)) {
-                Ok(message) => {
-                    let at = began.elapsed();
-                    if inputs.send((generation, Input::Message(message, at))).is_err() {
-                        return;
-                    }
-                }
-                Err(error) => {
-                    let why = lost_control(&control.peer, &error, silence);
-                    let _ = inputs.send((generation, Input::ControlLost(why)));
-                    return;
-                }
-            }
-        };
-        vmferry_thread::spawn_scoped(vmferry_thread::Role::Control, "source-control", self.scope, read)
-            .map(drop)
-    }
-
-    fn switch_bandwidth(&self) {
-        match self.ground.settings.switchover_bandwidth {
-            None => {}
-            Some(SwitchoverBandwidth::Unlimited) => self.ground.pacer.set(None),
-            Some(SwitchoverBandwidth::AtMost(rate)) => self.ground.pacer.set(Some(rate)),
+    /// Leaves nothing behind: no thread blocked, no page tracked, and the target has the last message.
+    fn close(&mut self, outcome: &Outcome) {
+        self.guest.unthrottle();
+        self.pages.stop_asking();
+        self.shut_down_channels();
+        self.control.stream.finish();
+        if !self.inbox.control_lost() {
+            self.inputs.drain_until_control_ends(Duration::from_secs(1));
         }
-    }
-
-    /// Returns the longest time that sending `message` may take. The guest is paused while the device state is sent, so all
-    /// messages of the state together may take as long as any other message alone.
-    fn send_time(&self, message: &ToTarget) -> Duration {
-        let longest = self.ground.settings.peer_timeout;
-        match (message, self.state_deadline) {
-            (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
-                deadline.saturating_duration_since(Instant::now())
-            }
-            _ => longest,
-        }
-    }
-
-    fn send(&mut self, message: &ToTarget) -> Option<Event> {
-        self.timings.sending(message);
-        let failed = send_message(&self.control, message, self.send_time(message)).err()?;
-        if let Some(too_large @ WireError::TooLarge { .. }) = failed.wire_error() {
-            let what = match message {
-                ToTarget::Section(section) => format!("the device state '{}'", section.name),
-                _ => "a message to the target".into(),
+        self.control.stream.shutdown();
+        // No input counts any more, so no thread waits for room.
+        self.inputs = Inputs::new();
+        // Before the tracker: a page that was protected after its end would stay so.
+        self.channels.join();
+        self.tracking.stop();
+        self.context.monitor.update(|progress| {
+            progress.busy = None;
+            progress.state = match outcome {
+                Outcome::Completed => MigrationState::Completed,
+                Outcome::Cancelled(_) => MigrationState::Cancelled,
+                Outcome::Failed(_) => MigrationState::Failed,
+                Outcome::Unknown(_) => MigrationState::Unknown,
+                Outcome::Lost(_) => MigrationState::Lost,
             };
-            let detail = format!("{what} cannot be sent: {too_large}");
-            return Some(Event::LocalFailure(Refusal::new(RefusalCode::State, detail)));
-        }
-        let why = format!("the link to {} failed: {}", self.control.peer, failed.error);
-        // The target's own words, if it left any, say more than that it is gone; after the commit only where a ping meets that.
-        let gone = matches!(failed.error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
-        if gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
-            self.inbox.hold(self.ground.began.elapsed(), why);
-            return None;
-        }
-        Some(if failed.nothing_left { Event::unsent(message, why) } else { Event::PeerLost(why) })
+        });
     }
 
-    fn start_tracker(&mut self) -> Event {
-        // Before anything is read, and even if it fails half-way there is something to stop.
-        self.tracking = true;
-        self.dirtied_since = Instant::now();
-        if let Err(error) = self.busy(|_, tracker, _| tracker.start()) {
-            return local("starting to track dirty pages", &error);
-        }
-        let protect = self.tracker.protector();
-        if !protect.chunk_pages().is_power_of_two() {
-            let wrong =
-                format!("its chunks are of {} pages, which is no power of two", protect.chunk_pages());
-            return local("starting to track dirty pages", &crate::VmError::new(wrong));
-        }
-        self.protect = Some(protect);
-        match self.start_senders() {
-            Ok(()) => Event::TrackerStarted,
-            Err(error) => local("starting a channel's thread", &crate::VmError::new(error)),
+    /// Ends all channels but the control channel, and what a thread waits for in them.
+    fn shut_down_channels(&self) {
+        self.context.stop.store(true, Ordering::Release);
+        self.channels.shutdown();
+    }
+}
+
+impl Drop for Driver<'_, '_> {
+    /// After a panic, which the VM's own code may cause, no thread must wait for a peer.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shut_down_channels();
+            self.control.stream.shutdown();
         }
     }
 }
@@ -299,7 +249,7 @@ impl Host for Driver<'_, '_> {
     type Idle = Infallible;
 
     fn now(&self) -> Duration {
-        self.ground.began.elapsed()
+        self.context.began.elapsed()
     }
 
     fn session(&self) -> &Session {
@@ -319,41 +269,25 @@ impl Host for Driver<'_, '_> {
             Action::Send(message) => self.send(&message),
             Action::OpenChannels { bulk, urgent } => Some(self.open_channels(bulk, urgent)),
             Action::Remember { resume } => {
-                self.resume = resume;
+                self.control.resume = resume;
                 None
             }
             Action::StartTracker => Some(self.start_tracker()),
-            Action::Rehearse { within } => Some(self.rehearse(within)),
+            Action::Rehearse { within } => Some(self.trial_pause(within)),
             Action::Harvest => Some(self.harvest()),
             Action::SendPass { number, pass } => self.send_pass(number, pass),
             Action::Throttle(shares) => {
-                self.throttle(shares);
+                if self.guest.throttle(&shares) {
+                    self.account.timings.throttled(shares);
+                }
                 None
             }
-            Action::Pause => {
-                let predicted = self.session.predicted_downtime();
-                self.timings.pausing(predicted);
-                self.switch_bandwidth();
-                self.stop_asking();
-                let paused = self.busy(|vm, _, _| vm.pause());
-                self.paused = paused.is_ok();
-                self.timings.paused();
-                Some(paused.map_or_else(|error| local("pausing the guest", &error), |()| Event::Paused))
-            }
-            Action::Save { within } => {
-                if within == Duration::MAX {
-                    // Somebody wants it whatever it takes, and may look at it meanwhile.
-                    self.show_progress();
-                }
-                Some(self.save(within))
-            }
-            Action::GoOn => Some(self.go_on()),
+            Action::Pause => Some(self.pause()),
+            Action::Save { within } => Some(self.save(within)),
+            Action::GoOn => Some(self.run_on()),
             Action::Release => {
-                let released = self.busy(|vm, _, _| vm.release());
-                Some(released.map_or_else(
-                    |error| local("letting go of what the target needs", &error),
-                    |()| Event::Released,
-                ))
+                let released = self.guest.during(&self.control, |vm| vm.release());
+                Some(event(released, "letting go of what the target needs", |()| Event::Released))
             }
             Action::HandOver { also } => Some(self.hand_over(&also)),
             Action::SendRest { number } => self.send_rest(number),
@@ -362,11 +296,13 @@ impl Host for Driver<'_, '_> {
                 None
             }
             Action::Reconnect { after } => Some(self.reconnect(after)),
-            Action::TakeLacking(piece) => self.lacking.add(&piece).err().map(Event::PeerLost),
-            Action::ServeAgain { pages } => self.serve_again(pages),
+            Action::TakeLacking(piece) => self.demand.missing.add(&piece).err().map(Event::PeerLost),
+            Action::ServeAgain { pages } => {
+                self.demand.named_again(self.context, pages).err().map(Event::PeerLost)
+            }
             Action::Fence { word, after } => {
-                if let Some(fence) = &self.fence {
-                    fence.ask(word, after, waking(&self.inputs.0));
+                if let Some(arbiter) = &self.arbiter {
+                    arbiter.ask(word, after, self.inputs.waker());
                 }
                 None
             }
@@ -390,67 +326,323 @@ impl Sources for Driver<'_, '_> {
     }
 
     fn cancelled(&self) -> bool {
-        self.ground.monitor.cancelled()
+        self.context.monitor.cancelled()
     }
 
     fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>> {
-        self.fence.as_ref().and_then(Asker::answer).map(|(_, answer)| answer)
+        self.arbiter.as_ref().and_then(Asker::answer).map(|(_, answer)| answer)
     }
 
     fn request(&mut self) -> Option<Event> {
-        self.asked()
+        let monitor = self.context.monitor;
+        if monitor.take_switch() {
+            return Some(Event::SwitchNow);
+        }
+        if monitor.take_pause() {
+            return Some(Event::Pause);
+        }
+        if monitor.take_abandon() {
+            return Some(Event::Abandon);
+        }
+        monitor.take_recover().then_some(Event::Recover)
     }
 
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
-        let patience = self.leave_out_free().min(until.saturating_sub(self.now()));
-        Ok(self.inputs.1.recv_timeout(patience).ok())
+        let idle = self.pages.leave_out_free(self.tracking.protect(), self.context.monitor);
+        let patience = idle.min(until.saturating_sub(self.now()));
+        Ok(self.inputs.receiver.recv_timeout(patience).ok())
     }
 
     fn unsent(&self) -> u64 {
-        self.claims.as_ref().map_or(0, |claims| claims.left())
+        self.demand.left().unwrap_or(0)
     }
 
     fn heard(&mut self, message: &ToSource) {
-        self.timings.message(message);
+        self.account.timings.message(message);
     }
 
     fn pass_sent(&mut self) -> (u64, Duration) {
-        let bytes = self.timings.pass_sent(self.ground.monitor);
-        (bytes, self.timings.listing())
+        let timings = &mut self.account.timings;
+        (timings.pass_sent(self.context.monitor), timings.listing())
     }
 }
 
-/// Says why the control channel has ended.
-fn lost_control(peer: &str, error: &io::Error, silence: Duration) -> String {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-            format!("the target {peer} closed the connection")
+/// The guest.
+impl Driver<'_, '_> {
+    fn trial_pause(&mut self, within: Duration) -> Event {
+        let tried = self.guest.trial_pause(&self.control, within);
+        if let Ok(Rehearsal { sections: Ok(_), pause, stood, .. }) = &tried {
+            self.account.timings.tried(stood.saturating_sub(*pause));
         }
-        io::ErrorKind::TimedOut => format!("nothing was heard of the target {peer} for {silence:?}"),
-        _ => format!("the link to {peer} failed: {error}"),
+        let measured = tried.and_then(|Rehearsal { sections, pause, settle, save, stood }| match sections {
+            Err(busy) => Ok(Event::Busy { stood, why: busy.to_string() }),
+            Ok(sections) => state_bytes(&sections).map(|state_bytes| Event::Rehearsed {
+                fixed: pause + save,
+                save,
+                settle,
+                stood,
+                state_bytes,
+            }),
+        });
+        event(measured, "rehearsing the pause", |measured| measured)
+    }
+
+    fn pause(&mut self) -> Event {
+        self.account.timings.pausing(self.session.predicted_downtime());
+        match self.context.settings.switchover_bandwidth {
+            None => {}
+            Some(SwitchoverBandwidth::Unlimited) => self.context.pacer.set(None),
+            Some(SwitchoverBandwidth::AtMost(rate)) => self.context.pacer.set(Some(rate)),
+        }
+        self.pages.stop_asking();
+        let paused = self.guest.pause(&self.control);
+        self.account.timings.paused();
+        event(paused, "pausing the guest", |()| Event::Paused)
+    }
+
+    fn save(&mut self, within: Duration) -> Event {
+        if within == Duration::MAX {
+            // The operator insists, and may look at the progress meanwhile.
+            self.show_progress();
+        }
+        let saved = self.guest.save(&self.control, within);
+        self.account.timings.saved();
+        self.control.expect_state(self.context.settings.peer_timeout);
+        match saved {
+            Ok(sections) => Event::Saved { sections },
+            Err(busy) if busy.is_busy() => {
+                Event::Busy { stood: self.account.timings.stood(), why: busy.to_string() }
+            }
+            Err(error) => local("saving the device state", &error),
+        }
+    }
+
+    /// Lets the guest run on, as before its pause.
+    fn run_on(&mut self) -> Event {
+        let resumed = self.guest.resume(&self.control);
+        self.account.timings.went_on(self.context.settings.mode);
+        self.context.pacer.set(self.context.settings.max_bandwidth);
+        event(resumed, "letting the guest go on", |()| Event::Resumed)
+    }
+
+    /// Lets the guest run again for good.
+    fn resume(&mut self) -> Event {
+        // The guest first: stopping senders and the tracker can take their time.
+        self.guest.unthrottle();
+        self.pages.stop_asking();
+        let resumed = self.guest.resume(&self.control);
+        self.account.timings.resumed();
+        self.shut_down_channels();
+        event(resumed, "resuming the guest", |()| Event::Resumed)
     }
 }
 
-/// Returns a function that wakes the driver. The driver looks for requests and answers after every input, so a full queue needs nothing.
-fn waking(inputs: &SyncSender<Numbered>) -> impl Fn() + Send + Sync + 'static {
-    let inputs = inputs.clone();
-    move || drop(inputs.try_send((0, Input::Wake)))
+/// Passes over memory.
+impl<'e> Driver<'_, 'e> {
+    fn start_tracker(&mut self) -> Event {
+        let started = self.control.during(|| self.tracking.start());
+        if let Err(error) = started {
+            return local("starting to track dirty pages", &error);
+        }
+        event(self.start_senders(), "starting a channel's thread", |()| Event::TrackerStarted)
+    }
+
+    fn start_senders(&mut self) -> Result<(), VmError> {
+        let (inputs, generation) = (&self.inputs.sender, self.inbox.generation());
+        let protector = || self.tracking.protector();
+        self.channels.start_senders(self.context, protector, inputs, generation).map_err(VmError::new)
+    }
+
+    fn harvest(&mut self) -> Event {
+        let began = Instant::now();
+        self.account.timings.state_sent();
+        let (tracking, pages) = (&mut self.tracking, &mut self.pages);
+        let since = pages.before_harvest();
+        if let Err(error) = self.control.during(|| tracking.harvest(since)) {
+            return local("harvesting dirty pages", &error);
+        }
+        let monitor = self.context.monitor;
+        let paused = self.guest.is_paused();
+        if paused {
+            pages.settle_free(monitor);
+        }
+        let dirty = pages.count();
+        let (seconds, writers) = tracking.harvested();
+        self.account.timings.harvested(began.elapsed(), dirty, !self.session.is_waking());
+        // What a paused guest had written in the moment since the last harvest is no rate.
+        if !paused {
+            monitor.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
+        }
+        Event::Harvested { pages: dirty, writers }
+    }
+
+    fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
+        let began = Instant::now();
+        let (flight, first) = match pass {
+            Pass::Dirty { first } => (self.pages.pending.take_off(), first),
+            Pass::Again(runs) => match self.pages.resend(self.context.memory.layout(), &runs) {
+                Ok(flight) => (flight, false),
+                Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
+            },
+            Pass::Digests => return Some(self.send_digests(number)),
+        };
+        self.account.timings.listed(began);
+        if !first && let Some(rate) = self.session.bandwidth() {
+            self.channels.keep_sockets_short(rate);
+        }
+        self.begin_pass(number, flight.pages());
+        self.give_out(&Job::Pages { pass: number, flight: Arc::clone(&flight), first });
+        // A paused guest was settled at the last harvest.
+        if !self.guest.is_paused() {
+            self.pages.ask_what_is_free(&flight);
+        }
+        self.pages.count_free(0, self.context.monitor);
+        None
+    }
+
+    /// Sends the digests of all pages that the target has and that count.
+    fn send_digests(&mut self, number: u32) -> Event {
+        self.account.timings.verifying();
+        let except = self.pages.not_compared();
+        let pages = self.context.memory.layout().pages() - except.count();
+        self.give_out(&Job::Digests { pass: number, except: Arc::new(except) });
+        Event::Comparing { pages }
+    }
+
+    fn begin_pass(&mut self, number: u32, pages: u64) {
+        self.account.timings.begin_pass(number, pages, self.context.monitor);
+        self.context.monitor.begin_pass(number, pages);
+    }
+
+    /// Gives every bulk thread its part of `job`.
+    fn give_out(&mut self, job: &Job<'e>) {
+        self.inbox.pass_given_to(self.channels.give_out(job));
+    }
 }
 
-fn local(what: &str, error: &crate::VmError) -> Event {
+/// Channels and messages.
+impl Driver<'_, '_> {
+    fn send(&mut self, message: &ToTarget) -> Option<Event> {
+        self.account.timings.sending(message);
+        let failed = self.control.send(message, self.context.settings.peer_timeout).err()?;
+        if let Some(too_large) = failed.too_large {
+            return Some(Event::LocalFailure(too_large));
+        }
+        // The target's own words, if it left any, say more than that it is gone; after the commit only
+        // where a ping meets that.
+        if failed.peer_gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
+            self.inbox.hold(self.context.began.elapsed(), failed.why);
+            return None;
+        }
+        Some(match failed.nothing_left {
+            true => Event::unsent(message, failed.why),
+            false => Event::PeerLost(failed.why),
+        })
+    }
+
+    fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
+        // Once the guest is handed over it is too late for a cancel.
+        let handed_over = self.session.handed_over();
+        let cancel = (!handed_over).then_some(self.context.monitor);
+        match self.channels.open(self.context, (bulk, urgent), cancel) {
+            // Channels that were opened anew serve requests at once.
+            Ok(()) => match self.serve_requests() {
+                Ok(()) => Event::ChannelsOpened,
+                Err(error) => Event::PeerLost(format!("no thread for an urgent channel: {error}")),
+            },
+            Err(crate::MigrateError::Cancelled { .. }) => {
+                self.inbox.cancel_told();
+                Event::Cancel
+            }
+            Err(error) if handed_over => Event::PeerLost(error.to_string()),
+            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Other, error.to_string())),
+        }
+    }
+
+    fn disconnect(&mut self) {
+        self.shut_down_channels();
+        self.control.stream.shutdown();
+        self.channels.end_jobs();
+        // What the threads still report counts no more, and the target names the pages that they had.
+        self.inbox.closed();
+        self.demand.end();
+    }
+
+    fn reconnect(&mut self, after: Duration) -> Event {
+        let until = Instant::now() + after;
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            // Threads of the lost channels need room in the queue to end.
+            let _ = self.inputs.receiver.recv_timeout(left);
+        }
+        if let Err(error) = self.control.reconnect(self.context) {
+            return Event::NotReconnected(error.to_string());
+        }
+        self.inbox.reopened();
+        self.context.stop.store(false, Ordering::Release);
+        self.demand.hear_anew(self.context.memory.layout());
+        match self.read_control() {
+            Ok(()) => Event::Reconnected,
+            Err(error) => Event::NotReconnected(format!("no thread for the link: {error}")),
+        }
+    }
+}
+
+/// The handover, and the missing pages after it.
+impl Driver<'_, '_> {
+    /// Names the missing pages to the target. The guest is paused, so what is pending is what is
+    /// missing.
+    fn hand_over(&mut self, also: &[RunName]) -> Event {
+        self.account.timings.state_sent();
+        if self.context.settings.mode == MigrationMode::Postcopy {
+            // No harvest came before.
+            self.pages.settle_free(self.context.monitor);
+        }
+        let missing = match self.pages.take_missing(self.context.memory.layout(), also) {
+            Ok(missing) => missing,
+            Err(why) => return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)),
+        };
+        for piece in pieces(&missing) {
+            if let Some(failed) = self.send(&ToTarget::Lacking(piece)) {
+                return failed;
+            }
+        }
+        self.demand.begin(self.context, &missing);
+        let (pages, skipped) = (missing.count(), self.pages.pending.skipped_count());
+        event(self.serve_requests().map_err(VmError::new), "starting an urgent channel's thread", |()| {
+            Event::HandedOver { pages, skipped }
+        })
+    }
+
+    /// Answers requests for missing pages from now on, if there are any.
+    fn serve_requests(&mut self) -> std::io::Result<()> {
+        let (inputs, generation) = (&self.inputs.sender, self.inbox.generation());
+        self.demand.serve(self.context, &self.channels, inputs, generation)
+    }
+
+    /// Sends the missing pages that no vCPU waits for.
+    fn send_rest(&mut self, number: u32) -> Option<Event> {
+        let claims = self.demand.claims()?;
+        if self.channels.has_no_senders()
+            && let Err(error) = self.start_senders()
+        {
+            return Some(local("starting a channel's thread", &error));
+        }
+        self.begin_pass(number, claims.left());
+        // The guest is paused no more.
+        self.context.pacer.set(self.context.settings.max_bandwidth);
+        let longest = self.session.patience();
+        pacing::pace(self.context, &self.channels, longest, &claims);
+        let job = Job::Rest { pass: number, claims, urgent: self.demand.urgent() };
+        self.give_out(&job);
+        None
+    }
+}
+
+/// Makes the result of a step its event. `what` names the step.
+fn event<T>(result: Result<T, VmError>, what: &str, done: impl FnOnce(T) -> Event) -> Event {
+    result.map_or_else(|error| local(what, &error), done)
+}
+
+fn local(what: &str, error: &VmError) -> Event {
     Event::LocalFailure(Refusal::new(RefusalCode::Other, format!("{what} failed: {error}")))
-}
-
-impl<'e> Ground<'e> {
-    /// What a bulk channel's sender needs.
-    fn shared<'a>(&'a self, protect: &'a dyn Protect) -> Shared<'a> {
-        Shared {
-            memory: &*self.memory,
-            protect,
-            pacer: &self.pacer,
-            counters: &self.monitor.counters,
-            stop: &self.stop,
-            channels: self.settings.channels,
-        }
-    }
 }

@@ -97,7 +97,7 @@ pub fn migrate(
         }
         control => control?,
     };
-    let ground = driver::Ground {
+    let context = driver::Context {
         uri,
         settings,
         monitor,
@@ -109,7 +109,7 @@ pub fn migrate(
         began,
         cpu_before_us,
     };
-    let mut report = std::thread::scope(|scope| driver::Driver::run(&ground, scope, vm, tracker, control));
+    let mut report = std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, tracker, control));
     // The channel threads have ended by now: their CPU time is complete.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.pace = monitor.pace();

@@ -1,6 +1,6 @@
 //! Where the time went: stamps taken by the driver, made into the report at the end.
 
-use super::driver::Ground;
+use super::driver::Context;
 use super::events::Outcome;
 use super::session::Session;
 use super::spans::Spans;
@@ -57,8 +57,8 @@ pub(super) struct Timings {
 
 impl Timings {
     /// Of this migration, whose guest's vCPUs have been held for so long before.
-    pub(super) fn new(ground: &Ground<'_>, held_before: Vec<Duration>) -> Self {
-        let spans = Spans::begin(&ground.migration.to_string(), &ground.settings.mode.to_string());
+    pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
+        let spans = Spans::begin(&context.migration.to_string(), &context.settings.mode.to_string());
         Self { spans, held_before, ..Self::default() }
     }
 
@@ -291,12 +291,12 @@ impl Timings {
     /// The account so far, of a migration that has not ended; the state and what goes on by itself is the monitor's to add.
     pub(super) fn account(
         &self,
-        ground: &Ground<'_>,
+        context: &Context<'_>,
         session: &Session,
         tracker: &dyn DirtyTracker,
         held: &[Duration],
     ) -> Report {
-        let counters = &ground.monitor.counters;
+        let counters = &context.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let started = self.running.or(self.resumed).unwrap_or_else(Instant::now);
         let end = self.complete.unwrap_or(started);
@@ -304,22 +304,22 @@ impl Timings {
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
         let verification = session.verification().cloned().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
-        let lazily = session.figures().filter(|_| ground.settings.verify);
+        let lazily = session.figures().filter(|_| context.settings.verify);
         let lazily = lazily.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
         Report {
-            id: ground.migration.to_string(),
-            mode: ground.settings.mode.to_string(),
+            id: context.migration.to_string(),
+            mode: context.settings.mode.to_string(),
             postcopy: session.figures().map(PostcopyFigures::from),
-            pace: ground.monitor.pace(),
+            pace: context.monitor.pace(),
             interruptions: session.interruptions(),
             put_off: session.put_off(),
             put_off_ms: ms(session.put_off_for()),
             trial_pauses: self.trials,
             trial_pause_ms: ms(self.trial),
             tracker: tracker.kind().to_string(),
-            total_ms: ms(end.saturating_duration_since(ground.began)),
+            total_ms: ms(end.saturating_duration_since(context.began)),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
-            setup_ms: ms(between(Some(ground.began), self.first_page)),
+            setup_ms: ms(between(Some(context.began), self.first_page)),
             predicted_downtime_ms: self.predicted.map(ms),
             downtime: self.downtime(session),
             bytes: Bytes {
@@ -328,15 +328,15 @@ impl Timings {
                 zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
                 ..Bytes::default()
             },
-            passes: self.passes(ground.began),
-            phases: self.phases(ground.began, end),
+            passes: self.passes(context.began),
+            phases: self.phases(context.began, end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
             ring: shielded("how the rings did is not known", || tracker.ring()),
             throttle: self.throttle(held),
             course: session.course().to_vec(),
             cpu_ms: Cpu {
                 // What the thread that migrates used before does not count.
-                source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(ground.cpu_before_us)
+                source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(context.cpu_before_us)
                     as f64
                     / 1e3,
                 destination: ms(session.summary().target_cpu),
@@ -353,7 +353,7 @@ impl Timings {
     /// The same of one that has ended with `outcome`.
     pub(super) fn report(
         &self,
-        ground: &Ground<'_>,
+        context: &Context<'_>,
         session: &Session,
         outcome: &Outcome,
         tracker: &dyn DirtyTracker,
@@ -373,7 +373,7 @@ impl Timings {
             stands_still: session.stands_still(),
             refused_feature: self.passes.is_empty()
                 && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
-            ..self.account(ground, session, tracker, held)
+            ..self.account(context, session, tracker, held)
         }
     }
 }

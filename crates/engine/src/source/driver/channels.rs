@@ -1,76 +1,188 @@
-//! Opening channels, and closing them.
+//! The channels for pages, and the threads that send them.
 
-use super::Driver;
-use crate::channel::{Stream, connect};
-use crate::source::events::Event;
+use super::Context;
+use crate::MigrateError;
+use crate::channel::{Stream, connect, tcp};
+use crate::monitor::Monitor;
+use crate::source::flight::Flight;
+use crate::source::inbox::{Input, Numbered};
+use crate::source::postcopy::{Claims, UrgentOut};
+use crate::source::sender::{Sender, UNSENT};
+use crate::vm::caught;
+use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use vmferry_wire::{Refusal, RefusalCode, Role, Token};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::{Scope, ScopedJoinHandle};
+use vmferry_core::{PageSet, Protect};
+use vmferry_wire::{Role, Token};
 
-/// The channels of a migration but for the control channel.
-#[derive(Debug, Default)]
-pub(super) struct Streams {
+/// What the sender of a bulk channel does.
+#[derive(Clone)]
+pub(super) enum Job<'e> {
+    Pages {
+        pass: u32,
+        flight: Arc<Flight>,
+        first: bool,
+    },
+    /// Digests of all pages but these.
+    Digests {
+        pass: u32,
+        except: Arc<PageSet>,
+    },
+    /// The missing pages that no vCPU waits for.
+    Rest {
+        pass: u32,
+        claims: Arc<Claims>,
+        urgent: Arc<Vec<UrgentOut<'e>>>,
+    },
+}
+
+/// The present set of channels, and the threads of all sets.
+pub(super) struct Channels<'s, 'e> {
+    pub(super) scope: &'s Scope<'s, 'e>,
     pub(super) bulk: Vec<Arc<Stream>>,
     pub(super) urgent: Vec<Arc<Stream>>,
     pub(super) probe: Option<Arc<Stream>>,
+    /// A queue for each sender of the present set.
+    jobs: Vec<SyncSender<Job<'e>>>,
+    /// Senders of any set, which may still protect pages.
+    senders: Vec<ScopedJoinHandle<'s, ()>>,
 }
 
-impl Streams {
-    pub(super) fn shutdown(&self) {
-        self.bulk.iter().chain(&self.urgent).chain(&self.probe).for_each(|stream| stream.shutdown());
-    }
-}
-
-impl Driver<'_, '_> {
-    /// Ends all channels but the control channel, and whatever a thread waits for in them.
-    pub(super) fn shutdown(&self) {
-        self.ground.stop.store(true, Ordering::Release);
-        self.streams.shutdown();
+impl<'s, 'e> Channels<'s, 'e> {
+    pub(super) fn new(scope: &'s Scope<'s, 'e>) -> Self {
+        Self { scope, bulk: vec![], urgent: vec![], probe: None, jobs: vec![], senders: vec![] }
     }
 
-    pub(super) fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
-        let settings = self.ground.settings;
-        // Once the guest is handed over it is too late for that.
-        let cancel = (!self.session.handed_over()).then_some(self.ground.monitor);
+    /// Opens a set of channels, unless `cancel` is cancelled meanwhile.
+    pub(super) fn open(
+        &mut self,
+        context: &Context<'_>,
+        (bulk, urgent): (Token, Token),
+        cancel: Option<&Monitor>,
+    ) -> Result<(), MigrateError> {
+        let settings = context.settings;
         let open = |role, count: u16, token| {
             let open = |index| {
-                let channel = (self.ground.migration, role, index, token);
-                let stream = connect(self.ground.uri, channel, settings, cancel)?;
-                // A bulk channel is never read, an urgent one is silent while nobody waits; a send without progress for
-                // this long is a dead peer.
+                let channel = (context.migration, role, index, token);
+                let stream = connect(context.uri, channel, settings, cancel)?;
+                // A bulk channel is never read, and an urgent one is silent while no vCPU waits. A send
+                // without progress for this long is a dead peer.
                 let _ = stream.set_timeouts(None, Some(settings.peer_timeout));
                 Ok(Arc::new(stream))
             };
-            (0..count).map(open).collect::<Result<Vec<_>, crate::MigrateError>>()
+            (0..count).map(open).collect::<Result<Vec<_>, MigrateError>>()
         };
-        let all = || {
-            Ok::<_, crate::MigrateError>(Streams {
-                bulk: open(Role::Bulk, settings.channels, bulk)?,
-                urgent: open(Role::Urgent, settings.urgent_count(), urgent)?,
-                probe: open(Role::Probe, settings.probe().into(), urgent)?.pop(),
-            })
-        };
-        match all() {
-            Ok(streams) => {
-                self.streams = streams;
-                self.opened_again()
+        let opened = (
+            open(Role::Bulk, settings.channels, bulk)?,
+            open(Role::Urgent, settings.urgent_count(), urgent)?,
+            open(Role::Probe, settings.probe().into(), urgent)?.pop(),
+        );
+        (self.bulk, self.urgent, self.probe) = opened;
+        Ok(())
+    }
+
+    /// Ends the channels, and what a thread waits for in them.
+    pub(super) fn shutdown(&self) {
+        self.bulk.iter().chain(&self.urgent).chain(&self.probe).for_each(|stream| stream.shutdown());
+    }
+
+    /// Starts a sender for each bulk channel.
+    pub(super) fn start_senders(
+        &mut self,
+        context: &'e Context<'e>,
+        protector: impl Fn() -> Arc<dyn Protect>,
+        inputs: &SyncSender<Numbered>,
+        generation: u64,
+    ) -> io::Result<()> {
+        for (stream, index) in self.bulk.iter().zip(0..) {
+            let (jobs, queue) = sync_channel::<Job<'e>>(1);
+            let (inputs, stream, protect) = (inputs.clone(), Arc::clone(stream), protector());
+            let work = move || send_jobs(context, stream, index, &*protect, &queue, (generation, &inputs));
+            let name = format!("source-bulk-{index}");
+            let thread = vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, name, self.scope, work)?;
+            self.senders.retain(|thread| !thread.is_finished());
+            self.senders.push(thread);
+            self.jobs.push(jobs);
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_no_senders(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Gives every sender its part of `job`. Returns the number of senders.
+    pub(super) fn give_out(&self, job: &Job<'e>) -> usize {
+        for queue in &self.jobs {
+            // A sender that is gone has reported why. Its input ends the migration, or this set of
+            // channels.
+            let _ = queue.send(job.clone());
+        }
+        self.jobs.len()
+    }
+
+    /// Lets the senders end after their present job.
+    pub(super) fn end_jobs(&mut self) {
+        self.jobs.clear();
+    }
+
+    /// Waits until no sender can protect a page any more.
+    pub(super) fn join(&mut self) {
+        self.end_jobs();
+        for sender in self.senders.drain(..) {
+            if sender.join().is_err() {
+                tracing::error!("a channel's thread panicked");
             }
-            Err(crate::MigrateError::Cancelled { .. }) => {
-                self.inbox.cancel_told();
-                Event::Cancel
+        }
+    }
+
+    /// Lets pages wait in guest memory, where they can still change, and not in sockets. The link
+    /// carries `rate` bytes per second.
+    pub(super) fn keep_sockets_short(&self, rate: f64) {
+        /// Two segments of the largest kind: with less the socket would run dry.
+        const LEAST: u64 = 128 << 10;
+        let each = rate * UNSENT.as_secs_f64() / self.bulk.len().max(1) as f64;
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "saturates; no rate is negative"
+        )]
+        let bytes = u32::try_from((each as u64).max(LEAST)).unwrap_or(u32::MAX);
+        // A local socket has no such limit and a short queue by itself.
+        for stream in self.bulk.iter().filter(|stream| stream.is_tcp()) {
+            if let Err(error) = tcp::set_unsent_limit(stream.as_fd(), bytes) {
+                tracing::debug!("pages wait in a socket for longer than they need: {error}");
             }
-            Err(error) if self.session.handed_over() => Event::PeerLost(error.to_string()),
-            Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::Other, error.to_string())),
         }
     }
 }
 
-impl Drop for Driver<'_, '_> {
-    /// After a panic, which the VM's own code may cause: whoever waits for the channels' threads waits for no peer.
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.shutdown();
-            self.control.shutdown();
+/// The thread of a bulk channel.
+fn send_jobs(
+    context: &Context<'_>,
+    stream: Arc<Stream>,
+    index: u16,
+    protect: &dyn Protect,
+    queue: &Receiver<Job<'_>>,
+    (generation, inputs): (u64, &SyncSender<Numbered>),
+) {
+    let mut sender = Sender::new(context.shared(protect), stream, index);
+    while let Ok(job) = queue.recv() {
+        let result = caught(|| match &job {
+            Job::Pages { pass, flight, first } => sender.send_pass(*pass, flight, *first),
+            Job::Digests { pass, except } => sender.send_digests(*pass, except),
+            Job::Rest { pass, claims, urgent } => {
+                vmferry_thread::scheduling::give_way();
+                sender.send_rest(*pass, claims, urgent)
+            }
+        });
+        drop(job);
+        let failed = result.is_err();
+        if inputs.send((generation, Input::PassDone(result))).is_err() || failed {
+            break;
         }
     }
+    context.monitor.counters.add_thread_cpu();
 }

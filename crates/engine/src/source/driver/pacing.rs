@@ -1,6 +1,7 @@
 //! Pacing the bulk channels while a guest on the target waits for single pages.
 
-use super::Driver;
+use super::Context;
+use super::channels::Channels;
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::report::PaceFigures;
 use crate::source::pace::{Controller, Decision, Pace, Probe, TcpBulk};
@@ -61,64 +62,72 @@ fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
     }
 }
 
-impl<'e> Driver<'_, 'e> {
-    /// Holds the bulk channels to the pace that was asked for. Failing to is no reason to stop: the guest waits longer then.
-    pub(super) fn pace(&mut self, claims: &Arc<Claims>) {
-        // A channel that is held back may well make no progress for longer than a peer may be silent: the socket takes more only
-        // once much of what is in it has left. Whether the target lives the control channel tells.
-        let longest = Some(self.session.patience());
-        self.streams.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, longest)));
-        let paced = match self.ground.settings.pace {
-            settings::Pace::Off => Ok(()),
-            settings::Pace::Rate(rate) => self.hold_to(rate, claims),
-            settings::Pace::Auto => self.find_pace(Arc::clone(claims)),
-        };
+/// Holds the bulk channels to the pace that was asked for. If that fails the guest waits longer for its
+/// pages, and the migration goes on. `longest` is the time that a step of the target may take.
+pub(super) fn pace<'e>(
+    context: &'e Context<'e>,
+    channels: &Channels<'_, 'e>,
+    longest: Duration,
+    claims: &Arc<Claims>,
+) {
+    // A channel that is held back may make no progress for longer than a peer may be silent: the socket
+    // takes more only once much of what is in it has left. The control channel tells whether the target
+    // lives.
+    channels.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, Some(longest))));
+    let paced = match context.settings.pace {
+        settings::Pace::Off => Ok(()),
+        settings::Pace::Rate(rate) => hold_to(&channels.bulk, rate, claims),
+        settings::Pace::Auto => find_pace(context, channels, Arc::clone(claims)),
+    };
+    if let Err(error) = paced {
+        tracing::warn!("pages are sent unpaced, and a vCPU that needs a page waits behind them: {error}");
+    }
+}
+
+fn hold_to(streams: &[Arc<Stream>], rate: u64, claims: &Claims) -> io::Result<()> {
+    let each = rate / (streams.len() as u64).max(1);
+    fit(streams, claims, rate);
+    streams.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
+}
+
+/// Starts the thread that finds the pace.
+fn find_pace<'e>(
+    context: &'e Context<'e>,
+    channels: &Channels<'_, 'e>,
+    claims: Arc<Claims>,
+) -> io::Result<()> {
+    let Some(probe) = channels.probe.clone() else { return Ok(()) };
+    // Without the kernel's stamps a busy processor looks like a queue.
+    let _ = probe.stamp_arrivals();
+    let (streams, urgent) = (channels.bulk.clone(), channels.urgent.clone());
+    if streams.iter().any(|stream| !stream.is_tcp()) {
+        // A local socket has no queue on the way but the one that the receiver empties.
+        return Ok(());
+    }
+    let work = move || {
+        vmferry_thread::scheduling::prefer_latency();
+        fit(&streams, &claims, Controller::new().pace());
+        let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
+        let paced = bulk.and_then(|bulk| {
+            let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
+            let mut fitted = 0;
+            let show = |decision: &Decision, _| {
+                if decision.rate.abs_diff(fitted) > fitted / 8 {
+                    fitted = decision.rate;
+                    fit(&streams, &claims, decision.rate);
+                    context.monitor.update(|progress| progress.pace = Some(decision.rate));
+                }
+            };
+            // The pace mostly ends with its channel.
+            let ended = pace.run(|| context.stop.load(Ordering::Relaxed), show);
+            context.monitor.set_pace(PaceFigures::from(&pace.figures()));
+            ended
+        });
+        context.monitor.counters.add_thread_cpu();
         if let Err(error) = paced {
-            tracing::warn!("pages are sent unpaced, and whoever waits for one waits behind them: {error}");
+            tracing::debug!("the pace ended: {error}");
         }
-    }
-
-    fn hold_to(&self, rate: u64, claims: &Claims) -> io::Result<()> {
-        let each = rate / u64::from(self.ground.settings.channels);
-        fit(&self.streams.bulk, claims, rate);
-        self.streams.bulk.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
-    }
-
-    fn find_pace(&mut self, claims: Arc<Claims>) -> io::Result<()> {
-        let Some(probe) = self.streams.probe.clone() else { return Ok(()) };
-        // Without, a busy processor looks like a queue.
-        let _ = probe.stamp_arrivals();
-        let ground: &'e super::Ground<'e> = self.ground;
-        let (streams, urgent) = (self.streams.bulk.clone(), self.streams.urgent.clone());
-        if streams.iter().any(|stream| !stream.is_tcp()) {
-            // A local socket: no queue on the way but the one that the receiver empties.
-            return Ok(());
-        }
-        let work = move || {
-            vmferry_thread::scheduling::prefer_latency();
-            fit(&streams, &claims, Controller::new().pace());
-            let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
-            let paced = bulk.and_then(|bulk| {
-                let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
-                let mut fitted = 0;
-                let show = |decision: &Decision, _| {
-                    if decision.rate.abs_diff(fitted) > fitted / 8 {
-                        fitted = decision.rate;
-                        fit(&streams, &claims, decision.rate);
-                        ground.monitor.update(|progress| progress.pace = Some(decision.rate));
-                    }
-                };
-                // Its end is mostly that of its channel.
-                let ended = pace.run(|| ground.stop.load(Ordering::Relaxed), show);
-                ground.monitor.set_pace(PaceFigures::from(&pace.figures()));
-                ended
-            });
-            ground.monitor.counters.add_thread_cpu();
-            if let Err(error) = paced {
-                tracing::debug!("the pace ended: {error}");
-            }
-        };
-        let work = || shielded("pages are sent unpaced from now on", work);
-        vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", self.scope, work).map(drop)
-    }
+    };
+    let work = || shielded("pages are sent unpaced from now on", work);
+    vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", channels.scope, work).map(drop)
 }

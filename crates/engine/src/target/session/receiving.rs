@@ -135,7 +135,7 @@ impl Receiving {
     }
 
     /// Loads the state over memory that is complete and undamaged, whatever the source believes.
-    fn load(self: Box<Self>) -> Next {
+    fn load(self) -> Next {
         let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
         if !(arrived && self.clean && self.state.complete) {
             let detail = format!(
@@ -149,7 +149,7 @@ impl Receiving {
     }
 
     /// Loads the state over memory of which `pages` pages are missing. The source has named them.
-    fn load_with_missing(self: Box<Self>, pages: u64) -> Next {
+    fn load_with_missing(self, pages: u64) -> Next {
         if !self.state.complete {
             let detail = "the source hands over a guest whose device state it has not sent";
             return fail(Refusal::new(RefusalCode::Protocol, detail));

@@ -1,0 +1,71 @@
+//! The figures of the migration, as the monitor shows them.
+
+use super::{Context, Driver, TICK};
+use crate::monitor::MigrationState;
+use crate::run::Host;
+use crate::source::session::Phase;
+use crate::source::timings::Timings;
+use std::time::{Duration, Instant};
+
+/// The figures so far.
+pub(super) struct Account {
+    pub(super) timings: Timings,
+    /// The phase that the monitor was given an account of, and when. `None` before the first.
+    shown: Option<(Phase, Instant)>,
+}
+
+impl Account {
+    /// Begins an account of a guest whose vCPUs had been stopped by a throttle for `held_before`.
+    pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
+        Self { timings: Timings::new(context, held_before), shown: None }
+    }
+
+    /// Returns true if the monitor needs a new account. An account is made anew each time, so there is
+    /// at most one for each tick, and one for each new phase before the monitor shows that phase.
+    fn is_due(&mut self, phase: Phase) -> bool {
+        if self.shown.is_some_and(|(known, last)| known == phase && last.elapsed() < TICK) {
+            return false;
+        }
+        self.shown = Some((phase, Instant::now()));
+        true
+    }
+}
+
+impl Driver<'_, '_> {
+    /// Tells the monitor how far the migration is.
+    pub(super) fn show_progress(&mut self) {
+        let (phase, monitor) = (self.session.phase(), self.context.monitor);
+        if self.account.is_due(phase) {
+            let (held, tracker) = (self.guest.held(), self.tracking.tracker());
+            monitor.account(self.account.timings.account(self.context, &self.session, tracker, &held));
+        }
+        let (session, elapsed) = (&self.session, self.now());
+        monitor.update(|progress| {
+            progress.state = match phase {
+                Phase::Setup => MigrationState::Setup,
+                Phase::Precopy => MigrationState::Precopy,
+                Phase::Switchover => MigrationState::Switchover,
+                Phase::Unknown => MigrationState::Unknown,
+                Phase::Postcopy => MigrationState::Postcopy,
+                Phase::PostcopyPaused => MigrationState::PostcopyPaused,
+                Phase::Ended => progress.state,
+            };
+            progress.elapsed = elapsed;
+            progress.bandwidth = session.bandwidth();
+            progress.predicted_downtime = session.predicted_downtime();
+            progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
+            progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
+            progress.runs_there = session.runs_there();
+            progress.fence = session.fence_says().map(|says| match &self.arbiter {
+                Some(arbiter) => format!("{says} ({})", arbiter.register()),
+                None => says,
+            });
+            progress.verdict = session.verdict().cloned();
+            progress.busy = session.busy().map(str::to_owned);
+            if progress.course.len() != session.course().len() {
+                progress.course = session.course().to_vec();
+            }
+            progress.left_pages = self.demand.left();
+        });
+    }
+}

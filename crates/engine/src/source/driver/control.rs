@@ -1,0 +1,134 @@
+//! The control channel.
+
+use super::Context;
+use crate::MigrateError;
+use crate::channel::{Stream, connect, read_message, send_message};
+use crate::heartbeat::Heartbeat;
+use crate::source::inbox::{Input, Numbered};
+use crate::vm::caught_io;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget, Token, WireError};
+
+/// The control channel.
+pub(super) struct Control {
+    pub(super) stream: Arc<Stream>,
+    /// Pings the target while the VM is at work.
+    heartbeat: Option<Heartbeat>,
+    /// Opens the channel anew after a loss.
+    pub(super) resume: Token,
+    /// When the device state has to be sent.
+    state_deadline: Option<Instant>,
+}
+
+/// Why a message was not sent.
+pub(super) struct NotSent {
+    pub(super) why: String,
+    /// The target has closed the channel.
+    pub(super) peer_gone: bool,
+    /// Not one byte of the message left.
+    pub(super) nothing_left: bool,
+    /// The message is larger than the wire allows.
+    pub(super) too_large: Option<Refusal>,
+}
+
+impl Control {
+    pub(super) fn new(stream: Stream) -> Self {
+        Self { stream: Arc::new(stream), heartbeat: None, resume: Token::NONE, state_deadline: None }
+    }
+
+    pub(super) fn start_heartbeat(&mut self, peer_timeout: Duration) -> io::Result<()> {
+        self.heartbeat = Some(Heartbeat::of_source(peer_timeout)?);
+        Ok(())
+    }
+
+    /// Does `work`, which may take long. The target hears from the source meanwhile.
+    pub(super) fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        match &self.heartbeat {
+            Some(heartbeat) => heartbeat.during(&self.stream, work),
+            None => work(),
+        }
+    }
+
+    /// The guest is paused, and its state is about to be sent: all of the state together may take as
+    /// long as any other message alone.
+    pub(super) fn expect_state(&mut self, peer_timeout: Duration) {
+        self.state_deadline = Instant::now().checked_add(peer_timeout);
+    }
+
+    /// Sends `message`, which may take `peer_timeout`.
+    pub(super) fn send(&self, message: &ToTarget, peer_timeout: Duration) -> Result<(), NotSent> {
+        let longest = match (message, self.state_deadline) {
+            (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
+                deadline.saturating_duration_since(Instant::now())
+            }
+            _ => peer_timeout,
+        };
+        send_message(&self.stream, message, longest).map_err(|failed| {
+            let too_large = failed.wire_error().filter(|error| matches!(error, WireError::TooLarge { .. }));
+            let too_large = too_large.map(|error| {
+                let what = match message {
+                    ToTarget::Section(section) => format!("the device state '{}'", section.name),
+                    _ => "a message to the target".into(),
+                };
+                Refusal::new(RefusalCode::State, format!("{what} cannot be sent: {error}"))
+            });
+            let gone = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
+            NotSent {
+                why: format!("the link to {} failed: {}", self.stream.peer, failed.error),
+                peer_gone: gone.contains(&failed.error.kind()),
+                nothing_left: failed.nothing_left,
+                too_large,
+            }
+        })
+    }
+
+    /// Starts the thread that reads the channel and reports to `inputs`.
+    pub(super) fn read<'s, 'e>(
+        &self,
+        context: &Context<'_>,
+        scope: &'s Scope<'s, 'e>,
+        inputs: SyncSender<Numbered>,
+        generation: u64,
+    ) -> io::Result<()> {
+        let (stream, began) = (Arc::clone(&self.stream), context.began);
+        let silence = context.settings.peer_timeout;
+        let read = move || loop {
+            match caught_io(|| read_message(&stream)) {
+                Ok(message) => {
+                    let at = began.elapsed();
+                    if inputs.send((generation, Input::Message(message, at))).is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    let why = lost(&stream.peer, &error, silence);
+                    let _ = inputs.send((generation, Input::ControlLost(why)));
+                    return;
+                }
+            }
+        };
+        vmferry_thread::spawn_scoped(vmferry_thread::Role::Control, "source-control", scope, read).map(drop)
+    }
+
+    /// Opens the channel anew.
+    pub(super) fn reconnect(&mut self, context: &Context<'_>) -> Result<(), MigrateError> {
+        let channel = (context.migration, Role::Control, 0, self.resume);
+        self.stream = Arc::new(connect(context.uri, channel, context.settings, None)?);
+        Ok(())
+    }
+}
+
+/// Says why the control channel has ended.
+fn lost(peer: &str, error: &io::Error, silence: Duration) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+            format!("the target {peer} closed the connection")
+        }
+        io::ErrorKind::TimedOut => format!("nothing was heard of the target {peer} for {silence:?}"),
+        _ => format!("the link to {peer} failed: {error}"),
+    }
+}

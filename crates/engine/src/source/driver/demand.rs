@@ -1,0 +1,105 @@
+//! Missing pages of a guest that runs on the target: requests are answered, and the rest is sent.
+
+use super::Context;
+use super::channels::Channels;
+use crate::awake::Asking;
+use crate::lacking::Collected;
+use crate::source::inbox::{Input, Numbered};
+use crate::source::postcopy::{Claims, UrgentOut, serve_urgent};
+use crate::source::sender::Shared;
+use crate::source::settings::MigrationMode;
+use crate::vm::caught;
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use vmferry_core::{Layout, NothingToProtect, PageSet};
+
+/// The missing pages.
+pub(super) struct Demand<'e> {
+    /// The pages that were not sent over the present channels. `None` before the handover, and while
+    /// there is no link.
+    claims: Option<Arc<Claims>>,
+    urgent: Arc<Vec<UrgentOut<'e>>>,
+    /// The pages that the target has named so far, over a link that was opened anew.
+    pub(super) missing: Collected,
+}
+
+impl<'e> Demand<'e> {
+    pub(super) fn new(layout: &Layout) -> Self {
+        Self { claims: None, urgent: Arc::default(), missing: Collected::new(layout) }
+    }
+
+    pub(super) fn claims(&self) -> Option<Arc<Claims>> {
+        self.claims.clone()
+    }
+
+    pub(super) fn urgent(&self) -> Arc<Vec<UrgentOut<'e>>> {
+        Arc::clone(&self.urgent)
+    }
+
+    /// Number of pages that were not sent over the present channels.
+    pub(super) fn left(&self) -> Option<u64> {
+        self.claims.as_ref().map(|claims| claims.left())
+    }
+
+    /// Begins with the pages that the target was told are missing.
+    pub(super) fn begin(&mut self, context: &Context<'_>, missing: &PageSet) {
+        // Without passes before, nothing is known of pages that were never touched.
+        let look_up_untouched = context.settings.mode == MigrationMode::Postcopy;
+        self.claims = Some(Arc::new(Claims::new(missing, context.settings.urgent, look_up_untouched)));
+    }
+
+    /// The link is lost. The target names the pages that were under way.
+    pub(super) fn end(&mut self) {
+        self.claims = None;
+        self.urgent = Arc::default();
+    }
+
+    /// The target is about to name its missing pages, over a new link.
+    pub(super) fn hear_anew(&mut self, layout: &Layout) {
+        self.missing = Collected::new(layout);
+    }
+
+    /// The target has named its missing pages, `pages` of them.
+    pub(super) fn named_again(&mut self, context: &Context<'_>, pages: u64) -> Result<(), String> {
+        let empty = Collected::new(context.memory.layout());
+        let missing = std::mem::replace(&mut self.missing, empty).complete(pages)?;
+        self.begin(context, &missing);
+        Ok(())
+    }
+
+    /// Starts a thread for each urgent channel, which answers requests for missing pages. Before the
+    /// handover there is nothing to serve.
+    pub(super) fn serve(
+        &mut self,
+        context: &'e Context<'e>,
+        channels: &Channels<'_, 'e>,
+        inputs: &SyncSender<Numbered>,
+        generation: u64,
+    ) -> io::Result<()> {
+        let Some(claims) = &self.claims else { return Ok(()) };
+        let out = |(stream, index): (&Arc<_>, u16)| {
+            let shared = Shared { pacer: &context.unpaced, ..context.shared(&NothingToProtect) };
+            UrgentOut::new(shared, Arc::clone(stream), index, 0)
+        };
+        self.urgent = Arc::new(channels.urgent.iter().zip(0..).map(out).collect());
+        for channel in 0..self.urgent.len() {
+            let (urgent, claims, inputs) = (Arc::clone(&self.urgent), Arc::clone(claims), inputs.clone());
+            let awake = if context.settings.stay_awake { Asking::open() } else { Asking::default() };
+            let work = move || {
+                let serve = || Err::<Infallible, _>(serve_urgent(&claims, &urgent[channel], channel, awake));
+                let Err(lost) = caught(serve);
+                context.monitor.counters.add_thread_cpu();
+                let _ = inputs.send((generation, Input::UrgentLost(lost)));
+            };
+            vmferry_thread::spawn_scoped(
+                vmferry_thread::Role::Sender,
+                format!("source-urgent-{channel}"),
+                channels.scope,
+                work,
+            )?;
+        }
+        Ok(())
+    }
+}

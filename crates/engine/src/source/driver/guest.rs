@@ -1,0 +1,98 @@
+//! The guest and its VM, as long as the guest is the source's.
+
+use super::control::Control;
+use crate::vm::{self, Rehearsal, shielded};
+use std::time::Duration;
+use vmferry_core::{Section, SourceVm, VmError};
+use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
+
+/// The guest.
+pub(super) struct Guest<'e> {
+    vm: &'e mut dyn SourceVm,
+    paused: bool,
+    /// The VM was asked to slow the guest.
+    throttled: bool,
+}
+
+impl<'e> Guest<'e> {
+    pub(super) fn new(vm: &'e mut dyn SourceVm) -> Self {
+        Self { vm, paused: false, throttled: false }
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// Calls the VM. The target hears from the source meanwhile.
+    pub(super) fn during<T>(&mut self, control: &Control, work: impl FnOnce(&mut dyn SourceVm) -> T) -> T {
+        control.during(|| work(self.vm))
+    }
+
+    pub(super) fn pause(&mut self, control: &Control) -> Result<(), VmError> {
+        let paused = self.during(control, |vm| vm.pause());
+        self.paused = paused.is_ok();
+        paused
+    }
+
+    pub(super) fn resume(&mut self, control: &Control) -> Result<(), VmError> {
+        self.paused = false;
+        self.during(control, |vm| vm.resume())
+    }
+
+    /// Pauses the guest for an instant, in which its I/O has `within` to come to rest.
+    pub(super) fn trial_pause(&mut self, control: &Control, within: Duration) -> Result<Rehearsal, VmError> {
+        self.during(control, |vm| vm::rehearse(vm, within))
+    }
+
+    /// Saves the state, for which the guest's I/O has `within` to come to rest.
+    pub(super) fn save(&mut self, control: &Control, within: Duration) -> Result<Vec<Section>, VmError> {
+        self.during(control, |vm| vm::save(vm, within))
+    }
+
+    /// Stops each vCPU for its share of the time. Returns true if the VM can do that.
+    pub(super) fn throttle(&mut self, shares: &[f64]) -> bool {
+        self.throttled = true;
+        let throttled = self.vm.throttle(shares);
+        if let Err(error) = &throttled {
+            tracing::warn!("the guest dirties faster than the link carries: {error}");
+        }
+        throttled.is_ok()
+    }
+
+    /// Lets the guest run at full speed. A throttle does not outlive its migration.
+    pub(super) fn unthrottle(&mut self) {
+        if std::mem::take(&mut self.throttled) {
+            shielded("the guest may stay slowed", || {
+                // It can only fail for want of a thread, which this needs none of.
+                let _ = self.vm.throttle(&[0.0]);
+            });
+        }
+    }
+
+    /// Returns for how long each vCPU has been stopped by a throttle.
+    pub(super) fn held(&self) -> Vec<Duration> {
+        shielded("how long the guest was slowed is not known", || self.vm.throttled())
+    }
+}
+
+/// Returns the bytes of the state, if the wire carries that much. The guest must not be stopped for a
+/// state that cannot be sent.
+pub(super) fn state_bytes(sections: &[Section]) -> Result<u64, VmError> {
+    /// Bytes of a message besides a section's name and payload.
+    const AROUND: usize = 64;
+    let bytes = |section: &Section| section.name.len() + section.payload.len();
+    if let Some(large) = sections.iter().find(|section| bytes(section) > MAX_CONTROL_BYTES - AROUND) {
+        let (name, size, most) = (&large.name, bytes(large), (MAX_CONTROL_BYTES - AROUND) >> 10);
+        return Err(VmError::new(format!(
+            "the device state '{name}' has {size} bytes, and {most} KiB go into one section"
+        )));
+    }
+    let all: usize = sections.iter().map(bytes).sum();
+    if all > MAX_STATE_BYTES || sections.len() > MAX_SECTIONS {
+        let (most, count) = (MAX_STATE_BYTES >> 20, sections.len());
+        return Err(VmError::new(format!(
+            "the device state has {all} bytes in {count} sections, and {most} MiB in {MAX_SECTIONS} can be sent"
+        )));
+    }
+    Ok(all as u64)
+}

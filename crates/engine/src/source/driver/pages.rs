@@ -1,0 +1,145 @@
+//! The pages to send, and the free pages that are left out. [`crate::free`] has the argument for
+//! leaving a page out.
+
+use crate::monitor::Monitor;
+use crate::report::Report;
+use crate::source::flight::Flight;
+use crate::source::inbox::TICK;
+use crate::source::pending::Pending;
+use crate::source::postcopy::lacking;
+use crate::source::skip::{Next, Skipping};
+use crate::vm::shielded;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use vmferry_core::{FreePages, Layout, PageRun, PageSet, Protect};
+use vmferry_wire::RunName;
+
+/// Interval at which the source looks whether the guest has answered, unless looking takes more than
+/// one part in [`LOOK_SHARE`] of the time.
+const LOOK: Duration = Duration::from_millis(1);
+const LOOK_SHARE: u32 = 20;
+
+/// The pages to send.
+pub(super) struct Pages {
+    pub(super) pending: Pending,
+    /// Asks the guest for its free pages, where it can be asked.
+    skipping: Option<Skipping>,
+    /// The pages that the target was told are missing, once there was a handover.
+    missing: Option<Arc<PageSet>>,
+}
+
+impl Pages {
+    /// Every page is to be sent, but for what `free` says.
+    pub(super) fn everything(layout: &Layout, free: Option<Box<dyn FreePages>>) -> Self {
+        Self {
+            pending: Pending::everything(layout),
+            skipping: free.map(|free| Skipping::new(free, layout)),
+            missing: None,
+        }
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.pending.count()
+    }
+
+    /// Ends the pass under way. Returns the set for the pages of a harvest.
+    ///
+    /// The questions of the pass end with it: an answer that comes after the harvest may name a page
+    /// that the harvest found.
+    pub(super) fn before_harvest(&mut self) -> &mut PageSet {
+        self.stop_asking();
+        self.pending.land();
+        self.pending.since()
+    }
+
+    /// Begins a pass of pages that the target named, which may be anything that a peer can say.
+    pub(super) fn resend(&mut self, layout: &Layout, runs: &[RunName]) -> Result<Arc<Flight>, String> {
+        let mut set = PageSet::empty(layout);
+        for name in runs {
+            let run = PageRun::from(name.first..name.first.saturating_add(name.count));
+            let region = set.region_mut(name.region).filter(|map| run.end() <= map.len());
+            let map = region
+                .ok_or_else(|| format!("the target asks for {run} of {}, which is not there", name.region))?;
+            map.set_range(run.range());
+        }
+        Ok(self.pending.resend(&set))
+    }
+
+    /// Takes the pages that the target has to be told are missing: what is pending, and `also`.
+    pub(super) fn take_missing(&mut self, layout: &Layout, also: &[RunName]) -> Result<Arc<PageSet>, String> {
+        let missing = lacking(self.pending.take(PageSet::empty(layout)), layout, also)?;
+        self.pending.forget_skipped(&missing);
+        Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
+    }
+
+    /// Returns the pages that a verification leaves out: free pages, whose content does not count, and
+    /// missing pages, which are compared when they arrive.
+    pub(super) fn not_compared(&self) -> PageSet {
+        let mut except = self.pending.skipped().clone();
+        if let Some(missing) = &self.missing {
+            except.union(missing);
+        }
+        except
+    }
+
+    /// Asks the guest which pages of `flight` are free. Its first pages are under way.
+    pub(super) fn ask_what_is_free(&mut self, flight: &Flight) {
+        if let Some(skipping) = &mut self.skipping {
+            skipping.begin(flight);
+        }
+    }
+
+    /// No answer counts any more. The guest may use the pages that it keeps for one.
+    pub(super) fn stop_asking(&mut self) {
+        if let Some(skipping) = &mut self.skipping {
+            shielded("the guest may go on being asked for free pages", || skipping.close());
+        }
+    }
+
+    /// Goes on with leaving out free pages, for a millisecond or so. Returns for how long there is
+    /// nothing more to do.
+    pub(super) fn leave_out_free(&mut self, protect: Option<&dyn Protect>, monitor: &Monitor) -> Duration {
+        let (Some(skipping), Some(protect)) = (&mut self.skipping, protect) else { return TICK };
+        let began = Instant::now();
+        let (pages, next) = skipping.step(&mut self.pending, protect);
+        if pages > 0 || next != Next::Nothing {
+            self.count_free(pages, monitor);
+        }
+        match next {
+            Next::Now => Duration::ZERO,
+            Next::Soon => LOOK.max(began.elapsed() * LOOK_SHARE).min(TICK),
+            Next::Nothing => TICK,
+        }
+    }
+
+    /// Leaves out what is free. The guest is paused, and everything that it wrote was harvested.
+    pub(super) fn settle_free(&mut self, monitor: &Monitor) {
+        if let Some(skipping) = &mut self.skipping {
+            let pages = skipping.settle(&mut self.pending);
+            self.count_free(pages, monitor);
+        }
+    }
+
+    /// Counts `pages` more that were left out.
+    pub(super) fn count_free(&self, pages: u64, monitor: &Monitor) {
+        if pages > 0 {
+            monitor.counters.free.fetch_add(pages, Ordering::Relaxed);
+        }
+        let (skipped, figures) =
+            (self.pending.skipped_count(), self.skipping.as_ref().map(|skipping| skipping.figures()));
+        monitor.update(|progress| {
+            progress.free_pages_skipped = skipped;
+            progress.free_pages = figures;
+        });
+    }
+
+    /// Adds the figures of free pages. `verified` says that all other pages were compared.
+    pub(super) fn report(&self, report: &mut Report, verified: bool) {
+        report.free_pages = self.skipping.as_ref().map(|skipping| skipping.figures());
+        report.bytes.free_pages_skipped = self.pending.skipped_count();
+        if verified {
+            report.skipped_pages = self.pending.skipped_count();
+        }
+    }
+}
