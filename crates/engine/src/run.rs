@@ -1,6 +1,7 @@
 //! The run loop: the one order in which a session's actions are performed and its events are taken.
 //!
-//! The same loop drives a session on a real host and in the simulation. Only the [`Host`] differs.
+//! The same loop drives a session on a real host, in the simulation and in the model. Only the
+//! [`Host`] differs.
 //! The loop and the sessions read no clock and never block: time and waiting belong to the host.
 //!
 //! # Order
@@ -19,15 +20,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// One side's state machine: it takes events, returns actions, and does nothing else.
+/// One side's state machine, as far as the loop knows it. [`Host::handle`] gives it its events.
 pub(crate) trait Session {
     type Event;
     type Action;
     type Outcome;
-
-    /// Takes an event that happened at `now`. Returns the actions that follow from it, in their
-    /// order.
-    fn handle(&mut self, now: Duration, event: Self::Event) -> Vec<Self::Action>;
 
     /// Returns true once the session has decided how the migration ends: only its last actions are
     /// left.
@@ -52,14 +49,10 @@ pub(crate) trait Host {
     /// Returns the time since the migration began.
     fn now(&self) -> Duration;
     fn session(&self) -> &Self::Session;
-    fn session_mut(&mut self) -> &mut Self::Session;
     fn agenda(&mut self) -> &mut Agenda<ActionOf<Self>>;
 
     /// Gives `event` to the session.
-    fn handle(&mut self, event: EventOf<Self>) -> Vec<ActionOf<Self>> {
-        let now = self.now();
-        self.session_mut().handle(now, event)
-    }
+    fn handle(&mut self, event: EventOf<Self>) -> Vec<ActionOf<Self>>;
 
     /// As of [`Session::decided`].
     fn decided(&self) -> bool {
@@ -94,6 +87,18 @@ pub(crate) struct Agenda<A> {
 impl<A> Agenda<A> {
     pub(crate) fn new(first: Vec<A>) -> Self {
         Self { actions: first.into(), under_way: false }
+    }
+
+    /// An agenda of an action that was begun, and whose event [`Host::performed`] returns.
+    #[cfg(test)]
+    pub(crate) fn begun() -> Self {
+        Self { actions: VecDeque::new(), under_way: true }
+    }
+
+    /// Returns true if no action waits to be begun.
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.actions.is_empty()
     }
 
     /// Returns true while an action takes its time.

@@ -7,10 +7,10 @@ use super::judge::Promise;
 use super::step::{Deed, Mishap, Step};
 use super::world::{ALL, Cargo, Dial, Down, Job, Keyed, Link, PAGES, Up, mask_of, mask_of_runs, piece_of};
 use crate::fence::Side;
+use crate::run::{self, Agenda};
 use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::session::{Phase, Session};
 use crate::source::{MigrationMode, Settings};
-use std::collections::VecDeque;
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
@@ -46,8 +46,7 @@ impl Step<'_> {
         match deed {
             Deed::SourceHears => self.source_hears(),
             Deed::SourceActs => {
-                let todo = self.world.here.todo.take();
-                self.act_here(todo.into_iter().collect(), true);
+                self.run_here(Agenda::begun(), None);
             }
             Deed::SourceNoticesLoss => self.source_notices_loss(),
             Deed::Sends => self.send_pages(),
@@ -90,8 +89,7 @@ impl Step<'_> {
     }
 
     pub(super) fn tell_here(&mut self, now: Duration, event: Event) {
-        let actions = self.handle_here(now, event);
-        self.act_here(actions, false);
+        self.run_here(Agenda::new(Vec::new()), Some((now, event)));
     }
 
     /// There is an end to passes: the migration's timeout. It changes what the session wants, and makes it do nothing yet.
@@ -101,7 +99,7 @@ impl Step<'_> {
         assert!(actions.iter().all(|action| matches!(action, Action::Send(ToTarget::Ping(_)))));
     }
 
-    fn handle_here(&mut self, now: Duration, event: Event) -> VecDeque<Action> {
+    fn handle_here(&mut self, now: Duration, event: Event) -> Vec<Action> {
         let before = self.world.here.session.is.phase();
         if self.world.here.committed && before == Phase::Switchover {
             self.world.here.given_back |= matches!(
@@ -116,36 +114,29 @@ impl Step<'_> {
         let here = &mut self.world.here;
         let actions = here.session.change(|session| session.handle(now, event), Session::project);
         here.given_back |= late && here.session.is.phase() == Phase::Ended;
-        actions.into()
+        actions
     }
 
-    /// Performs actions in order; `now` says that the first is one that was put off.
-    pub(super) fn act_here(&mut self, mut actions: VecDeque<Action>, mut now: bool) {
-        while let Some(action) = actions.pop_front() {
-            if self.world.here.ended() {
-                return;
-            }
-            let live = !self.world.here.paused;
-            if !now && live && matches!(action, Action::StartTracker | Action::Harvest | Action::Pause) {
-                assert!(actions.is_empty(), "{action:?} is the last of its actions");
-                self.world.here.todo = Some(action);
-                return;
-            }
-            if self.at > 0 && self.goes_wrong(Mishap::SourceDiesBefore(self.at)) {
-                return self.crash_source();
-            }
-            now = false;
-            if let Some(event) = self.perform_here(action) {
-                let before = self.world.here.session.is.phase();
-                let more = self.handle_here(Duration::ZERO, event);
-                if before != Phase::Ended && self.world.here.session.is.phase() == Phase::Ended {
-                    // As the driver: what was still to be done is moot.
-                    actions.clear();
-                }
-                actions.extend(more);
-            }
+    /// Runs the loop that ships with `agenda`, then with `event`, until nothing is left to do.
+    pub(super) fn run_here(&mut self, agenda: Agenda<Action>, event: Option<(Duration, Event)>) {
+        let ended = run::advance(&mut AtSource { step: self, agenda, event, now: Duration::ZERO });
+        let Ok(outcome) = ended else { return };
+        if !self.dies_here() {
+            self.perform_here(Action::Finish(outcome));
             self.at += 1;
         }
+    }
+
+    /// Returns true if the source has ended, or dies before its next action.
+    fn dies_here(&mut self) -> bool {
+        if self.world.here.ended() {
+            return true;
+        }
+        let dies = self.at > 0 && self.goes_wrong(Mishap::SourceDiesBefore(self.at));
+        if dies {
+            self.crash_source();
+        }
+        dies
     }
 
     fn busy(&mut self) -> bool {
@@ -238,7 +229,7 @@ impl Step<'_> {
         if self.step_fails() {
             return Event::LocalFailure(failure());
         }
-        self.run_here();
+        self.guest_runs_here();
         Event::Resumed
     }
 
@@ -341,11 +332,11 @@ impl Step<'_> {
             self.world.here.resume_failed = true;
             return Event::LocalFailure(failure());
         }
-        self.run_here();
+        self.guest_runs_here();
         Event::Resumed
     }
 
-    fn run_here(&mut self) {
+    fn guest_runs_here(&mut self) {
         let (alone, free) = (!self.world.there.running, !self.world.there.holds);
         self.promise(Promise::OneRunner, alone);
         self.promise(Promise::OneHolder, free);
@@ -378,7 +369,7 @@ impl Step<'_> {
             _ => false,
         };
         if planted {
-            self.run_here();
+            self.guest_runs_here();
             self.world.here.outcome = Some(Outcome::Failed(failure()));
             return self.end_source();
         }
@@ -437,6 +428,75 @@ impl Step<'_> {
         let here = &mut self.world.here;
         (here.crashed, here.running, here.holds) = (true, false, false);
         self.world.fence.iter_mut().for_each(|fence| fence.dies(Side::Source));
+    }
+}
+
+/// The source's host in the model.
+struct AtSource<'m, 'a> {
+    step: &'m mut Step<'a>,
+    agenda: Agenda<Action>,
+    /// What happened, and when. The events that follow from it take no time.
+    event: Option<(Duration, Event)>,
+    now: Duration,
+}
+
+/// The source has nothing to do before something else happens.
+struct Idle;
+
+impl run::Host for AtSource<'_, '_> {
+    type Session = Session;
+    type Idle = Idle;
+
+    fn now(&self) -> Duration {
+        self.now
+    }
+
+    fn session(&self) -> &Session {
+        &self.step.world.here.session.is
+    }
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        let now = std::mem::take(&mut self.now);
+        self.step.handle_here(now, event)
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        if self.step.world.here.ended() {
+            return Err(Idle);
+        }
+        let live = !self.step.world.here.paused;
+        if live && matches!(action, Action::StartTracker | Action::Harvest | Action::Pause) {
+            // The guest runs meanwhile, so other things may happen first.
+            assert!(self.agenda.is_empty(), "{action:?} is the last of its actions");
+            self.step.world.here.todo = Some(action);
+            return Err(Idle);
+        }
+        if self.step.dies_here() {
+            return Err(Idle);
+        }
+        let event = self.step.perform_here(action);
+        self.step.at += 1;
+        Ok(event)
+    }
+
+    fn performed(&mut self) -> Result<Option<Event>, Idle> {
+        let action = self.step.world.here.todo.take().ok_or(Idle)?;
+        if self.step.dies_here() {
+            return Err(Idle);
+        }
+        let event = self.step.perform_here(action);
+        self.step.at += 1;
+        Ok(event)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Idle> {
+        let (now, event) = self.event.take().ok_or(Idle)?;
+        self.now = now;
+        Ok(Some(event))
     }
 }
 

@@ -4,6 +4,7 @@ use super::fence::{Fate, Fence};
 use super::judge::Promise;
 use super::world::{Link, World};
 use super::{Flaw, Protocol};
+use crate::run::Agenda;
 use crate::source::events::Action;
 
 /// What happens.
@@ -161,7 +162,7 @@ impl<'a> Step<'a> {
 
     /// What the source's session does at first.
     pub(super) fn begin(&mut self, first: Vec<Action>) {
-        self.act_here(first.into(), false);
+        self.run_here(Agenda::new(first), None);
     }
 
     fn happen(&mut self, deed: Deed) {

@@ -11,8 +11,9 @@ use super::world::{
     ALL, Cargo, DAMAGED, Down, Fate, Keyed, Lazy, PAGES, REGION, Up, has, mask_of, pages, piece_of, runs_of,
 };
 use crate::fence::Side;
+use crate::run::{self, Agenda};
 use crate::target::session::{Action, Event, Outcome, Session, Tokens};
-use std::collections::VecDeque;
+use std::time::Duration;
 use vmferry_wire::{LazyFigures, PageName, ToSource, ToTarget, Token};
 
 pub(super) fn tokens() -> Tokens {
@@ -91,34 +92,36 @@ impl Step<'_> {
         self.tell_there(Event::PeerLost("the link is lost".into()));
     }
 
+    /// Runs the loop that ships with `event`, until nothing is left to do.
     pub(super) fn tell_there(&mut self, event: Event) {
-        let mut actions = self.handle_there(event);
-        while let Some(action) = actions.pop_front() {
-            if self.world.there.ended() {
+        let mut host = AtTarget { step: self, agenda: Agenda::new(Vec::new()), event: Some(event) };
+        while let Ok(outcome) = run::advance(&mut host) {
+            if host.step.dies_there() {
                 return;
             }
-            if self.at > 0 && self.goes_wrong(Mishap::TargetDiesBefore(self.at)) {
-                return self.crash_target();
-            }
-            if let Some(event) = self.perform_there(action) {
-                let before = self.world.there.session.is.ended();
-                let more = self.handle_there(event);
-                if !before && self.world.there.session.is.ended() {
-                    // As the driver: what was still to be done is moot.
-                    actions.clear();
-                }
-                actions.extend(more);
-            }
-            self.at += 1;
+            host.step.perform_there(Action::Finish(outcome));
+            host.step.at += 1;
         }
     }
 
-    fn handle_there(&mut self, event: Event) -> VecDeque<Action> {
+    /// Returns true if the target has ended, or dies before its next action.
+    fn dies_there(&mut self) -> bool {
+        if self.world.there.ended() {
+            return true;
+        }
+        let dies = self.at > 0 && self.goes_wrong(Mishap::TargetDiesBefore(self.at));
+        if dies {
+            self.crash_target();
+        }
+        dies
+    }
+
+    fn handle_there(&mut self, event: Event) -> Vec<Action> {
         let session = &mut self.world.there.session;
-        let actions = session.change(|session| session.handle(event), |session, hash| session.project(hash));
-        let mut actions = VecDeque::from(actions);
+        let mut actions =
+            session.change(|session| session.handle(event), |session, hash| session.project(hash));
         if self.flaw(Flaw::EndsRenounced) && self.world.there.session.is.renounced() {
-            actions.push_back(Action::Finish(Outcome::Failed(failure())));
+            actions.push(Action::Finish(Outcome::Failed(failure())));
         }
         actions
     }
@@ -391,5 +394,50 @@ impl Step<'_> {
     pub(super) fn new_session(fenced: bool) -> Keyed<Session> {
         let session = Session::begin(super::world::machine(), tokens()).fenced(fenced);
         Keyed::by(session, |session, hash| session.project(hash))
+    }
+}
+
+/// The target's host in the model.
+struct AtTarget<'m, 'a> {
+    step: &'m mut Step<'a>,
+    agenda: Agenda<Action>,
+    /// What happened.
+    event: Option<Event>,
+}
+
+/// The target has nothing to do before something else happens.
+struct Idle;
+
+impl run::Host for AtTarget<'_, '_> {
+    type Session = Session;
+    type Idle = Idle;
+
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn session(&self) -> &Session {
+        &self.step.world.there.session.is
+    }
+
+    fn agenda(&mut self) -> &mut Agenda<Action> {
+        &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.step.handle_there(event)
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>, Idle> {
+        if self.step.dies_there() {
+            return Err(Idle);
+        }
+        let event = self.step.perform_there(action);
+        self.step.at += 1;
+        Ok(event)
+    }
+
+    fn next(&mut self) -> Result<Option<Event>, Idle> {
+        self.event.take().map(Some).ok_or(Idle)
     }
 }

@@ -517,10 +517,6 @@ impl run::Host for AtSource<'_> {
         &self.0.here.session
     }
 
-    fn session_mut(&mut self) -> &mut Session {
-        &mut self.0.here.session
-    }
-
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.0.here.agenda
     }
@@ -550,6 +546,10 @@ impl run::Host for AtSource<'_> {
 impl Sources for AtSource<'_> {
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.0.here.inbox
+    }
+
+    fn pong(&mut self, number: u64, at: Duration) {
+        self.0.here.session.pong(at, number);
     }
 
     fn cancelled(&self) -> bool {

@@ -379,10 +379,6 @@ impl run::Host for AtTarget<'_> {
         &self.0.there.session
     }
 
-    fn session_mut(&mut self) -> &mut Session {
-        &mut self.0.there.session
-    }
-
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.0.there.agenda
     }

@@ -256,12 +256,13 @@ impl Host for Driver<'_, '_> {
         &self.session
     }
 
-    fn session_mut(&mut self) -> &mut Session {
-        &mut self.session
-    }
-
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        let now = self.now();
+        self.session.handle(now, event)
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
@@ -323,6 +324,10 @@ impl Host for Driver<'_, '_> {
 impl Sources for Driver<'_, '_> {
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.inbox
+    }
+
+    fn pong(&mut self, number: u64, at: Duration) {
+        self.session.pong(at, number);
     }
 
     fn cancelled(&self) -> bool {

@@ -44,6 +44,8 @@ pub(crate) type Numbered = (u64, Input);
 /// The part of the source's host that knows what happens.
 pub(crate) trait Sources: Host<Session = Session> {
     fn inbox(&mut self) -> &mut Inbox;
+    /// Tells the session of the answer to ping `number`, which arrived at `at`.
+    fn pong(&mut self, number: u64, at: Duration);
     /// Returns true as long as the operator wants the migration to be cancelled.
     fn cancelled(&self) -> bool;
     /// Takes the oldest answer of the arbiter.
@@ -146,7 +148,7 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
     match input {
         Input::Wake => Event::Tick,
         Input::Message(ToSource::Pong(number), at) => {
-            host.session_mut().pong(at, number);
+            host.pong(number, at);
             Event::Tick
         }
         // The target is asked anew, over new channels, what it lacks. If it then names nothing,

@@ -467,10 +467,6 @@ impl run::Session for Session {
     type Action = Action;
     type Outcome = Outcome;
 
-    fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
-        self.handle(now, event)
-    }
-
     fn decided(&self) -> bool {
         self.phase() == Phase::Ended
     }

@@ -127,7 +127,7 @@ impl<'a> Driver<'a> {
             rest: None,
             copy_of: None,
         };
-        let rest = runs_lazily.then(|| Rest::new(self.session, self.link, self.fault_threads));
+        let rest = runs_lazily.then(|| Rest::new((self.session, self.agenda), self.link, self.fault_threads));
         Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
     }
 
@@ -298,12 +298,12 @@ impl Host for Driver<'_> {
         &self.session
     }
 
-    fn session_mut(&mut self) -> &mut Session {
-        &mut self.session
-    }
-
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.session.handle(event)
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {

@@ -99,12 +99,17 @@ impl fmt::Debug for Rest {
 }
 
 impl Rest {
-    pub(super) fn new(session: Session, link: Link, fault_threads: Vec<JoinHandle<()>>) -> Self {
+    /// Goes on with a session and the actions that it has still asked for.
+    pub(super) fn new(
+        (session, agenda): (Session, Agenda<Action>),
+        link: Link,
+        fault_threads: Vec<JoinHandle<()>>,
+    ) -> Self {
         let state = RestState { state: MigrationState::Postcopy, ..RestState::default() };
         let watched = Watched { lazy: link.arrivals.lazy().cloned(), state: Mutex::new(state) };
         Self {
             session,
-            agenda: Agenda::new(Vec::new()),
+            agenda,
             inbox: Inbox::new(Duration::ZERO),
             began: Instant::now(),
             link,
@@ -358,12 +363,12 @@ impl Host for House<'_> {
         &self.rest.session
     }
 
-    fn session_mut(&mut self) -> &mut Session {
-        &mut self.rest.session
-    }
-
     fn agenda(&mut self) -> &mut Agenda<Action> {
         &mut self.rest.agenda
+    }
+
+    fn handle(&mut self, event: Event) -> Vec<Action> {
+        self.rest.session.handle(event)
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Abandoned> {

@@ -431,10 +431,6 @@ impl run::Session for Session {
     type Action = Action;
     type Outcome = Outcome;
 
-    fn handle(&mut self, _: Duration, event: Event) -> Vec<Action> {
-        self.handle(event)
-    }
-
     fn decided(&self) -> bool {
         self.ended()
     }
