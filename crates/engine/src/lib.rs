@@ -2,6 +2,7 @@
 
 mod awake;
 mod channel;
+mod clock;
 mod error;
 pub mod fence;
 mod free;

@@ -27,6 +27,7 @@ use super::sender::Shared;
 use super::session::Session;
 use super::settings::{MigrationMode, Settings, SwitchoverBandwidth};
 use crate::channel::{Pacer, Stream, Uri};
+use crate::clock::Clock;
 use crate::fence::{ArbiterError, Asker, Ruling};
 use crate::lacking::pieces;
 use crate::monitor::{MigrationState, Monitor};
@@ -44,7 +45,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tracking::Tracking;
 use vmferry_core::{DirtyTracker, GuestMemory, Protect, SourceVm, VmError};
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
@@ -65,8 +66,8 @@ pub(super) struct Context<'a> {
     pub(super) unpaced: Pacer,
     /// The threads of the present set of channels have to end.
     pub(super) stop: AtomicBool,
-    pub(super) began: Instant,
-    /// CPU time that the caller's thread had used by then.
+    pub(super) clock: Clock,
+    /// CPU time that the caller's thread had used when the migration began.
     pub(super) cpu_before_us: u64,
 }
 
@@ -104,9 +105,9 @@ impl Inputs {
     }
 
     /// Takes inputs and drops them, until the control channel has ended or `time` has passed.
-    fn drain_until_control_ends(&self, time: Duration) {
-        let deadline = Instant::now() + time;
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+    fn drain_until_control_ends(&self, clock: Clock, time: Duration) {
+        let deadline = clock.now() + time;
+        while let Some(left) = clock.until(deadline) {
             match self.receiver.recv_timeout(left) {
                 Ok((_, Input::ControlLost(_))) | Err(_) => return,
                 Ok(_) => {}
@@ -142,7 +143,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         control: Stream,
     ) -> Report {
         let layout = context.memory.layout();
-        let now = context.began.elapsed();
+        let now = context.clock.now();
         let (session, first) = Session::begin(context.settings.clone(), vm.config(), layout.pages(), now);
         let free = if context.settings.free_pages { vm.free_pages() } else { None };
         let account = Account::new(context, vm.throttled());
@@ -207,7 +208,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         self.shut_down_channels();
         self.control.stream.finish();
         if !self.inbox.control_lost() {
-            self.inputs.drain_until_control_ends(Duration::from_secs(1));
+            self.inputs.drain_until_control_ends(self.context.clock, Duration::from_secs(1));
         }
         self.control.stream.shutdown();
         // No input counts any more, so no thread waits for room.
@@ -249,7 +250,7 @@ impl Host for Driver<'_, '_> {
     type Idle = Infallible;
 
     fn now(&self) -> Duration {
-        self.context.began.elapsed()
+        self.context.clock.now()
     }
 
     fn session(&self) -> &Session {
@@ -353,7 +354,7 @@ impl Sources for Driver<'_, '_> {
     }
 
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
-        let idle = self.pages.leave_out_free(self.tracking.protect(), self.context.monitor);
+        let idle = self.pages.leave_out_free(self.tracking.protect(), self.context);
         let patience = idle.min(until.saturating_sub(self.now()));
         Ok(self.inputs.receiver.recv_timeout(patience).ok())
     }
@@ -412,7 +413,7 @@ impl Driver<'_, '_> {
         }
         let saved = self.guest.save(&self.control, within);
         self.account.timings.saved();
-        self.control.expect_state(self.context.settings.peer_timeout);
+        self.control.expect_state(self.now().saturating_add(self.context.settings.peer_timeout));
         match saved {
             Ok(sections) => Event::Saved { sections },
             Err(busy) if busy.is_busy() => {
@@ -445,7 +446,7 @@ impl Driver<'_, '_> {
 /// Passes over memory.
 impl<'e> Driver<'_, 'e> {
     fn start_tracker(&mut self) -> Event {
-        let started = self.control.during(|| self.tracking.start());
+        let started = self.control.during(|| self.tracking.start(self.context.clock.now()));
         if let Err(error) = started {
             return local("starting to track dirty pages", &error);
         }
@@ -459,7 +460,7 @@ impl<'e> Driver<'_, 'e> {
     }
 
     fn harvest(&mut self) -> Event {
-        let began = Instant::now();
+        let began = self.now();
         self.account.timings.state_sent();
         let (tracking, pages) = (&mut self.tracking, &mut self.pages);
         let since = pages.before_harvest();
@@ -472,8 +473,8 @@ impl<'e> Driver<'_, 'e> {
             pages.settle_free(monitor);
         }
         let dirty = pages.count();
-        let (seconds, writers) = tracking.harvested();
-        self.account.timings.harvested(began.elapsed(), dirty, !self.session.is_waking());
+        let (seconds, writers) = tracking.harvested(self.context.clock.now());
+        self.account.timings.harvested(began, dirty, !self.session.is_waking());
         // What a paused guest had written in the moment since the last harvest is no rate.
         if !paused {
             monitor.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
@@ -482,7 +483,7 @@ impl<'e> Driver<'_, 'e> {
     }
 
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
-        let began = Instant::now();
+        let began = self.now();
         let (flight, first) = match pass {
             Pass::Dirty { first } => (self.pages.pending.take_off(), first),
             Pass::Again(runs) => match self.pages.resend(self.context.memory.layout(), &runs) {
@@ -529,14 +530,14 @@ impl<'e> Driver<'_, 'e> {
 impl Driver<'_, '_> {
     fn send(&mut self, message: &ToTarget) -> Option<Event> {
         self.account.timings.sending(message);
-        let failed = self.control.send(message, self.context.settings.peer_timeout).err()?;
+        let failed = self.control.send(self.context, message).err()?;
         if let Some(too_large) = failed.too_large {
             return Some(Event::LocalFailure(too_large));
         }
         // The target's own words, if it left any, say more than that it is gone; after the commit only
         // where a ping meets that.
         if failed.peer_gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
-            self.inbox.hold(self.context.began.elapsed(), failed.why);
+            self.inbox.hold(self.context.clock.now(), failed.why);
             return None;
         }
         Some(match failed.nothing_left {
@@ -574,8 +575,8 @@ impl Driver<'_, '_> {
     }
 
     fn reconnect(&mut self, after: Duration) -> Event {
-        let until = Instant::now() + after;
-        while let Some(left) = until.checked_duration_since(Instant::now()) {
+        let until = self.now() + after;
+        while let Some(left) = self.context.clock.until(until) {
             // Threads of the lost channels need room in the queue to end.
             let _ = self.inputs.receiver.recv_timeout(left);
         }

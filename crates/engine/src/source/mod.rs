@@ -28,6 +28,7 @@ pub use measure::probe;
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
 
 use crate::channel::{Pacer, Uri, connect};
+use crate::clock::Clock;
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Report, word};
@@ -35,7 +36,6 @@ use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 use vmferry_core::{Layout, SourceVm, TrackerKind};
 use vmferry_wire::{MigrationId, Role, Token};
 
@@ -58,7 +58,7 @@ pub fn migrate(
     settings: &Settings,
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
-    let began = Instant::now();
+    let clock = Clock::start();
     let cpu_before_us = thread_cpu_us();
     warn_if_panics_abort();
     check(vm, settings)?;
@@ -73,7 +73,7 @@ pub fn migrate(
         tracker: tracker.kind().to_string(),
         ..Report::default()
     };
-    monitor.begin(began, known.clone());
+    monitor.begin(clock.began, known.clone());
     let channel = (migration, Role::Control, 0, Token::NONE);
     // Opened before the hello: the target's limit for announcing a guest begins there, and an arbiter
     // may take longer than that.
@@ -91,7 +91,7 @@ pub fn migrate(
                 state: MigrationState::Cancelled,
                 outcome: word(MigrationState::Cancelled),
                 error: Some(why.to_string()),
-                total_ms: began.elapsed().as_secs_f64() * 1e3,
+                total_ms: clock.now().as_secs_f64() * 1e3,
                 ..known
             });
         }
@@ -106,7 +106,7 @@ pub fn migrate(
         pacer: Pacer::new(settings.max_bandwidth),
         unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
-        began,
+        clock,
         cpu_before_us,
     };
     let mut report = std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, tracker, control));

@@ -4,6 +4,7 @@ use super::driver::Context;
 use super::events::Outcome;
 use super::session::Session;
 use super::spans::Spans;
+use crate::clock::Clock;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{
     Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
@@ -11,39 +12,40 @@ use crate::report::{
 use crate::source::settings::MigrationMode;
 use crate::vm::shielded;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_core::DirtyTracker;
 use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]
 pub(super) struct Timings {
+    clock: Clock,
     spans: Spans,
-    first_page: Option<Instant>,
-    pass: Option<(Instant, u64)>,
+    first_page: Option<Duration>,
+    pass: Option<(Duration, u64)>,
     passes: Vec<PassReport>,
     /// When each of them began.
-    starts: Vec<Instant>,
-    pause: Option<Instant>,
-    paused: Option<Instant>,
-    saved: Option<Instant>,
+    starts: Vec<Duration>,
+    pause: Option<Duration>,
+    paused: Option<Duration>,
+    saved: Option<Duration>,
     /// When the driver began with what follows the device state: the last harvest, or the list of missing pages.
-    state_sent: Option<Instant>,
+    state_sent: Option<Duration>,
     /// When the last harvest had ended.
-    harvested: Option<Instant>,
+    harvested: Option<Duration>,
     /// Time that listing the pages of the newest pass took.
     listing: Duration,
     /// When the target was asked to load the state.
-    loading: Option<Instant>,
-    last_pages: Option<Instant>,
-    received: Option<Instant>,
-    verify: Option<Instant>,
-    verified: Option<Instant>,
-    ready: Option<Instant>,
-    running: Option<Instant>,
+    loading: Option<Duration>,
+    last_pages: Option<Duration>,
+    received: Option<Duration>,
+    verify: Option<Duration>,
+    verified: Option<Duration>,
+    ready: Option<Duration>,
+    running: Option<Duration>,
     /// The guest runs there before all of its memory does.
     lazy: bool,
-    complete: Option<Instant>,
-    resumed: Option<Instant>,
+    complete: Option<Duration>,
+    resumed: Option<Duration>,
     predicted: Option<Duration>,
     /// Trial pauses, and the time for which no vCPU ran in them.
     trials: u64,
@@ -59,11 +61,11 @@ impl Timings {
     /// Of this migration, whose guest's vCPUs have been held for so long before.
     pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
         let spans = Spans::begin(&context.migration.to_string(), &context.settings.mode.to_string());
-        Self { spans, held_before, ..Self::default() }
+        Self { clock: context.clock, spans, held_before, ..Self::default() }
     }
 
     pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, monitor: &Monitor) {
-        let now = Instant::now();
+        let now = self.clock.now();
         if self.first_page.is_none() && self.pause.is_none() {
             self.spans.precopy();
         }
@@ -78,8 +80,8 @@ impl Timings {
     }
 
     /// The pages of the next pass were listed, since `began`.
-    pub(super) fn listed(&mut self, began: Instant) {
-        self.listing = began.elapsed();
+    pub(super) fn listed(&mut self, began: Duration) {
+        self.listing = self.clock.since(began);
     }
 
     /// Time that listing the pages of the newest pass took.
@@ -90,13 +92,13 @@ impl Timings {
     /// The device state, if any, has been handed over to the link.
     pub(super) fn state_sent(&mut self) {
         if self.saved.is_some() {
-            self.state_sent.get_or_insert_with(Instant::now);
+            self.state_sent.get_or_insert(self.clock.now());
         }
     }
 
     /// All channels have sent the pass; returns its bytes.
     pub(super) fn pass_sent(&mut self, monitor: &Monitor) -> u64 {
-        let (_, before) = self.pass.unwrap_or((Instant::now(), 0));
+        let (_, before) = self.pass.unwrap_or((self.clock.now(), 0));
         let bytes = monitor.counters.wire_bytes.load(Ordering::Relaxed) - before;
         if let Some(report) = self.passes.last_mut()
             && self.verify.is_none()
@@ -106,9 +108,10 @@ impl Timings {
         bytes
     }
 
-    /// `of_pass`: it has what was written during the last pass.
-    pub(super) fn harvested(&mut self, elapsed: Duration, pages: u64, of_pass: bool) {
-        self.harvested = Some(Instant::now());
+    /// A harvest that began at `began` has ended. `of_pass`: it has what was written during the last pass.
+    pub(super) fn harvested(&mut self, began: Duration, pages: u64, of_pass: bool) {
+        let elapsed = self.clock.since(began);
+        self.harvested = Some(self.clock.now());
         if let Some(report) = self.passes.last_mut().filter(|_| of_pass) {
             report.harvest_ms = ms(elapsed);
             report.dirtied = pages;
@@ -117,7 +120,7 @@ impl Timings {
 
     pub(super) fn pausing(&mut self, predicted: Option<Duration>) {
         self.spans.switchover();
-        self.pause = Some(Instant::now());
+        self.pause = Some(self.clock.now());
         self.predicted = predicted;
     }
 
@@ -128,16 +131,16 @@ impl Timings {
     }
 
     pub(super) fn paused(&mut self) {
-        self.paused = Some(Instant::now());
+        self.paused = Some(self.clock.now());
     }
 
     pub(super) fn saved(&mut self) {
-        self.saved = Some(Instant::now());
+        self.saved = Some(self.clock.now());
     }
 
     /// How long the guest has stood still.
     pub(super) fn stood(&self) -> Duration {
-        between(self.pause, Some(Instant::now()))
+        between(self.pause, Some(self.clock.now()))
     }
 
     /// The pause was none: the guest runs on, in a `mode` that goes back to its passes if it has any.
@@ -178,18 +181,18 @@ impl Timings {
 
     /// The guest goes on here: what a failed attempt cost it ends now, whatever cleaning up takes.
     pub(super) fn resumed(&mut self) {
-        self.resumed = Some(Instant::now());
+        self.resumed = Some(self.clock.now());
     }
 
     pub(super) fn verifying(&mut self) {
         self.spans.verify();
-        self.verify = Some(Instant::now());
+        self.verify = Some(self.clock.now());
     }
 
     pub(super) fn sending(&mut self, message: &ToTarget) {
         self.lazy |= matches!(message, ToTarget::LoadLazily { .. });
         if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) {
-            self.loading = Some(Instant::now());
+            self.loading = Some(self.clock.now());
             if self.verify.is_some() {
                 self.spans.verified();
                 self.verified = self.loading;
@@ -198,12 +201,12 @@ impl Timings {
     }
 
     pub(super) fn message(&mut self, message: &ToSource) {
-        let now = Instant::now();
+        let now = self.clock.now();
         match message {
             ToSource::Received { .. } if self.verify.is_none() => {
                 self.received = Some(now);
                 if let (Some((began, _)), Some(report)) = (self.pass, self.passes.last_mut()) {
-                    report.ms = ms(now - began);
+                    report.ms = ms(now.saturating_sub(began));
                 }
             }
             ToSource::Ready { .. } => self.ready = Some(now),
@@ -259,31 +262,26 @@ impl Timings {
         }
     }
 
-    fn passes(&self, began: Instant) -> Vec<PassReport> {
-        let at = |start: &Instant| ms(start.saturating_duration_since(began));
+    fn passes(&self) -> Vec<PassReport> {
         let passes = self.passes.iter().zip(&self.starts);
-        passes.map(|(pass, start)| PassReport { start_ms: at(start), ..pass.clone() }).collect()
+        passes.map(|(pass, start)| PassReport { start_ms: ms(*start), ..pass.clone() }).collect()
     }
 
     /// What came to pass, in its order; a phase that was not reached is left out, and one that was not left ends at `end`.
-    fn phases(&self, began: Instant, end: Instant) -> Vec<PhaseReport> {
+    fn phases(&self, end: Duration) -> Vec<PhaseReport> {
         let started = self.running.or(self.resumed);
         // Without precopy the guest is stopped before the first page goes.
         let precopy = self.first_page.filter(|first| self.pause.is_none_or(|pause| *first < pause));
         let spans = [
-            ("setup", Some(began), precopy.or(self.pause)),
+            ("setup", Some(Duration::ZERO), precopy.or(self.pause)),
             ("precopy", precopy, self.pause),
             ("switchover", self.pause, started),
             ("verify", self.verify, self.verified),
             ("postcopy", self.running.filter(|running| *running < end), Some(end)),
         ];
-        let of = |(phase, from, to): (&'static str, Option<Instant>, Option<Instant>)| {
+        let of = |(phase, from, to): (&'static str, Option<Duration>, Option<Duration>)| {
             let from = from?;
-            Some(PhaseReport {
-                phase,
-                start_ms: ms(from.saturating_duration_since(began)),
-                ms: ms(to.unwrap_or(end).saturating_duration_since(from)),
-            })
+            Some(PhaseReport { phase, start_ms: ms(from), ms: ms(to.unwrap_or(end).saturating_sub(from)) })
         };
         spans.into_iter().filter_map(of).collect()
     }
@@ -298,7 +296,7 @@ impl Timings {
     ) -> Report {
         let counters = &context.monitor.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        let started = self.running.or(self.resumed).unwrap_or_else(Instant::now);
+        let started = self.running.or(self.resumed).unwrap_or_else(|| self.clock.now());
         let end = self.complete.unwrap_or(started);
         let wire = load(&counters.wire_bytes);
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
@@ -317,9 +315,9 @@ impl Timings {
             trial_pauses: self.trials,
             trial_pause_ms: ms(self.trial),
             tracker: tracker.kind().to_string(),
-            total_ms: ms(end.saturating_duration_since(context.began)),
+            total_ms: ms(end),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
-            setup_ms: ms(between(Some(context.began), self.first_page)),
+            setup_ms: ms(self.first_page.unwrap_or_default()),
             predicted_downtime_ms: self.predicted.map(ms),
             downtime: self.downtime(session),
             bytes: Bytes {
@@ -328,8 +326,8 @@ impl Timings {
                 zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
                 ..Bytes::default()
             },
-            passes: self.passes(context.began),
-            phases: self.phases(context.began, end),
+            passes: self.passes(),
+            phases: self.phases(end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
             ring: shielded("how the rings did is not known", || tracker.ring()),
             throttle: self.throttle(held),
@@ -378,9 +376,9 @@ impl Timings {
     }
 }
 
-fn between(from: Option<Instant>, to: Option<Instant>) -> Duration {
+fn between(from: Option<Duration>, to: Option<Duration>) -> Duration {
     match (from, to) {
-        (Some(from), Some(to)) => to.saturating_duration_since(from),
+        (Some(from), Some(to)) => to.saturating_sub(from),
         _ => Duration::ZERO,
     }
 }

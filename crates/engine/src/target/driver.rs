@@ -3,7 +3,7 @@
 //! Threads and what they own: the caller's thread runs the session and the VM; one thread accepts connections; one reads
 //! the control channel; one per channel receives ([`Link`]). They meet in one bounded queue of [`Input`]s.
 
-mod lazily;
+mod handover;
 
 use super::channels::Link;
 use super::inbox::{self, Inbox, Sources};
@@ -12,18 +12,18 @@ use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Received};
 use crate::MigrateError;
 use crate::channel::{Incoming, answer, send_message};
+use crate::clock::Clock;
 use crate::fence::{Asker, Ruled, Word};
 use crate::heartbeat::Heartbeat;
-use crate::lacking::Collected;
 use crate::monitor::thread_cpu_us;
 use crate::run::{self, Agenda, Host};
+use handover::Handover;
 use std::convert::Infallible;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-use vmferry_core::{LazyMemory, Section, TargetVm};
+use std::time::Duration;
+use vmferry_core::{Section, TargetVm};
 use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource};
 
 /// What other threads report, with the number of the attempt that it belongs to: a thread of an attempt that was
@@ -39,7 +39,7 @@ pub(super) struct Driver<'a> {
     session: Session,
     agenda: Agenda<Action>,
     inbox: Inbox,
-    began: Instant,
+    clock: Clock,
     inputs: &'a Receiver<Numbered>,
     /// Sources that came while this attempt was being wound up: they are served next.
     waiting: Vec<Incoming>,
@@ -47,10 +47,7 @@ pub(super) struct Driver<'a> {
     /// What speaks for this side while the VM is at work.
     heart: Option<Heartbeat>,
     load: Duration,
-    /// There once a guest was announced that may run before all of its memory is here.
-    lazy_memory: Option<Arc<dyn LazyMemory>>,
-    lacking: Collected,
-    fault_threads: Vec<JoinHandle<()>>,
+    handover: Handover,
     /// Who decides who owns the guest.
     fence: Option<Asker>,
 }
@@ -65,7 +62,7 @@ impl<'a> Driver<'a> {
     ) -> Result<Attempt, MigrateError> {
         let memory = vm.memory();
         let hello = incoming.hello.clone();
-        let lacking = Collected::new(memory.layout());
+        let handover = Handover::new(memory.layout());
         let link = Link::new(attempt, incoming, sender.clone(), memory)?;
         let wants_costs = hello.features & FEATURE_COSTS != 0;
         let load = if wants_costs { vm.expected_load() } else { None };
@@ -77,15 +74,13 @@ impl<'a> Driver<'a> {
             arrival,
             agenda: Agenda::new(Vec::new()),
             inbox: Inbox::new(Duration::ZERO),
-            began: Instant::now(),
+            clock: Clock::start(),
             inputs,
             waiting: Vec::new(),
             link,
             heart: None,
             load: Duration::ZERO,
-            lazy_memory: None,
-            lacking,
-            fault_threads: Vec::new(),
+            handover,
         };
         let cpu_before = thread_cpu_us();
         let timeout = Some(arrival.peer_timeout);
@@ -127,7 +122,8 @@ impl<'a> Driver<'a> {
             rest: None,
             copy_of: None,
         };
-        let rest = runs_lazily.then(|| Rest::new((self.session, self.agenda), self.link, self.fault_threads));
+        let rest = runs_lazily
+            .then(|| Rest::new((self.session, self.agenda), self.link, self.handover.take_threads()));
         Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
     }
 
@@ -206,7 +202,7 @@ impl<'a> Driver<'a> {
             let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
-        let began = Instant::now();
+        let began = self.now();
         let loaded = self.busy(|vm| vm.load(sections));
         if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
             // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
@@ -217,7 +213,7 @@ impl<'a> Driver<'a> {
         }
         match loaded {
             Ok(()) => {
-                self.load = began.elapsed();
+                self.load = self.clock.since(began);
                 Event::Loaded { micros: micros(self.load) }
             }
             Err(error) => Event::LocalFailure(Refusal::new(RefusalCode::State, error.to_string())),
@@ -229,14 +225,14 @@ impl<'a> Driver<'a> {
         if self.link.arrivals.lazy().is_some_and(|lazy| !lazy.commit()) {
             return failed("the link was lost before the guest was started on the target".to_owned());
         }
-        let began = Instant::now();
+        let began = self.now();
         match self.busy(|vm| vm.start()) {
             Ok(()) => {
                 if let Some(lazy) = self.link.arrivals.lazy() {
                     lazy.memory.started();
                 }
                 let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
-                Event::Started { micros: micros(began.elapsed()), cpu_us }
+                Event::Started { micros: micros(self.clock.since(began)), cpu_us }
             }
             Err(error) => failed(format!("the guest could not be started on the target: {error}")),
         }
@@ -251,9 +247,9 @@ impl<'a> Driver<'a> {
         if matches!(outcome, Outcome::Failed(_)) {
             self.link.control.finish();
         }
-        let deadline = Instant::now() + Duration::from_secs(1);
+        let deadline = self.now() + Duration::from_secs(1);
         while !self.inbox.control_lost()
-            && let Some(left) = deadline.checked_duration_since(Instant::now())
+            && let Some(left) = self.clock.until(deadline)
         {
             match self.inputs.recv_timeout(left) {
                 Err(_) => break,
@@ -271,7 +267,7 @@ impl<'a> Driver<'a> {
             }
         }
         self.link.join();
-        for thread in self.fault_threads.drain(..) {
+        for thread in self.handover.take_threads() {
             if thread.join().is_err() {
                 tracing::error!("a fault thread panicked");
             }
@@ -291,7 +287,7 @@ impl Host for Driver<'_> {
     type Idle = Infallible;
 
     fn now(&self) -> Duration {
-        self.began.elapsed()
+        self.clock.now()
     }
 
     fn session(&self) -> &Session {
@@ -309,7 +305,7 @@ impl Host for Driver<'_> {
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
         Ok(match action {
             Action::Send(message) => self.send(&message),
-            Action::PrepareLazily => Some(self.prepare_lazily()),
+            Action::PrepareLazily => Some(self.handover.prepare(&mut *self.vm)),
             Action::AwaitChannels(channels) => {
                 self.link.await_channels(channels);
                 None
@@ -322,8 +318,10 @@ impl Host for Driver<'_> {
                 let (pages, mismatched, samples) = self.link.arrivals.differences();
                 Some(Event::Compared { pages, mismatched, samples })
             }
-            Action::TakeLacking(piece) => self.take_lacking(&piece),
-            Action::BeginLazily { pages } => self.begin_lazily(pages),
+            Action::TakeLacking(piece) => self.handover.add(&piece),
+            Action::BeginLazily { pages } => {
+                self.handover.begin(&mut self.link, &*self.vm, self.arrival.stay_awake, pages)
+            }
             Action::Load(sections) => Some(self.load(&sections)),
             Action::Fence { word, after } => {
                 self.ask_fence(word, after);

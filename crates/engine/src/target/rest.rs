@@ -6,6 +6,7 @@ use super::inbox::{self, Inbox, Sources};
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Over, ending};
 use crate::channel::{Incoming, Listener, answer, send_message};
+use crate::clock::Clock;
 use crate::fence::Ruled;
 use crate::lacking::pieces;
 use crate::monitor::MigrationState;
@@ -17,7 +18,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_wire::{RefusalCode, Role, ToSource};
 
 /// How many times the peer's timeout pages may stay away, or somebody wait for one, while the source still answers: a
@@ -34,17 +35,17 @@ pub struct Rest {
     session: Session,
     agenda: Agenda<Action>,
     inbox: Inbox,
-    began: Instant,
+    clock: Clock,
     link: Link,
     fault_threads: Vec<JoinHandle<()>>,
     queue: Option<(SyncSender<Numbered>, Receiver<Numbered>)>,
     watch: RestWatch,
     peer_timeout: Duration,
-    suspended_at: Option<Instant>,
+    suspended_at: Option<Duration>,
     /// Since when the link is up.
-    up_since: Instant,
+    up_since: Duration,
     /// How many pages were lacking when the last came, and when that was.
-    last_page: (u64, Instant),
+    last_page: (u64, Duration),
     /// What happened while something else was done, oldest first.
     pending: VecDeque<Event>,
 }
@@ -111,15 +112,15 @@ impl Rest {
             session,
             agenda,
             inbox: Inbox::new(Duration::ZERO),
-            began: Instant::now(),
+            clock: Clock::start(),
             link,
             fault_threads,
             queue: None,
             watch: RestWatch(Arc::new(watched)),
             peer_timeout: Duration::ZERO,
             suspended_at: None,
-            up_since: Instant::now(),
-            last_page: (0, Instant::now()),
+            up_since: Duration::ZERO,
+            last_page: (0, Duration::ZERO),
             pending: VecDeque::new(),
         }
     }
@@ -181,15 +182,17 @@ impl Rest {
     /// source can hear it whenever it comes.
     fn nobody_asks_any_more(&self) -> bool {
         self.session.complete()
-            && self.suspended_at.is_some_and(|since| since.elapsed() > self.peer_timeout.saturating_mul(2))
+            && self
+                .suspended_at
+                .is_some_and(|since| self.clock.since(since) > self.peer_timeout.saturating_mul(2))
     }
 
     fn show_state(&mut self) {
         let suspended = self.session.suspended();
         if suspended && self.suspended_at.is_none() {
-            self.suspended_at = Some(Instant::now());
+            self.suspended_at = Some(self.clock.now());
         } else if !suspended && self.suspended_at.take().is_some() {
-            self.up_since = Instant::now();
+            self.up_since = self.clock.now();
         }
         let unheard = self.nobody_asks_any_more();
         self.watch.update(|state| {
@@ -210,12 +213,12 @@ impl Rest {
         let lazy = self.link.arrivals.lazy()?;
         let (left, suspended) = (lazy.left(), self.session.suspended());
         if suspended || left != self.last_page.0 {
-            self.last_page = (left, Instant::now());
+            self.last_page = (left, self.clock.now());
         }
-        if suspended || left == 0 || self.up_since.elapsed() <= patience {
+        if suspended || left == 0 || self.clock.since(self.up_since) <= patience {
             return None;
         }
-        if self.last_page.1.elapsed() > patience {
+        if self.clock.since(self.last_page.1) > patience {
             return Some(format!("{left} pages are lacking, and none has come for {patience:?}"));
         }
         (lazy.longest_wait() > patience)
@@ -356,7 +359,7 @@ impl Host for House<'_> {
     type Idle = Abandoned;
 
     fn now(&self) -> Duration {
-        self.rest.began.elapsed()
+        self.rest.clock.now()
     }
 
     fn session(&self) -> &Session {

@@ -5,13 +5,13 @@ use crate::monitor::MigrationState;
 use crate::run::Host;
 use crate::source::session::Phase;
 use crate::source::timings::Timings;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The figures so far.
 pub(super) struct Account {
     pub(super) timings: Timings,
     /// The phase that the monitor was given an account of, and when. `None` before the first.
-    shown: Option<(Phase, Instant)>,
+    shown: Option<(Phase, Duration)>,
 }
 
 impl Account {
@@ -22,11 +22,11 @@ impl Account {
 
     /// Returns true if the monitor needs a new account. An account is made anew each time, so there is
     /// at most one for each tick, and one for each new phase before the monitor shows that phase.
-    fn is_due(&mut self, phase: Phase) -> bool {
-        if self.shown.is_some_and(|(known, last)| known == phase && last.elapsed() < TICK) {
+    fn is_due(&mut self, now: Duration, phase: Phase) -> bool {
+        if self.shown.is_some_and(|(known, last)| known == phase && now.saturating_sub(last) < TICK) {
             return false;
         }
-        self.shown = Some((phase, Instant::now()));
+        self.shown = Some((phase, now));
         true
     }
 }
@@ -34,12 +34,12 @@ impl Account {
 impl Driver<'_, '_> {
     /// Tells the monitor how far the migration is.
     pub(super) fn show_progress(&mut self) {
-        let (phase, monitor) = (self.session.phase(), self.context.monitor);
-        if self.account.is_due(phase) {
+        let (phase, monitor, elapsed) = (self.session.phase(), self.context.monitor, self.now());
+        if self.account.is_due(elapsed, phase) {
             let (held, tracker) = (self.guest.held(), self.tracking.tracker());
             monitor.account(self.account.timings.account(self.context, &self.session, tracker, &held));
         }
-        let (session, elapsed) = (&self.session, self.now());
+        let session = &self.session;
         monitor.update(|progress| {
             progress.state = match phase {
                 Phase::Setup => MigrationState::Setup,

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::thread::Scope;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget, Token, WireError};
 
 /// The control channel.
@@ -21,7 +21,7 @@ pub(super) struct Control {
     /// Opens the channel anew after a loss.
     pub(super) resume: Token,
     /// When the device state has to be sent.
-    state_deadline: Option<Instant>,
+    state_deadline: Option<Duration>,
 }
 
 /// Why a message was not sent.
@@ -53,19 +53,18 @@ impl Control {
         }
     }
 
-    /// The guest is paused, and its state is about to be sent: all of the state together may take as
-    /// long as any other message alone.
-    pub(super) fn expect_state(&mut self, peer_timeout: Duration) {
-        self.state_deadline = Instant::now().checked_add(peer_timeout);
+    /// The guest is paused, and all of its state together has to be sent by `deadline`.
+    pub(super) fn expect_state(&mut self, deadline: Duration) {
+        self.state_deadline = Some(deadline);
     }
 
-    /// Sends `message`, which may take `peer_timeout`.
-    pub(super) fn send(&self, message: &ToTarget, peer_timeout: Duration) -> Result<(), NotSent> {
+    /// Sends `message`, which may take the peer's timeout.
+    pub(super) fn send(&self, context: &Context<'_>, message: &ToTarget) -> Result<(), NotSent> {
         let longest = match (message, self.state_deadline) {
             (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
-                deadline.saturating_duration_since(Instant::now())
+                deadline.saturating_sub(context.clock.now())
             }
-            _ => peer_timeout,
+            _ => context.settings.peer_timeout,
         };
         send_message(&self.stream, message, longest).map_err(|failed| {
             let too_large = failed.wire_error().filter(|error| matches!(error, WireError::TooLarge { .. }));
@@ -94,12 +93,12 @@ impl Control {
         inputs: SyncSender<Numbered>,
         generation: u64,
     ) -> io::Result<()> {
-        let (stream, began) = (Arc::clone(&self.stream), context.began);
+        let (stream, clock) = (Arc::clone(&self.stream), context.clock);
         let silence = context.settings.peer_timeout;
         let read = move || loop {
             match caught_io(|| read_message(&stream)) {
                 Ok(message) => {
-                    let at = began.elapsed();
+                    let at = clock.now();
                     if inputs.send((generation, Input::Message(message, at))).is_err() {
                         return;
                     }

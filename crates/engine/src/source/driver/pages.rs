@@ -1,6 +1,7 @@
 //! The pages to send, and the free pages that are left out. [`crate::free`] has the argument for
 //! leaving a page out.
 
+use super::Context;
 use crate::monitor::Monitor;
 use crate::report::Report;
 use crate::source::flight::Flight;
@@ -11,7 +12,7 @@ use crate::source::skip::{Next, Skipping};
 use crate::vm::shielded;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_core::{FreePages, Layout, PageRun, PageSet, Protect};
 use vmferry_wire::RunName;
 
@@ -99,16 +100,20 @@ impl Pages {
 
     /// Goes on with leaving out free pages, for a millisecond or so. Returns for how long there is
     /// nothing more to do.
-    pub(super) fn leave_out_free(&mut self, protect: Option<&dyn Protect>, monitor: &Monitor) -> Duration {
+    pub(super) fn leave_out_free(
+        &mut self,
+        protect: Option<&dyn Protect>,
+        context: &Context<'_>,
+    ) -> Duration {
         let (Some(skipping), Some(protect)) = (&mut self.skipping, protect) else { return TICK };
-        let began = Instant::now();
+        let began = context.clock.now();
         let (pages, next) = skipping.step(&mut self.pending, protect);
         if pages > 0 || next != Next::Nothing {
-            self.count_free(pages, monitor);
+            self.count_free(pages, context.monitor);
         }
         match next {
             Next::Now => Duration::ZERO,
-            Next::Soon => LOOK.max(began.elapsed() * LOOK_SHARE).min(TICK),
+            Next::Soon => LOOK.max(context.clock.since(began) * LOOK_SHARE).min(TICK),
             Next::Nothing => TICK,
         }
     }

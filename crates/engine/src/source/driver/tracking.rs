@@ -2,7 +2,7 @@
 
 use crate::vm::caught;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, VmError};
 
 /// The tracker, and what is known while it tracks.
@@ -17,7 +17,7 @@ struct Run {
     /// Protects pages. `None` if the start failed.
     protect: Option<Arc<dyn Protect>>,
     /// When the last harvest ended, or tracking began.
-    since: Instant,
+    since: Duration,
     /// Pages that each vCPU had written by the last harvest.
     written: Vec<u64>,
 }
@@ -31,8 +31,8 @@ impl Tracking {
         &*self.tracker
     }
 
-    pub(super) fn start(&mut self) -> Result<(), VmError> {
-        let run = self.run.insert(Run { protect: None, since: Instant::now(), written: Vec::new() });
+    pub(super) fn start(&mut self, now: Duration) -> Result<(), VmError> {
+        let run = self.run.insert(Run { protect: None, since: now, written: Vec::new() });
         self.tracker.start()?;
         let protect = self.tracker.protector();
         let chunk = protect.chunk_pages();
@@ -64,11 +64,10 @@ impl Tracking {
 
     /// Returns the seconds since the harvest before, and the pages that each vCPU wrote in them. The
     /// list is empty if the tracker cannot tell vCPUs apart.
-    pub(super) fn harvested(&mut self) -> (f64, Vec<u64>) {
+    pub(super) fn harvested(&mut self, now: Duration) -> (f64, Vec<u64>) {
         let ring = self.tracker.ring();
         let Some(run) = &mut self.run else { return (0.0, Vec::new()) };
-        let now = Instant::now();
-        let seconds = now.saturating_duration_since(std::mem::replace(&mut run.since, now)).as_secs_f64();
+        let seconds = now.saturating_sub(std::mem::replace(&mut run.since, now)).as_secs_f64();
         let Some(ring) = ring else { return (seconds, Vec::new()) };
         let written: Vec<u64> = ring.vcpus.iter().map(|vcpu| vcpu.pages).collect();
         let before = std::mem::replace(&mut run.written, written);

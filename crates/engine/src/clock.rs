@@ -1,0 +1,40 @@
+//! The clock of a migration on a real host.
+//!
+//! Sessions and the run loop read no clock: a host tells them the time. The hosts of the source and of
+//! the target take every time from one [`Clock`], so that all stamps of a migration can be compared.
+
+use std::time::{Duration, Instant};
+
+/// Time since a migration began.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Clock {
+    pub(crate) began: Instant,
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self::start()
+    }
+}
+
+impl Clock {
+    /// Begins.
+    pub(crate) fn start() -> Self {
+        Self { began: Instant::now() }
+    }
+
+    /// Returns the time since the beginning.
+    pub(crate) fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Returns the time since `stamp`.
+    pub(crate) fn since(&self, stamp: Duration) -> Duration {
+        self.now().saturating_sub(stamp)
+    }
+
+    /// Returns the time until `deadline`, or `None` once it has passed.
+    pub(crate) fn until(&self, deadline: Duration) -> Option<Duration> {
+        deadline.checked_sub(self.now())
+    }
+}

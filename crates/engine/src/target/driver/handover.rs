@@ -1,0 +1,91 @@
+//! Starting a guest before all of its memory is here.
+
+use super::super::channels::Link;
+use super::super::lazy::Lazy;
+use super::super::session::Event;
+use crate::lacking::Collected;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use vmferry_core::{Layout, LazyMemory, TargetVm};
+use vmferry_wire::{LackingPages, Refusal, RefusalCode};
+
+/// The missing pages, from their names to the threads that serve the guest's faults.
+pub(super) struct Handover {
+    /// Memory that takes pages while the guest runs. `None` before such a guest was announced.
+    memory: Option<Arc<dyn LazyMemory>>,
+    /// The pages that the source has named so far.
+    missing: Collected,
+    threads: Vec<JoinHandle<()>>,
+}
+
+fn failed(code: RefusalCode, detail: impl Into<String>) -> Event {
+    Event::LocalFailure(Refusal::new(code, detail.into()))
+}
+
+impl Handover {
+    pub(super) fn new(layout: &Layout) -> Self {
+        Self { memory: None, missing: Collected::new(layout), threads: Vec::new() }
+    }
+
+    /// Makes sure that this host can take pages while the guest runs.
+    pub(super) fn prepare(&mut self, vm: &mut dyn TargetVm) -> Event {
+        match vm.lazy_memory() {
+            Ok(memory) => {
+                self.memory = Some(memory);
+                Event::Prepared
+            }
+            Err(error) => failed(RefusalCode::Feature, error.to_string()),
+        }
+    }
+
+    /// Adds pages that the source names as missing.
+    pub(super) fn add(&mut self, piece: &LackingPages) -> Option<Event> {
+        let wrong = self.missing.add(piece).err()?;
+        Some(failed(RefusalCode::Protocol, wrong))
+    }
+
+    /// All missing pages were named, `pages` of them. From here on memory is written by placing missing
+    /// pages, and by the loading of the state.
+    pub(super) fn begin(
+        &mut self,
+        link: &mut Link,
+        vm: &dyn TargetVm,
+        stay_awake: bool,
+        pages: u64,
+    ) -> Option<Event> {
+        let empty = Collected::new(link.memory.layout());
+        let missing = match std::mem::replace(&mut self.missing, empty).complete(pages) {
+            Ok(missing) => missing,
+            Err(wrong) => return Some(failed(RefusalCode::Protocol, wrong)),
+        };
+        let Some(memory) = self.memory.clone() else {
+            let detail = "the source hands over a guest that it did not announce";
+            return Some(failed(RefusalCode::Protocol, detail));
+        };
+        if !link.arrivals.seal_but_for(&missing) {
+            let detail = "a page that arrived damaged is not among those that are to come again";
+            return Some(failed(RefusalCode::Protocol, detail));
+        }
+        if let Err(error) = memory.begin(&missing) {
+            return Some(failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}")));
+        }
+        let all_here = missing.is_empty();
+        let mut lazy = Lazy::new(memory, &missing, vm.config().vcpus);
+        lazy.origin.stay_awake = stay_awake;
+        let lazy = Arc::new(lazy);
+        link.arrivals.go_on_lazily(Arc::clone(&lazy));
+        match link.serve_faults() {
+            Ok(threads) => self.threads = threads,
+            Err(error) => {
+                let detail = format!("no thread for the guest's faults: {error}");
+                return Some(failed(RefusalCode::Other, detail));
+            }
+        }
+        all_here.then(|| Event::AllHere(lazy.figures()))
+    }
+
+    /// Returns the threads that serve the guest's faults.
+    pub(super) fn take_threads(&mut self) -> Vec<JoinHandle<()>> {
+        std::mem::take(&mut self.threads)
+    }
+}
