@@ -45,71 +45,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use vmferry_core::VmError;
+pub use vmferry_protocol::arbiter::{ArbiterError, Ruling, Side, Word};
 pub use vmferry_wire::MigrationId;
 
-/// How long after a word that was not answered it is said again; then twice as long, up to the longest.
+/// Time after which the guest's start is said again if it was not heard.
 const FIRST_AGAIN: Duration = Duration::from_millis(100);
-const LONGEST_AGAIN: Duration = Duration::from_secs(2);
 /// The longest time between two attempts to say that the guest runs, which nobody may be waiting for.
 const LONGEST_CONFIRM: Duration = Duration::from_secs(30);
-
-/// A side of a migration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// Where the guest comes from.
-    Source,
-    /// Where it goes to.
-    Target,
-}
-
-/// What is said to an arbiter about a migration whose register was opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Word {
-    /// Nothing: what does the register hold?
-    Look,
-    /// If it is open, from now on it holds this side.
-    Claim(Side),
-    /// If it holds the target: the target runs the guest.
-    Runs,
-    /// By the target, which has not run the guest and never will: from now on it holds the source, whatever it held.
-    GiveBack,
-}
-
-/// What a register holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Ruling {
-    /// Nobody has claimed the guest.
-    Open,
-    /// The guest is the source's.
-    Source,
-    /// The guest is the target's.
-    Target {
-        /// The target has said that it runs it.
-        runs: bool,
-    },
-}
-
-impl fmt::Display for Ruling {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Open => "has given it to nobody",
-            Self::Source => "has given it to the source",
-            Self::Target { runs: false } => "has given it to the target, which has not said that it runs it",
-            Self::Target { runs: true } => "has given it to the target, which runs it",
-        })
-    }
-}
-
-/// Why an arbiter has said nothing.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ArbiterError {
-    /// It gave no answer, or none that can be understood. It may or may not have heard.
-    #[error("the fence gave no answer: {0}")]
-    Unreachable(String),
-    /// It answered, and has no register for this migration, or one that it does not understand.
-    #[error("the fence cannot decide: {0}")]
-    NoRegister(String),
-}
 
 /// Keeps one register for each migration, outside both hosts: see the module's rules, which are its part of the bargain.
 pub trait Arbiter: fmt::Debug + Send + Sync {
@@ -137,18 +79,6 @@ pub trait Arbiter: fmt::Debug + Send + Sync {
     /// # Errors
     /// If nobody answers.
     fn close(&self, migration: MigrationId) -> Result<(), ArbiterError>;
-}
-
-/// How long to wait until a word is said again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Again(Duration);
-
-impl Again {
-    /// The next wait.
-    pub(crate) fn next(&mut self) -> Duration {
-        self.0 = (self.0 * 2).clamp(FIRST_AGAIN, LONGEST_AGAIN);
-        self.0
-    }
 }
 
 /// An answer to a word that a session has asked for.

@@ -17,7 +17,6 @@ mod model;
 mod monitor;
 pub mod plan;
 mod report;
-mod run;
 mod scratch;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
@@ -27,6 +26,8 @@ mod sync;
 mod target;
 mod vm;
 mod wake;
+
+use vmferry_protocol::run;
 
 pub use channel::{Listener, Sockets, Tls, TlsError, Uri, UriError, tcp};
 pub use error::MigrateError;

@@ -9,7 +9,7 @@ use super::step::Step;
 use super::world::World;
 use crate::fence::simulated::heard;
 use crate::fence::{ArbiterError, Ruling, Side, Word};
-use crate::{source, target};
+use crate::target;
 use std::time::Duration;
 
 /// Every word that is ever said, by whom. Others name it by its place.
@@ -211,10 +211,10 @@ impl Step<'_> {
         };
         match side {
             Side::Source if !self.world.here.ended() => {
-                self.tell_here(Duration::ZERO, source::events::Event::Ruled(answer));
+                self.tell_here(Duration::ZERO, vmferry_protocol::source::Event::ArbiterAnswered(answer));
             }
             Side::Target if !self.world.there.ended() => {
-                self.tell_there(target::session::Event::Ruled(word, answer));
+                self.tell_there(target::session::Event::ArbiterAnswered(word, answer));
             }
             // It has ended, and hears nothing.
             Side::Source | Side::Target => {}

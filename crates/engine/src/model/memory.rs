@@ -3,8 +3,8 @@
 use super::Flaw;
 use super::step::{Mishap, Step};
 use super::world::{Cargo, DAMAGED, Job, has, pages, take};
-use crate::source::events::Event;
 use std::time::Duration;
+use vmferry_protocol::source::Event;
 
 impl Step<'_> {
     /// The guest, or the VMM, writes a page on the source.

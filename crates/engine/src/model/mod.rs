@@ -98,7 +98,7 @@ impl Model for Protocol {
 
     fn init_states(&self) -> Vec<World> {
         let (session, first) =
-            SourceSession::begin(self.settings(), world::machine(), PAGES as u64, Duration::ZERO);
+            SourceSession::begin(self.settings().session(), world::machine(), PAGES as u64, Duration::ZERO);
         let here = Here {
             session: Keyed::by(session, SourceSession::project),
             todo: None,

@@ -32,7 +32,7 @@ impl Step<'_> {
             model: [0; _],
         });
         self.promise(Promise::NoPageMissed, named);
-        (lacking == 0).then(|| Event::AllHere(LazyFigures::default()))
+        (lacking == 0).then(|| Event::MissingArrived(LazyFigures::default()))
     }
 
     /// A link that is lost before the guest was started takes it along; whoever waits gets zeros.

@@ -8,10 +8,10 @@ use super::step::{Deed, Mishap, Step};
 use super::world::{ALL, Cargo, Dial, Down, Job, Keyed, Link, PAGES, Up, mask_of, mask_of_runs, piece_of};
 use crate::fence::Side;
 use crate::run::{self, Agenda};
-use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::session::{Phase, Session};
 use crate::source::{MigrationMode, Settings};
 use std::time::Duration;
+use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
 /// The migration's timeout, and the two moments at which the clock ticks if not at once: past that and no other limit; past all.
@@ -24,17 +24,17 @@ pub(super) fn failure() -> Refusal {
 }
 
 fn rehearsed() -> Event {
-    Event::Rehearsed {
-        fixed: Duration::ZERO,
+    Event::TrialPaused {
+        stop: Duration::ZERO,
         save: Duration::ZERO,
-        settle: Duration::ZERO,
-        stood: Duration::ZERO,
+        quiesce: Duration::ZERO,
+        paused: Duration::ZERO,
         state_bytes: 0,
     }
 }
 
 fn still_busy() -> Event {
-    Event::Busy { stood: Duration::ZERO, why: "requests are under way".into() }
+    Event::Busy { paused: Duration::ZERO, why: "requests are under way".into() }
 }
 
 fn lost() -> String {
@@ -158,8 +158,8 @@ impl Step<'_> {
                 (self.world.here.protected, self.world.here.marked) = (0, ALL);
                 Event::TrackerStarted
             }
-            Action::Rehearse { .. } if self.busy() => return Some(still_busy()),
-            Action::Rehearse { .. } => rehearsed(),
+            Action::TrialPause { .. } if self.busy() => return Some(still_busy()),
+            Action::TrialPause { .. } => rehearsed(),
             Action::Harvest => self.harvest(),
             Action::SendPass { number, pass } => return self.begin_pass(number, pass),
             Action::Pause => {
@@ -192,14 +192,14 @@ impl Step<'_> {
                 self.world.here.dial = Dial::Wanted;
                 return None;
             }
-            Action::TakeLacking(piece) => {
+            Action::TakeMissing(piece) => {
                 self.world.here.lacking |= mask_of(&piece);
                 return None;
             }
-            Action::ServeAgain { pages } => return self.serve_again(pages),
-            Action::GoOn => return Some(self.go_on()),
+            Action::ServeMissing { pages } => return self.serve_again(pages),
+            Action::RunOn => return Some(self.go_on()),
             Action::Resume => return Some(self.resume()),
-            Action::Fence { word, .. } => {
+            Action::AskArbiter { word, .. } => {
                 self.ask_fence(Side::Source, word);
                 return None;
             }

@@ -5,7 +5,7 @@ use super::judge::Promise;
 use super::world::{Link, World};
 use super::{Flaw, Protocol};
 use crate::run::Agenda;
-use crate::source::events::Action;
+use vmferry_protocol::source::Action;
 
 /// What happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

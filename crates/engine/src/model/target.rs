@@ -76,7 +76,7 @@ impl Step<'_> {
             }
             Deed::TargetHearsOfLast => {
                 self.world.there.last_came = false;
-                self.tell_there(Event::AllHere(LazyFigures::default()));
+                self.tell_there(Event::MissingArrived(LazyFigures::default()));
             }
             Deed::TargetIsAsked(link) => self.target_is_asked(link),
             Deed::Stop => {
@@ -130,28 +130,28 @@ impl Step<'_> {
     fn perform_there(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Send(message) => return self.send_there(message),
-            Action::Fence { word, .. } => self.ask_fence(Side::Target, word),
+            Action::AskArbiter { word, .. } => self.ask_fence(Side::Target, word),
             Action::AwaitChannels(_) => {}
-            Action::PrepareLazily => {
+            Action::PrepareDemandPaging => {
                 let failed = self.step_fails_there();
                 return Some(if failed { Event::LocalFailure(failure()) } else { Event::Prepared });
             }
-            Action::TakeLacking(piece) => self.world.there.collected |= mask_of(&piece),
-            Action::BeginLazily { pages } => return self.begin_lazily(pages),
-            Action::Retell => return self.retell(),
-            Action::AskAgain => self.ask_again(),
+            Action::TakeMissing(piece) => self.world.there.collected |= mask_of(&piece),
+            Action::BeginDemandPaging { pages } => return self.begin_lazily(pages),
+            Action::NameMissing => return self.retell(),
+            Action::RequestAgain => self.ask_again(),
             Action::Disconnect => self.disconnect_target(),
-            Action::EndLazily => {
+            Action::EndDemandPaging => {
                 let lazy = self.lazy();
                 (lazy.ended, lazy.present) = (true, ALL);
             }
-            Action::CountSuspects { pass } => {
+            Action::CountDamaged { pass } => {
                 let blind = self.flaw(Flaw::BlindToDamage);
                 let suspect = if blind { 0 } else { self.world.there.suspect };
                 let (pages, runs) = (suspect.count_ones().into(), runs_of(suspect));
-                return Some(Event::Suspects { pass, pages, runs });
+                return Some(Event::Damaged { pass, pages, runs });
             }
-            Action::CountDifferences => {
+            Action::CountMismatches => {
                 let there = &self.world.there;
                 let name = |page| PageName { region: REGION, page: page as u64 };
                 let samples: Vec<_> = pages(there.differ).map(name).collect();
@@ -163,7 +163,7 @@ impl Step<'_> {
             }
             Action::Load(_) => return Some(self.load()),
             Action::Start => return Some(self.start_when_told()),
-            Action::Finish(Outcome::RunsLazily) => self.world.there.rest = true,
+            Action::Finish(Outcome::Running) => self.world.there.rest = true,
             Action::Finish(outcome) => {
                 self.world.there.outcome = Some(outcome);
                 self.close_target();
@@ -301,9 +301,9 @@ impl Step<'_> {
         self.world.there.connected = true;
         // What was found when the old channels ended comes first.
         if std::mem::take(&mut self.world.there.last_came) {
-            self.tell_there(Event::AllHere(LazyFigures::default()));
+            self.tell_there(Event::MissingArrived(LazyFigures::default()));
         }
-        self.tell_there(Event::ControlBack);
+        self.tell_there(Event::ControlReopened);
     }
 
     fn retell(&mut self) -> Option<Event> {
@@ -315,7 +315,7 @@ impl Step<'_> {
             return Some(failed);
         }
         let tokens = (tokens().bulk, tokens().urgent);
-        Some(Event::Retold { pages: lacking.count_ones().into(), tokens })
+        Some(Event::MissingNamed { pages: lacking.count_ones().into(), tokens })
     }
 
     fn disconnect_target(&mut self) {

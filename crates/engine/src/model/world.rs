@@ -2,13 +2,13 @@
 
 use super::fence::Fence;
 use super::judge::Promise;
-use crate::source::events::{Action, Outcome};
 use crate::source::session::Session as SourceSession;
 use crate::target::session::{Outcome as TargetOutcome, Session as TargetSession};
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use vmferry_core::{Gpa, MachineConfig, Region, RegionId};
+use vmferry_protocol::source::{Action, Outcome};
 use vmferry_wire::{LackingPages, RunName};
 
 pub(super) const PAGES: usize = 2;

@@ -5,7 +5,6 @@
 //! each prediction is an interval, and "will it converge" is a share of these runs. While a migration runs, [`Standing`] judges it
 //! after each pass, and [`Auto`] changes its course. Everything but the two measurements is pure.
 
-mod course;
 mod curve;
 mod inputs;
 mod measure;
@@ -14,13 +13,11 @@ mod predict;
 mod ring;
 mod rng;
 mod score;
-mod verdict;
 
 pub use crate::source::probe;
-pub use course::{Auto, Course, CourseChange, Expected, Seen};
 pub use curve::CurvePoint;
 pub use inputs::{Costs, Inputs, Link, Place, Protection};
 pub use measure::{GuestCost, Looked, Windows, measure};
 pub use predict::{Chances, Interval, ModePlan, Plan, Way};
 pub use score::{Real, Score, score};
-pub use verdict::{Standing, Verdict};
+pub use vmferry_protocol::source::{Auto, Course, CourseChange, Expected, Seen, Standing, Verdict};

@@ -4,11 +4,12 @@ use super::curve::{Class, Curve};
 use super::inputs::{Inputs, Protection};
 use super::ring::Ring;
 use super::rng::Rng;
-use crate::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
+use crate::source::sender;
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings};
-use crate::source::{sender, throttle};
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
+use vmferry_protocol::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
+use vmferry_protocol::source::throttle;
 
 /// A page on the wire, with its share of a frame's table and header, in bytes.
 const WIRE_PAGE: f64 = PAGE_SIZE as f64 + 16.3;
@@ -36,7 +37,7 @@ const PASS_SPREAD: f64 = 0.005;
 const GUEST_SPREAD: f64 = 0.01;
 const WAKE_S: f64 = 0.1e-3;
 /// In hybrid mode, a pass that leaves more than this share of the pass before is the last.
-const HYBRID: f64 = crate::source::session::CONVERGING;
+const HYBRID: f64 = vmferry_protocol::source::policy::CONVERGING;
 
 /// What is taken to be true in one run of the model.
 pub(crate) struct World<'a> {
@@ -173,7 +174,8 @@ impl World<'_> {
 impl State<'_, '_> {
     fn passes(mut self) -> Run {
         let (world, settings) = (self.world, self.world.settings);
-        let (mut link, mut policy) = (LinkRate::of(settings), Convergence::of(settings));
+        let session = settings.session();
+        let (mut link, mut policy) = (LinkRate::of(&session), Convergence::of(&session));
         let costs = &world.inputs.costs;
         let fixed = world.fixed * (costs.stopping_s() + costs.harvest_s) + 3.0 * world.round_trip;
         let horizon = settings.timeout.map_or(HORIZON_S, |timeout| timeout.as_secs_f64());

@@ -4,7 +4,6 @@ use super::curve::Curve;
 use super::inputs::Inputs;
 use super::model::{Run, World};
 use super::rng::Rng;
-use super::verdict::ms;
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Settings};
 use serde::Serialize;
 
@@ -291,6 +290,17 @@ fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
     }
     parts.push("a guest that changes what it does makes all of it wrong".to_owned());
     parts.join("; ")
+}
+
+/// Formats a time for people.
+fn ms(seconds: f64) -> String {
+    if seconds >= 10.0 {
+        format!("{seconds:.0} s")
+    } else if seconds >= 1.0 {
+        format!("{seconds:.1} s")
+    } else {
+        format!("{:.0} ms", (seconds * 1e3).max(1.0))
+    }
 }
 
 #[cfg(test)]

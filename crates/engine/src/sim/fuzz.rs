@@ -100,11 +100,11 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         6 => Event::TrackerStarted,
         7 => {
             let fixed = Duration::from_micros(rng.below(1000));
-            Event::Rehearsed {
-                fixed,
+            Event::TrialPaused {
+                stop: fixed,
                 save: fixed / 4,
-                settle: fixed / 2,
-                stood: fixed,
+                quiesce: fixed / 2,
+                paused: fixed,
                 state_bytes: rng.next(),
             }
         }
@@ -122,7 +122,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         18 => Event::SwitchNow,
         20 => Event::Comparing { pages: rng.below(2) * PAGES },
         21 => Event::Released,
-        22..=23 => Event::Ruled(answer(rng)),
+        22..=23 => Event::ArbiterAnswered(answer(rng)),
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
         19 if rng.per_mille(100) => Event::Pause,
@@ -144,13 +144,13 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 events.extend([Event::ChannelsOpened, Event::Message(ToSource::ChannelsUp)]);
             }
             Action::StartTracker => events.push(Event::TrackerStarted),
-            Action::Rehearse { .. } => {
+            Action::TrialPause { .. } => {
                 let fixed = Duration::from_micros(50);
-                events.push(Event::Rehearsed {
-                    fixed,
+                events.push(Event::TrialPaused {
+                    stop: fixed,
                     save: fixed,
-                    settle: fixed,
-                    stood: fixed,
+                    quiesce: fixed,
+                    paused: fixed,
                     state_bytes: 64,
                 });
             }
@@ -173,7 +173,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Pause => events.push(Event::Paused),
             Action::Save { .. } => events.push(Event::Saved { sections: vec![section()] }),
             Action::Release => events.push(Event::Released),
-            Action::Resume | Action::GoOn => events.push(Event::Resumed),
+            Action::Resume | Action::RunOn => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
             // Every page: nothing is left to compare.
             Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES, skipped: 0 }),
@@ -206,7 +206,8 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     let pages = usize::try_from(PAGES).expect("small");
     let settings = settings(&mut rng);
     let fenced = settings.fence.is_some();
-    let (mut session, mut actions) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
+    let (mut session, mut actions) =
+        source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
     let (mut expected, mut now, mut pass) = (Vec::new(), Duration::ZERO, 0);
     let (mut committed, mut returned, mut ended) = (false, false, None);
     for _ in 0..200 {
@@ -228,7 +229,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
             && !session.runs_there();
         // The fence's word counts while nobody knows, if there is one.
         let asked = before == Phase::Unknown || (before == Phase::PostcopyPaused && !session.runs_there());
-        let won = fenced && asked && matches!(event, Event::Ruled(Ok(Ruling::Source)));
+        let won = fenced && asked && matches!(event, Event::ArbiterAnswered(Ok(Ruling::Source)));
         let (ran, postcopy) =
             (session.runs_there(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
         actions = session.handle(now, event);
@@ -237,15 +238,15 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
         assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {
-                Action::Fence { .. } => assert!(committed && !returned, "claimed before the commit"),
+                Action::AskArbiter { .. } => assert!(committed && !returned, "claimed before the commit"),
                 Action::Send(ToTarget::Commit) => {
                     assert!(!std::mem::replace(&mut committed, true), "a second commit");
                 }
-                Action::Resume | Action::GoOn | Action::Rehearse { .. } | Action::Pause => {
+                Action::Resume | Action::RunOn | Action::TrialPause { .. } | Action::Pause => {
                     assert!(!committed || returned, "{action:?} after the commit");
                     assert!(!ran, "{action:?} of a guest that runs there");
                 }
-                Action::SendRest { .. } | Action::Reconnect { .. } | Action::ServeAgain { .. } => {
+                Action::SendRest { .. } | Action::Reconnect { .. } | Action::ServeMissing { .. } => {
                     assert!(committed && !returned, "{action:?} before the commit");
                 }
                 Action::Finish(Outcome::Failed(_) | Outcome::Cancelled(_)) if postcopy => {
@@ -299,7 +300,7 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
 }
 
 fn retold() -> target::Event {
-    target::Event::Retold { pages: 1, tokens: (Token([1; 16]), Token([2; 16])) }
+    target::Event::MissingNamed { pages: 1, tokens: (Token([1; 16]), Token([2; 16])) }
 }
 
 fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
@@ -309,7 +310,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         22 => said(rng).map_or(Event::Stopped, Event::Message),
         20..=21 => {
             let word = [Word::Look, Word::Claim(Side::Target), Word::GiveBack, Word::Runs][rng.index(4)];
-            Event::Ruled(word, answer(rng))
+            Event::ArbiterAnswered(word, answer(rng))
         }
         0..=6 => Event::Message(to_target(rng, pass)),
         7 => Event::ChannelUp,
@@ -317,7 +318,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
             let channel = [0, 0, 1, u16::MAX][rng.index(4)];
             Event::Barrier { channel, pass: [pass, pass, u32::MAX][rng.index(3)] }
         }
-        10 => Event::Suspects { pass, pages: rng.below(2), runs: vec![] },
+        10 => Event::Damaged { pass, pages: rng.below(2), runs: vec![] },
         11 => {
             let samples = vec![PageName { region: RegionId(0), page: 1 }];
             Event::Compared { pages: PAGES, mismatched: 1, samples }
@@ -326,8 +327,8 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         13 => Event::Started { micros: 1, cpu_us: 1 },
         14 => Event::StartFailed(refusal()),
         15 => Event::Prepared,
-        16 => Event::AllHere(LazyFigures::default()),
-        17 => Event::ControlBack,
+        16 => Event::MissingArrived(LazyFigures::default()),
+        17 => Event::ControlReopened,
         18 if rng.per_mille(500) => retold(),
         18 => Event::Stopped,
         _ if rng.per_mille(500) => Event::LocalFailure(refusal()),
@@ -340,33 +341,33 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     use target::{Action, Event};
     for action in actions {
         match action {
-            Action::PrepareLazily => events.push(Event::Prepared),
+            Action::PrepareDemandPaging => events.push(Event::Prepared),
             Action::AwaitChannels(channels) => {
                 let count = channels.bulk + channels.urgent + u16::from(channels.probe);
                 events.extend((0..count).map(|_| Event::ChannelUp));
             }
-            Action::Retell => events.push(retold()),
-            Action::Finish(target::Outcome::RunsLazily) | Action::AskAgain => {
-                events.push(Event::AllHere(LazyFigures::default()));
+            Action::NameMissing => events.push(retold()),
+            Action::Finish(target::Outcome::Running) | Action::RequestAgain => {
+                events.push(Event::MissingArrived(LazyFigures::default()));
             }
             Action::Send(ToSource::Complete(_) | ToSource::Returned(_)) => {
                 events.push(Event::Message(ToTarget::Thanks));
             }
-            Action::CountSuspects { pass } => {
-                events.insert(0, Event::Suspects { pass: *pass, pages: 0, runs: vec![] });
+            Action::CountDamaged { pass } => {
+                events.insert(0, Event::Damaged { pass: *pass, pages: 0, runs: vec![] });
             }
-            Action::CountDifferences => {
+            Action::CountMismatches => {
                 events.push(Event::Compared { pages: PAGES, mismatched: 0, samples: vec![] });
             }
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
             Action::Start => events.push(Event::Started { micros: 1, cpu_us: 1 }),
-            Action::Fence { word, .. } if *word != Word::Runs => {
+            Action::AskArbiter { word, .. } if *word != Word::Runs => {
                 let ruling = match word {
                     Word::Look => Ruling::Open,
                     Word::Claim(_) => Ruling::Target { runs: false },
                     _ => Ruling::Source,
                 };
-                events.push(Event::Ruled(*word, Ok(ruling)));
+                events.push(Event::ArbiterAnswered(*word, Ok(ruling)));
             }
             _ => {}
         }
@@ -417,10 +418,10 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
             expected.remove(0)
         };
         commit_read |= matches!(event, Event::Message(ToTarget::Commit));
-        let granted = matches!(event, Event::Ruled(Word::Claim(_), Ok(Ruling::Target { .. })));
+        let granted = matches!(event, Event::ArbiterAnswered(Word::Claim(_), Ok(Ruling::Target { .. })));
         start_failed |= matches!(event, Event::StartFailed(_));
         started |= starts == 1 && matches!(event, Event::Started { .. });
-        all_here |= matches!(event, Event::AllHere(_));
+        all_here |= matches!(event, Event::MissingArrived(_));
         let (was_started, thanked) =
             (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
         let (heeded, was_renounced) =
@@ -431,7 +432,7 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
         assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {
-                Action::Fence { word: Word::GiveBack, .. } => {
+                Action::AskArbiter { word: Word::GiveBack, .. } => {
                     assert!(starts == 0 || start_failed, "gives back a guest that may run here");
                     renounced = true;
                 }
@@ -445,13 +446,13 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
                     let whole = was_started || (all_here && thanked);
                     assert!(starts == 1 && started && whole, "completed without a start, or half");
                 }
-                Action::Finish(Outcome::RunsLazily) => {
+                Action::Finish(Outcome::Running) => {
                     assert!(was_started && !std::mem::replace(&mut lazily, true), "runs without a start");
                 }
-                Action::EndLazily | Action::Send(ToSource::Complete(_)) => {
+                Action::EndDemandPaging | Action::Send(ToSource::Complete(_)) => {
                     assert!(all_here && started, "{action:?} while pages lack");
                 }
-                Action::Retell | Action::AskAgain => assert!(lazily, "{action:?} before it runs"),
+                Action::NameMissing | Action::RequestAgain => assert!(lazily, "{action:?} before it runs"),
                 // Once it was told to start, only the start's own failure may renounce the guest.
                 Action::Finish(Outcome::Failed(_))
                 | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {

@@ -10,7 +10,6 @@ use crate::fence::{ArbiterError, Ruling, Side};
 use crate::lacking::Collected;
 use crate::plan::{Auto, Expected};
 use crate::run::{self, Agenda};
-use crate::source::events::{Action, Event};
 use crate::source::flight::Flight;
 use crate::source::inbox::{self, Inbox, Input, Numbered, Sources};
 use crate::source::pending::Pending;
@@ -22,6 +21,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId};
+use vmferry_protocol::source::{Action, Event};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
 /// What a bulk channel is sending.
@@ -151,7 +151,8 @@ impl Here {
             fence: fence::choose(rng),
             ..Settings::default()
         };
-        let (session, first) = Session::begin(settings.clone(), machine(pages), pages as u64, Duration::ZERO);
+        let (session, first) =
+            Session::begin(settings.session(), machine(pages), pages as u64, Duration::ZERO);
         Self {
             session,
             agenda: Agenda::new(first),
@@ -326,10 +327,10 @@ impl World {
                 self.disconnect();
                 None
             }
-            Action::TakeLacking(piece) => self.here.lacking.add(&piece).err().map(Event::PeerLost),
-            Action::ServeAgain { pages } => self.serve_again(pages),
+            Action::TakeMissing(piece) => self.here.lacking.add(&piece).err().map(Event::PeerLost),
+            Action::ServeMissing { pages } => self.serve_again(pages),
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
-            Action::Fence { word, after } => {
+            Action::AskArbiter { word, after } => {
                 self.ask_fence(Side::Source, word, after);
                 None
             }
@@ -342,7 +343,7 @@ impl World {
 
     /// A step that takes its time.
     fn begin_step(&mut self, step: Action) {
-        if matches!(step, Action::Rehearse { .. }) {
+        if matches!(step, Action::TrialPause { .. }) {
             self.here.running = false;
         }
         if let Action::OpenChannels { bulk, urgent } = step {

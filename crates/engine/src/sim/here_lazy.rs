@@ -4,10 +4,10 @@ use super::here::{Job, layout};
 use super::link::{Cargo, Request};
 use super::world::{BULK, Defect, Item, TO_TARGET, World};
 use crate::lacking::{Collected, pieces};
-use crate::source::events::Event;
 use crate::source::postcopy::lacking;
 use crate::source::{MigrationMode, UrgentPath};
 use vmferry_core::{PageSet, RegionId};
+use vmferry_protocol::source::Event;
 use vmferry_wire::{RunName, ToTarget};
 
 pub(super) const REGION: RegionId = RegionId(0);

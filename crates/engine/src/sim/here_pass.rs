@@ -3,8 +3,8 @@
 use super::here::Job;
 use super::here_lazy::{REGION, flags, set_of};
 use super::world::{Defect, World};
-use crate::source::events::{Event, Pass};
 use crate::source::flight::Turn;
+use vmferry_protocol::source::{Event, Pass};
 
 impl World {
     pub(super) fn harvest(&mut self) -> Event {

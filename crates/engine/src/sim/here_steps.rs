@@ -2,9 +2,9 @@
 
 use super::world::{Defect, World};
 use crate::fence::Ruling;
-use crate::source::events::{Action, Event};
 use std::time::Duration;
 use vmferry_core::Section;
+use vmferry_protocol::source::{Action, Event};
 use vmferry_wire::{Refusal, RefusalCode};
 
 impl World {
@@ -25,16 +25,16 @@ impl World {
                 self.memory.start_tracking();
                 Event::TrackerStarted
             }
-            Action::Rehearse { within } if self.rng.per_mille(self.faults.busy) => {
+            Action::TrialPause { within } if self.rng.per_mille(self.faults.busy) => {
                 self.memory.write_in_use(&mut self.rng);
                 self.resume();
                 still_busy(within)
             }
-            Action::Rehearse { .. } => {
+            Action::TrialPause { .. } => {
                 self.resume();
                 let fixed = Duration::from_micros(self.rng.below(500));
                 let save = Duration::ZERO;
-                Event::Rehearsed { fixed, save, settle: fixed / 2, stood: fixed, state_bytes: 0 }
+                Event::TrialPaused { stop: fixed, save, quiesce: fixed / 2, paused: fixed, state_bytes: 0 }
             }
             Action::Harvest => self.harvest(),
             Action::Pause => {
@@ -46,7 +46,7 @@ impl World {
                 self.memory.write_in_use(&mut self.rng);
                 still_busy(within)
             }
-            Action::GoOn => {
+            Action::RunOn => {
                 let ours = !self.here.committed;
                 self.promise(ours, |_| "went on after the commit".into());
                 if !failed {
@@ -106,7 +106,7 @@ impl World {
 }
 
 fn still_busy(within: Duration) -> Event {
-    Event::Busy { stood: within.min(Duration::from_secs(10)), why: "requests are under way".into() }
+    Event::Busy { paused: within.min(Duration::from_secs(10)), why: "requests are under way".into() }
 }
 
 fn failure(what: &str) -> Event {

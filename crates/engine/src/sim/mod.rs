@@ -36,9 +36,11 @@ mod world;
 /// The source's session and what it is fed, under one name as the target's are.
 mod source {
     pub(super) use crate::source::Outcome;
-    pub(super) use crate::source::events::{Action, Event};
     #[cfg(any(test, feature = "hostile"))]
-    pub(super) use crate::source::{MigrationMode, OnTimeout, Settings, events::Pass, session::Session};
+    pub(super) use crate::source::{MigrationMode, OnTimeout, Settings, session::Session};
+    #[cfg(any(test, feature = "hostile"))]
+    pub(super) use vmferry_protocol::source::Pass;
+    pub(super) use vmferry_protocol::source::{Action, Event};
 }
 
 #[cfg(feature = "hostile")]

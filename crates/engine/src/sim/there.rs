@@ -138,7 +138,7 @@ impl World {
     }
 
     fn target_handle(&mut self, event: Event) -> Vec<Action> {
-        let back = matches!(event, Event::ControlBack);
+        let back = matches!(event, Event::ControlReopened);
         let mut actions = self.there.session.handle(event);
         let closes = back && actions.contains(&Action::Disconnect);
         self.promise(!closes, |_| "the target closes the control channel that it has just taken".into());
@@ -219,7 +219,7 @@ impl World {
         while !self.there.ended() {
             self.there.looks = 0;
             match run::advance(&mut AtTarget(self)) {
-                Ok(Outcome::RunsLazily) => self.there.rest = true,
+                Ok(Outcome::Running) => self.there.rest = true,
                 Ok(outcome) => {
                     self.there.outcome = Some(outcome);
                     self.transmit(TO_SOURCE, Cargo::Eof);
@@ -252,18 +252,18 @@ impl World {
                 self.promise(right, |_| "another number of channels".into());
                 None
             }
-            Action::PrepareLazily => {
+            Action::PrepareDemandPaging => {
                 let why = Refusal::new(RefusalCode::Feature, "a step failed");
                 let failed = self.rng.per_mille(self.faults.step_fails);
                 Some(if failed { Event::LocalFailure(why) } else { Event::Prepared })
             }
-            Action::TakeLacking(piece) => {
+            Action::TakeMissing(piece) => {
                 self.there.collected.add(&piece).expect("honest pieces");
                 None
             }
-            Action::BeginLazily { pages } => self.begin_lazily(pages),
-            Action::Retell => Some(self.retell()),
-            Action::AskAgain => {
+            Action::BeginDemandPaging { pages } => self.begin_lazily(pages),
+            Action::NameMissing => Some(self.retell()),
+            Action::RequestAgain => {
                 self.ask_again();
                 None
             }
@@ -271,19 +271,19 @@ impl World {
                 self.disconnect_target();
                 None
             }
-            Action::Fence { word, after } => {
+            Action::AskArbiter { word, after } => {
                 self.ask_fence(Side::Target, word, after);
                 None
             }
-            Action::EndLazily => {
+            Action::EndDemandPaging => {
                 self.end_lazily();
                 None
             }
-            Action::CountSuspects { pass } => {
+            Action::CountDamaged { pass } => {
                 let suspects = self.suspects();
-                Some(Event::Suspects { pass, pages: suspects.len() as u64, runs: suspects })
+                Some(Event::Damaged { pass, pages: suspects.len() as u64, runs: suspects })
             }
-            Action::CountDifferences => {
+            Action::CountMismatches => {
                 let name = |page: &usize| PageName { region: RegionId(0), page: *page as u64 };
                 let (pages, mismatched) = (self.there.compared, self.there.differ.len() as u64);
                 let samples = self.there.differ.iter().map(name).collect();
@@ -473,6 +473,6 @@ impl Sources for AtTarget<'_> {
     }
 
     fn all_here(&self) -> Option<Event> {
-        self.0.there.lazy.as_ref().map(|lazy| Event::AllHere(lazy.figures.clone()))
+        self.0.there.lazy.as_ref().map(|lazy| Event::MissingArrived(lazy.figures.clone()))
     }
 }

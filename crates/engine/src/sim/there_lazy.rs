@@ -94,7 +94,7 @@ impl World {
         if self.there.lost {
             self.target_lost_early();
         }
-        nothing.then(|| Event::AllHere(LazyFigures::default()))
+        nothing.then(|| Event::MissingArrived(LazyFigures::default()))
     }
 
     fn lazy(&mut self) -> &mut Lazy {
@@ -294,7 +294,7 @@ impl World {
         self.there.connected = true;
         self.reply(link, true);
         // What was found when the old channels ended comes first.
-        self.there.found.push_back(Event::ControlBack);
+        self.there.found.push_back(Event::ControlReopened);
         self.there.found.pop_front()
     }
 
@@ -311,7 +311,7 @@ impl World {
         }
         let fresh = |salt| Token([u8::try_from((self.there.link * 2 + salt) % 256).expect("less"); 16]);
         self.there.tokens = (fresh(40), fresh(41));
-        Event::Retold { pages: set.count(), tokens: self.there.tokens }
+        Event::MissingNamed { pages: set.count(), tokens: self.there.tokens }
     }
 
     pub(super) fn ask_again(&mut self) {
@@ -326,7 +326,7 @@ impl World {
         let Some(lazy) = self.there.lazy.as_ref() else { return };
         let unknown = self.there.rest && lazy.left() == 0 && !self.there.session.complete();
         if unknown && self.defect != Defect::ForgetsTheLast {
-            let event = Event::AllHere(lazy.figures.clone());
+            let event = Event::MissingArrived(lazy.figures.clone());
             self.there.found.push_back(event);
         }
     }

@@ -21,11 +21,10 @@ mod pacing;
 mod pages;
 mod tracking;
 
-use super::events::{Action, Event, Outcome, Pass};
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::sender::Shared;
 use super::session::Session;
-use super::settings::{MigrationMode, Settings, SwitchoverBandwidth};
+use super::{MigrationMode, Settings, SwitchoverBandwidth};
 use crate::channel::{Pacer, Stream, Uri};
 use crate::clock::Clock;
 use crate::fence::{ArbiterError, Asker, Ruling};
@@ -48,6 +47,7 @@ use std::thread::Scope;
 use std::time::Duration;
 use tracking::Tracking;
 use vmferry_core::{DirtyTracker, GuestMemory, Protect, SourceVm, VmError};
+use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
 
 /// Length of the queue of inputs. A few are enough: what a peer says waits in its socket and not in
@@ -144,7 +144,7 @@ impl<'s, 'e> Driver<'s, 'e> {
     ) -> Report {
         let layout = context.memory.layout();
         let now = context.clock.now();
-        let (session, first) = Session::begin(context.settings.clone(), vm.config(), layout.pages(), now);
+        let (session, first) = Session::begin(context.settings.session(), vm.config(), layout.pages(), now);
         let free = if context.settings.free_pages { vm.free_pages() } else { None };
         let account = Account::new(context, vm.throttled());
         let mut driver = Self {
@@ -275,7 +275,7 @@ impl Host for Driver<'_, '_> {
                 None
             }
             Action::StartTracker => Some(self.start_tracker()),
-            Action::Rehearse { within } => Some(self.trial_pause(within)),
+            Action::TrialPause { within } => Some(self.trial_pause(within)),
             Action::Harvest => Some(self.harvest()),
             Action::SendPass { number, pass } => self.send_pass(number, pass),
             Action::Throttle(shares) => {
@@ -286,7 +286,7 @@ impl Host for Driver<'_, '_> {
             }
             Action::Pause => Some(self.pause()),
             Action::Save { within } => Some(self.save(within)),
-            Action::GoOn => Some(self.run_on()),
+            Action::RunOn => Some(self.run_on()),
             Action::Release => {
                 let released = self.guest.during(&self.control, |vm| vm.release());
                 Some(event(released, "letting go of what the target needs", |()| Event::Released))
@@ -298,11 +298,11 @@ impl Host for Driver<'_, '_> {
                 None
             }
             Action::Reconnect { after } => Some(self.reconnect(after)),
-            Action::TakeLacking(piece) => self.demand.missing.add(&piece).err().map(Event::PeerLost),
-            Action::ServeAgain { pages } => {
+            Action::TakeMissing(piece) => self.demand.missing.add(&piece).err().map(Event::PeerLost),
+            Action::ServeMissing { pages } => {
                 self.demand.named_again(self.context, pages).err().map(Event::PeerLost)
             }
-            Action::Fence { word, after } => {
+            Action::AskArbiter { word, after } => {
                 if let Some(arbiter) = &self.arbiter {
                     arbiter.ask(word, after, self.inputs.waker());
                 }
@@ -381,12 +381,12 @@ impl Driver<'_, '_> {
             self.account.timings.tried(stood.saturating_sub(*pause));
         }
         let measured = tried.and_then(|Rehearsal { sections, pause, settle, save, stood }| match sections {
-            Err(busy) => Ok(Event::Busy { stood, why: busy.to_string() }),
-            Ok(sections) => state_bytes(&sections).map(|state_bytes| Event::Rehearsed {
-                fixed: pause + save,
+            Err(busy) => Ok(Event::Busy { paused: stood, why: busy.to_string() }),
+            Ok(sections) => state_bytes(&sections).map(|state_bytes| Event::TrialPaused {
+                stop: pause + save,
                 save,
-                settle,
-                stood,
+                quiesce: settle,
+                paused: stood,
                 state_bytes,
             }),
         });
@@ -417,7 +417,7 @@ impl Driver<'_, '_> {
         match saved {
             Ok(sections) => Event::Saved { sections },
             Err(busy) if busy.is_busy() => {
-                Event::Busy { stood: self.account.timings.stood(), why: busy.to_string() }
+                Event::Busy { paused: self.account.timings.stood(), why: busy.to_string() }
             }
             Err(error) => local("saving the device state", &error),
         }

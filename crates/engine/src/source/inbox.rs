@@ -9,13 +9,13 @@
 //! | 5 | the clock | timer | by the clock and not only when nothing comes, so that no peer stops all timeouts |
 //! | 6 | inputs of the channels | bounded queue | |
 
-use super::events::Event;
 use super::sender::SenderError;
 use super::session::Session;
 use crate::channel::SendError;
 use crate::fence::{ArbiterError, Ruling};
 use crate::run::Host;
 use std::time::Duration;
+use vmferry_protocol::source::Event;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
 /// Interval at which the session looks at the clock.
@@ -124,7 +124,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
         return Ok(Event::Cancel);
     }
     if let Some(answer) = host.answer() {
-        return Ok(Event::Ruled(answer));
+        return Ok(Event::ArbiterAnswered(answer));
     }
     if let Some((_, why)) = host.inbox().held.take_if(|(deadline, _)| now >= *deadline) {
         return Ok(Event::PeerLost(why));

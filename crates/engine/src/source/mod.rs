@@ -7,25 +7,25 @@
 )]
 
 mod driver;
-pub(crate) mod events;
 pub(crate) mod flight;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;
 pub(crate) mod pending;
-pub(crate) mod policy;
 pub(crate) mod postcopy;
 pub(crate) mod sender;
-pub(crate) mod session;
 mod settings;
 pub(crate) mod skip;
 mod spans;
-pub(crate) mod throttle;
 mod timings;
 
-pub use events::{Outcome, Verification};
+pub(crate) use vmferry_protocol::source as session;
+
 pub use measure::probe;
-pub use settings::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings, SwitchoverBandwidth, UrgentPath};
+pub use settings::{Pace, Settings, UrgentPath};
+pub use vmferry_protocol::source::{
+    AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,
+};
 
 use crate::channel::{Pacer, Uri, connect};
 use crate::clock::Clock;

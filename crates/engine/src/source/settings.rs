@@ -5,43 +5,8 @@ use crate::fence::Arbiter;
 use crate::plan::Auto;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_wire::Mode;
-
-/// What to do when a migration takes longer than its timeout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum OnTimeout {
-    /// Give up; the guest stays.
-    #[default]
-    Cancel,
-    /// Stop the guest and send the rest, however long that takes.
-    Switch,
-    /// Let the guest run on the target and send the rest then.
-    Postcopy,
-}
-
-/// When the guest changes sides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum MigrationMode {
-    /// After its memory.
-    #[default]
-    Precopy,
-    /// At once, or as soon as its I/O comes to rest: its memory follows, what it needs first.
-    Postcopy,
-    /// After as many passes over its memory as are worth while; then, if the downtime would be too long, before the rest.
-    Hybrid,
-}
-
-impl std::fmt::Display for MigrationMode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Precopy => "precopy",
-            Self::Postcopy => "postcopy",
-            Self::Hybrid => "hybrid",
-        })
-    }
-}
+use vmferry_protocol::source as session;
+use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, SwitchoverBandwidth};
 
 /// How a page that the running guest needs gets to it. The target cannot tell the difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,30 +32,6 @@ pub enum Pace {
     Off,
     /// At so many bytes a second.
     Rate(u64),
-}
-
-/// Whether a guest that dirties faster than the link carries is slowed until it does not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum AutoConverge {
-    /// It is not.
-    #[default]
-    Off,
-    /// All vCPUs alike.
-    All,
-    /// Only those vCPUs that write more than their share, where the tracker can tell them apart (`ring`); else all.
-    Writers,
-}
-
-/// A limit of its own for the time in which the guest is stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum SwitchoverBandwidth {
-    /// As fast as it goes.
-    Unlimited,
-    /// Bytes a second, above or below [`Settings::max_bandwidth`]. Where that one is felt, it is also what the prediction of
-    /// the downtime counts on: whoever says it knows the link.
-    AtMost(u64),
 }
 
 /// How to migrate.
@@ -150,30 +91,40 @@ impl Settings {
     /// Most parallel channels.
     pub const MAX_CHANNELS: u16 = 64;
 
-    /// Whether the guest may run on the target before all of its memory is there.
-    pub(crate) fn may_be_lazy(&self) -> bool {
-        self.mode != MigrationMode::Precopy
-            || self.on_timeout == OnTimeout::Postcopy
-            || self.auto.as_ref().is_some_and(|auto| auto.postcopy)
-    }
-
-    /// The mode as the target has to know it.
-    pub(crate) fn wire_mode(&self) -> Mode {
-        match self.mode {
-            MigrationMode::Postcopy => Mode::Postcopy,
-            _ if self.may_be_lazy() => Mode::Hybrid,
-            _ => Mode::Precopy,
+    /// Returns what the session has to know.
+    pub(crate) fn session(&self) -> session::Settings {
+        session::Settings {
+            mode: self.mode,
+            channels: self.channels,
+            urgent_channels: self.urgent_channels,
+            probe: self.pace == Pace::Auto,
+            downtime_limit: self.downtime_limit,
+            max_bandwidth: self.max_bandwidth,
+            switchover_bandwidth: self.switchover_bandwidth,
+            timeout: self.timeout,
+            on_timeout: self.on_timeout,
+            auto_converge: self.auto_converge,
+            auto: self.auto.clone(),
+            verify: self.verify,
+            peer_timeout: self.peer_timeout,
+            reconnect_for: self.reconnect_for,
+            arbiter: self.fence.is_some(),
         }
     }
 
-    /// Whether round trips are watched.
-    pub(crate) fn probe(&self) -> bool {
-        self.may_be_lazy() && self.pace == Pace::Auto
+    /// Returns true if the guest may run on the target before all of its memory is there.
+    pub(crate) fn may_be_lazy(&self) -> bool {
+        self.session().may_hand_over()
     }
 
-    /// Urgent channels that are to be opened.
+    /// Returns true if round trips are watched.
+    pub(crate) fn probe(&self) -> bool {
+        self.session().probes()
+    }
+
+    /// Returns the number of urgent channels to open.
     pub(crate) fn urgent_count(&self) -> u16 {
-        if self.may_be_lazy() { self.urgent_channels } else { 0 }
+        self.session().urgent_count()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Where the time went: stamps taken by the driver, made into the report at the end.
 
 use super::driver::Context;
-use super::events::Outcome;
 use super::session::Session;
 use super::spans::Spans;
 use crate::clock::Clock;
@@ -9,11 +8,12 @@ use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{
     Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
 };
-use crate::source::settings::MigrationMode;
+use crate::source::MigrationMode;
 use crate::vm::shielded;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_core::DirtyTracker;
+use vmferry_protocol::source::Outcome;
 use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]

@@ -107,7 +107,7 @@ impl<'a> Driver<'a> {
     }
 
     fn wind_up(mut self, outcome: Outcome, own_cpu_us: u64) -> Attempt {
-        let runs_lazily = outcome == Outcome::RunsLazily;
+        let runs_lazily = outcome == Outcome::Running;
         if !runs_lazily {
             self.close(&outcome);
         }
@@ -151,7 +151,7 @@ impl<'a> Driver<'a> {
         verdict.ok()?;
         self.inbox.reopened();
         Some(match self.link.take_up(incoming, self.inputs, self.arrival.peer_timeout) {
-            Ok(()) => Event::ControlBack,
+            Ok(()) => Event::ControlReopened,
             Err(error) => Event::PeerLost(format!("the new control channel cannot be used: {error}")),
         })
     }
@@ -305,25 +305,25 @@ impl Host for Driver<'_> {
     fn perform(&mut self, action: Action) -> Result<Option<Event>, Infallible> {
         Ok(match action {
             Action::Send(message) => self.send(&message),
-            Action::PrepareLazily => Some(self.handover.prepare(&mut *self.vm)),
+            Action::PrepareDemandPaging => Some(self.handover.prepare(&mut *self.vm)),
             Action::AwaitChannels(channels) => {
                 self.link.await_channels(channels);
                 None
             }
-            Action::CountSuspects { pass } => {
+            Action::CountDamaged { pass } => {
                 let (pages, runs) = self.link.arrivals.suspects();
-                Some(Event::Suspects { pass, pages, runs })
+                Some(Event::Damaged { pass, pages, runs })
             }
-            Action::CountDifferences => {
+            Action::CountMismatches => {
                 let (pages, mismatched, samples) = self.link.arrivals.differences();
                 Some(Event::Compared { pages, mismatched, samples })
             }
-            Action::TakeLacking(piece) => self.handover.add(&piece),
-            Action::BeginLazily { pages } => {
+            Action::TakeMissing(piece) => self.handover.add(&piece),
+            Action::BeginDemandPaging { pages } => {
                 self.handover.begin(&mut self.link, &*self.vm, self.arrival.stay_awake, pages)
             }
             Action::Load(sections) => Some(self.load(&sections)),
-            Action::Fence { word, after } => {
+            Action::AskArbiter { word, after } => {
                 self.ask_fence(word, after);
                 None
             }
@@ -332,12 +332,12 @@ impl Host for Driver<'_> {
                 self.disconnect();
                 None
             }
-            Action::EndLazily => {
+            Action::EndDemandPaging => {
                 self.link.arrivals.lazy().inspect(|lazy| lazy.end());
                 None
             }
             // For the time after this driver.
-            Action::Retell | Action::AskAgain | Action::Finish(_) => None,
+            Action::NameMissing | Action::RequestAgain | Action::Finish(_) => None,
         })
     }
 
@@ -400,7 +400,7 @@ impl Sources for Driver<'_> {
     }
 
     fn all_here(&self) -> Option<Event> {
-        self.link.arrivals.lazy().map(|lazy| Event::AllHere(lazy.figures()))
+        self.link.arrivals.lazy().map(|lazy| Event::MissingArrived(lazy.figures()))
     }
 }
 

@@ -122,7 +122,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
         ))));
     }
     if let Some((word, answer)) = host.answer() {
-        return Ok(Some(Event::Ruled(word, answer)));
+        return Ok(Some(Event::ArbiterAnswered(word, answer)));
     }
     if let Some(event) = host.found() {
         return Ok(Some(event));

@@ -22,9 +22,10 @@ mod probe;
 pub(crate) mod receiver;
 mod relink;
 mod rest;
-pub(crate) mod session;
 
 pub use rest::{Rest, RestState, RestWatch};
+
+pub(crate) use vmferry_protocol::target as session;
 
 use crate::channel::{Listener, answer};
 use crate::fence::Arbiter;
@@ -247,7 +248,7 @@ pub fn receive(
             match Driver::run(vm, arrival, (&sender, &inputs), attempts, incoming) {
                 Err(error) => break Err(error.into()),
                 Ok(attempt) => match attempt.outcome {
-                    Outcome::Completed | Outcome::RunsLazily => {
+                    Outcome::Completed | Outcome::Running => {
                         break Ok((attempt.received, attempt.rest));
                     }
                     Outcome::Failed(why) if attempt.accepted => break Err(ReceiveFailure::Failed(why)),

@@ -264,7 +264,7 @@ impl Rest {
         self.last_page_after_all();
         match taken {
             Ok(()) => {
-                self.pending.push_back(Event::ControlBack);
+                self.pending.push_back(Event::ControlReopened);
                 self.pending.pop_front()
             }
             Err(error) => self.lost(format!("the new control channel cannot be used: {error}")),
@@ -288,7 +288,7 @@ impl Rest {
     fn all_here(&self) -> Option<Event> {
         let mut figures = self.link.arrivals.lazy()?.figures();
         figures.cpu_us = self.link.cpu_us.load(Ordering::Relaxed);
-        Some(Event::AllHere(figures))
+        Some(Event::MissingArrived(figures))
     }
 
     fn perform(&mut self, action: Action, inputs: &Receiver<Numbered>) -> Option<Event> {
@@ -302,12 +302,12 @@ impl Rest {
                 self.end_channels(inputs);
                 None
             }
-            Action::Retell => self.retell(),
-            Action::AskAgain => {
+            Action::NameMissing => self.retell(),
+            Action::RequestAgain => {
                 self.link.arrivals.lazy()?.ask_on(self.link.lines());
                 None
             }
-            Action::EndLazily => {
+            Action::EndDemandPaging => {
                 self.link.arrivals.lazy()?.end();
                 None
             }
@@ -333,7 +333,7 @@ impl Rest {
             Ok(tokens) => {
                 // The name by which the control channel can be taken up again stays.
                 (self.link.tokens.bulk, self.link.tokens.urgent) = (tokens.bulk, tokens.urgent);
-                Some(Event::Retold { pages: lacking.count(), tokens: (tokens.bulk, tokens.urgent) })
+                Some(Event::MissingNamed { pages: lacking.count(), tokens: (tokens.bulk, tokens.urgent) })
             }
             Err(error) => self.lost(error.to_string()),
         }

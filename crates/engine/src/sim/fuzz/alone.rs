@@ -11,7 +11,7 @@ fn a_target_that_only_answers_pings_is_given_up() {
     for honest in 0..40 {
         let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
         let (mut session, mut actions) =
-            source::Session::begin(settings.clone(), machine(pages), PAGES, Duration::ZERO);
+            source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
         let (mut expected, mut now, mut pass, mut left, mut end) =
             (Vec::new(), Duration::ZERO, 0, honest, None);
         while end.is_none() {
@@ -70,7 +70,8 @@ fn a_verification_of_some_pages_is_refused() {
     use source::{Action, Event};
     let settings = source::Settings { channels: 1, verify: true, ..source::Settings::default() };
     let pages = usize::try_from(PAGES).expect("small");
-    let (mut session, mut actions) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
+    let (mut session, mut actions) =
+        source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
     let (mut expected, mut pass, mut now) = (Vec::new(), 0, Duration::ZERO);
     let end = loop {
         honest_source_events(&actions, &mut pass, &mut expected);
@@ -101,7 +102,7 @@ fn what_does_not_fit_is_told_by_its_name() {
         "{why}"
     );
     let settings = source::Settings { channels: 1, ..source::Settings::default() };
-    let (mut session, _) = source::Session::begin(settings, machine(pages), PAGES, Duration::ZERO);
+    let (mut session, _) = source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
     let run = RunName { region: RegionId(0), first: 0, count: 1 };
     let received = ToSource::Received { pass: 0, suspects: 1, runs: vec![run; 60_000] };
     let actions = session.handle(Duration::ZERO, source::Event::Message(received));

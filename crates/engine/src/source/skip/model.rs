@@ -8,7 +8,6 @@ mod world;
 
 use super::{Flaw, Kept, Skipping, State as Asking};
 use crate::model::{any, shortest, wants_shortest};
-use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::flight::{Flight, Turn};
 use crate::source::pending::Pending;
 use crate::source::session::Session;
@@ -19,6 +18,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_core::{Answers, MachineConfig};
+use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{ToSource, ToTarget, Token};
 use world::{
     Hand, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region, set_of,
@@ -113,13 +113,13 @@ impl Move {
                 world.pages.iter_mut().for_each(|page| (page.protected, page.marked) = (false, true));
                 self.tell(world, Event::TrackerStarted);
             }
-            Action::Rehearse { .. } => self.tell(
+            Action::TrialPause { .. } => self.tell(
                 world,
-                Event::Rehearsed {
-                    fixed: Duration::ZERO,
+                Event::TrialPaused {
+                    stop: Duration::ZERO,
                     save: Duration::ZERO,
-                    settle: Duration::ZERO,
-                    stood: Duration::ZERO,
+                    quiesce: Duration::ZERO,
+                    paused: Duration::ZERO,
                     state_bytes: 0,
                 },
             ),
@@ -257,7 +257,7 @@ impl Model for Move {
             extra: vec![],
             features: vec![],
         };
-        let (session, first) = Session::begin(settings, config, PAGES as u64, Duration::ZERO);
+        let (session, first) = Session::begin(settings.session(), config, PAGES as u64, Duration::ZERO);
         let page = |used| Page { used, content: 1, protected: false, marked: false, copy: 0 };
         let mut world = World {
             pages: [page(Use::Free), page(Use::Used)],

@@ -81,7 +81,7 @@ impl Handover {
                 return Some(failed(RefusalCode::Other, detail));
             }
         }
-        all_here.then(|| Event::AllHere(lazy.figures()))
+        all_here.then(|| Event::MissingArrived(lazy.figures()))
     }
 
     /// Returns the threads that serve the guest's faults.

@@ -1,0 +1,80 @@
+//! What a session says to an arbiter, and what the arbiter answers.
+//!
+//! An arbiter keeps one register for each migration, outside both hosts. It decides who owns the guest
+//! where neither side can know. The engine asks it; a session only says what to ask.
+
+use std::fmt;
+use std::time::Duration;
+
+/// A side of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Where the guest comes from.
+    Source,
+    /// Where it goes to.
+    Target,
+}
+
+/// What is said to an arbiter about a migration whose register was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Word {
+    /// Nothing: what does the register hold?
+    Look,
+    /// If it is open, from now on it holds this side.
+    Claim(Side),
+    /// If it holds the target: the target runs the guest.
+    Runs,
+    /// By the target, which has not run the guest and never will: from now on it holds the source, whatever it held.
+    GiveBack,
+}
+
+/// What a register holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Ruling {
+    /// Neither side has claimed the guest.
+    Open,
+    /// The guest is the source's.
+    Source,
+    /// The guest is the target's.
+    Target {
+        /// The target has said that it runs it.
+        runs: bool,
+    },
+}
+
+impl fmt::Display for Ruling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Open => "has given it to nobody",
+            Self::Source => "has given it to the source",
+            Self::Target { runs: false } => "has given it to the target, which has not said that it runs it",
+            Self::Target { runs: true } => "has given it to the target, which runs it",
+        })
+    }
+}
+
+/// Why an arbiter has said nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ArbiterError {
+    /// It gave no answer, or none that can be understood. It may or may not have heard.
+    #[error("the fence gave no answer: {0}")]
+    Unreachable(String),
+    /// It answered, and has no register for this migration, or one that it does not understand.
+    #[error("the fence cannot decide: {0}")]
+    NoRegister(String),
+}
+
+/// The time until a word is said again that was not answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Backoff(Duration);
+
+impl Backoff {
+    const FIRST: Duration = Duration::from_millis(100);
+    const LONGEST: Duration = Duration::from_secs(2);
+
+    /// Returns the next time.
+    pub(crate) fn next(&mut self) -> Duration {
+        self.0 = (self.0 * 2).clamp(Self::FIRST, Self::LONGEST);
+        self.0
+    }
+}

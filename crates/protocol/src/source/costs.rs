@@ -1,0 +1,67 @@
+//! What stopping the guest costs, as it was measured.
+
+use super::shared::Shared;
+use std::time::Duration;
+
+/// Times of the parts of a switchover, in which no page is sent.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Costs {
+    /// Shortest time that stopping the vCPUs and saving the state took. `None` before the first
+    /// trial pause.
+    pub(super) stop: Option<Duration>,
+    /// Shortest time that saving the state took. Loading is expected to take as long, unless the
+    /// target has announced another time.
+    pub(super) save: Duration,
+    /// Bytes of the state that was saved last.
+    pub(super) state_bytes: u64,
+    /// Time that quiescing the guest's I/O took at the last trial pause.
+    pub(super) quiesce: Duration,
+    /// Time that the last harvest took.
+    pub(super) harvest: Duration,
+    /// Time that listing the pages of the last pass took.
+    pub(super) listing: Duration,
+}
+
+impl Costs {
+    /// Takes what a trial pause measured. A busy host makes a pause longer and never shorter, so the
+    /// shortest times count. The time that I/O takes follows what the guest does: the last one counts.
+    pub(super) fn measured(&mut self, stop: Duration, save: Duration, quiesce: Duration, state_bytes: u64) {
+        self.save = if self.stop.is_some() { self.save.min(save) } else { save };
+        self.stop = Some(self.stop.map_or(stop, |before| before.min(stop)));
+        self.quiesce = quiesce;
+        self.state_bytes = state_bytes;
+    }
+
+    /// Time that stopping the guest here and loading it on the target take, without I/O and without
+    /// anything to send.
+    pub(super) fn stop_and_load(&self, shared: &Shared) -> Duration {
+        let Some(stop) = self.stop else { return shared.target_load.unwrap_or_default() };
+        stop.saturating_add(shared.target_load.unwrap_or(self.save))
+    }
+
+    /// Downtime without any page, if the guest's I/O is at rest.
+    pub(super) fn without_io(&self, shared: &Shared) -> Duration {
+        // The state is sent. The dirty pages are harvested once more and listed. The source waits for
+        // the target three times: for the last pages, for the load, for the commit.
+        let state = shared.link.rate.send_time(self.state_bytes).unwrap_or_default();
+        self.stop_and_load(shared)
+            .saturating_add(state)
+            .saturating_add(self.harvest + self.listing + shared.link.round_trip * 3)
+    }
+
+    /// Downtime without any page.
+    pub(super) fn all(&self, shared: &Shared) -> Duration {
+        self.quiesce.saturating_add(self.without_io(shared))
+    }
+}
+
+#[cfg(feature = "model")]
+impl Costs {
+    /// Hashes what decides. Nothing takes time in a model.
+    pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
+        let Self { stop, save, state_bytes: _, quiesce, harvest, listing } = self;
+        assert!(stop.is_none_or(|stop| stop.is_zero()));
+        assert!([*save, *quiesce, *harvest, *listing] == [Duration::ZERO; 4]);
+        std::hash::Hash::hash(&stop.is_some(), hasher);
+    }
+}

@@ -1,0 +1,296 @@
+//! What `--mode auto` does while a precopy is under way: goes on, or changes course. A pure function of what was planned and what
+//! is seen, asked after each pass that the policy would follow with another.
+
+use super::settings::AutoConverge;
+use super::verdict::{Standing, Verdict, ms};
+use serde::Serialize;
+use std::time::Duration;
+
+/// Passes without headway before the course is changed: one may be an accident (a busy host, a guest that starts something).
+const PATIENCE: u32 = 2;
+/// A run that takes this many times as long as the slowest that was expected has departed from the plan.
+const OVERRUN: f64 = 1.5;
+/// A guest is slowed rather than moved at once if that costs it no more than this share of its time.
+const BEARABLE_THROTTLE: f64 = 0.5;
+
+/// What a migration may do by itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Auto {
+    /// Let the guest run on the target before all of its memory is there.
+    pub postcopy: bool,
+    /// Slow the guest.
+    pub throttle: AutoConverge,
+    /// What the plan said, if there was one.
+    pub expected: Option<Expected>,
+}
+
+/// What was planned.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Expected {
+    /// How likely precopy was thought to end by itself, 0 to 1.
+    pub converges: f64,
+    /// The longest that it was expected to take.
+    pub longest: Duration,
+}
+
+/// What is seen after a pass.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    /// Passes that were sent so far.
+    pub passes: u32,
+    /// Since the migration began.
+    pub elapsed: Duration,
+    /// How much of that it waited for the guest's I/O, with nothing else to do.
+    pub rested: Duration,
+    /// Passes in a row, up to the last, that made no headway.
+    pub stuck: u32,
+    /// The last one.
+    pub standing: Standing,
+    /// What was judged of it.
+    pub verdict: Verdict,
+    /// It was said before that nothing can be done.
+    pub advised: bool,
+}
+
+/// What to do.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Course {
+    /// Go on.
+    Keep,
+    /// Let the guest go on on the target now, and the rest follow.
+    Postcopy {
+        /// Why.
+        why: String,
+    },
+    /// Slow the guest from now on.
+    Throttle {
+        /// Whom.
+        how: AutoConverge,
+        /// Why.
+        why: String,
+    },
+    /// Nothing that is allowed would help: say what would.
+    Advise {
+        /// Why, and what would help.
+        why: String,
+    },
+}
+
+/// A change of course, for people and for the report.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct CourseChange {
+    /// When, in ms since the migration began.
+    pub at_ms: f64,
+    /// After so many passes.
+    pub passes: u32,
+    /// `postcopy`, `throttle` or `advice`.
+    pub what: String,
+    /// Why.
+    pub why: String,
+}
+
+impl Course {
+    /// It as an entry of the report; `None` if nothing changes.
+    #[must_use]
+    pub fn change(&self, seen: &Seen) -> Option<CourseChange> {
+        let (what, why) = match self {
+            Self::Keep => return None,
+            Self::Postcopy { why } => ("postcopy", why),
+            Self::Throttle { why, .. } => ("throttle", why),
+            Self::Advise { why } => ("advice", why),
+        };
+        let at_ms = seen.elapsed.as_secs_f64() * 1e3;
+        Some(CourseChange { at_ms, passes: seen.passes, what: what.into(), why: why.clone() })
+    }
+}
+
+impl Auto {
+    /// Decides.
+    #[must_use]
+    pub fn decide(&self, seen: &Seen) -> Course {
+        let Some(trouble) = self.trouble(seen) else { return Course::Keep };
+        let share = seen.standing.needed_throttle();
+        let slow = !seen.standing.throttled && self.throttle != AutoConverge::Off;
+        // Slowing works only where it is the guest that is too fast, not where stopping alone takes too long.
+        let slowing_helps = slow && seen.standing.fixed <= seen.standing.limit;
+        if slowing_helps && (!self.postcopy || share <= BEARABLE_THROTTLE) {
+            let why = format!(
+                "{trouble}: the guest is held for about {:.0} % of its time from now on",
+                share * 100.0
+            );
+            return Course::Throttle { how: self.throttle, why };
+        }
+        if self.postcopy {
+            return Course::Postcopy {
+                why: format!("{trouble}: the guest goes on on the target, and the rest follows"),
+            };
+        }
+        if seen.advised {
+            return Course::Keep;
+        }
+        let help = seen.standing.help();
+        Course::Advise {
+            why: format!("{trouble}, and no more is allowed here. What would help: {}", help.join("; ")),
+        }
+    }
+
+    /// How the run departs from what was planned, if it does.
+    fn trouble(&self, seen: &Seen) -> Option<String> {
+        if seen.stuck >= self.patience() {
+            let ratio = seen.verdict.ratio.unwrap_or(1.0) * 100.0;
+            return Some(format!(
+                "precopy does not converge: the last {} passes made no headway, each left {ratio:.0} % of what it began with, \
+                 {} of downtime where {} are allowed",
+                seen.stuck,
+                ms(seen.standing.stop_now()),
+                ms(seen.standing.limit.as_secs_f64())
+            ));
+        }
+        let longest = self.expected?.longest;
+        let late = seen.elapsed.saturating_sub(seen.rested).as_secs_f64() > longest.as_secs_f64() * OVERRUN;
+        // One that is about to end is not worth a change.
+        let near = seen.verdict.converging == Some(true)
+            && seen.verdict.eta_s.is_some_and(|eta| eta < longest.as_secs_f64());
+        (late && !near && seen.passes >= PATIENCE).then(|| {
+            format!(
+                "the run departs from the plan: {} so far, at most {} were expected, and no end is in sight",
+                ms(seen.elapsed.as_secs_f64()),
+                ms(longest.as_secs_f64())
+            )
+        })
+    }
+
+    /// A plan that said no is believed at the first sign.
+    fn patience(&self) -> u32 {
+        if self.expected.is_some_and(|expected| expected.converges < 0.5) { 1 } else { PATIENCE }
+    }
+}
+
+impl Standing {
+    fn stop_now(&self) -> f64 {
+        self.fixed.as_secs_f64() + self.left as f64 * 4096.0 / self.bandwidth_stopped.max(1.0)
+    }
+
+    /// The share of its time that the guest would have to stand still to dirty half of what the link carries.
+    fn needed_throttle(&self) -> f64 {
+        let dirty = self.left as f64 * 4096.0 / self.pass.as_secs_f64().max(1e-6);
+        (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn seen(before: u64, left: u64, stuck: u32) -> Seen {
+        let standing = Standing {
+            before: Some(before),
+            left,
+            pass: Duration::from_secs_f64(before as f64 * 4096.0 / 100e6),
+            bandwidth: 100e6,
+            bandwidth_stopped: 100e6,
+            fixed: Duration::from_millis(5),
+            limit: Duration::from_millis(300),
+            throttled: false,
+            lazy: false,
+        };
+        let elapsed = Duration::from_secs(10);
+        Seen {
+            passes: 3,
+            elapsed,
+            rested: Duration::ZERO,
+            stuck,
+            verdict: standing.judge(),
+            standing,
+            advised: false,
+        }
+    }
+
+    const POSTCOPY: Auto = Auto { postcopy: true, throttle: AutoConverge::Off, expected: None };
+    const NOTHING: Auto = Auto { postcopy: false, ..POSTCOPY };
+
+    #[test]
+    fn headway_is_kept_to() {
+        for auto in [POSTCOPY, NOTHING] {
+            assert_eq!(auto.decide(&seen(50_000, 25_000, 0)), Course::Keep);
+            assert_eq!(auto.decide(&seen(50_000, 49_999, 1)), Course::Keep, "once may be an accident");
+        }
+    }
+
+    #[test]
+    fn a_guest_that_outruns_the_link_is_moved_first_where_that_is_allowed() {
+        let Course::Postcopy { why } = POSTCOPY.decide(&seen(50_000, 51_000, 2)) else { panic!("not moved") };
+        assert!(why.contains("does not converge") && why.contains("102 %"), "{why}");
+    }
+
+    #[test]
+    fn a_plan_that_said_no_needs_one_sign() {
+        let longest = Duration::from_secs(1000);
+        let expected = |converges| Some(Expected { converges, longest });
+        let decide =
+            |converges| Auto { expected: expected(converges), ..POSTCOPY }.decide(&seen(50_000, 50_000, 1));
+        assert!(matches!(decide(0.1), Course::Postcopy { .. }));
+        assert_eq!(decide(0.9), Course::Keep);
+    }
+
+    #[test]
+    fn a_little_slowing_is_better_than_moving_early_and_much_is_not() {
+        let auto = Auto { throttle: AutoConverge::All, ..POSTCOPY };
+        // It dirties as fast as the link carries: half of its time.
+        assert!(matches!(
+            auto.decide(&seen(50_000, 49_900, 2)),
+            Course::Throttle { how: AutoConverge::All, .. }
+        ));
+        // Four times as fast.
+        assert!(matches!(auto.decide(&seen(50_000, 200_000, 2)), Course::Postcopy { .. }));
+        let alone = Auto { postcopy: false, ..auto.clone() };
+        assert!(matches!(alone.decide(&seen(50_000, 200_000, 2)), Course::Throttle { .. }));
+        // Slowed already, and it did not help.
+        let mut slowed = seen(50_000, 49_900, 2);
+        slowed.standing.throttled = true;
+        assert!(matches!(auto.decide(&slowed), Course::Postcopy { .. }));
+    }
+
+    #[test]
+    fn where_nothing_is_allowed_it_says_once_what_would_help() {
+        let Course::Advise { why } = NOTHING.decide(&seen(50_000, 50_000, 2)) else { panic!("no advice") };
+        assert!(why.contains("downtime-limit") && why.contains("postcopy"), "{why}");
+        let again = Seen { advised: true, ..seen(50_000, 50_000, 3) };
+        assert_eq!(NOTHING.decide(&again), Course::Keep);
+    }
+
+    #[test]
+    fn one_that_takes_far_longer_than_planned_departs_from_the_plan() {
+        let auto =
+            Auto { expected: Some(Expected { converges: 1.0, longest: Duration::from_secs(3) }), ..POSTCOPY };
+        // It shrinks, but by a tenth only.
+        let slow = seen(50_000, 45_500, 0);
+        assert!(
+            matches!(auto.decide(&slow), Course::Postcopy { ref why } if why.contains("departs from the plan"))
+        );
+        let near = seen(50_000, 10_000, 0);
+        assert_eq!(auto.decide(&near), Course::Keep, "the end is in sight");
+        let endless = Some(Expected { converges: 0.0, longest: Duration::MAX });
+        assert_eq!(Auto { expected: endless, ..POSTCOPY }.decide(&slow), Course::Keep);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_is_not_allowed_is_done(
+            before in 1u64..1_000_000, left in 0u64..1_000_000, stuck in 0u32..9, postcopy: bool, throttle: bool, late: bool,
+        ) {
+            let throttle = if throttle { AutoConverge::All } else { AutoConverge::Off };
+            let expected = late.then_some(Expected { converges: 0.9, longest: Duration::from_millis(1) });
+            let auto = Auto { postcopy, throttle, expected };
+            match auto.decide(&seen(before, left, stuck)) {
+                Course::Postcopy { .. } => prop_assert!(postcopy),
+                Course::Throttle { how, .. } => prop_assert!(how == throttle && how != AutoConverge::Off),
+                Course::Advise { .. } => prop_assert!(!postcopy && throttle == AutoConverge::Off),
+                Course::Keep => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,491 @@
+//! The source's side of a migration as a state machine without I/O.
+//!
+//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
+//! events: see [`run`](crate::run). A session never blocks, never reads a clock, allocates nothing
+//! per page, and knows no socket.
+//!
+//! # Phases
+//!
+//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
+//! value and returns the phase that follows.
+//!
+//! | type | the source | the guest |
+//! |---|---|---|
+//! | [`Setup`] | agrees with the target on the machine and opens channels | runs here |
+//! | [`Precopy`] | sends passes over memory | runs here |
+//! | [`Stopping`] | pauses the guest and saves its state; may still let it run on | is paused |
+//! | [`Switchover`] | sends the last pages, or names the missing ones | is paused |
+//! | [`Committed`] | has told the target to run the guest, and awaits its answer | is paused |
+//! | [`Claiming`] | lost the link after the commit, and asks the arbiter | is paused |
+//! | [`Postcopy`] | sends the missing pages | runs on the target |
+//! | [`Recovery`] | lost the link after the handover, and opens it again | may run on the target |
+//! | [`Resuming`] | failed or was cancelled, and lets the guest run again | is resumed |
+//! | [`Ended`] | does nothing more | |
+//!
+//! # Which side may run the guest
+//!
+//! Until the session returns [`ToTarget::Commit`], every failure ends in [`Action::Resume`]: the
+//! guest stays with the source. After the commit the source does not resume the guest on its own,
+//! because the target may run it. Two messages give it back: the target's
+//! [`ToSource::Returned`], which renounces the guest for good, and an arbiter's answer that the
+//! guest is the source's ([`commit`]).
+
+mod commit;
+mod costs;
+mod course;
+mod deferral;
+mod ending;
+mod events;
+mod judge;
+pub mod policy;
+mod postcopy;
+mod precopy;
+#[cfg(feature = "model")]
+mod projection;
+mod recovery;
+mod settings;
+mod setup;
+mod shared;
+mod stopping;
+mod switchover;
+pub mod throttle;
+mod throttling;
+mod verdict;
+
+pub use course::{Auto, Course, CourseChange, Expected, Seen};
+pub use events::{Action, Event, Outcome, Pass, Verification};
+pub use settings::{AutoConverge, MigrationMode, OnTimeout, Settings, SwitchoverBandwidth};
+pub use shared::Summary;
+pub use verdict::{Standing, Verdict};
+
+use crate::run;
+use commit::{Claiming, Committed};
+use ending::{Ended, Resuming, give_up};
+use postcopy::Postcopy;
+use precopy::Precopy;
+use recovery::Recovery;
+use setup::Setup;
+use shared::{Shared, Urgency};
+use std::time::Duration;
+use stopping::Stopping;
+use switchover::Switchover;
+use vmferry_core::MachineConfig;
+use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
+
+/// The phase that the monitor and the report show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// The two sides agree on the migration, and open channels.
+    Setup,
+    /// Passes over memory are sent while the guest runs.
+    Precopy,
+    /// The guest is paused.
+    Switchover,
+    /// The source cannot know which side owns the guest.
+    Unknown,
+    /// The guest runs on the target, and its missing pages are on their way.
+    Postcopy,
+    /// The link is lost after the handover.
+    PostcopyPaused,
+    /// The outcome is decided.
+    Ended,
+}
+
+/// The phase of a session, with the data of that phase.
+#[derive(Debug, Clone)]
+enum State {
+    Setup(Setup),
+    Precopy(Box<Precopy>),
+    Stopping(Box<Stopping>),
+    Switchover(Box<Switchover>),
+    Committed(Committed),
+    Claiming(Claiming),
+    Postcopy(Postcopy),
+    Recovery(Recovery),
+    Resuming(Resuming),
+    Ended(Ended),
+}
+
+/// The step within a phase: what the session waits for. It tells when the session last moved on.
+#[derive(Debug, Hash, Clone, Copy, PartialEq)]
+enum Step {
+    Setup(setup::Step),
+    Precopy(precopy::Step),
+    Stopping(stopping::Step),
+    Switchover(switchover::Step),
+    Committed,
+    Claiming,
+    Postcopy,
+    Recovery(recovery::Step),
+    Resuming,
+    Ended,
+}
+
+/// The state that follows an event, and the actions to perform, in their order.
+type Next = (State, Vec<Action>);
+
+/// A source's session.
+#[derive(Debug, Clone)]
+pub struct Session {
+    shared: Shared,
+    state: State,
+}
+
+impl State {
+    fn step(&self) -> Step {
+        match self {
+            Self::Setup(setup) => Step::Setup(setup.step),
+            Self::Precopy(precopy) => Step::Precopy(precopy.step()),
+            Self::Stopping(stopping) => Step::Stopping(stopping.step()),
+            Self::Switchover(switchover) => Step::Switchover(switchover.step()),
+            Self::Committed(_) => Step::Committed,
+            Self::Claiming(_) => Step::Claiming,
+            Self::Postcopy(_) => Step::Postcopy,
+            Self::Recovery(recovery) => Step::Recovery(recovery.step()),
+            Self::Resuming(_) => Step::Resuming,
+            Self::Ended(_) => Step::Ended,
+        }
+    }
+
+    /// Returns the step that only the target can do next. `None` while the source still works.
+    fn awaited(&self) -> Option<&'static str> {
+        match self.step() {
+            Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
+            Step::Setup(setup::Step::Opening { opened: true, .. }) => Some("taken its channels"),
+            Step::Precopy(precopy::Step::Passing { sent: Some(_), .. })
+            | Step::Switchover(switchover::Step::LastPass { sent: true, .. }) => {
+                Some("received the pages that were sent")
+            }
+            Step::Switchover(switchover::Step::Verifying { sent: true, .. }) => Some("compared the pages"),
+            Step::Switchover(switchover::Step::Loading) => Some("loaded the device state"),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the event as an error of the peer or the host: it does not belong to this step.
+fn misplaced(event: &Event, step: Step) -> Refusal {
+    let detail = match event {
+        Event::Message(message) => {
+            format!("the target sent {}, which does not fit this moment ({step:?})", message.name())
+        }
+        other => format!("{other:?} came while {step:?}"),
+    };
+    Refusal::new(RefusalCode::Protocol, detail)
+}
+
+impl Session {
+    /// Begins a migration of a guest of `pages` pages. The control channel is open.
+    pub fn begin(
+        settings: Settings,
+        machine: MachineConfig,
+        pages: u64,
+        now: Duration,
+    ) -> (Self, Vec<Action>) {
+        let first = ToTarget::Setup {
+            machine,
+            mode: settings.wire_mode(),
+            bulk_channels: settings.channels,
+            urgent_channels: settings.urgent_count(),
+            probe: settings.probes(),
+        };
+        let shared = Shared::new(settings, pages, now);
+        let session = Self { shared, state: State::Setup(Setup::begin()) };
+        (session, vec![Action::Send(first)])
+    }
+
+    /// Takes an event. Returns the actions that follow from it, in their order.
+    pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        let before = self.state.step();
+        let placeholder = State::Ended(Ended::default());
+        let state = std::mem::replace(&mut self.state, placeholder);
+        let (state, actions) = react(state, &mut self.shared, now, event);
+        self.state = state;
+        if self.state.step() != before {
+            self.shared.last_step = now;
+        }
+        actions
+    }
+
+    /// Takes the answer to ping `number`, which arrived at `at`. The time that the host needed until
+    /// it reports the answer is not part of the round trip.
+    pub fn pong(&mut self, at: Duration, number: u64) {
+        self.shared.link.pong(at, number);
+    }
+}
+
+/// Takes an event in any state.
+fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    // Two messages come at any time, and answer nothing.
+    match event {
+        Event::Message(ToSource::Pong(number)) => {
+            shared.link.pong(now, number);
+            return (state, Vec::new());
+        }
+        Event::Message(ToSource::Costs { load_us }) => {
+            shared.target_load = Some(Duration::from_micros(load_us));
+            return (state, Vec::new());
+        }
+        _ => {}
+    }
+    match state {
+        State::Ended(_) => (state, Vec::new()),
+        State::Resuming(resuming) => resuming.handle(event),
+        State::Committed(committed) => committed.handle(shared, now, event),
+        State::Claiming(claiming) => claiming.handle(shared, now, event),
+        State::Postcopy(postcopy) => postcopy.handle(shared, now, event),
+        State::Recovery(recovery) => recovery.handle(shared, now, event),
+        State::Setup(_) | State::Precopy(_) | State::Stopping(_) | State::Switchover(_) => {
+            before_commit(state, shared, now, event)
+        }
+    }
+}
+
+/// Takes an event before the commit, while every failure leaves the guest with the source.
+fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    match event {
+        Event::Message(ToSource::Failed(why)) => {
+            // A target that has all but started the guest waits to hear that it was not told to.
+            let tell = matches!(&state, State::Stopping(s) if s.hands_over())
+                || matches!(&state, State::Switchover(s) if s.hands_over());
+            give_up(Outcome::Failed(why), tell)
+        }
+        Event::LocalFailure(why) => give_up(Outcome::Failed(why), true),
+        Event::PeerLost(why) | Event::NotSent(why) => {
+            give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false)
+        }
+        Event::Cancel => give_up(Outcome::Cancelled("cancelled on request".into()), true),
+        Event::Tick => tick(state, shared, now),
+        Event::SwitchNow => {
+            if shared.settings.may_hand_over() {
+                shared.urgency.raise(Urgency::Postcopy);
+            }
+            (state, Vec::new())
+        }
+        // No link is lost before the commit that could be opened again: a lost link ends the
+        // migration. The arbiter was not asked.
+        Event::Pause | Event::Recover | Event::Abandon | Event::ArbiterAnswered(_) => (state, Vec::new()),
+        event => match state {
+            State::Setup(setup) => setup.handle(shared, now, event),
+            State::Precopy(precopy) => precopy.handle(shared, now, event),
+            State::Stopping(stopping) => stopping.handle(shared, now, event),
+            State::Switchover(switchover) => switchover.handle(shared, event),
+            other => (other, Vec::new()),
+        },
+    }
+}
+
+/// Takes a tick of the clock before the commit.
+fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
+    let paused = matches!(state, State::Stopping(_) | State::Switchover(_));
+    if let Some(limit) = shared.settings.timeout
+        && now.saturating_sub(shared.started) > limit
+        && !paused
+    {
+        match shared.settings.on_timeout {
+            OnTimeout::Cancel => {
+                return give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
+            }
+            OnTimeout::Switch => shared.urgency.raise(Urgency::Switch),
+            OnTimeout::Postcopy => shared.urgency.raise(Urgency::Postcopy),
+        }
+    }
+    let state = match state {
+        State::Setup(setup) if setup.waits_for_io() => return setup.tick(shared, now),
+        State::Precopy(precopy) if precopy.is_resting() => return precopy.tick(shared, now),
+        state => state,
+    };
+    let patience = shared.patience();
+    if let Some(what) = state.awaited()
+        && now.saturating_sub(shared.last_step) > patience
+    {
+        let detail = format!("the target is there, but has not {what} for {patience:?}");
+        return give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
+    }
+    if let State::Switchover(switchover) = &state
+        && let Some(why) = switchover.too_slow(shared, now)
+    {
+        return give_up(Outcome::Failed(why), true);
+    }
+    let ping = shared.ping(now);
+    (state, ping)
+}
+
+/// What the host, the monitor and the report read.
+impl Session {
+    /// Returns the phase.
+    pub fn phase(&self) -> Phase {
+        match self.state {
+            State::Setup(_) => Phase::Setup,
+            State::Precopy(_) => Phase::Precopy,
+            State::Stopping(_) | State::Switchover(_) | State::Committed(_) => Phase::Switchover,
+            State::Claiming(_) => Phase::Unknown,
+            State::Postcopy(_) => Phase::Postcopy,
+            State::Recovery(_) => Phase::PostcopyPaused,
+            State::Resuming(_) | State::Ended(_) => Phase::Ended,
+        }
+    }
+
+    /// Returns true if the target was told that the guest is its own.
+    pub fn committed(&self) -> bool {
+        match &self.state {
+            State::Committed(_) | State::Claiming(_) | State::Postcopy(_) | State::Recovery(_) => true,
+            State::Ended(ended) => ended.after_commit(),
+            _ => false,
+        }
+    }
+
+    /// Returns true if the target was told to run the guest before all of its memory is there.
+    pub fn handed_over(&self) -> bool {
+        match &self.state {
+            State::Committed(committed) => committed.hands_over(),
+            State::Postcopy(_) | State::Recovery(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Returns true if the target has said that it runs the guest before all of its memory is there.
+    pub fn runs_there(&self) -> bool {
+        match &self.state {
+            State::Postcopy(_) => true,
+            State::Recovery(recovery) => recovery.runs_there(),
+            _ => false,
+        }
+    }
+
+    /// Bytes per second that the link was seen to carry.
+    pub fn bandwidth(&self) -> Option<f64> {
+        self.shared.link.rate.bandwidth()
+    }
+
+    /// Returns the downtime to expect if the guest were stopped now, or the downtime that was
+    /// expected when it was. `None` in a postcopy: the pages do not count there, and no trial pause
+    /// measures a handover.
+    pub fn predicted_downtime(&self) -> Option<Duration> {
+        match &self.state {
+            State::Precopy(precopy) => precopy.predicted(&self.shared),
+            State::Stopping(stopping) => stopping.predicted,
+            State::Switchover(switchover) => switchover.predicted,
+            _ => None,
+        }
+    }
+
+    /// Returns why the guest's I/O kept it from being stopped at the last attempt.
+    pub fn busy(&self) -> Option<&str> {
+        match self.state {
+            State::Setup(_) | State::Precopy(_) => self.shared.deferral.busy(),
+            _ => None,
+        }
+    }
+
+    /// Returns true if the next harvest finds what the guest wrote during no pass.
+    pub fn is_waking(&self) -> bool {
+        matches!(&self.state, State::Precopy(precopy) if precopy.is_waking())
+    }
+
+    /// Number of times that the guest's I/O was too busy for the guest to be stopped.
+    pub fn put_off(&self) -> u64 {
+        self.shared.deferral.count
+    }
+
+    /// Time that the guest was paused for that, in total.
+    pub fn put_off_for(&self) -> Duration {
+        self.shared.deferral.paused
+    }
+
+    /// Returns what the passes are expected to come to, while passes are sent.
+    pub fn verdict(&self) -> Option<&Verdict> {
+        if let State::Precopy(precopy) = &self.state { precopy.verdict() } else { None }
+    }
+
+    /// The changes that the migration made to its own course.
+    pub fn course(&self) -> &[CourseChange] {
+        &self.shared.summary.course
+    }
+
+    /// Returns true and the reason if the link is lost after the commit. The flag is true if it
+    /// stays lost until the operator asks for it.
+    pub fn interrupted(&self) -> Option<(bool, &str)> {
+        match &self.state {
+            State::Claiming(claiming) => Some(claiming.interrupted()),
+            State::Recovery(recovery) => Some(recovery.interrupted()),
+            _ => None,
+        }
+    }
+
+    /// Number of times that the link was lost in postcopy.
+    pub fn interruptions(&self) -> u64 {
+        self.shared.summary.interruptions
+    }
+
+    /// Returns what the arbiter answered last, if the source has claimed the guest.
+    pub fn fence_says(&self) -> Option<String> {
+        self.shared.claim.as_ref()?.says()
+    }
+
+    /// Returns true if the register has done its work. After a claim of the source the register
+    /// stays: the target may have to read it.
+    pub fn fence_done(&self) -> bool {
+        self.shared.claim.as_ref().is_some_and(|claim| !claim.made())
+    }
+
+    /// Returns true if the guest is the source's and could not be resumed.
+    pub fn stands_still(&self) -> bool {
+        matches!(&self.state, State::Ended(ended) if ended.resume_failed())
+    }
+
+    /// Longest time that the target may take for a step while it answers pings.
+    pub fn patience(&self) -> Duration {
+        self.shared.patience()
+    }
+
+    /// The target's figures of the time after the switchover.
+    pub fn figures(&self) -> Option<&LazyFigures> {
+        self.shared.summary.figures.as_ref()
+    }
+
+    /// Returns what the verification found.
+    pub fn verification(&self) -> Option<&Verification> {
+        self.shared.summary.verification.as_ref()
+    }
+
+    /// Figures of this migration that the report needs.
+    pub fn summary(&self) -> &Summary {
+        &self.shared.summary
+    }
+}
+
+/// What the model and the tests read.
+#[cfg(any(test, feature = "model"))]
+impl Session {
+    /// Returns true if the guest's I/O was too busy when that was tried last.
+    pub fn was_busy(&self) -> bool {
+        self.shared.deferral.busy().is_some()
+    }
+
+    /// Returns true if the session does nothing until the next attempt to stop the guest.
+    pub fn is_resting(&self) -> bool {
+        match &self.state {
+            State::Setup(setup) => setup.waits_for_io(),
+            State::Precopy(precopy) => precopy.is_resting(),
+            _ => false,
+        }
+    }
+}
+
+impl run::Session for Session {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+
+    fn decided(&self) -> bool {
+        self.phase() == Phase::Ended
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

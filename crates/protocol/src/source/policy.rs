@@ -1,0 +1,253 @@
+//! When to stop the guest: a pure function of what was measured.
+
+use super::settings::{Settings, SwitchoverBandwidth};
+use std::time::Duration;
+use vmferry_core::PAGE_SIZE;
+
+/// A pass counts as progress if it leaves at most this share of what it began with. A pass that shrinks less buys less
+/// downtime than the guest pays for being tracked through it.
+const WORTHWHILE_SHRINK: f64 = 0.75;
+
+/// Another pass is not worth it once the remaining pages would cost less than this share of the fixed costs: the
+/// downtime could then hardly get shorter.
+const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
+
+/// Nor once they would cost less than this share of the limit: whoever allows 300 ms does not feel 5, but the guest pays
+/// for each further pass with a fault for every page that it writes, and the migration takes longer.
+const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
+
+/// A pass of fewer bytes says little about the link: latency and start-up dominate it.
+const TELLING_BYTES: u64 = 8 << 20;
+
+/// A link that carried this share of its cap may well carry more; one that carried less is at its own limit.
+const CAP_FELT: f64 = 0.8;
+
+/// In hybrid mode, a pass that leaves more than this share of what the pass before left is the last:
+/// the guest dirties about as fast as the link carries.
+pub const CONVERGING: f64 = 0.75;
+
+/// What one live pass was like, from its first byte sent to the target's word that all had arrived.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PassOutcome {
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// How long it took.
+    pub elapsed: Duration,
+    /// Pages found dirty after it.
+    pub remaining: u64,
+}
+
+/// What to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decision {
+    /// Send what is dirty, with the guest running.
+    Continue,
+    /// Stop the guest and send the rest.
+    Switch,
+}
+
+/// The rate of the link, as passes showed it.
+#[derive(Debug, Clone)]
+pub struct LinkRate {
+    /// Bytes per second, of the newest pass that was large enough to tell.
+    bandwidth: Option<f64>,
+    /// Limit of passes, in bytes per second.
+    cap: Option<u64>,
+    /// Limit that holds instead while the guest is paused.
+    paused: Option<SwitchoverBandwidth>,
+}
+
+impl LinkRate {
+    /// A link of which nothing is known yet.
+    pub fn of(settings: &Settings) -> Self {
+        Self { bandwidth: None, cap: settings.max_bandwidth, paused: settings.switchover_bandwidth }
+    }
+
+    /// Bytes per second that the link was seen to carry.
+    pub fn bandwidth(&self) -> Option<f64> {
+        self.bandwidth
+    }
+
+    /// Bytes per second to expect while the guest is paused: no more than was seen, unless the limit
+    /// of passes was felt and another one holds then.
+    pub fn bandwidth_stopped(&self) -> Option<f64> {
+        let seen = self.bandwidth?;
+        let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
+        Some(match self.paused {
+            Some(SwitchoverBandwidth::AtMost(rate)) if cap_felt || (rate as f64) < seen => rate as f64,
+            _ => seen,
+        })
+    }
+
+    /// The downtime to expect for `remaining` pages on top of `fixed` costs.
+    pub fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
+        Some(fixed.saturating_add(self.send_time(remaining * PAGE_SIZE)?))
+    }
+
+    /// The time that `bytes` take on the link while the guest is paused.
+    pub fn send_time(&self, bytes: u64) -> Option<Duration> {
+        let seconds = bytes as f64 / self.bandwidth_stopped()?;
+        // Not finite or beyond what a Duration holds: as good as forever.
+        Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+    }
+
+    /// Takes in what a pass says of the link.
+    pub fn learn(&mut self, pass: PassOutcome) {
+        let seconds = pass.elapsed.as_secs_f64();
+        if seconds > 0.0 && (pass.bytes >= TELLING_BYTES || self.bandwidth.is_none()) {
+            self.bandwidth = Some((pass.bytes as f64 / seconds).max(1.0));
+        }
+    }
+}
+
+/// What the passes so far left.
+#[derive(Debug, Clone)]
+pub struct Convergence {
+    limit: Duration,
+    /// Pages that the last pass left.
+    previous: Option<u64>,
+    /// Pages that the pass before it left.
+    earlier: Option<u64>,
+}
+
+impl Convergence {
+    /// Passes of which none was sent yet.
+    pub fn of(settings: &Settings) -> Self {
+        Self { limit: settings.downtime_limit, previous: None, earlier: None }
+    }
+
+    /// Forgets what passes left.
+    pub fn begin_anew(&mut self) {
+        (self.previous, self.earlier) = (None, None);
+    }
+
+    /// Takes in a pass, which the rate of the link was learnt from, and decides. `fixed` is what a
+    /// switchover costs without any page.
+    pub fn decide(&mut self, pass: PassOutcome, fixed: Duration, link: &LinkRate) -> Decision {
+        let previous = self.previous.replace(pass.remaining);
+        let earlier = std::mem::replace(&mut self.earlier, previous);
+        let Some(predicted) = link.predict(pass.remaining, fixed) else { return Decision::Continue };
+        if predicted > self.limit {
+            return Decision::Continue;
+        }
+        let transfer = predicted.saturating_sub(fixed);
+        let shrinks = shrinks(pass.remaining, previous, earlier);
+        let negligible = fixed.mul_f64(NEGLIGIBLE_OF_FIXED).max(self.limit.mul_f64(NEGLIGIBLE_OF_LIMIT));
+        if transfer <= negligible || !shrinks { Decision::Switch } else { Decision::Continue }
+    }
+}
+
+/// Whether passes that left `earlier`, then `previous`, then `left` pages are worth going on with. Judged over two passes: one may be off by
+/// what the host did meanwhile, and a guest near the threshold would be stopped by chance, for a time that is chance.
+fn shrinks(left: u64, previous: Option<u64>, earlier: Option<u64>) -> bool {
+    let (before, share) = match (previous, earlier) {
+        (_, Some(earlier)) => (earlier, WORTHWHILE_SHRINK * WORTHWHILE_SHRINK),
+        (Some(previous), None) => (previous, WORTHWHILE_SHRINK),
+        (None, None) => return true,
+    };
+    left as f64 <= before as f64 * share
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIXED: Duration = Duration::from_millis(4);
+
+    /// A link and the passes over it.
+    struct Passes(LinkRate, Convergence);
+
+    impl Passes {
+        fn decide(&mut self, pass: PassOutcome, fixed: Duration) -> Decision {
+            self.0.learn(pass);
+            self.1.decide(pass, fixed, &self.0)
+        }
+    }
+
+    fn converging(downtime_limit: Duration) -> Passes {
+        let settings = Settings { downtime_limit, ..Settings::default() };
+        Passes(LinkRate::of(&settings), Convergence::of(&settings))
+    }
+
+    #[test]
+    fn a_limit_of_the_switchover_is_what_the_prediction_counts_on() {
+        // 10 MB/s are seen, and 1000 pages are left: 410 ms.
+        let predicted = |cap, stopped| {
+            let settings =
+                Settings { max_bandwidth: cap, switchover_bandwidth: stopped, ..Settings::default() };
+            let mut link = LinkRate::of(&settings);
+            link.learn(PassOutcome { bytes: 10_000_000, elapsed: Duration::from_secs(1), remaining: 1000 });
+            (link.predict(1000, FIXED).unwrap() - FIXED).as_millis()
+        };
+        let at_most = |rate| Some(SwitchoverBandwidth::AtMost(rate));
+        assert_eq!(predicted(None, None), 409);
+        assert_eq!(predicted(None, at_most(5_000_000)), 819);
+        assert_eq!(predicted(None, at_most(20_000_000)), 409, "the link is slower");
+        assert_eq!(predicted(Some(10_000_000), at_most(20_000_000)), 204, "the cap was, not the link");
+        assert_eq!(predicted(Some(40_000_000), at_most(20_000_000)), 409, "the cap was not felt");
+        assert_eq!(predicted(Some(10_000_000), Some(SwitchoverBandwidth::Unlimited)), 409);
+    }
+
+    fn pass(bytes: u64, millis: u64, remaining: u64) -> PassOutcome {
+        PassOutcome { bytes, elapsed: Duration::from_millis(millis), remaining }
+    }
+
+    #[test]
+    fn a_clean_guest_switches_after_one_pass() {
+        let mut policy = converging(Duration::from_millis(300));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 0), FIXED), Decision::Switch);
+    }
+
+    #[test]
+    fn passes_go_on_while_they_shrink_what_the_guest_would_wait_for() {
+        let mut policy = converging(Duration::from_millis(300));
+        // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
+        assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
+        assert_eq!(policy.decide(pass(100 << 20, 40, 4_000), FIXED), Decision::Continue);
+        // 1 ms of pages on top of 4 ms of fixed costs: not worth it.
+        assert_eq!(policy.decide(pass(16 << 20, 6, 700), FIXED), Decision::Switch);
+        // Nor are 4 ms of pages, whatever the fixed costs, to somebody who allows 300 ms; to one who allows 30 they are.
+        let fixed = Duration::from_micros(500);
+        for (limit, decision) in [(300, Decision::Switch), (30, Decision::Continue)] {
+            let mut policy = converging(Duration::from_millis(limit));
+            assert_eq!(policy.decide(pass(1 << 30, 400, 2_600), fixed), decision);
+        }
+    }
+
+    #[test]
+    fn a_guest_that_no_longer_shrinks_is_switched_once_it_fits() {
+        let mut policy = converging(Duration::from_millis(300));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 60_000), FIXED), Decision::Continue);
+        assert_eq!(policy.decide(pass(240 << 20, 92, 55_000), FIXED), Decision::Switch);
+    }
+
+    #[test]
+    fn one_pass_that_was_disturbed_does_not_stop_a_guest_whose_passes_shrink() {
+        let mut policy = converging(Duration::from_millis(300));
+        for (bytes, remaining) in [(400 << 20, 30_000), (120 << 20, 18_000), (72 << 20, 14_500)] {
+            // 0.6, then 0.81: together still more than a quarter a pass.
+            assert_eq!(policy.decide(pass(bytes, bytes >> 18, remaining), FIXED), Decision::Continue);
+        }
+        assert_eq!(policy.decide(pass(58 << 20, 232, 11_500), FIXED), Decision::Switch, "0.81 and 0.79");
+    }
+
+    #[test]
+    fn a_guest_that_dirties_faster_than_the_link_is_not_switched() {
+        let mut policy = converging(Duration::from_millis(300));
+        for _ in 0..100 {
+            assert_eq!(policy.decide(pass(1 << 30, 4000, 260_000), FIXED), Decision::Continue);
+        }
+    }
+
+    #[test]
+    fn fixed_costs_count_against_the_limit() {
+        let mut policy = converging(Duration::from_millis(10));
+        assert_eq!(policy.decide(pass(1 << 30, 400, 0), Duration::from_millis(11)), Decision::Continue);
+        assert_eq!(policy.0.predict(0, FIXED), Some(FIXED));
+    }
+
+    #[test]
+    fn nothing_is_predicted_before_anything_was_measured() {
+        assert_eq!(converging(Duration::from_millis(10)).0.predict(1, FIXED), None);
+    }
+}

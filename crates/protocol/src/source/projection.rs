@@ -1,0 +1,71 @@
+//! What tells two sessions apart in a model that looks at every reachable state, and in which the
+//! clock is no number.
+//!
+//! What a session does depends on time only by `now - stamp > limit`. A model in which any limit may
+//! run out at any moment, or not, whatever the stamps are, allows for more than can happen and never
+//! for less. So stamps need not be told apart.
+
+use super::ending::Resuming;
+use super::postcopy::Postcopy;
+use super::shared::{Link, Shared};
+use super::{Session, State};
+use crate::source::events::Outcome;
+use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
+use std::time::Duration;
+
+impl Session {
+    /// Forgets when anything was, and hashes the rest.
+    ///
+    /// Each field is named, so that a new field does not compile before it is decided here. Left out
+    /// is what decides nothing (figures, and why something failed), and what does not change in a run.
+    pub fn project(&mut self, hasher: &mut impl Hasher) {
+        let Self { shared, state } = self;
+        shared.project(hasher);
+        match state {
+            State::Setup(_) | State::Committed(_) => {}
+            State::Precopy(precopy) => precopy.project(hasher),
+            State::Stopping(stopping) => stopping.project(hasher),
+            State::Switchover(switchover) => switchover.project(hasher),
+            State::Claiming(claiming) => claiming.project(hasher),
+            State::Postcopy(Postcopy { history }) => history.project(),
+            State::Recovery(recovery) => recovery.project(hasher),
+            State::Resuming(Resuming { outcome }) => discriminant::<Outcome>(outcome).hash(hasher),
+            // Nothing follows the end.
+            State::Ended(ended) => ended.outcome.as_ref().map(discriminant::<Outcome>).hash(hasher),
+        }
+        // After its stamps were forgotten.
+        self.state.step().hash(hasher);
+        self.handed_over().hash(hasher);
+    }
+}
+
+impl Shared {
+    fn project(&mut self, hasher: &mut impl Hasher) {
+        let Self {
+            settings: _,
+            pages: _,
+            started,
+            last_step,
+            pass,
+            urgency,
+            link: Link { rate, last_ping, round_trip },
+            target_load,
+            deferral,
+            claim,
+            summary,
+        } = self;
+        // Nothing takes time in a model, so nothing was measured, and no decision rests on a rate.
+        assert!(rate.bandwidth().is_none() && round_trip.is_zero() && target_load.is_none());
+        for stamp in [started, last_step, &mut last_ping.1] {
+            *stamp = Duration::ZERO;
+        }
+        last_ping.0 = 0;
+        (pass, urgency).hash(hasher);
+        summary.verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);
+        deferral.project(hasher);
+        if let Some(claim) = claim {
+            claim.project(hasher);
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! From the hello to the first pass: the target accepts the guest, channels are opened, tracking starts.
+
+use super::precopy::Precopy;
+use super::shared::Shared;
+use super::stopping::{Origin, Stopping};
+use super::switchover::Kind;
+use super::{Next, State, ending, misplaced};
+use crate::source::events::{Action, Event, Outcome};
+use crate::source::settings::MigrationMode;
+use std::time::Duration;
+use vmferry_wire::ToSource;
+
+/// The setup of a migration.
+#[derive(Debug, Clone)]
+pub(super) struct Setup {
+    pub(super) step: Step,
+}
+
+#[derive(Debug, Hash, Clone, Copy, PartialEq)]
+pub(super) enum Step {
+    AwaitAccept,
+    /// Channels are being opened: `opened` by the source, `up` at the target.
+    Opening {
+        opened: bool,
+        up: bool,
+    },
+    StartingTracker,
+    /// In postcopy: the guest's I/O was too busy for the guest to be stopped. No page was sent, and
+    /// nothing is tracked.
+    WaitingForIo,
+}
+
+impl Setup {
+    pub(super) fn begin() -> Self {
+        Self { step: Step::AwaitAccept }
+    }
+
+    /// Waits until the guest's I/O is tried again.
+    pub(super) fn wait_for_io(self) -> Next {
+        (State::Setup(Self { step: Step::WaitingForIo }), Vec::new())
+    }
+
+    pub(super) fn waits_for_io(&self) -> bool {
+        self.step == Step::WaitingForIo
+    }
+
+    pub(super) fn handle(mut self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+        match (self.step, event) {
+            (Step::AwaitAccept, Event::Message(ToSource::Accept { bulk, urgent, resume })) => {
+                self.step = Step::Opening { opened: false, up: false };
+                let actions = vec![Action::Remember { resume }, Action::OpenChannels { bulk, urgent }];
+                (State::Setup(self), actions)
+            }
+            (Step::Opening { up, .. }, Event::ChannelsOpened) => self.opening(shared, true, up),
+            (Step::Opening { opened, .. }, Event::Message(ToSource::ChannelsUp)) => {
+                self.opening(shared, opened, true)
+            }
+            (Step::StartingTracker, Event::TrackerStarted) => Precopy::begin(shared, now),
+            (step, event) => {
+                ending::give_up(Outcome::Failed(misplaced(&event, super::Step::Setup(step))), true)
+            }
+        }
+    }
+
+    fn opening(mut self, shared: &Shared, opened: bool, up: bool) -> Next {
+        if !(opened && up) {
+            self.step = Step::Opening { opened, up };
+            return (State::Setup(self), Vec::new());
+        }
+        if shared.settings.mode == MigrationMode::Postcopy {
+            // No page is sent before the switchover, so nothing needs to be tracked.
+            return self.stop(shared);
+        }
+        self.step = Step::StartingTracker;
+        (State::Setup(self), vec![Action::StartTracker])
+    }
+
+    /// Takes a tick while the guest's I/O is waited for.
+    pub(super) fn tick(self, shared: &mut Shared, now: Duration) -> Next {
+        assert!(self.waits_for_io(), "no other step of the setup waits for time to pass");
+        if shared.urgency.insists() || shared.deferral.is_due(now) {
+            return self.stop(shared);
+        }
+        let ping = shared.ping(now);
+        (State::Setup(self), ping)
+    }
+
+    fn stop(self, shared: &Shared) -> Next {
+        Stopping::begin(Origin::Setup(self), Kind::HandOver, shared.io_patience(), None)
+    }
+}

@@ -1,0 +1,145 @@
+//! What more than one phase of the source reads or changes.
+
+use super::commit::Claim;
+use super::deferral::Deferral;
+use crate::source::CourseChange;
+use crate::source::events::{Action, Verification};
+use crate::source::policy::LinkRate;
+use crate::source::settings::{MigrationMode, Settings};
+use std::time::Duration;
+use vmferry_wire::{LazyFigures, ToTarget};
+
+/// Interval between two pings, unless the peer's silence is tolerated for less than four times this.
+const PING_EVERY: Duration = Duration::from_secs(1);
+/// Number of peer timeouts that a step of the target may take while the target answers pings. The
+/// target may be slow, and a pass may still be in the sockets of a slow link. But a paused guest must
+/// not wait for ever.
+const PATIENCE: u32 = 3;
+/// Where the guest may go over to postcopy, a downtime limit below what a flush of any storage takes
+/// must not keep the guest: its I/O has at least this time to come to rest.
+const LEAST_IO_PATIENCE: Duration = Duration::from_millis(300);
+
+/// How much the guest has to move, whatever the policy says. A later value includes the earlier ones.
+#[derive(Debug, Hash, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Urgency {
+    /// The guest moves once its predicted downtime fits the limit.
+    Normal,
+    /// `--mode auto` decided that the guest goes over to postcopy as soon as its I/O allows that.
+    Advised,
+    /// The operator or the timeout wants the guest to run on the target before its memory is there.
+    Postcopy,
+    /// The timeout wants the guest to be stopped, and the rest to be sent, whatever time that takes.
+    Switch,
+}
+
+impl Urgency {
+    pub(super) fn raise(&mut self, to: Self) {
+        *self = (*self).max(to);
+    }
+
+    /// Returns true if the VM may take the time that it needs to quiesce its I/O.
+    pub(super) fn insists(self) -> bool {
+        self >= Self::Postcopy
+    }
+}
+
+/// What is known of the link.
+#[derive(Debug, Clone)]
+pub(super) struct Link {
+    pub(super) rate: LinkRate,
+    /// Number of the last ping, and when it was sent.
+    pub(super) last_ping: (u64, Duration),
+    pub(super) round_trip: Duration,
+}
+
+impl Link {
+    pub(super) fn pong(&mut self, at: Duration, number: u64) {
+        if number == self.last_ping.0 {
+            self.round_trip = at.saturating_sub(self.last_ping.1);
+        }
+    }
+}
+
+/// Figures that outlive their phase, for the report.
+#[derive(Debug, Clone, Default)]
+pub struct Summary {
+    /// The changes that the migration made to its own course.
+    pub(super) course: Vec<CourseChange>,
+    /// Number of times that the link was lost in postcopy.
+    pub(super) interruptions: u64,
+    /// The target's account of the time after the switchover.
+    pub(super) figures: Option<LazyFigures>,
+    pub(super) verification: Option<Verification>,
+    /// Pages that arrived damaged and were sent again.
+    pub suspects_resent: u64,
+    /// Time that the target needed to load the device state.
+    pub load_time: Duration,
+    /// Time that the target needed to start the guest.
+    pub start_time: Duration,
+    /// CPU time that the target used.
+    pub target_cpu: Duration,
+}
+
+/// What more than one phase reads or changes.
+#[derive(Debug, Clone)]
+pub(super) struct Shared {
+    pub(super) settings: Settings,
+    /// Pages of all regions.
+    pub(super) pages: u64,
+    /// When the migration began.
+    pub(super) started: Duration,
+    /// When the session last went on to another step.
+    pub(super) last_step: Duration,
+    /// Number of the pass.
+    pub(super) pass: u32,
+    pub(super) urgency: Urgency,
+    pub(super) link: Link,
+    /// Time that the target expects to need for loading the state and starting the guest.
+    pub(super) target_load: Option<Duration>,
+    pub(super) deferral: Deferral,
+    /// The source's claim, if there is an arbiter.
+    pub(super) claim: Option<Claim>,
+    pub(super) summary: Summary,
+}
+
+impl Shared {
+    pub(super) fn new(settings: Settings, pages: u64, now: Duration) -> Self {
+        Self {
+            link: Link { rate: LinkRate::of(&settings), last_ping: (0, now), round_trip: Duration::ZERO },
+            claim: settings.arbiter.then(Claim::default),
+            settings,
+            pages,
+            started: now,
+            last_step: now,
+            pass: 0,
+            urgency: Urgency::Normal,
+            target_load: None,
+            deferral: Deferral::new(now),
+            summary: Summary::default(),
+        }
+    }
+
+    /// Longest time that the target may take for a step while it answers pings.
+    pub(super) fn patience(&self) -> Duration {
+        self.settings.peer_timeout.saturating_mul(PATIENCE)
+    }
+
+    /// Pings the target if it is time for that.
+    pub(super) fn ping(&mut self, now: Duration) -> Vec<Action> {
+        let every = PING_EVERY.min(self.settings.peer_timeout / 4);
+        let (number, sent) = self.link.last_ping;
+        if now.saturating_sub(sent) < every {
+            return Vec::new();
+        }
+        self.link.last_ping = (number + 1, now);
+        vec![Action::Send(ToTarget::Ping(number + 1))]
+    }
+
+    /// Time in which the guest's I/O has to come to rest when there is nothing to send.
+    pub(super) fn io_patience(&self) -> Duration {
+        let limit = self.settings.downtime_limit;
+        let auto = self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
+        let postcopy = self.settings.mode != MigrationMode::Precopy || auto;
+        if postcopy { limit.max(LEAST_IO_PATIENCE) } else { limit }
+    }
+}

@@ -1,0 +1,116 @@
+//! The guest is paused and its state is saved. Until the state is saved the target has been told
+//! nothing, so the guest can still run on.
+
+use super::precopy::Precopy;
+use super::setup::Setup;
+use super::shared::Shared;
+use super::switchover::{Kind, Switchover};
+use super::{Next, State, ending, misplaced};
+use crate::source::events::{Action, Event, Outcome};
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode};
+
+/// The phase to go back to if the guest's I/O does not come to rest.
+#[derive(Debug, Clone)]
+pub(super) enum Origin {
+    /// A postcopy from the start: no page was sent.
+    Setup(Setup),
+    Precopy(Box<Precopy>),
+}
+
+/// Stopping the guest for the switchover.
+#[derive(Debug, Clone)]
+pub(super) struct Stopping {
+    step: Step,
+    origin: Origin,
+    kind: Kind,
+    /// Time in which the guest's I/O has to come to rest, unless the operator insists.
+    within: Duration,
+    /// The downtime that was expected when the guest was stopped.
+    pub(super) predicted: Option<Duration>,
+}
+
+#[derive(Debug, Hash, Clone, Copy, PartialEq)]
+pub(super) enum Step {
+    Pausing,
+    Saving {
+        /// When the guest was paused.
+        paused: Duration,
+    },
+    /// The guest's I/O is busy, and the guest is let run on.
+    RunningOn,
+}
+
+impl Stopping {
+    pub(super) fn begin(origin: Origin, kind: Kind, within: Duration, predicted: Option<Duration>) -> Next {
+        let stopping = Self { step: Step::Pausing, origin, kind, within, predicted };
+        (State::Stopping(Box::new(stopping)), vec![Action::Pause])
+    }
+
+    pub(super) fn step(&self) -> Step {
+        self.step
+    }
+
+    pub(super) fn hands_over(&self) -> bool {
+        self.kind == Kind::HandOver && self.step != Step::RunningOn
+    }
+
+    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, now: Duration, event: Event) -> Next {
+        match (self.step, event) {
+            (Step::Pausing, Event::Paused) => {
+                self.step = Step::Saving { paused: now };
+                let within = if shared.urgency.insists() { Duration::MAX } else { self.within };
+                (State::Stopping(self), vec![Action::Save { within }])
+            }
+            (Step::Saving { .. }, Event::Busy { paused, why }) => self.run_on(shared, now, paused, why),
+            (Step::Saving { paused }, Event::Saved { sections }) => {
+                let damaged = match self.origin {
+                    Origin::Setup(_) => Vec::new(),
+                    Origin::Precopy(precopy) => precopy.damaged(),
+                };
+                Switchover::begin(shared, (self.kind, self.predicted), paused, sections, damaged)
+            }
+            (Step::RunningOn, Event::Resumed) => match self.origin {
+                Origin::Setup(setup) => setup.wait_for_io(),
+                Origin::Precopy(precopy) => precopy.send_pass(shared, now, false),
+            },
+            (step, event) => {
+                let why = misplaced(&event, super::Step::Stopping(step));
+                ending::give_up(Outcome::Failed(why), true)
+            }
+        }
+    }
+
+    fn run_on(
+        mut self: Box<Self>,
+        shared: &mut Shared,
+        now: Duration,
+        paused: Duration,
+        why: String,
+    ) -> Next {
+        if shared.urgency.insists() {
+            let detail = format!("bringing the guest to rest failed: {why}");
+            return ending::give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)), true);
+        }
+        shared.deferral.found_busy(now, paused, why);
+        if let Origin::Precopy(precopy) = &mut self.origin {
+            precopy.begin_anew();
+        }
+        self.step = Step::RunningOn;
+        (State::Stopping(self), vec![Action::RunOn])
+    }
+}
+
+#[cfg(feature = "model")]
+impl Stopping {
+    pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
+        let Self { step, origin, kind, within: _, predicted: _ } = self;
+        if let Step::Saving { paused } = step {
+            *paused = Duration::ZERO;
+        }
+        if let Origin::Precopy(precopy) = origin {
+            precopy.project(hasher);
+        }
+        std::hash::Hash::hash(kind, hasher);
+    }
+}

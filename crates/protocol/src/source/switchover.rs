@@ -1,0 +1,305 @@
+//! From the saved state to the commit: the last pages or the names of the missing ones, a
+//! verification if it was asked for, and the load on the target. The guest is paused.
+
+use super::commit::Committed;
+use super::shared::{Shared, Urgency};
+use super::{Next, State, ending, misplaced};
+use crate::source::events::{Action, Event, Outcome, Pass, Verification};
+use crate::source::settings::MigrationMode;
+use std::time::Duration;
+use vmferry_core::{PageRun, Section};
+use vmferry_wire::{Refusal, RefusalCode, RunName, ToSource, ToTarget};
+
+/// Number of times that damaged pages are sent again before the link is given up.
+const MAX_RESENDS: u32 = 4;
+/// Largest number of pages that the message of a failed verification names. The target may send
+/// 65,536 names.
+const MOST_NAMED: usize = 16;
+
+/// What the target has when the guest runs there.
+#[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// All memory.
+    Complete,
+    /// The names of its missing pages, which follow in postcopy.
+    HandOver,
+}
+
+/// The switchover.
+#[derive(Debug, Clone)]
+pub(super) struct Switchover {
+    step: Step,
+    kind: Kind,
+    /// When the guest was paused.
+    paused: Duration,
+    /// The downtime that was expected when the guest was stopped.
+    pub(super) predicted: Option<Duration>,
+    /// Pages that arrived damaged and have to be sent again.
+    damaged: Vec<RunName>,
+    /// Number of times that damaged pages were sent again.
+    resends: u32,
+    /// Pages that the target was told are missing.
+    missing: u64,
+    /// Pages that the verification has to compare, once they are counted.
+    to_compare: Option<u64>,
+}
+
+#[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    LastHarvest,
+    /// The target is being told which pages are missing.
+    NamingMissing,
+    LastPass {
+        sent: bool,
+        received: bool,
+    },
+    Verifying {
+        sent: bool,
+        received: bool,
+        verified: bool,
+    },
+    Loading,
+    /// The target is ready. The source releases what only one side may hold.
+    Releasing,
+}
+
+impl Switchover {
+    /// Begins with the state of a guest that was paused at `paused`. The target said of the pages
+    /// `damaged` that they arrived damaged in the last pass.
+    pub(super) fn begin(
+        shared: &Shared,
+        (kind, predicted): (Kind, Option<Duration>),
+        paused: Duration,
+        sections: Vec<Section>,
+        damaged: Vec<RunName>,
+    ) -> Next {
+        // Damaged pages are dirty as well, so the last pass sends them. A handover names them.
+        let damaged = if kind == Kind::HandOver { damaged } else { Vec::new() };
+        let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
+        let mut actions = Vec::with_capacity(sections.len() + 3);
+        if kind == Kind::Complete {
+            actions.push(Action::Send(ToTarget::Final { pass: shared.pass }));
+        }
+        actions.extend(sections.into_iter().map(|section| Action::Send(ToTarget::Section(section))));
+        actions.push(Action::Send(ToTarget::StateEnd { sections: count }));
+        let switchover = Self {
+            step: Step::LastHarvest,
+            kind,
+            paused,
+            predicted,
+            damaged,
+            resends: 0,
+            missing: 0,
+            to_compare: None,
+        };
+        if kind == Kind::HandOver && shared.settings.mode == MigrationMode::Postcopy {
+            // Every page is missing, whatever the guest wrote.
+            return Box::new(switchover).name_missing(actions);
+        }
+        // The harvest comes after the state was saved, because saving can write guest memory
+        // (hazards.md 13). The state travels while the pages are harvested and sent.
+        actions.push(Action::Harvest);
+        (State::Switchover(Box::new(switchover)), actions)
+    }
+
+    pub(super) fn step(&self) -> Step {
+        self.step
+    }
+
+    pub(super) fn hands_over(&self) -> bool {
+        self.kind == Kind::HandOver
+    }
+
+    /// Returns an error if the guest has been paused for too long while the source sends.
+    pub(super) fn too_slow(&self, shared: &Shared, now: Duration) -> Option<Refusal> {
+        // A verification compares every page, and an urgent switch sends the rest, whatever time
+        // that takes.
+        let bounded =
+            matches!(self.step, Step::LastPass { sent: false, .. }) && shared.urgency != Urgency::Switch;
+        let longest = shared.settings.downtime_limit.saturating_add(shared.patience());
+        (bounded && now.saturating_sub(self.paused) > longest).then(|| {
+            let detail = format!(
+                "the target took the last pages so slowly that the guest has stood still for {longest:?}"
+            );
+            Refusal::new(RefusalCode::Timeout, detail)
+        })
+    }
+
+    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, event: Event) -> Next {
+        match (self.step, event) {
+            (Step::LastHarvest, Event::Harvested { .. }) if self.kind == Kind::HandOver => {
+                self.name_missing(Vec::new())
+            }
+            (Step::LastHarvest, Event::Harvested { .. }) => {
+                self.send_last(shared, Pass::Dirty { first: false }, Vec::new())
+            }
+            (Step::NamingMissing, Event::HandedOver { pages, skipped }) => {
+                self.missing = pages;
+                // A missing page is compared when it arrives.
+                let nothing_there = pages.saturating_add(skipped) == shared.pages;
+                if !shared.settings.verify || nothing_there { self.load() } else { self.verify(shared) }
+            }
+            (Step::LastPass { received, .. }, Event::PassSent { .. }) => {
+                self.last_pass(shared, true, received)
+            }
+            (Step::LastPass { sent, .. }, Event::Message(ToSource::Received { pass, suspects, runs }))
+                if pass == shared.pass =>
+            {
+                self.received(shared, sent, suspects, runs)
+            }
+            (Step::Verifying { .. }, Event::Comparing { pages }) => {
+                self.to_compare = Some(pages);
+                (State::Switchover(self), Vec::new())
+            }
+            (Step::Verifying { received, verified, .. }, Event::PassSent { .. }) => {
+                self.verifying(shared, true, received, verified)
+            }
+            (Step::Verifying { sent, verified, .. }, Event::Message(ToSource::Received { pass, .. }))
+                if pass == shared.pass =>
+            {
+                self.verifying(shared, sent, true, verified)
+            }
+            (
+                Step::Verifying { sent, received, .. },
+                Event::Message(ToSource::Verified { pages, mismatched, samples }),
+            ) => {
+                shared.summary.verification = Some(Verification { pages, mismatched, samples });
+                self.verifying(shared, sent, received, true)
+            }
+            (Step::Loading, Event::Message(ToSource::Ready { load_us })) => {
+                shared.summary.load_time = Duration::from_micros(load_us);
+                self.step = Step::Releasing;
+                (State::Switchover(self), vec![Action::Release])
+            }
+            (Step::Releasing, Event::Released) => {
+                let committed = Committed::new(self.kind);
+                (State::Committed(committed), vec![Action::Send(ToTarget::Commit)])
+            }
+            (step, event) => fail(misplaced(&event, super::Step::Switchover(step))),
+        }
+    }
+
+    fn name_missing(mut self: Box<Self>, mut actions: Vec<Action>) -> Next {
+        self.step = Step::NamingMissing;
+        actions.push(Action::HandOver { also: std::mem::take(&mut self.damaged) });
+        (State::Switchover(self), actions)
+    }
+
+    fn send_last(mut self: Box<Self>, shared: &Shared, pass: Pass, mut actions: Vec<Action>) -> Next {
+        self.step = Step::LastPass { sent: false, received: false };
+        actions.push(Action::SendPass { number: shared.pass, pass });
+        (State::Switchover(self), actions)
+    }
+
+    fn received(
+        mut self: Box<Self>,
+        shared: &mut Shared,
+        sent: bool,
+        suspects: u64,
+        runs: Vec<RunName>,
+    ) -> Next {
+        if suspects != 0 && runs.is_empty() {
+            let detail = "the target found damaged pages and did not name them";
+            return fail(Refusal::new(RefusalCode::Protocol, detail));
+        }
+        self.damaged = if suspects == 0 { Vec::new() } else { runs };
+        self.last_pass(shared, sent, true)
+    }
+
+    fn last_pass(mut self: Box<Self>, shared: &mut Shared, sent: bool, received: bool) -> Next {
+        if !(sent && received) {
+            self.step = Step::LastPass { sent, received };
+            return (State::Switchover(self), Vec::new());
+        }
+        if !self.damaged.is_empty() {
+            return self.resend(shared);
+        }
+        shared.pass += 1;
+        if shared.settings.verify { self.verify(shared) } else { self.load() }
+    }
+
+    fn resend(mut self: Box<Self>, shared: &mut Shared) -> Next {
+        let runs = std::mem::take(&mut self.damaged);
+        self.resends += 1;
+        if self.resends > MAX_RESENDS {
+            let first = &runs[0];
+            let detail = format!(
+                "pages keep arriving damaged ({} of {}, sent {MAX_RESENDS} times): the link or a host's memory is faulty",
+                PageRun::from(first.first..first.first.saturating_add(first.count)),
+                first.region,
+            );
+            return fail(Refusal::new(RefusalCode::Memory, detail));
+        }
+        let resent = &mut shared.summary.suspects_resent;
+        *resent = runs.iter().fold(*resent, |sum, run| sum.saturating_add(run.count));
+        shared.pass += 1;
+        let announce = vec![Action::Send(ToTarget::Final { pass: shared.pass })];
+        self.send_last(shared, Pass::Again(runs), announce)
+    }
+
+    fn verify(mut self: Box<Self>, shared: &Shared) -> Next {
+        self.step = Step::Verifying { sent: false, received: false, verified: false };
+        let actions = vec![
+            Action::Send(ToTarget::Verify { pass: shared.pass }),
+            Action::SendPass { number: shared.pass, pass: Pass::Digests },
+        ];
+        (State::Switchover(self), actions)
+    }
+
+    fn verifying(mut self: Box<Self>, shared: &Shared, sent: bool, received: bool, verified: bool) -> Next {
+        if !(sent && received && verified) {
+            self.step = Step::Verifying { sent, received, verified };
+            return (State::Switchover(self), Vec::new());
+        }
+        let found = shared.summary.verification.clone().unwrap_or_default();
+        if found.mismatched > 0 {
+            return fail(Refusal::new(RefusalCode::Memory, differing(&found)));
+        }
+        // A target that compared fewer pages than there are has verified nothing.
+        if Some(found.pages) != self.to_compare {
+            let wanted = self.to_compare.unwrap_or(shared.pages);
+            let detail = format!("the target compared {} of {wanted} pages", found.pages);
+            return fail(Refusal::new(RefusalCode::Memory, detail));
+        }
+        self.load()
+    }
+
+    fn load(mut self: Box<Self>) -> Next {
+        self.step = Step::Loading;
+        let load = match self.kind {
+            Kind::Complete => ToTarget::Load,
+            Kind::HandOver => ToTarget::LoadLazily { pages: self.missing },
+        };
+        (State::Switchover(self), vec![Action::Send(load)])
+    }
+}
+
+fn fail(why: Refusal) -> Next {
+    ending::give_up(Outcome::Failed(why), true)
+}
+
+/// Describes a failed verification.
+fn differing(found: &Verification) -> String {
+    let Verification { pages, mismatched, samples } = found;
+    let mut names: Vec<String> = samples
+        .iter()
+        .take(MOST_NAMED)
+        .map(|name| format!("{} page {:#x}", name.region, name.page))
+        .collect();
+    let more = mismatched.saturating_sub(names.len() as u64);
+    if more > 0 {
+        names.push(format!("and {more} more"));
+    }
+    format!("{mismatched} of {pages} pages differ on the two sides: {}", names.join(", "))
+}
+
+#[cfg(feature = "model")]
+impl Switchover {
+    pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
+        use std::hash::Hash;
+        let Self { step: _, kind, paused, predicted: _, damaged, resends, missing, to_compare } = self;
+        *paused = Duration::ZERO;
+        (kind, resends, missing, to_compare).hash(hasher);
+        damaged.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
+    }
+}

@@ -1,0 +1,631 @@
+//! What a busy host or a slow peer must not do to the decision when to stop the guest.
+
+use super::deferral::{LONGEST_BETWEEN, TRY_AGAIN};
+use super::*;
+use crate::source::Auto;
+use crate::source::events::Pass;
+use crate::source::settings::{AutoConverge, MigrationMode};
+use std::time::Duration;
+use vmferry_core::RegionId;
+use vmferry_wire::{PageName, Token};
+
+const PAGES: u64 = 1 << 20;
+const MS: Duration = Duration::from_millis(1);
+
+/// A session whose first pass is under way, begun at 0.
+fn passing(settings: Settings) -> Session {
+    let machine = MachineConfig {
+        kind: "test".into(),
+        vcpus: 1,
+        regions: Vec::new(),
+        extra: Vec::new(),
+        features: Vec::new(),
+    };
+    let (mut session, _) = Session::begin(settings, machine, PAGES, Duration::ZERO);
+    let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
+    for event in [
+        Event::Message(ToSource::Accept { bulk, urgent, resume: Token([3; 16]) }),
+        Event::ChannelsOpened,
+        Event::Message(ToSource::ChannelsUp),
+        Event::TrackerStarted,
+    ] {
+        session.handle(Duration::ZERO, event);
+    }
+    assert!(is_passing(&session));
+    session
+}
+
+fn precopy(session: &Session) -> &Precopy {
+    let State::Precopy(precopy) = &session.state else { panic!("{:?}", session.state) };
+    precopy
+}
+
+fn is_passing(session: &Session) -> bool {
+    let passing = precopy::Step::Passing { began: Duration::ZERO, sent: None, received: false };
+    let State::Precopy(precopy) = &session.state else { return false };
+    std::mem::discriminant(&precopy.step()) == std::mem::discriminant(&passing)
+}
+
+fn in_trial_pause(session: &Session) -> bool {
+    matches!(&session.state, State::Precopy(precopy) if precopy.in_trial_pause())
+}
+
+fn is_resting(session: &Session) -> bool {
+    session.is_resting()
+}
+
+/// Returns true if the guest is being stopped for a handover, or was.
+fn hands_over(session: &Session) -> bool {
+    matches!(&session.state, State::Stopping(stopping) if stopping.hands_over())
+}
+
+/// Takes the session to the moment at which the guest runs on the target before its memory is there.
+fn run_in_postcopy(session: &mut Session, now: Duration) {
+    let (state, _) = Postcopy::begin(&mut session.shared, postcopy::History::begin(now));
+    session.state = state;
+}
+
+/// Takes the session to the commit of a guest that has all of its memory on the target.
+fn commit(session: &mut Session) {
+    session.state = State::Committed(Committed::new(switchover::Kind::Complete));
+}
+
+/// Waits until the session looks again at a guest whose I/O was busy, which has `dirty` pages to send by then; what is asked for then.
+fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
+    loop {
+        *now += 20 * MS;
+        let asked = session.handle(*now, Event::Tick);
+        if asked == [Action::Harvest] {
+            return session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() });
+        }
+        assert!(is_resting(session), "{asked:?}");
+    }
+}
+
+/// One live pass from `now`; what is asked for after its harvest. A guest that rests is waited for instead.
+fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
+    pass_written_by(session, now, (bytes, took), dirty, &[])
+}
+
+/// The same, with the pages that each vCPU wrote.
+fn pass_written_by(
+    session: &mut Session,
+    now: &mut Duration,
+    (bytes, took): (u64, Duration),
+    dirty: u64,
+    writers: &[u64],
+) -> Vec<Action> {
+    if is_resting(session) {
+        return wake(session, now, dirty);
+    }
+    *now += took;
+    session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO });
+    let received = ToSource::Received { pass: session.shared.pass, suspects: 0, runs: Vec::new() };
+    assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
+    *now += MS;
+    session.handle(*now, Event::Harvested { pages: dirty, writers: writers.to_vec() })
+}
+
+const LIVE: Pass = Pass::Dirty { first: false };
+
+/// With as much time as the usual limit is.
+const REHEARSE: Action = Action::TrialPause { within: Duration::from_millis(300) };
+
+#[test]
+fn one_slow_answer_does_not_keep_an_idle_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::from_secs(2);
+    let ping = session.handle(now, Event::Tick);
+    assert_eq!(ping, [Action::Send(ToTarget::Ping(1))]);
+    // The answer stood behind 400 ms of pages.
+    now += 400 * MS;
+    session.handle(now, Event::Message(ToSource::Pong(1)));
+    assert_eq!(session.shared.link.round_trip, 400 * MS);
+    let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    assert_eq!(asked, [REHEARSE]);
+    session.handle(now, rehearsed(MS));
+    assert!(is_passing(&session), "3 x 400 ms do not fit 300");
+    // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
+    assert_eq!(pass(&mut session, &mut now, 5 << 12, 2 * MS, 5), [Action::Pause]);
+}
+
+#[test]
+fn round_trip_ends_when_the_answer_arrives_however_busy_the_driver_is() {
+    let mut session = passing(Settings::default());
+    let now = Duration::from_secs(2);
+    assert_eq!(session.handle(now, Event::Tick), [Action::Send(ToTarget::Ping(1))]);
+    session.pong(now + 3 * MS, 1);
+    session.handle(now + 5000 * MS, Event::Tick);
+    assert_eq!(session.shared.link.round_trip, 3 * MS);
+}
+
+#[test]
+fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
+    session.handle(now, rehearsed(2000 * MS));
+    let mut tries = 0;
+    for _ in 0..1000 {
+        match pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
+            [Action::TrialPause { .. }] => {
+                tries += 1;
+                if session.handle(now, rehearsed(MS)) == [Action::Pause] {
+                    assert_eq!(tries, 1);
+                    assert!(now > TRY_AGAIN, "not at once: each stops the guest");
+                    return;
+                }
+            }
+            [Action::Pause] => panic!("2 s do not fit 300 ms"),
+            _ => {}
+        }
+    }
+    panic!("it was never tried again");
+}
+
+fn rehearsed(fixed: Duration) -> Event {
+    stopped(fixed, Duration::ZERO)
+}
+
+/// A rehearsal in which saving took no time.
+fn stopped(fixed: Duration, settle: Duration) -> Event {
+    Event::TrialPaused {
+        stop: fixed,
+        save: Duration::ZERO,
+        quiesce: settle,
+        paused: fixed + settle,
+        state_bytes: 0,
+    }
+}
+
+fn busy(paused: Duration) -> Event {
+    Event::Busy { paused, why: "requests are under way".into() }
+}
+
+#[test]
+fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
+    let mut session = passing(Settings::default());
+    let (mut now, mut stops) = (Duration::ZERO, Vec::new());
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
+    session.handle(now, busy(300 * MS));
+    assert!(session.verdict().unwrap().help[0].contains("less I/O"), "{:?}", session.verdict());
+    assert!(session.busy().unwrap().contains("under way"));
+    while now < Duration::from_secs(300) {
+        match pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
+            [Action::TrialPause { .. }] => {
+                stops.push(now);
+                let more = session.handle(now, busy(300 * MS));
+                assert!(!more.contains(&Action::Pause), "{more:?}");
+            }
+            ref actions => assert!(!actions.contains(&Action::Pause), "{actions:?}"),
+        }
+    }
+    assert!((10..20).contains(&stops.len()), "{stops:?}");
+    let longest = stops.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
+    assert!(longest <= LONGEST_BETWEEN + 100 * MS, "{longest:?}");
+    // Once it comes to rest it moves.
+    loop {
+        if let [Action::TrialPause { .. }] = pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
+            assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+            return;
+        }
+        assert!(now < Duration::from_secs(400));
+    }
+}
+
+#[test]
+fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        let mut session = passing(Settings { mode, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        let [Action::Save { within }] = session.handle(now, Event::Paused)[..] else { panic!("it is saved") };
+        assert!(within <= 300 * MS && within > 290 * MS, "5 pages leave nearly all of the limit: {within:?}");
+        assert_eq!(session.handle(now + within, busy(within)), [Action::RunOn]);
+        now += within;
+        let more = session.handle(now, Event::Resumed);
+        assert!(
+            matches!(more[..], [Action::Send(ToTarget::Pass { .. }), Action::SendPass { .. }]),
+            "{more:?}"
+        );
+        assert_eq!((session.phase(), session.put_off()), (Phase::Precopy, 1));
+        // Not at once again; and then by a rehearsal.
+        let again = loop {
+            match &pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
+                [Action::TrialPause { .. }] => break now,
+                actions => assert!(!actions.contains(&Action::Pause), "{actions:?}"),
+            }
+        };
+        assert!(again > within + TRY_AGAIN);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    }
+}
+
+fn is_a_pass(actions: &[Action]) -> bool {
+    matches!(actions, [Action::Send(ToTarget::Pass { .. }), Action::SendPass { .. }])
+}
+
+#[test]
+fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        let auto_converge = AutoConverge::All;
+        let mut session = passing(Settings { mode, auto_converge, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [REHEARSE]);
+        session.handle(now, busy(300 * MS));
+        assert!(is_resting(&session));
+        let earlier = now;
+        // 320 MiB of them, which take a third of a second.
+        let asked = wake(&mut session, &mut now, 320 << 8);
+        assert!(is_a_pass(&asked), "{mode}: {asked:?}");
+        assert!(
+            precopy(&session).rested() > now.saturating_sub(earlier) - 100 * MS,
+            "{:?}",
+            precopy(&session)
+        );
+        // Then it is stopped to see, and can go at once; as well if the pass leaves more than the first did.
+        assert_eq!(pass(&mut session, &mut now, 320 << 20, 320 * MS, 2000), [REHEARSE], "{mode}");
+        assert_eq!(
+            session.handle(now, rehearsed(MS)).last(),
+            Some(&Action::SendPass { number: 2, pass: LIVE })
+        );
+        assert!(!precopy(&session).slows() && session.course().is_empty() && precopy(&session).stuck() == 0);
+        assert_eq!(pass(&mut session, &mut now, 8 << 20, 8 * MS, 200), [Action::Pause], "{mode}");
+        assert!(!hands_over(&session), "{mode}: it converges");
+    }
+}
+
+#[test]
+fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
+    let settings = Settings { auto_converge: AutoConverge::All, ..Settings::default() };
+    let mut session = passing(settings);
+    let mut now = Duration::ZERO;
+    assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 1 << 18), [REHEARSE]);
+    let slowed = session.handle(now, rehearsed(MS));
+    assert!(matches!(slowed[0], Action::Throttle(ref shares) if shares[0] > 0.4), "{slowed:?}");
+    // It dirties half of what the link carries now.
+    let mut passes = [1u64 << 17, 1 << 16, 60_000, 60_000].into_iter();
+    let paused = passes.find(|left| {
+        pass(&mut session, &mut now, left << 13, u32::try_from(left >> 7).unwrap() * MS, *left)
+            == [Action::Pause]
+    });
+    assert_eq!((paused, passes.next()), (Some(60_000), None));
+    session.handle(now, Event::Paused);
+    session.handle(now, busy(60 * MS));
+    session.handle(now, Event::Resumed);
+    assert!(precopy(&session).slows());
+    // All that fits the limit is little enough then.
+    assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [REHEARSE]);
+    assert_eq!(session.handle(now, busy(300 * MS)), [Action::Throttle(vec![0.0])]);
+    assert!(is_resting(&session));
+    let asked = wake(&mut session, &mut now, 1 << 18);
+    assert!(is_a_pass(&asked), "{asked:?}");
+}
+
+/// Of a guest that dirties next to nothing, what stopping takes whenever that is tried.
+fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Duration, Vec<Action>)>) {
+    let (mut session, mut now, mut seen) = (passing(settings), Duration::ZERO, Vec::new());
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    for _ in 0..50 {
+        assert!(in_trial_pause(&session));
+        let asked = session.handle(now, stopped(costs.0, costs.1));
+        let ends = asked.contains(&Action::Pause);
+        seen.push((now, asked));
+        if ends || now > Duration::from_secs(600) {
+            break;
+        }
+        while !in_trial_pause(&session) {
+            pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
+        }
+    }
+    (session, seen)
+}
+
+#[test]
+fn who_may_go_over_to_postcopy_does_not_wait_for_a_stop_that_always_takes_too_long() {
+    let limit = 50 * MS;
+    for costs in [(MS, 100 * MS), (60 * MS, Duration::ZERO)] {
+        let hybrid = Settings { mode: MigrationMode::Hybrid, downtime_limit: limit, ..Settings::default() };
+        let (session, seen) = always(hybrid, costs);
+        assert!(hands_over(&session) && seen.len() == 1, "{seen:?}");
+        let auto = Some(Auto { postcopy: true, throttle: AutoConverge::Off, expected: None });
+        let (session, seen) = always(Settings { auto, downtime_limit: limit, ..Settings::default() }, costs);
+        assert!(hands_over(&session) && seen.len() == 1, "{seen:?}");
+        assert!(session.course()[0].why.contains("with nothing to send"), "{:?}", session.course());
+        // Otherwise it waits, and is stopped ever more seldom.
+        let (session, seen) = always(Settings { downtime_limit: limit, ..Settings::default() }, costs);
+        assert!(is_resting(&session) && seen.len() < 40, "{}", seen.len());
+    }
+}
+
+#[test]
+fn what_io_took_once_is_measured_again_where_nothing_else_keeps_the_guest() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::from_secs(2);
+    session.handle(now, Event::Tick);
+    now += 50 * MS;
+    session.handle(now, Event::Message(ToSource::Pong(1)));
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    // A flush of 200 ms, and three round trips of 50: 351 ms.
+    session.handle(now, stopped(MS, 200 * MS));
+    assert!(is_resting(&session), "passes would only cost it faults");
+    assert!(session.busy().is_none() && precopy(&session).waits_for_io(&session.shared));
+    assert_eq!(wake(&mut session, &mut now, 5), [REHEARSE]);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+}
+
+#[test]
+fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
+    let mut session = passing(Settings::default());
+    let (mut now, mut stops) = (Duration::ZERO, Vec::new());
+    pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
+    while now < Duration::from_secs(300) {
+        // At rest when it is only looked at.
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        session.handle(now, Event::Paused);
+        now += 298 * MS;
+        session.handle(now, busy(298 * MS));
+        session.handle(now, Event::Resumed);
+        stops.push(now);
+        while !in_trial_pause(&session) {
+            pass(&mut session, &mut now, 5 << 12, 2 * MS, 5);
+        }
+    }
+    assert!(stops.len() < 20, "{stops:?}");
+}
+
+#[test]
+fn a_long_limit_does_not_stop_a_guest_for_most_of_its_time() {
+    let limit = Duration::from_secs(10);
+    let mut session = passing(Settings { downtime_limit: limit, ..Settings::default() });
+    let (mut now, mut stood) = (Duration::ZERO, Duration::ZERO);
+    while now < Duration::from_secs(300) {
+        if let [Action::TrialPause { .. }] = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5)[..] {
+            (now, stood) = (now + limit, stood + limit);
+            session.handle(now, busy(limit));
+        }
+    }
+    assert!(stood * 4 <= now && stood >= limit * 3, "{stood:?} of {now:?}");
+    assert_eq!(session.put_off_for(), stood);
+}
+
+#[test]
+fn whoever_insists_has_no_guest_stopped_to_see() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    session.handle(now, busy(300 * MS));
+    session.shared.urgency = Urgency::Switch;
+    now += Duration::from_secs(60);
+    assert_eq!(session.handle(now, Event::Tick), [Action::Harvest]);
+    let asked = session.handle(now, Event::Harvested { pages: 1 << 20, writers: Vec::new() });
+    assert!(is_a_pass(&asked), "a stopped guest need not wait for these: {asked:?}");
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 1000 * MS, 5), [Action::Pause]);
+}
+
+#[test]
+fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
+    for (mode, patience) in [(MigrationMode::Precopy, 0), (MigrationMode::Hybrid, 300)] {
+        let mut session = passing(Settings { mode, downtime_limit: Duration::ZERO, ..Settings::default() });
+        let mut now = Duration::ZERO;
+        let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 100_000);
+        assert_eq!(asked, [Action::TrialPause { within: patience * MS }], "{mode}");
+        session.handle(now, rehearsed(20 * MS));
+        let asked = pass(&mut session, &mut now, 400 << 20, 100 * MS, 100_000);
+        assert_eq!(asked == [Action::Pause], mode == MigrationMode::Hybrid, "{asked:?}");
+        if mode == MigrationMode::Hybrid {
+            assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: 300 * MS }]);
+        }
+    }
+}
+
+#[test]
+fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    session.handle(now, rehearsed(MS));
+    session.shared.urgency = Urgency::Switch;
+    assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: Duration::MAX }]);
+    let ended = session.handle(now, busy(10_000 * MS));
+    assert!(matches!(ended[..], [Action::Resume, Action::Send(ToTarget::Cancel(_))]), "{ended:?}");
+}
+
+#[test]
+fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
+    for (verify, switch, patient) in [(false, false, false), (true, false, false), (false, true, true)] {
+        let settings = Settings { verify, ..Settings::default() };
+        let limit = settings.downtime_limit + settings.peer_timeout * 3;
+        let mut session = passing(settings);
+        let mut now = Duration::ZERO;
+        pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        if switch {
+            session.shared.urgency = Urgency::Switch;
+        }
+        session.handle(now, Event::Paused);
+        session.handle(now, Event::Saved { sections: Vec::new() });
+        session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
+        let stopped = now;
+        // It answers every ping.
+        let ended = loop {
+            now += 100 * MS;
+            let actions = session.handle(now, Event::Tick);
+            if actions.contains(&Action::Resume) {
+                break true;
+            }
+            if now > stopped + limit * 2 {
+                break false;
+            }
+        };
+        assert_eq!(ended, !patient, "who wants the switch whatever it takes waits for it");
+        assert!(patient || now - stopped <= limit + 200 * MS);
+    }
+}
+
+/// What is asked for after a pass of 100 ms at 400 MiB/s in which a guest dirtied all of that again.
+fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
+    let mut session = passing(Settings { auto_converge, downtime_limit: 20 * MS, ..Settings::default() });
+    let mut now = Duration::ZERO;
+    let pages = (40 << 20) / 4096;
+    let asked = pass_written_by(&mut session, &mut now, (40 << 20, 100 * MS), pages, writers);
+    assert_eq!(asked, [Action::TrialPause { within: 20 * MS }]);
+    let asked = session.handle(now, rehearsed(MS));
+    asked
+        .into_iter()
+        .find_map(|action| if let Action::Throttle(shares) = action { Some(shares) } else { None })
+}
+
+#[test]
+fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked() {
+    let near = |got: Option<Vec<f64>>, want: &[f64]| {
+        let got = got.expect("a throttle");
+        let same = got.len() == want.len() && got.iter().zip(want).all(|(g, w)| (g - w).abs() < 0.01);
+        assert!(same, "{got:?} and not {want:?}");
+    };
+    assert_eq!(throttled(AutoConverge::Off, &[9, 1]), None);
+    // It dirties as fast as the link carries, and may half of that.
+    near(throttled(AutoConverge::All, &[9, 1]), &[0.5]);
+    near(throttled(AutoConverge::Writers, &[]), &[0.5]);
+    near(throttled(AutoConverge::Writers, &[1, 1]), &[0.5, 0.5]);
+    // Of 10 parts 5 may be dirtied: one is the modest vCPU's, four are left for the other's nine.
+    near(throttled(AutoConverge::Writers, &[9, 1]), &[1.0 - 4.0 / 9.0, 0.0]);
+}
+
+#[test]
+fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() {
+    let mut session = passing(Settings { mode: MigrationMode::Hybrid, ..Settings::default() });
+    assert_eq!(session.handle(MS, Event::Pause), [], "not before the guest runs there");
+    run_in_postcopy(&mut session, MS);
+    assert_eq!(session.handle(2 * MS, Event::Pause), [Action::Disconnect]);
+    assert_eq!(session.interrupted().map(|(waiting, _)| waiting), Some(true));
+    for seconds in 1..100 {
+        assert_eq!(session.handle(Duration::from_secs(seconds), Event::Tick), []);
+    }
+    let again = session.handle(Duration::from_secs(100), Event::Recover);
+    assert_eq!(again, [Action::Reconnect { after: Duration::ZERO }]);
+}
+
+/// Loses the link of a guest that runs there at once whenever it was taken up again; for how long that is tried. The target lacks as many
+/// pages as `lacks` says, by the attempt.
+fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
+    let mut session = passing(Settings { mode: MigrationMode::Hybrid, ..Settings::default() });
+    run_in_postcopy(&mut session, MS);
+    let (mut now, mut attempts) = (2 * MS, 0);
+    session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
+    let most = Duration::from_secs(3600);
+    while now < most && session.interrupted().is_some_and(|(waiting, _)| !waiting) {
+        now += MS;
+        let [Action::Reconnect { after }] = session.handle(now, Event::Tick)[..] else { continue };
+        now += after;
+        session.handle(now, Event::Reconnected);
+        attempts += 1;
+        let resume =
+            ToSource::Resume { pages: lacks(attempts), bulk: Token([1; 16]), urgent: Token([2; 16]) };
+        session.handle(now, Event::Message(resume));
+        session.handle(now, Event::ChannelsOpened);
+        assert!(matches!(
+            session.handle(now, Event::Message(ToSource::ChannelsUp))[..],
+            [Action::SendRest { .. }]
+        ));
+        session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
+    }
+    assert!(u128::from(attempts) < now.as_millis() / 20, "{attempts} attempts in {now:?}");
+    now
+}
+
+#[test]
+fn links_that_bring_nothing_are_not_taken_up_for_ever() {
+    let tried = tried_for(|_| 100);
+    let patience = Settings::default().reconnect_for;
+    assert!((patience..patience + Duration::from_secs(5)).contains(&tried), "{tried:?}");
+    // As long as pages come it goes on.
+    assert_eq!(tried_for(|attempt| (1 << 40) - attempt).as_secs(), 3600);
+}
+
+#[test]
+fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
+    let mut session = passing(Settings::default());
+    commit(&mut session);
+    let ping = ToTarget::Ping(session.shared.link.last_ping.0 + 1);
+    assert_eq!(session.handle(Duration::from_secs(2), Event::Tick), [Action::Send(ping.clone())]);
+    // The commit may have arrived, whatever became of the ping.
+    let lost = Event::unsent(&ping, "lost".into());
+    let ended = session.handle(Duration::from_secs(2), lost);
+    assert_eq!(ended, [Action::Finish(Outcome::Unknown("lost".into()))]);
+    // Of a commit that never left it is known.
+    let mut session = passing(Settings::default());
+    commit(&mut session);
+    let unsent = Event::unsent(&ToTarget::Commit, "lost".into());
+    assert_eq!(session.handle(MS, unsent), [Action::Resume]);
+}
+
+#[test]
+fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
+    let mut session = passing(Settings { verify: true, ..Settings::default() });
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
+    let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
+    let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
+    for event in [
+        Event::Paused,
+        Event::Saved { sections: Vec::new() },
+        Event::Harvested { pages: 5, writers: Vec::new() },
+        sent(),
+        received(1),
+        Event::Comparing { pages: PAGES },
+        sent(),
+        received(2),
+    ] {
+        session.handle(now, event);
+    }
+    let verified = ToSource::Verified { pages: PAGES, mismatched: 70_000, samples };
+    let ended = session.handle(now, Event::Message(verified));
+    let [Action::Resume, Action::Send(ToTarget::Cancel(why))] = &ended[..] else { panic!("{ended:?}") };
+    assert_eq!(why.detail.matches(" page 0x").count(), 16, "{}", why.detail);
+    assert!(why.detail.ends_with("page 0xf, and 69984 more"), "{}", why.detail);
+}
+
+/// What is predicted for a stop with nothing to send, in ms, after a pass whose pages took `listing` to list, and the rehearsal `event`. The
+/// target has said that it needs `load_us`, if anything.
+fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
+    let mut session = passing(Settings::default());
+    if let Some(load_us) = load_us {
+        assert_eq!(session.handle(Duration::ZERO, Event::Message(ToSource::Costs { load_us })), []);
+    }
+    let now = 1000 * MS;
+    session.handle(now, Event::PassSent { bytes: 100 << 20, listing });
+    let received = ToSource::Received { pass: 0, suspects: 0, runs: Vec::new() };
+    session.handle(now, Event::Message(received));
+    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
+    let asked = session.handle(now, event);
+    let predicted = session.predicted_downtime().unwrap();
+    assert_eq!(asked == [Action::Pause], predicted <= 300 * MS, "{predicted:?}: {asked:?}");
+    predicted.as_millis()
+}
+
+#[test]
+fn every_known_part_of_the_downtime_is_predicted_and_counts_against_the_limit() {
+    let saved = |save, state_bytes| Event::TrialPaused {
+        stop: 10 * MS + save,
+        save,
+        quiesce: Duration::ZERO,
+        paused: Duration::ZERO,
+        state_bytes,
+    };
+    let zero = Duration::ZERO;
+    // Loading is taken to be as long as saving, until the target says what it takes.
+    assert_eq!(predicted_ms(None, zero, saved(7 * MS, 0)), 24);
+    assert_eq!(predicted_ms(Some(0), zero, saved(7 * MS, 0)), 17);
+    assert_eq!(predicted_ms(Some(100_000), zero, saved(7 * MS, 0)), 117);
+    assert_eq!(predicted_ms(Some(300_000), zero, saved(7 * MS, 0)), 317);
+    assert!(predicted_ms(Some(u64::MAX), zero, saved(7 * MS, 0)) > 1 << 50);
+    // The link carries 100 MiB a second.
+    assert_eq!(predicted_ms(None, zero, saved(zero, 20 << 20)), 210);
+    assert_eq!(predicted_ms(None, zero, saved(zero, 40 << 20)), 410);
+    assert_eq!(predicted_ms(None, 50 * MS, saved(zero, 0)), 60);
+    assert_eq!(predicted_ms(None, 350 * MS, saved(zero, 0)), 360);
+}

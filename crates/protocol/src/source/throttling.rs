@@ -1,0 +1,70 @@
+//! Slowing a guest that dirties pages faster than the link carries them.
+
+use super::shared::Shared;
+use crate::source::policy::PassOutcome;
+use crate::source::settings::AutoConverge;
+use crate::source::throttle;
+use std::time::Duration;
+use vmferry_core::PAGE_SIZE;
+
+/// The throttle of the vCPUs.
+#[derive(Debug, Clone)]
+pub(super) struct Throttling {
+    pub(super) how: AutoConverge,
+    /// Pages that each vCPU wrote during the last pass. Empty if the tracker cannot tell.
+    pub(super) writers: Vec<u64>,
+    /// Share of its time for which each vCPU is stopped. Empty if the guest was never slowed.
+    shares: Vec<f64>,
+}
+
+impl Throttling {
+    pub(super) fn new(how: AutoConverge) -> Self {
+        Self { how, writers: Vec::new(), shares: Vec::new() }
+    }
+
+    pub(super) fn slows(&self) -> bool {
+        self.shares.iter().any(|share| *share > 0.0)
+    }
+
+    /// Returns the shares of time for which the vCPUs are to be stopped, if they change. The guest
+    /// dirtied too much during `pass` for the `predicted` downtime to fit the limit.
+    pub(super) fn adapt(
+        &mut self,
+        shared: &Shared,
+        pass: PassOutcome,
+        predicted: Option<Duration>,
+    ) -> Option<Vec<f64>> {
+        let bandwidth = shared.link.rate.bandwidth()?;
+        let (seconds, bytes) = (pass.elapsed.as_secs_f64(), (pass.remaining * PAGE_SIZE) as f64);
+        let fits = predicted? <= shared.settings.downtime_limit;
+        if self.how == AutoConverge::Off || seconds <= 0.0 || (fits && self.shares.is_empty()) {
+            return None;
+        }
+        let written: u64 = self.writers.iter().sum();
+        let apart = self.how == AutoConverge::Writers && written > 0;
+        // The rings count a page once for each harvest: only their proportions are used.
+        let part = |pages: &u64| bytes / seconds * (*pages as f64 / written as f64);
+        let dirty: Vec<f64> =
+            if apart { self.writers.iter().map(part).collect() } else { vec![bytes / seconds] };
+        self.shares.resize(dirty.len(), self.shares.last().copied().unwrap_or(0.0));
+        let shares = throttle::shares(&dirty, &self.shares, bandwidth);
+        let changed = shares != self.shares;
+        self.shares.clone_from(&shares);
+        changed.then_some(shares)
+    }
+
+    /// Lets the guest run at full speed. Returns the shares for that, if the guest was slowed.
+    pub(super) fn release(&mut self) -> Option<Vec<f64>> {
+        let slowed = self.slows();
+        self.shares.clear();
+        slowed.then(|| vec![0.0])
+    }
+
+    /// Hashes what decides. Nothing takes time in a model, so no guest is slowed there.
+    #[cfg(feature = "model")]
+    pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
+        let Self { how: _, writers, shares } = self;
+        assert!(shares.is_empty());
+        std::hash::Hash::hash(writers, hasher);
+    }
+}

@@ -1,0 +1,470 @@
+//! The target's side of a migration as a state machine without I/O.
+//!
+//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
+//! events: see [`run`](crate::run). A session never blocks and reads no clock.
+//!
+//! # Phases
+//!
+//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
+//! value and returns the phase that follows.
+//!
+//! | type | the target | the guest |
+//! |---|---|---|
+//! | [`Setup`] | compares the machine, and opens channels | runs on the source |
+//! | [`Receiving`] | takes pages and the device state | runs on the source, then is paused |
+//! | [`Ready`] | loads the state, and awaits the commit | is paused |
+//! | [`Claiming`] | has read the commit, and asks the arbiter for the guest | is paused |
+//! | [`Starting`] | starts the guest | is paused |
+//! | [`Renounced`] | will never run the guest, and tells the source so | is the source's |
+//! | [`Postcopy`] | takes the missing pages | runs here |
+//! | [`Ended`](State::Ended) | does nothing more | |
+//!
+//! # Which side may run the guest
+//!
+//! The guest runs on the target only after [`ToTarget::Commit`], and with an arbiter only after the
+//! arbiter has granted the guest. Every failure before that ends without the guest having run. If
+//! the source may have sent the commit and its link is lost, the target gives the guest up for good
+//! and stays to say so ([`Renounced`]). Once the guest runs before all of its memory is here, a lost
+//! link ends nothing: the target waits for the missing pages over new channels.
+
+mod postcopy;
+#[cfg(feature = "model")]
+mod projection;
+mod ready;
+mod receiving;
+mod renounced;
+mod setup;
+mod start;
+
+use crate::arbiter::{ArbiterError, Backoff, Ruling, Word};
+use crate::run;
+use postcopy::Postcopy;
+use ready::Ready;
+use receiving::Receiving;
+use renounced::Renounced;
+use setup::Setup;
+use start::{Claiming, Starting};
+use std::time::Duration;
+use vmferry_core::{MachineConfig, Section};
+use vmferry_wire::{
+    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+};
+
+/// What happened, reported by the host.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// A message of the source.
+    Message(ToTarget),
+    /// A channel for pages is open.
+    ChannelUp,
+    /// A channel has received everything of a pass.
+    Barrier {
+        /// Number of the bulk channel.
+        channel: u16,
+        /// Number of the pass.
+        pass: u32,
+    },
+    /// The pages that do not match their digest after a pass.
+    Damaged {
+        /// Number of the pass.
+        pass: u32,
+        /// Number of pages.
+        pages: u64,
+        /// The pages, or the first of them.
+        runs: Vec<RunName>,
+    },
+    /// What comparing digests found.
+    Compared {
+        /// Number of pages that were compared.
+        pages: u64,
+        /// Number of pages that differ.
+        mismatched: u64,
+        /// The first pages that differ.
+        samples: Vec<PageName>,
+    },
+    /// The state was loaded.
+    Loaded {
+        /// Microseconds that loading took.
+        micros: u64,
+    },
+    /// The guest runs.
+    Started {
+        /// Microseconds that starting took.
+        micros: u64,
+        /// Microseconds of CPU time that the target used so far.
+        cpu_us: u64,
+    },
+    /// The state could not be loaded, a channel broke, or memory could not be written.
+    LocalFailure(Refusal),
+    /// The vCPUs could not be started. None has run.
+    StartFailed(Refusal),
+    /// The link failed, or the source is gone.
+    PeerLost(String),
+    /// This host can take pages while the guest runs.
+    Prepared,
+    /// The last missing page came.
+    MissingArrived(LazyFigures),
+    /// The source has opened a new control channel.
+    ControlReopened,
+    /// The arbiter has answered this word, or has not.
+    ArbiterAnswered(Word, Result<Ruling, ArbiterError>),
+    /// The operator wants no guest any more.
+    Stopped,
+    /// The source was told which pages are missing.
+    MissingNamed {
+        /// Number of missing pages.
+        pages: u64,
+        /// Names of the new bulk channels and of the new urgent channels.
+        tokens: (Token, Token),
+    },
+}
+
+/// The channels for pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Channels {
+    /// Number of bulk channels.
+    pub bulk: u16,
+    /// Number of urgent channels.
+    pub urgent: u16,
+    /// There is a channel for probes of the round trip.
+    pub probe: bool,
+}
+
+impl Channels {
+    fn count(self) -> u32 {
+        u32::from(self.bulk) + u32::from(self.urgent) + u32::from(self.probe)
+    }
+}
+
+/// What the host has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Send a message on the control channel.
+    Send(ToSource),
+    /// Make sure that this host can take pages while the guest runs, and report [`Event::Prepared`] or
+    /// [`Event::LocalFailure`].
+    PrepareDemandPaging,
+    /// Take these channels, with the names that `Accept` or `Resume` has.
+    AwaitChannels(Channels),
+    /// Report [`Event::Damaged`].
+    CountDamaged {
+        /// Number of the pass.
+        pass: u32,
+    },
+    /// Report [`Event::Compared`].
+    CountMismatches,
+    /// Add these pages to the missing ones.
+    TakeMissing(LackingPages),
+    /// All missing pages were named: drop their content, and take them one by one from now on.
+    BeginDemandPaging {
+        /// Number of missing pages.
+        pages: u64,
+    },
+    /// Load the state.
+    Load(Vec<Section>),
+    /// Say this to the arbiter after a while, and report [`Event::ArbiterAnswered`]. [`Word::Runs`] is
+    /// said until it is heard, and not reported.
+    AskArbiter {
+        /// What to say.
+        word: Word,
+        /// The while.
+        after: Duration,
+    },
+    /// Start the guest.
+    Start,
+    /// Close every channel: the link is lost.
+    Disconnect,
+    /// Tell the source over its new control channel which pages are missing, and report
+    /// [`Event::MissingNamed`].
+    NameMissing,
+    /// Request the pages that vCPUs wait for, on the new channels.
+    RequestAgain,
+    /// No page is missing: end demand paging.
+    EndDemandPaging,
+    /// The session has ended, or goes on without the VM ([`Outcome::Running`]).
+    Finish(Outcome),
+}
+
+/// How a session ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// The guest runs here, with all of its memory.
+    Completed,
+    /// The guest runs here, and pages are missing: the same session goes on, without the VM.
+    Running,
+    /// The guest has not run here and will not.
+    Failed(Refusal),
+}
+
+/// Random bits of this migration, which only its source is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tokens {
+    /// Names the bulk channels.
+    pub bulk: Token,
+    /// Names the urgent channels.
+    pub urgent: Token,
+    /// Names the control channel that is opened again.
+    pub resume: Token,
+}
+
+/// What the target has of the guest's memory when it starts the guest.
+#[derive(Debug, Clone)]
+enum Memory {
+    Complete,
+    /// Pages are missing. They come in postcopy, and all may be here already: then the account of
+    /// them is told once the guest runs.
+    Missing {
+        all_here: Option<LazyFigures>,
+    },
+}
+
+impl Memory {
+    fn is_missing(&self) -> bool {
+        matches!(self, Self::Missing { .. })
+    }
+
+    /// Notes that the last missing page came.
+    fn arrived(&mut self, figures: LazyFigures) {
+        if let Self::Missing { all_here } = self {
+            *all_here = Some(figures);
+        }
+    }
+}
+
+/// What the target asks the arbiter again and again.
+#[derive(Debug, Clone, Default)]
+struct Asking {
+    again: Backoff,
+    /// Why it is not decided which side owns the guest.
+    undecided: Option<String>,
+}
+
+/// What more than one phase reads.
+#[derive(Debug, Clone)]
+struct Shared {
+    machine: MachineConfig,
+    tokens: Tokens,
+    /// There is an arbiter.
+    fenced: bool,
+    /// Microseconds that loading the state and starting the guest are expected to take, for a source
+    /// that wants to know.
+    load_us: Option<u64>,
+    mode: Mode,
+    channels: Channels,
+    /// The source has announced a guest that fits.
+    accepted: bool,
+}
+
+/// The phase of a session, with the data of that phase.
+#[derive(Debug, Clone)]
+enum State {
+    Setup(Setup),
+    Receiving(Box<Receiving>),
+    Ready(Ready),
+    Claiming(Claiming),
+    Starting(Starting),
+    Renounced(Renounced),
+    Postcopy(Postcopy),
+    Ended {
+        /// All memory was here.
+        complete: bool,
+    },
+}
+
+/// The state that follows an event, and the actions to perform, in their order.
+type Next = (State, Vec<Action>);
+
+/// A target's session.
+#[derive(Debug, Clone)]
+pub struct Session {
+    shared: Shared,
+    state: State,
+}
+
+/// The reason for which a guest is renounced that was all but started.
+fn lost_before(why: &str) -> Refusal {
+    let detail = format!("the link was lost before the guest was started on the target ({why})");
+    Refusal::new(RefusalCode::Other, detail)
+}
+
+/// Ends a session whose guest has not run here and will not.
+fn end(why: Refusal, tell: Option<Action>) -> Next {
+    let actions = tell.into_iter().chain([Action::Finish(Outcome::Failed(why))]).collect();
+    (State::Ended { complete: false }, actions)
+}
+
+/// Ends a session before the source can have sent the commit, and tells the source why.
+fn fail(why: Refusal) -> Next {
+    let told = Action::Send(ToSource::Failed(why.clone()));
+    end(why, Some(told))
+}
+
+/// Returns the event as an error of the source or the host: it does not belong to `doing`.
+fn misplaced(event: &Event, doing: &str) -> Refusal {
+    let detail = match event {
+        Event::Message(message) => {
+            format!("the source sent {}, which does not fit this moment ({doing})", message.name())
+        }
+        other => format!("{other:?} came while {doing}"),
+    };
+    Refusal::new(RefusalCode::Protocol, detail)
+}
+
+impl Session {
+    /// Begins: a control channel is open.
+    pub fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
+        let shared = Shared {
+            machine,
+            tokens,
+            fenced: false,
+            load_us: None,
+            mode: Mode::Precopy,
+            channels: Channels { bulk: 0, urgent: 0, probe: false },
+            accepted: false,
+        };
+        Self { shared, state: State::Setup(Setup::begin()) }
+    }
+
+    /// Tells the source that loading the state and starting the guest are expected to take `load`.
+    pub fn expecting(mut self, load: Option<Duration>) -> Self {
+        self.shared.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
+        self
+    }
+
+    /// Asks an arbiter, if `fenced` says that there is one.
+    pub fn fenced(mut self, fenced: bool) -> Self {
+        self.shared.fenced = fenced;
+        self
+    }
+
+    /// Takes an event. Returns the actions that follow from it, in their order.
+    pub fn handle(&mut self, event: Event) -> Vec<Action> {
+        let state = std::mem::replace(&mut self.state, State::Ended { complete: false });
+        let (state, actions) = react(state, &mut self.shared, event);
+        self.state = state;
+        actions
+    }
+}
+
+/// Takes an event in any state.
+fn react(state: State, shared: &mut Shared, event: Event) -> Next {
+    match (state, event) {
+        (State::Ended { complete }, _) => (State::Ended { complete }, Vec::new()),
+        (state, Event::Message(ToTarget::Ping(number))) => {
+            (state, vec![Action::Send(ToSource::Pong(number))])
+        }
+        (State::Claiming(claiming), event) => claiming.handle(shared, event),
+        (State::Starting(starting), event) => starting.handle(shared, event),
+        (State::Renounced(renounced), event) => renounced.handle(shared, event),
+        (State::Postcopy(postcopy), event) => postcopy.handle(shared, event),
+        (State::Ready(ready), event) => ready.handle(shared, event),
+        // A source that cancels has not committed.
+        (_, Event::Message(ToTarget::Cancel(why))) => end(why, None),
+        (_, Event::Stopped) => fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop")),
+        (_, Event::LocalFailure(why)) => fail(why),
+        (_, Event::PeerLost(why)) => end(Refusal::new(RefusalCode::Other, why), None),
+        (State::Setup(setup), event) => setup.handle(shared, event),
+        (State::Receiving(receiving), event) => receiving.handle(shared, event),
+    }
+}
+
+/// What the host reads.
+impl Session {
+    /// Returns true if the source has announced a guest that fits.
+    pub fn accepted(&self) -> bool {
+        self.shared.accepted
+    }
+
+    /// Returns true if the source has not announced its guest yet.
+    pub fn awaits_setup(&self) -> bool {
+        matches!(&self.state, State::Setup(setup) if setup.awaits_announcement())
+    }
+
+    /// Returns true if a stop changes anything now.
+    ///
+    /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The host
+    /// reports a stop only while this is true: the stop flag stays set, and an event that changes
+    /// nothing would keep the host from all others.
+    pub fn heeds_stop(&self) -> bool {
+        match &self.state {
+            State::Setup(_) | State::Receiving(_) | State::Ready(_) | State::Claiming(_) => true,
+            // With an arbiter the guest is being given back. The session ends with the answer.
+            State::Renounced(_) => !self.shared.fenced,
+            State::Starting(_) | State::Postcopy(_) | State::Ended { .. } => false,
+        }
+    }
+
+    /// Returns true if all memory is here, so that the bulk channels have done their work.
+    pub fn memory_complete(&self) -> bool {
+        match &self.state {
+            State::Ready(ready) => !ready.memory.is_missing(),
+            State::Claiming(claiming) => !claiming.memory.is_missing(),
+            State::Starting(starting) => !starting.memory.is_missing(),
+            _ => false,
+        }
+    }
+
+    /// Returns true if the session has ended: what was still to be done is moot.
+    pub fn ended(&self) -> bool {
+        matches!(self.state, State::Ended { .. })
+    }
+
+    /// Returns true if the source may open a new link to ask what has become of a guest that never
+    /// ran here. Once the target was ready the source may have sent the commit, even if it never came.
+    pub fn may_be_asked(&self) -> bool {
+        match &self.state {
+            State::Ready(ready) => ready.may_be_committed(),
+            State::Claiming(claiming) => claiming.memory.is_missing(),
+            State::Renounced(renounced) => renounced.may_be_asked(),
+            _ => false,
+        }
+    }
+
+    /// Returns true if the target has renounced the guest.
+    pub fn renounced(&self) -> bool {
+        matches!(self.state, State::Renounced(_))
+    }
+
+    /// Returns true while the guest runs here and pages are missing, or the source does not know yet
+    /// that none are.
+    pub fn running_lazily(&self) -> bool {
+        matches!(self.state, State::Postcopy(_))
+    }
+
+    /// Returns true if the guest runs here and the link is lost.
+    pub fn suspended(&self) -> bool {
+        matches!(&self.state, State::Postcopy(postcopy) if postcopy.is_suspended())
+    }
+
+    /// Returns true if the last missing page is here.
+    pub fn complete(&self) -> bool {
+        match &self.state {
+            State::Postcopy(postcopy) => postcopy.is_complete(),
+            State::Ended { complete } => *complete,
+            _ => false,
+        }
+    }
+
+    /// Returns why it is not known which side owns the guest, while it is not.
+    pub fn undecided(&self) -> Option<&str> {
+        match &self.state {
+            State::Claiming(claiming) => claiming.undecided(),
+            State::Renounced(renounced) => renounced.undecided(),
+            _ => None,
+        }
+    }
+}
+
+impl run::Session for Session {
+    type Event = Event;
+    type Action = Action;
+    type Outcome = Outcome;
+
+    fn decided(&self) -> bool {
+        self.ended()
+    }
+
+    fn outcome(action: Action) -> Result<Outcome, Action> {
+        if let Action::Finish(outcome) = action { Ok(outcome) } else { Err(action) }
+    }
+}

@@ -1,0 +1,38 @@
+//! What tells two sessions apart in a model that looks at every reachable state.
+
+use super::renounced::Renounced;
+use super::{Memory, Session, Shared, State};
+use std::hash::{Hash, Hasher};
+use std::mem::discriminant;
+
+impl Session {
+    /// Hashes what decides.
+    ///
+    /// Each field is named, so that a new field does not compile before it is decided here. Left out
+    /// is what does not change in a run, and why something failed.
+    pub fn project(&self, hasher: &mut impl Hasher) {
+        let Self { shared, state } = self;
+        let Shared { machine: _, tokens: _, fenced: _, load_us: _, mode: _, channels, accepted } = shared;
+        (channels.count(), accepted).hash(hasher);
+        discriminant(state).hash(hasher);
+        match state {
+            State::Setup(setup) => setup.hash(hasher),
+            State::Receiving(receiving) => receiving.project(hasher),
+            State::Ready(ready) => ready.project(hasher),
+            State::Claiming(claiming) => claiming.project(hasher),
+            State::Starting(starting) => starting.project(hasher),
+            State::Renounced(Renounced { why: _, giving_back: _, source_asks }) => source_asks.hash(hasher),
+            State::Postcopy(postcopy) => postcopy.project(hasher),
+            State::Ended { complete } => complete.hash(hasher),
+        }
+    }
+}
+
+impl Memory {
+    pub(super) fn project(&self, hasher: &mut impl Hasher) {
+        discriminant(self).hash(hasher);
+        if let Self::Missing { all_here } = self {
+            all_here.is_some().hash(hasher);
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The state is loaded, and the commit is awaited. The guest has not run here.
+
+use super::renounced::Renounced;
+use super::start::{Claiming, Starting};
+use super::{Action, Asking, Event, Memory, Next, Shared, State, end, fail, lost_before, misplaced};
+use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
+
+/// Loading the state, then waiting for the commit.
+#[derive(Debug, Clone)]
+pub(super) struct Ready {
+    pub(super) memory: Memory,
+    step: Step,
+}
+
+#[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Loading,
+    /// The source was told that the target is ready, so it may have sent the commit.
+    AwaitCommit,
+}
+
+impl Ready {
+    pub(super) fn begin(memory: Memory) -> Self {
+        Self { memory, step: Step::Loading }
+    }
+
+    /// Returns true if the source may have sent the commit and can ask, over a new link, what became
+    /// of the guest. A source that has sent all of the memory does not come back.
+    pub(super) fn may_be_committed(&self) -> bool {
+        self.step == Step::AwaitCommit && self.memory.is_missing()
+    }
+
+    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+        match (self.step, event) {
+            // A source that cancels has not committed.
+            (_, Event::Message(ToTarget::Cancel(why))) => end(why, None),
+            (Step::AwaitCommit, Event::Message(ToTarget::Commit)) => {
+                if shared.fenced {
+                    Claiming::begin(self.memory)
+                } else {
+                    Starting::begin(self.memory)
+                }
+            }
+            (Step::Loading, Event::Loaded { micros }) => {
+                self.step = Step::AwaitCommit;
+                (State::Ready(self), vec![Action::Send(ToSource::Ready { load_us: micros })])
+            }
+            (_, Event::MissingArrived(figures)) => {
+                self.memory.arrived(figures);
+                (State::Ready(self), Vec::new())
+            }
+            // Late, or of another word.
+            (_, Event::ArbiterAnswered(..)) => (State::Ready(self), Vec::new()),
+            // The source would not open a new link if it did not know the old one to be lost.
+            (_, Event::ControlReopened) if self.may_be_committed() => Renounced::and_tell(
+                shared,
+                &self.memory,
+                lost_before("the source opened a new one"),
+                Asking::default(),
+            ),
+            (_, Event::PeerLost(why)) if self.may_be_committed() => {
+                Renounced::and_disconnect(shared, &self.memory, lost_before(&why), Asking::default())
+            }
+            (_, Event::PeerLost(why)) => end(Refusal::new(RefusalCode::Other, why), None),
+            (_, Event::Stopped) => {
+                self.fail(shared, Refusal::new(RefusalCode::Cancelled, "the target was told to stop"))
+            }
+            (_, Event::LocalFailure(why)) => self.fail(shared, why),
+            (step, event) => {
+                let doing =
+                    if step == Step::Loading { "loading the device state" } else { "awaiting the commit" };
+                self.fail(shared, misplaced(&event, doing))
+            }
+        }
+    }
+
+    fn fail(self, shared: &Shared, why: Refusal) -> Next {
+        if !self.may_be_committed() {
+            return fail(why);
+        }
+        // The commit may be on its way.
+        let told = Action::Send(ToSource::Failed(why.clone()));
+        Renounced::begin(shared, &self.memory, why, Asking::default(), told)
+    }
+
+    #[cfg(feature = "model")]
+    pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
+        let Self { memory, step } = self;
+        memory.project(hasher);
+        std::hash::Hash::hash(step, hasher);
+    }
+}

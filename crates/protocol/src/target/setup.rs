@@ -1,0 +1,129 @@
+//! From the hello to the first page: the machines are compared, the register is looked for, channels
+//! are opened.
+
+use super::receiving::Receiving;
+use super::{Action, Channels, Event, Next, Shared, State, Tokens, fail, misplaced};
+use crate::arbiter::{ArbiterError, Ruling, Word};
+use std::time::Duration;
+use vmferry_core::MachineConfig;
+use vmferry_wire::{Mode, Refusal, RefusalCode, ToSource, ToTarget};
+
+/// The setup of a migration.
+#[derive(Debug, Clone, Hash)]
+pub(super) struct Setup {
+    step: Step,
+}
+
+#[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// The source has not announced its guest.
+    AwaitAnnouncement,
+    /// The guest fits, and its register is looked for.
+    LookingForRegister,
+    /// The host makes sure that it can take pages while the guest runs.
+    Preparing,
+    AwaitChannels {
+        missing: u32,
+    },
+}
+
+impl Setup {
+    pub(super) fn begin() -> Self {
+        Self { step: Step::AwaitAnnouncement }
+    }
+
+    pub(super) fn awaits_announcement(&self) -> bool {
+        self.step == Step::AwaitAnnouncement
+    }
+
+    pub(super) fn handle(self, shared: &mut Shared, event: Event) -> Next {
+        match (self.step, event) {
+            (
+                Step::AwaitAnnouncement,
+                Event::Message(ToTarget::Setup {
+                    machine,
+                    mode,
+                    bulk_channels: bulk,
+                    urgent_channels: urgent,
+                    probe,
+                }),
+            ) => announced(shared, &machine, mode, Channels { bulk, urgent, probe }),
+            (Step::LookingForRegister, Event::ArbiterAnswered(Word::Look, answer)) => looked(shared, answer),
+            // Late, or of another word.
+            (_, Event::ArbiterAnswered(..)) => (State::Setup(self), Vec::new()),
+            (Step::Preparing, Event::Prepared) => accept(shared),
+            (Step::AwaitChannels { missing: 1 }, Event::ChannelUp) => {
+                let receiving = Receiving::begin(shared.channels);
+                (State::Receiving(Box::new(receiving)), vec![Action::Send(ToSource::ChannelsUp)])
+            }
+            (Step::AwaitChannels { missing }, Event::ChannelUp) => {
+                (State::Setup(Self { step: Step::AwaitChannels { missing: missing - 1 } }), Vec::new())
+            }
+            (_, event) => fail(misplaced(&event, self.doing())),
+        }
+    }
+
+    fn doing(&self) -> &'static str {
+        match self.step {
+            Step::AwaitAnnouncement => "awaiting a guest",
+            Step::LookingForRegister => "looking for the register",
+            Step::Preparing => "preparing the host",
+            Step::AwaitChannels { .. } => "awaiting channels",
+        }
+    }
+}
+
+fn announced(shared: &mut Shared, machine: &MachineConfig, mode: Mode, channels: Channels) -> Next {
+    if let Some(difference) = shared.machine.difference(machine) {
+        let detail = format!("{difference} (here = target, there = source); start the target alike");
+        return fail(Refusal::new(RefusalCode::Machine, detail));
+    }
+    if let Some(detail) = wrong_channels(mode, channels) {
+        return fail(Refusal::new(RefusalCode::Protocol, detail));
+    }
+    (shared.mode, shared.channels) = (mode, channels);
+    if shared.fenced {
+        let look = Action::AskArbiter { word: Word::Look, after: Duration::ZERO };
+        return (State::Setup(Setup { step: Step::LookingForRegister }), vec![look]);
+    }
+    prepare(shared)
+}
+
+fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Option<String> {
+    let most = crate::source::Settings::MAX_CHANNELS;
+    if !(1..=most).contains(&bulk) {
+        return Some(format!("{bulk} bulk channels were asked for, 1 to {most} are possible"));
+    }
+    let right = if mode.may_be_lazy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
+    (!right).then(|| {
+        format!(
+            "{urgent} urgent channels were asked for ({mode:?}); 1 to {most} are possible, and none in precopy"
+        )
+    })
+}
+
+fn looked(shared: &mut Shared, answer: Result<Ruling, ArbiterError>) -> Next {
+    let detail = match answer {
+        Ok(Ruling::Open) => return prepare(shared),
+        Ok(ruling) => format!("the fence {ruling}, and the guest has not been moved yet"),
+        Err(error) => format!("as seen from the target: {error}"),
+    };
+    fail(Refusal::new(RefusalCode::Fence, detail))
+}
+
+fn prepare(shared: &mut Shared) -> Next {
+    if !shared.mode.may_be_lazy() {
+        return accept(shared);
+    }
+    // A host that cannot do it says so before anything else, and goes on waiting for another source.
+    (State::Setup(Setup { step: Step::Preparing }), vec![Action::PrepareDemandPaging])
+}
+
+fn accept(shared: &mut Shared) -> Next {
+    shared.accepted = true;
+    let Tokens { bulk, urgent, resume } = shared.tokens;
+    let costs = shared.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
+    let accept = Action::Send(ToSource::Accept { bulk, urgent, resume });
+    let actions = [Action::AwaitChannels(shared.channels), accept].into_iter().chain(costs).collect();
+    (State::Setup(Setup { step: Step::AwaitChannels { missing: shared.channels.count() } }), actions)
+}

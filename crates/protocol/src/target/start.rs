@@ -1,0 +1,179 @@
+//! The commit is here: the target claims the guest from the arbiter, if there is one, and starts it.
+
+use super::postcopy::Postcopy;
+use super::renounced::Renounced;
+use super::{Action, Asking, Event, Memory, Next, Outcome, Shared, State, end, lost_before};
+use crate::arbiter::{ArbiterError, Ruling, Side, Word};
+use std::time::Duration;
+use vmferry_wire::{Refusal, RefusalCode, ToSource};
+
+/// Number of times that the arbiter is asked in vain, over a link that holds, until the guest is given
+/// back to its source. The guest is paused meanwhile.
+const MOST_CLAIMS: u32 = 3;
+
+/// The source has handed the guest over, and the arbiter is asked whether the target may run it. The
+/// commit is a permission to claim the guest and not to run it: the source may have given up and
+/// claimed the guest long ago.
+#[derive(Debug, Clone)]
+pub(super) struct Claiming {
+    pub(super) memory: Memory,
+    /// The link was lost.
+    lost: bool,
+    asking: Asking,
+    /// Claims that were not answered.
+    unanswered: u32,
+}
+
+impl Claiming {
+    pub(super) fn begin(memory: Memory) -> Next {
+        let claiming = Self { memory, lost: false, asking: Asking::default(), unanswered: 0 };
+        let claim = Action::AskArbiter { word: Word::Claim(Side::Target), after: Duration::ZERO };
+        (State::Claiming(claiming), vec![claim])
+    }
+
+    pub(super) fn undecided(&self) -> Option<&str> {
+        self.asking.undecided.as_deref()
+    }
+
+    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+        match event {
+            Event::ArbiterAnswered(Word::Claim(_), answer) => self.answered(shared, answer),
+            Event::MissingArrived(figures) => {
+                self.memory.arrived(figures);
+                (State::Claiming(self), Vec::new())
+            }
+            Event::ControlReopened => Renounced::and_tell(
+                shared,
+                &self.memory,
+                lost_before("the source opened a new one"),
+                self.asking,
+            ),
+            // Without the link the guest would run here without its memory. Its source has all of it.
+            Event::PeerLost(why) if self.memory.is_missing() => {
+                Renounced::and_disconnect(shared, &self.memory, lost_before(&why), self.asking)
+            }
+            Event::LocalFailure(why) if self.memory.is_missing() => {
+                Renounced::and_disconnect(shared, &self.memory, why, self.asking)
+            }
+            Event::PeerLost(_) | Event::LocalFailure(_) => {
+                self.lost = true;
+                (State::Claiming(self), Vec::new())
+            }
+            Event::Stopped => {
+                let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
+                if self.lost {
+                    Renounced::and_disconnect(shared, &self.memory, why, self.asking)
+                } else {
+                    Renounced::and_tell(shared, &self.memory, why, self.asking)
+                }
+            }
+            // The source has handed the guest over: nothing that it says changes that.
+            _ => (State::Claiming(self), Vec::new()),
+        }
+    }
+
+    fn answered(mut self, shared: &Shared, answer: Result<Ruling, ArbiterError>) -> Next {
+        let why = match answer {
+            Ok(Ruling::Target { .. }) => return Starting::claimed(self.memory, self.lost),
+            Ok(Ruling::Source) => {
+                let detail = "the fence has given the guest to its source, which had lost the link";
+                let why = Refusal::new(RefusalCode::Fence, detail);
+                let told = (!self.lost).then(|| Action::Send(ToSource::Failed(why.clone())));
+                return end(why, told);
+            }
+            // That does not answer a claim: it counts as no answer.
+            Ok(Ruling::Open) => "the fence has not taken the claim".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        self.unanswered += 1;
+        self.asking.undecided = Some(format!("the source has handed the guest over, and {why}"));
+        if self.unanswered < MOST_CLAIMS || self.lost {
+            let after = self.asking.again.next();
+            let claim = Action::AskArbiter { word: Word::Claim(Side::Target), after };
+            return (State::Claiming(self), vec![claim]);
+        }
+        // The source can have the paused guest at once, by the target's word. If the arbiter has heard
+        // a claim all the same, giving the guest back takes the claim back.
+        let detail = format!("the guest was not started on the target: {why}");
+        Renounced::and_tell(shared, &self.memory, Refusal::new(RefusalCode::Fence, detail), self.asking)
+    }
+
+    #[cfg(feature = "model")]
+    pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
+        // How long until the arbiter is asked again, and what it said, decide nothing.
+        let Self { memory, lost, asking: _, unanswered } = self;
+        memory.project(hasher);
+        std::hash::Hash::hash(&(lost, unanswered), hasher);
+    }
+}
+
+/// The guest is the target's, and is being started. Neither the source nor a channel counts now: only
+/// the start itself can fail.
+#[derive(Debug, Clone)]
+pub(super) struct Starting {
+    pub(super) memory: Memory,
+    /// The link was lost.
+    lost: bool,
+}
+
+impl Starting {
+    /// Starts a guest that no arbiter decides about.
+    pub(super) fn begin(memory: Memory) -> Next {
+        Self::claimed(memory, false)
+    }
+
+    /// Starts a guest that the arbiter has granted.
+    fn claimed(memory: Memory, lost: bool) -> Next {
+        (State::Starting(Self { memory, lost }), vec![Action::Start])
+    }
+
+    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+        match event {
+            Event::Started { micros: start_us, cpu_us } => {
+                self.started(shared, ToSource::Running { start_us, cpu_us })
+            }
+            Event::StartFailed(why) => self.start_failed(shared, why),
+            Event::MissingArrived(figures) => {
+                self.memory.arrived(figures);
+                (State::Starting(self), Vec::new())
+            }
+            Event::PeerLost(_) | Event::LocalFailure(_) => {
+                self.lost = true;
+                (State::Starting(self), Vec::new())
+            }
+            _ => (State::Starting(self), Vec::new()),
+        }
+    }
+
+    fn started(self, shared: &Shared, running: ToSource) -> Next {
+        let runs = shared.fenced.then_some(Action::AskArbiter { word: Word::Runs, after: Duration::ZERO });
+        match self.memory {
+            Memory::Missing { all_here } => Postcopy::begin(running, self.lost, runs, all_here),
+            Memory::Complete => {
+                let actions = [Action::Send(running)]
+                    .into_iter()
+                    .chain(runs)
+                    .chain([Action::Finish(Outcome::Completed)])
+                    .collect();
+                (State::Ended { complete: false }, actions)
+            }
+        }
+    }
+
+    fn start_failed(self, shared: &Shared, why: Refusal) -> Next {
+        let told = Action::Send(ToSource::Returned(why.clone()));
+        if !self.memory.is_missing() && !shared.fenced {
+            return end(why, Some(told));
+        }
+        // Nothing can be said on a link that is known to be lost.
+        let first = if self.lost { Action::Disconnect } else { told };
+        Renounced::begin(shared, &self.memory, why, Asking::default(), first)
+    }
+
+    #[cfg(feature = "model")]
+    pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
+        let Self { memory, lost } = self;
+        memory.project(hasher);
+        std::hash::Hash::hash(lost, hasher);
+    }
+}
