@@ -30,7 +30,7 @@ pub use lazy::{Fault, LazyMemory, Placed};
 pub use machine::{MachineConfig, Section};
 pub use set::PageSet;
 pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VcpuRing};
-pub use vm::{GuestMemory, SourceVm, TargetVm, VmError};
+pub use vm::{GuestMemory, PauseCosts, SourceVm, TargetVm, VmError};
 pub use window::Window;
 
 /// Shift of the page that everything here counts in: 4 KiB, the smallest page of x86-64 and of its dirty logs.

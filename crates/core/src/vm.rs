@@ -9,8 +9,8 @@
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | placing pages while the guest runs |
 //!
-//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from one thread. All its channel
-//! threads call [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
+//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from the thread that called the engine,
+//! so [`SourceVm`] and [`TargetVm`] need not be `Send`. All its channel threads call [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
 //!
 //! # Panics
 //! A panic of an implementation on a thread of the engine fails the migration, as an error does, if
@@ -99,19 +99,42 @@ pub trait GuestMemory: Send + Sync {
     }
 }
 
+/// How the engine learns what stopping a guest costs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PauseCosts {
+    /// By a trial pause: the engine pauses the guest for an instant.
+    #[default]
+    Measured,
+    /// By what the VMM says. The guest is paused for the switchover only. Use this for a VM whose pause
+    /// has effects outside the VM, such as one with passed-through or vhost-user devices.
+    ///
+    /// The engine trusts these values when it predicts the downtime. Zeros let it stop the guest as
+    /// soon as the pages fit the limit.
+    Declared {
+        /// Time that [`SourceVm::pause`] and [`SourceVm::save`] take together.
+        stop: Duration,
+        /// Time that [`SourceVm::save`] takes. Loading the state is expected to take as long, unless
+        /// the target says otherwise.
+        save: Duration,
+        /// Bytes of the device state.
+        state_bytes: u64,
+    },
+}
+
 /// A VM that can be moved to a target. Its guest runs when the migration begins.
 ///
 /// The engine may stop the guest more than once:
 ///
 /// - A trial pause measures the time that stopping takes. It calls `pause`, `settle`, `save` and
-///   `resume`, and drops the saved state.
+///   `resume`, and drops the saved state. A VM that must not be paused for a measurement declares
+///   its costs instead: see [`SourceVm::pause_costs`].
 /// - A guest whose I/O is busy is resumed, and stopped again later.
 /// - A migration that fails before the commit ends with `resume`. So does a migration whose guest
 ///   is given back later by the target or by the arbiter.
 ///
 /// During a call the engine keeps the link alive for three times the `peer_timeout` of its
 /// settings. After that, the target gives up.
-pub trait SourceVm: Send {
+pub trait SourceVm {
     /// Returns the machine that the target must have.
     fn config(&self) -> MachineConfig;
 
@@ -144,6 +167,12 @@ pub trait SourceVm: Send {
     /// Returns for each vCPU the time that it stood still because of [`throttle`](Self::throttle).
     fn throttled(&self) -> Vec<Duration> {
         Vec::new()
+    }
+
+    /// Returns how the engine learns what stopping the guest costs. The default has the engine measure
+    /// it by trial pauses.
+    fn pause_costs(&self) -> PauseCosts {
+        PauseCosts::Measured
     }
 
     /// Stops the vCPUs. After the return, no vCPU runs guest code before [`resume`](Self::resume).
@@ -190,11 +219,12 @@ pub trait SourceVm: Send {
     /// the guest. After the commit the locks may be the target's. If the guest stays here,
     /// [`resume`](Self::resume) takes the locks again before a vCPU runs.
     ///
+    /// There is no default: a VM with disks that forgets its locks corrupts them. A VM that holds
+    /// nothing returns `Ok(())`.
+    ///
     /// # Errors
     /// If something may still be held. The engine then calls `resume`.
-    fn release(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
+    fn release(&mut self) -> Result<(), VmError>;
 
     /// Lets the vCPUs run again. The engine calls this only while the source owns the guest. Does
     /// nothing if the vCPUs run.
@@ -213,7 +243,7 @@ pub trait SourceVm: Send {
 /// `peer_timeout` (30 s by default). If `load` takes longer, the source resumes the guest. If
 /// `start` takes longer in precopy without an arbiter, the source reports that the owner of the
 /// guest is unknown.
-pub trait TargetVm: Send {
+pub trait TargetVm {
     /// Returns the description of this machine, which must equal the source's.
     fn config(&self) -> MachineConfig;
 

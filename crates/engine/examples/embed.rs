@@ -114,6 +114,9 @@ impl SourceVm for Machine {
         let payload = self.0.writes.load(Relaxed).to_le_bytes().to_vec();
         Ok(vec![Section { name: "vcpu".into(), instance: 0, version: 1, payload }])
     }
+    fn release(&mut self) -> Result<(), VmError> {
+        Ok(()) // It holds no disk and no other thing that the target needs.
+    }
     fn resume(&mut self) -> Result<(), VmError> {
         self.set_running(true)
     }

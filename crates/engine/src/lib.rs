@@ -47,8 +47,8 @@ pub use source::{
 pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
-    NothingToProtect, Placed, Protect, RingFigures, Section, SourceVm, TargetVm, TrackerKind, VcpuRing,
-    VmError,
+    NothingToProtect, PauseCosts, Placed, Protect, RingFigures, Section, SourceVm, TargetVm, TrackerKind,
+    VcpuRing, VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, WireError};
 

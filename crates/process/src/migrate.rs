@@ -53,6 +53,11 @@ impl SourceVm for ProcessGuest {
         self.save_state().map_err(VmError::new)
     }
 
+    fn release(&mut self) -> Result<(), VmError> {
+        // A process guest has memory and threads only.
+        Ok(())
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
         self.start().map_err(VmError::new)
     }

@@ -13,8 +13,8 @@ use serde::Serialize;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    DirtyTracker, FreeReport, GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, PageSet, RegionId, SourceVm,
-    TrackerKind, VmError,
+    DirtyTracker, FreeReport, GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, PageSet, PauseCosts, RegionId,
+    SourceVm, TrackerKind, VmError,
 };
 
 /// How often somebody who wants it to end is noticed.
@@ -256,6 +256,16 @@ struct Stopping {
 
 /// Stops the guest for an instant, to learn what that takes; its I/O has so long to come to rest.
 fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
+    if let PauseCosts::Declared { stop, save, state_bytes } = vm.pause_costs() {
+        return Ok(Stopping {
+            pause_s: stop.saturating_sub(save).as_secs_f64(),
+            settle_s: 0.0,
+            save_s: save.as_secs_f64(),
+            state_bytes: state_bytes as f64,
+            stood: Duration::ZERO,
+            busy: None,
+        });
+    }
     let (mut best, mut busy): (Option<Stopping>, _) = (None, None);
     let (mut pause_s, mut stood) = (f64::INFINITY, Duration::ZERO);
     for _ in 0..REHEARSALS {

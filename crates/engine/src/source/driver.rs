@@ -46,7 +46,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 use std::time::Duration;
 use tracking::Tracking;
-use vmferry_core::{DirtyTracker, GuestMemory, Protect, SourceVm, VmError};
+use vmferry_core::{DirtyTracker, GuestMemory, PauseCosts, Protect, SourceVm, VmError};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
 
@@ -376,6 +376,10 @@ impl Sources for Driver<'_, '_> {
 /// The guest.
 impl Driver<'_, '_> {
     fn trial_pause(&mut self, within: Duration) -> Event {
+        if let PauseCosts::Declared { stop, save, state_bytes } = self.guest.pause_costs() {
+            let zero = Duration::ZERO;
+            return Event::TrialPaused { stop, save, quiesce: zero, paused: zero, state_bytes };
+        }
         let tried = self.guest.trial_pause(&self.control, within);
         if let Ok(Rehearsal { sections: Ok(_), pause, stood, .. }) = &tried {
             self.account.timings.tried(stood.saturating_sub(*pause));

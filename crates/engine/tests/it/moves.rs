@@ -4,7 +4,7 @@ use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_core::RegionId;
+use vmferry_core::{PauseCosts, RegionId};
 use vmferry_engine::{
     Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Settings, SwitchoverBandwidth, Uri,
 };
@@ -65,6 +65,30 @@ fn time_that_the_target_needs_is_predicted() {
     assert!(report.predicted_downtime_ms >= Some(20e3), "{:?}", report.predicted_downtime_ms);
     let (report, _) = move_well(Options::default(), &unix_uri(), &settings);
     assert!(report.predicted_downtime_ms < Some(20e3), "{:?}", report.predicted_downtime_ms);
+}
+
+#[test]
+fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
+    let stop = Duration::from_secs(20);
+    let declared = PauseCosts::Declared { stop, save: Duration::ZERO, state_bytes: 0 };
+    let settings = Settings { downtime_limit: Duration::from_secs(60), ..quick() };
+    let pauses = |pause_costs| {
+        let mut source = Toy::new(Options { pause_costs, ..Options::default() }, true);
+        let mut target = source.target();
+        let count = source.counter();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        check_owner(&source, &target, &ended);
+        let report = ended.sent.unwrap();
+        assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
+        (count(Method::Pause), report.trial_pauses, report.predicted_downtime_ms)
+    };
+    let (calls, trials, predicted) = pauses(declared);
+    assert_eq!((calls, trials), (1, 0));
+    assert!(predicted >= Some(20e3), "{predicted:?}");
+    let (calls, trials, _) = pauses(PauseCosts::Measured);
+    assert!(calls > 1 && trials > 0, "{calls} pauses, {trials} of them trials");
 }
 
 /// What takes long is told, and where it belongs.

@@ -307,6 +307,9 @@ impl SourceVm for Restless {
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
         SourceVm::save(&mut self.0)
     }
+    fn release(&mut self) -> Result<(), VmError> {
+        SourceVm::release(&mut self.0)
+    }
     fn resume(&mut self) -> Result<(), VmError> {
         SourceVm::resume(&mut self.0)
     }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
-use vmferry_core::{Gpa, Layout, PageIndex, Region, RegionId};
+use vmferry_core::{Gpa, Layout, PageIndex, PauseCosts, Region, RegionId};
 use vmferry_engine::{
     DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
@@ -81,6 +81,8 @@ pub(crate) struct Options {
     pub(crate) free_one_in: u64,
     /// What the target says of the time that it will take.
     pub(crate) expected_load: Option<Duration>,
+    /// What the source says of the time that a pause takes.
+    pub(crate) pause_costs: PauseCosts,
 }
 
 impl Default for Options {
@@ -101,6 +103,7 @@ impl Default for Options {
             freed: 0,
             free_one_in: 0,
             expected_load: None,
+            pause_costs: PauseCosts::Measured,
         }
     }
 }
@@ -325,6 +328,10 @@ impl SourceVm for Toy {
         Some(Box::new(Freeing::new(kind, Arc::clone(&self.board), Arc::clone(&self.stopped))))
     }
 
+    fn pause_costs(&self) -> PauseCosts {
+        self.board.options.pause_costs
+    }
+
     fn pause(&mut self) -> Result<(), VmError> {
         if let (true, Some((ram, page))) = (self.running(), self.board.options.lose) {
             // The guest's last deed: however fast the move was, it has written this page since it was sent.
@@ -364,6 +371,10 @@ impl SourceVm for Toy {
         let payload = vec![0x5a; self.board.options.ballast];
         sections.push(Section { name: "ballast".into(), instance: 0, version: 1, payload });
         Ok(sections)
+    }
+
+    fn release(&mut self) -> Result<(), VmError> {
+        Ok(())
     }
 
     fn resume(&mut self) -> Result<(), VmError> {

@@ -149,6 +149,9 @@ impl SourceVm for Withholding {
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
         SourceVm::save(&mut self.vm)
     }
+    fn release(&mut self) -> Result<(), VmError> {
+        SourceVm::release(&mut self.vm)
+    }
     fn resume(&mut self) -> Result<(), VmError> {
         SourceVm::resume(&mut self.vm)
     }

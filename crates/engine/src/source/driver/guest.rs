@@ -3,7 +3,7 @@
 use super::control::Control;
 use crate::vm::{self, Rehearsal, shielded};
 use std::time::Duration;
-use vmferry_core::{Section, SourceVm, VmError};
+use vmferry_core::{PauseCosts, Section, SourceVm, VmError};
 use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 
 /// The guest.
@@ -26,6 +26,10 @@ impl<'e> Guest<'e> {
     /// Calls the VM. The target hears from the source meanwhile.
     pub(super) fn during<T>(&mut self, control: &Control, work: impl FnOnce(&mut dyn SourceVm) -> T) -> T {
         control.during(|| work(self.vm))
+    }
+
+    pub(super) fn pause_costs(&self) -> PauseCosts {
+        self.vm.pause_costs()
     }
 
     pub(super) fn pause(&mut self, control: &Control) -> Result<(), VmError> {
