@@ -31,7 +31,7 @@ use vmferry_vmm::NetOptions;
 
 /// Moves a running virtual machine to another host and keeps its guest fast while it does.
 #[derive(Debug, Parser)]
-#[command(version, about, propagate_version = true)]
+#[command(name = "vmferry", version, about, propagate_version = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -34,7 +34,7 @@ pub use error::MigrateError;
 pub use mapped::MappedMemory;
 pub use monitor::{Change, MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
+    Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
     PostcopyFigures, Report, ThrottleFigures,
 };
 pub use snapshot::{

@@ -83,6 +83,61 @@ pub struct Report {
     pub verify_ms: f64,
 }
 
+/// How a migration ended, and which side owns the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Ended {
+    /// The guest runs on the target.
+    Completed,
+    /// The operator or a policy wanted the guest to stay. It runs on the source.
+    Cancelled {
+        /// The reason.
+        why: String,
+    },
+    /// The guest could not be moved. It is the source's.
+    Failed {
+        /// The reason.
+        why: String,
+        /// The guest could not be resumed either: it is paused on the source, and no other side runs it.
+        paused: bool,
+    },
+    /// The target was told to run the guest, and the source does not know whether it does. The guest is
+    /// paused on the source. Do not resume it before you know that the target does not run it.
+    OwnershipUnknown {
+        /// The reason.
+        why: String,
+    },
+    /// The guest ran on the target, and was given up before all of its memory was there.
+    Lost {
+        /// The reason.
+        why: String,
+    },
+}
+
+impl Report {
+    /// Returns how the migration ended.
+    ///
+    /// Every report of [`migrate`](crate::migrate) is of a migration that has ended. A report of one that
+    /// is under way ([`Monitor::report`](crate::Monitor::report)) counts as failed.
+    pub fn ended(&self) -> Ended {
+        let why = || self.error.clone().unwrap_or_default();
+        match self.state {
+            MigrationState::Completed => Ended::Completed,
+            MigrationState::Cancelled => Ended::Cancelled { why: why() },
+            MigrationState::Unknown => Ended::OwnershipUnknown { why: why() },
+            MigrationState::Lost => Ended::Lost { why: why() },
+            MigrationState::Failed => Ended::Failed { why: why(), paused: self.stands_still },
+            MigrationState::Setup
+            | MigrationState::Precopy
+            | MigrationState::Switchover
+            | MigrationState::Postcopy
+            | MigrationState::PostcopyPaused => {
+                Ended::Failed { why: "the migration has not ended".into(), paused: false }
+            }
+        }
+    }
+}
+
 /// The parts of the downtime, in ms. Together they are the downtime, but for what the driver does between two steps.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Downtime {

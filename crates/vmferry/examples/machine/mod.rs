@@ -1,27 +1,29 @@
-//! Embeds the engine in a "VMM" of its own: a machine whose memory is an array, whose one vCPU is a thread that counts
-//! in it, and whose device state is one number. Moves it from one to another of its kind over a Unix socket, live.
-//! Run it: `cargo run --release -p vmferry-engine --example embed`
+//! A "VMM" whose memory is an array, whose one vCPU is a thread that counts in it, and whose device state
+//! is one number. It is everything that a VMM has to bring.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use vmferry_bitmap::AtomicBitmap;
-use vmferry_core::{Gpa, PageSet, Region, RegionId};
-use vmferry_engine::*;
+use vmferry::bitmap::AtomicBitmap;
+use vmferry::{
+    DirtyTracker, Gpa, GuestMemory, MachineConfig, MappedMemory, NothingToProtect, PageSet, Protect, Region,
+    RegionId, Section, SourceVm, TargetVm, TrackerKind, VmError,
+};
 
 const PAGES: u64 = 32 << 10;
 
 #[repr(align(4096))]
 struct Page([AtomicU64; 512]);
 
-/// Memory, and which of its pages were written. A VMM maps memory, and KVM or the kernel keeps the second part
-/// (vmferry-dirty has both trackers ready).
+/// Memory, and which of its pages were written. A VMM maps memory, and KVM or the kernel keeps the second
+/// part (the feature `dirty` has both trackers ready).
 struct Board {
     pages: Vec<Page>,
     dirty: AtomicBitmap,
     writes: AtomicU64,
-    /// The vCPU works while it holds this and finds it true: whoever sets it to false has paused the vCPU.
+    /// The vCPU works while it holds this lock and finds it true. A thread that sets it to false has paused
+    /// the vCPU.
     running: Mutex<bool>,
     power: AtomicBool,
 }
@@ -29,10 +31,10 @@ struct Board {
 impl Board {
     fn run_vcpu(&self) {
         while self.power.load(Relaxed) {
-            let running = self.running.lock().expect("nobody panics with it");
+            let running = self.running.lock().expect("no thread panics while it holds the lock");
             for _ in 0..if *running { 64 } else { 0 } {
                 let page = self.writes.fetch_add(1, Relaxed) * 7919 % PAGES;
-                // Write, and then mark. The other way round a harvest between the two would lose the write.
+                // Write, and then mark. The other way round, a harvest between the two would lose the write.
                 self.pages[page as usize].0[0].fetch_add(1, Relaxed);
                 self.dirty.set(page);
             }
@@ -42,7 +44,7 @@ impl Board {
     }
 }
 
-/// The tracker. Harvesting swaps the marks out, and a later write marks anew: nothing is left for `protect` to do.
+/// The tracker. A harvest swaps the marks out, and a later write marks anew: `protect` has nothing to do.
 struct Marks(Arc<Board>);
 
 impl DirtyTracker for Marks {
@@ -63,16 +65,20 @@ impl DirtyTracker for Marks {
     }
 }
 
-struct Machine(Arc<Board>);
+pub(crate) struct Machine(Arc<Board>);
 
 impl Machine {
-    fn new(running: bool) -> Self {
+    pub(crate) fn new(running: bool) -> Self {
         let pages = (0..PAGES).map(|_| Page([const { AtomicU64::new(0) }; 512])).collect();
         let (dirty, running) = (AtomicBitmap::new(PAGES), Mutex::new(running));
         let board = Arc::new(Board { pages, dirty, running, writes: 0.into(), power: true.into() });
         let vcpu = Arc::clone(&board);
         std::thread::spawn(move || vcpu.run_vcpu());
         Self(board)
+    }
+    /// Number of writes of the guest that its memory shows.
+    pub(crate) fn counted(&self) -> u64 {
+        self.0.pages.iter().map(|page| page.0[0].load(Relaxed)).sum()
     }
     fn set_running(&self, to: bool) -> Result<(), VmError> {
         *self.0.running.lock().map_err(|error| VmError::new(error.to_string()))? = to;
@@ -92,7 +98,7 @@ impl Machine {
     }
     fn map(&self) -> Arc<dyn GuestMemory> {
         let start = NonNull::from(&self.0.pages[0]).cast();
-        // SAFETY: the pages live as long as the process here, and are atomics to everybody else.
+        // SAFETY: the pages live as long as this machine, and all other code accesses them as atomics.
         Arc::new(unsafe { MappedMemory::new(&[(Self::region(), start)]) }.expect("one whole region"))
     }
 }
@@ -140,19 +146,8 @@ impl TargetVm for Machine {
     }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let path = std::env::temp_dir().join(format!("vmferry-embed-{}", std::process::id()));
-    let (mut here, mut there, uri) = (Machine::new(true), Machine::new(false), Uri::Unix(path));
-    let listener = Listener::bind(&uri, false)?;
-    let settings = Settings { verify: true, ..Settings::default() };
-    let (report, received) = std::thread::scope(|scope| {
-        let target = scope.spawn(|| receive(&mut there, &listener, &Arrival::new(settings.peer_timeout)));
-        (migrate(&mut here, &uri, None, &settings, &Monitor::new()), target.join())
-    });
-    let (report, _) = (report?, received.map_err(|_| "it panicked")??);
-    let sum: u64 = there.0.pages.iter().map(|page| page.0[0].load(Relaxed)).sum();
-    println!("{:?} after {:.1} ms of downtime, {sum} writes and counting", report.state, report.downtime_ms);
-    here.0.power.store(false, Relaxed);
-    there.0.power.store(false, Relaxed);
-    Ok(())
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.0.power.store(false, Relaxed);
+    }
 }

@@ -1,0 +1,80 @@
+//! Live migration for any VMM.
+//!
+//! A VMM brings its guest's memory, vCPUs and devices. This crate moves the guest to another process or
+//! another host while it runs: precopy, postcopy and both in one, over several channels, with bounded
+//! downtime. The crate knows no KVM and no device model: a VMM implements a few traits.
+//!
+//! # The two sides
+//!
+//! The source implements [`SourceVm`] and runs a [`Migration`]:
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use vmferry::{Ended, Migration, MigrationMode, SourceVm};
+//!
+//! fn move_away(vm: &mut dyn SourceVm) -> Result<(), Box<dyn std::error::Error>> {
+//!     let report = Migration::to("unix:/run/target.sock".parse()?)
+//!         .mode(MigrationMode::Hybrid)
+//!         .downtime_limit(Duration::from_millis(50))
+//!         .run(vm)?;
+//!     match report.ended() {
+//!         Ended::Completed => println!("moved in {:.0} ms", report.total_ms),
+//!         Ended::Cancelled { why } | Ended::Failed { why, .. } => println!("the guest stays: {why}"),
+//!         Ended::OwnershipUnknown { why } => println!("look at the target before anything else: {why}"),
+//!         Ended::Lost { why } => println!("the guest is lost: {why}"),
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs there.
+//!
+//! # What a VMM implements
+//!
+//! | trait | side | needed for |
+//! |---|---|---|
+//! | [`GuestMemory`] | both | every migration. [`MappedMemory`] serves memory that is mapped in this process |
+//! | [`SourceVm`] | source | every migration |
+//! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` has trackers for KVM and for write protection |
+//! | [`TargetVm`] | target | every migration |
+//! | [`LazyMemory`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
+//! | [`FreePages`] | source | skipping free pages |
+//!
+//! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over a socket
+//! that the caller has connected.
+//!
+//! # Threads
+//!
+//! [`Migration::run`] and [`receive`] block, and call the VM on the caller's thread only, so a VM need
+//! not be `Send`. The engine starts threads of its own for the channels. [`on_thread_start`] lets the
+//! VMM bind or confine each of them.
+
+mod migration;
+
+pub use migration::Migration;
+
+/// Sets of pages.
+pub mod bitmap {
+    pub use vmferry_bitmap::{AtomicBitmap, Bitmap};
+}
+
+#[cfg(feature = "dirty")]
+pub use vmferry_dirty as dirty;
+#[cfg(feature = "fault")]
+pub use vmferry_fault as fault;
+
+pub use vmferry_core::{
+    Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError,
+    LazyMemory, MachineConfig, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet, PauseCosts, Placed,
+    Protect, Region, RegionId, RingFigures, Section, SourceVm, TargetVm, TrackerKind, VcpuRing, VmError,
+    Window,
+};
+pub use vmferry_engine::{
+    Arrival, AutoConverge, Bytes, Change, Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures,
+    LazyProgress, LazyRestore, Listener, MappedMemory, MigrateError, MigrationMode, MigrationState, Monitor,
+    OnTimeout, Pace, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress, ReceiveFailure,
+    Received, Refusal, RefusalCode, Report, Rest, RestState, RestWatch, RestoreError, Settings, Sockets,
+    SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError, fence as arbiter, plan,
+    receive, restore, restore_lazy, save, save_copy,
+};
+pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};

@@ -1,0 +1,123 @@
+//! A migration, as a VMM asks for it.
+
+use std::sync::Arc;
+use std::time::Duration;
+use vmferry_core::{SourceVm, TrackerKind};
+use vmferry_engine::fence::Arbiter;
+use vmferry_engine::{
+    AutoConverge, MigrateError, MigrationMode, Monitor, OnTimeout, Report, Settings, Sockets, Tls, Uri,
+    migrate,
+};
+
+/// A migration to one target. [`run`](Self::run) moves the guest.
+///
+/// Whatever is not set has the default of [`Settings`].
+#[derive(Debug, Clone)]
+#[must_use = "a migration does nothing before it runs"]
+pub struct Migration {
+    uri: Uri,
+    settings: Settings,
+    tracker: Option<TrackerKind>,
+    monitor: Arc<Monitor>,
+}
+
+impl Migration {
+    /// A migration to the target that listens at `uri`.
+    pub fn to(uri: Uri) -> Self {
+        Self { uri, settings: Settings::default(), tracker: None, monitor: Arc::default() }
+    }
+
+    /// A migration over connected sockets: one socket that carries all channels, or one for each
+    /// channel.
+    pub fn over(sockets: Sockets) -> Self {
+        let migration = Self::to(Uri::Fd(vec!["socket".into()]));
+        Self { settings: Settings { sockets: Some(sockets), ..migration.settings }, ..migration }
+    }
+
+    /// Replaces all settings.
+    pub fn settings(self, settings: Settings) -> Self {
+        Self { settings, ..self }
+    }
+
+    fn set(mut self, change: impl FnOnce(&mut Settings)) -> Self {
+        change(&mut self.settings);
+        self
+    }
+
+    /// When the guest changes sides.
+    pub fn mode(self, mode: MigrationMode) -> Self {
+        self.set(|settings| settings.mode = mode)
+    }
+
+    /// Longest downtime for which the guest is stopped.
+    pub fn downtime_limit(self, limit: Duration) -> Self {
+        self.set(|settings| settings.downtime_limit = limit)
+    }
+
+    /// Number of parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    pub fn channels(self, channels: u16) -> Self {
+        self.set(|settings| settings.channels = channels)
+    }
+
+    /// Limit in bytes per second, of all channels together.
+    pub fn max_bandwidth(self, bytes_per_second: u64) -> Self {
+        self.set(|settings| settings.max_bandwidth = Some(bytes_per_second))
+    }
+
+    /// What is done when the migration takes longer than `timeout`.
+    pub fn timeout(self, timeout: Duration, then: OnTimeout) -> Self {
+        self.set(|settings| (settings.timeout, settings.on_timeout) = (Some(timeout), then))
+    }
+
+    /// Which vCPUs may be slowed if the guest dirties faster than the link carries.
+    pub fn auto_converge(self, which: AutoConverge) -> Self {
+        self.set(|settings| settings.auto_converge = which)
+    }
+
+    /// Compares every page's digest on both sides while the guest is paused.
+    pub fn verify(self, verify: bool) -> Self {
+        self.set(|settings| settings.verify = verify)
+    }
+
+    /// Longest silence of the target.
+    pub fn peer_timeout(self, timeout: Duration) -> Self {
+        self.set(|settings| settings.peer_timeout = timeout)
+    }
+
+    /// Encrypts all channels, to a target that `tls` trusts.
+    pub fn tls(self, tls: Tls) -> Self {
+        self.set(|settings| settings.tls = Some(tls))
+    }
+
+    /// Permits plain connections to other hosts, which anyone on the way can read and change.
+    pub fn insecure(self) -> Self {
+        self.set(|settings| settings.insecure = true)
+    }
+
+    /// Decides who owns the guest where neither side can know. The target must have the same.
+    pub fn arbiter(self, arbiter: Arc<dyn Arbiter>) -> Self {
+        self.set(|settings| settings.fence = Some(arbiter))
+    }
+
+    /// How dirty pages are found. Without it, the VM chooses.
+    pub fn tracker(self, kind: TrackerKind) -> Self {
+        Self { tracker: Some(kind), ..self }
+    }
+
+    /// Returns what another thread needs to watch this migration, or to cancel it.
+    #[must_use]
+    pub fn monitor(&self) -> Arc<Monitor> {
+        Arc::clone(&self.monitor)
+    }
+
+    /// Moves the guest of `vm`, and blocks until that has ended.
+    ///
+    /// [`Report::ended`] says who owns the guest.
+    ///
+    /// # Errors
+    /// If nothing was begun: the target cannot be reached or refuses, or the settings are impossible.
+    /// The guest has not noticed.
+    pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
+        migrate(vm, &self.uri, self.tracker, &self.settings, &self.monitor)
+    }
+}
