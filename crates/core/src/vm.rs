@@ -138,6 +138,15 @@ pub trait SourceVm {
     /// Returns the machine that the target must have.
     fn config(&self) -> MachineConfig;
 
+    /// Returns what the target's VMM has to know to create the VM, besides [`config`](Self::config): a
+    /// format of the VMM's own, of at most 1 MiB. The target reads it before it has a VM. The default
+    /// returns nothing.
+    ///
+    /// A target of an older version does not get it.
+    fn description(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
     /// Returns the guest's memory.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 

@@ -79,16 +79,25 @@ impl Heartbeat {
     /// by itself from time to time whether there is anything to be said.
     pub(crate) fn during<T>(&self, control: &Arc<Stream>, work: impl FnOnce() -> T) -> T {
         /// Also where `work` panics.
-        struct Idle<'a>(&'a Shared);
+        struct Idle<'a>(&'a Heartbeat);
         impl Drop for Idle<'_> {
             fn drop(&mut self) {
-                // Waits for the end of what is just being sent.
-                self.0.lock().busy = None;
+                self.0.end();
             }
         }
-        self.0.lock().busy = Some((Instant::now(), Arc::clone(control)));
-        let _idle = Idle(&self.0);
+        self.begin(control);
+        let _idle = Idle(self);
         work()
+    }
+
+    /// Begins to speak for a side that is busy outside the engine, and that sends nothing on `control` before [`end`](Self::end).
+    pub(crate) fn begin(&self, control: &Arc<Stream>) {
+        self.0.lock().busy = Some((Instant::now(), Arc::clone(control)));
+    }
+
+    /// Waits for the end of what is just being sent, and sends nothing more.
+    pub(crate) fn end(&self) {
+        self.0.lock().busy = None;
     }
 }
 

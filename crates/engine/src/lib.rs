@@ -44,7 +44,7 @@ pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate, pace,
 };
-pub use target::{Arrival, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
+pub use target::{Arrival, Incoming, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
     NothingToProtect, PauseCosts, Placed, Protect, RingFigures, Section, SourceVm, TargetVm, TrackerKind,

@@ -27,7 +27,9 @@
 //! }
 //! ```
 //!
-//! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs there.
+//! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs there. A
+//! target that has no VM before a guest comes calls [`Incoming::accept`], creates its VM from what the
+//! source has announced, and calls [`Incoming::receive`].
 //!
 //! # What a VMM implements
 //!
@@ -71,10 +73,10 @@ pub use vmferry_core::{
 };
 pub use vmferry_engine::{
     Arrival, AutoConverge, Bytes, Change, Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures,
-    LazyProgress, LazyRestore, Listener, MappedMemory, MigrateError, MigrationMode, MigrationState, Monitor,
-    OnTimeout, Pace, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress, ReceiveFailure,
-    Received, Refusal, RefusalCode, Report, Rest, RestState, RestWatch, RestoreError, Settings, Sockets,
-    SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError, fence as arbiter, plan,
-    receive, restore, restore_lazy, save, save_copy,
+    Incoming, LazyProgress, LazyRestore, Listener, MappedMemory, MigrateError, MigrationMode, MigrationState,
+    Monitor, OnTimeout, Pace, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress,
+    ReceiveFailure, Received, Refusal, RefusalCode, Report, Rest, RestState, RestWatch, RestoreError,
+    Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError,
+    fence as arbiter, plan, receive, restore, restore_lazy, save, save_copy,
 };
 pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};

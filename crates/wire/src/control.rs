@@ -8,6 +8,8 @@ use vmferry_core::{MachineConfig, RegionId, Section, bounded};
 pub const CONTROL_HEADER_BYTES: usize = 16;
 /// Most bytes of one control message's body.
 pub const MAX_CONTROL_BYTES: usize = 4 << 20;
+/// Largest number of bytes of a [`ToTarget::Description`].
+pub const MAX_DESCRIPTION_BYTES: usize = 1 << 20;
 /// Most bytes of all device state of a guest.
 pub const MAX_STATE_BYTES: usize = 64 << 20;
 /// Sections of device state that a target takes.
@@ -183,6 +185,10 @@ pub enum ToTarget {
     Cancel(Refusal),
     /// Answer with [`ToSource::Pong`] and the same number.
     Ping(u64),
+    /// What the source's VMM says about the guest to the target's VMM, before [`Setup`](Self::Setup). The
+    /// source sends it only if the reply to its hello has [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
+    /// At most [`MAX_DESCRIPTION_BYTES`]; the engine does not read it.
+    Description(Vec<u8>),
 }
 
 impl ToTarget {
@@ -203,6 +209,7 @@ impl ToTarget {
             Self::Thanks => "Thanks",
             Self::Cancel(..) => "Cancel",
             Self::Ping(..) => "Ping",
+            Self::Description(..) => "Description",
         }
     }
 }

@@ -8,9 +8,11 @@ pub const VERSION_MIN: u16 = 1;
 pub const VERSION_MAX: u16 = 1;
 /// The source understands [`ToSource::Costs`](crate::ToSource::Costs).
 pub const FEATURE_COSTS: u64 = 1;
+/// The target understands [`ToTarget::Description`](crate::ToTarget::Description).
+pub const FEATURE_DESCRIPTION: u64 = 2;
 /// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
 /// be understood by the peer.
-pub const FEATURES: u64 = FEATURE_COSTS;
+pub const FEATURES: u64 = FEATURE_COSTS | FEATURE_DESCRIPTION;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].
 pub const HELLO_BYTES: usize = 80;
 

@@ -78,6 +78,7 @@ fn open(
             theirs: reply.version,
         });
     }
+    stream.features = reply.features;
     Ok(stream)
 }
 

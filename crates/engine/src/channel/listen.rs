@@ -43,8 +43,8 @@ pub struct Listener {
 
 /// A connection that said a proper hello and waits for the answer.
 #[derive(Debug)]
-pub(crate) struct Incoming {
-    pub(crate) stream: Stream,
+pub(crate) struct Greeted {
+    pub(crate) stream: Arc<Stream>,
     pub(crate) hello: Hello,
 }
 
@@ -188,7 +188,7 @@ impl Listener {
     /// Accepts until `ending` is raised, or no source can come any more. Gives every connection with a proper hello to `take`. A
     /// stranger's connection (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are
     /// many: see [`Greeting`].
-    pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Incoming) + Send + Sync + Clone + 'static) {
+    pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Greeted) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !ending.wait(Duration::ZERO) {
             let doors = [self.socket.as_ref().map(AsFd::as_fd), Some(self.arrivals.door())];
@@ -264,7 +264,7 @@ fn read_hello(
     Connection { socket, peer, lane_of, .. }: Connection,
     tls: Option<&Tls>,
     arrivals: &Arc<Arrivals>,
-) -> io::Result<Option<Incoming>> {
+) -> io::Result<Option<Greeted>> {
     socket.set_nonblocking(false)?;
     let mut stream = Stream::new(socket, peer.clone())?;
     stream.set_timeouts(Some(HELLO_TIMEOUT), Some(HELLO_TIMEOUT))?;
@@ -293,7 +293,7 @@ fn read_hello(
         (Ok(hello), Ok(())) if carries => carry(stream, &hello, peer, arrivals).map(|()| None),
         (Ok(hello), Ok(())) => {
             lane_of.iter().for_each(|carried| carried.prove());
-            Ok(Some(Incoming { stream, hello }))
+            Ok(Some(Greeted { stream: Arc::new(stream), hello }))
         }
     }
 }

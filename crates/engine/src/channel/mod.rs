@@ -41,7 +41,7 @@ pub(crate) use connect::connect;
 pub(crate) use control::{read_message, send_message};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
-pub(crate) use listen::{Incoming, answer};
+pub(crate) use listen::{Greeted, answer};
 pub(crate) use pacer::Pacer;
 pub use passed::Sockets;
 #[cfg(test)]

@@ -15,6 +15,8 @@ pub(crate) struct Stream {
     records: Option<Box<Records>>,
     /// How people know the other end.
     pub(crate) peer: String,
+    /// Feature bits that both ends know.
+    pub(crate) features: u64,
 }
 
 /// The socket, for what is asked of the kernel.
@@ -27,7 +29,7 @@ impl AsFd for Stream {
 impl Stream {
     /// A plain one.
     pub(crate) fn new(socket: socket2::Socket, peer: String) -> io::Result<Self> {
-        Ok(Self { raw: RawStream::new(socket)?, records: None, peer })
+        Ok(Self { raw: RawStream::new(socket)?, records: None, peer, features: 0 })
     }
 
     /// Encrypts it, as the side that connected to `host`, within `time`; nothing was sent or received yet. Leaves other timeouts

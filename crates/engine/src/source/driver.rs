@@ -48,7 +48,9 @@ use std::time::Duration;
 use tracking::Tracking;
 use vmferry_core::{DirtyTracker, GuestMemory, PauseCosts, Protect, SourceVm, VmError};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
-use vmferry_wire::{MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token};
+use vmferry_wire::{
+    FEATURE_DESCRIPTION, MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+};
 
 /// Length of the queue of inputs. A few are enough: what a peer says waits in its socket and not in
 /// this process's memory.
@@ -145,6 +147,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         let layout = context.memory.layout();
         let now = context.clock.now();
         let (session, first) = Session::begin(context.settings.session(), vm.config(), layout.pages(), now);
+        let first = describe(vm, &control).into_iter().chain(first).collect();
         let free = if context.settings.free_pages { vm.free_pages() } else { None };
         let account = Account::new(context, vm.throttled());
         let mut driver = Self {
@@ -646,6 +649,15 @@ impl Driver<'_, '_> {
         self.give_out(&job);
         None
     }
+}
+
+/// Returns the action that tells the target what its VMM has to know before the guest is announced.
+fn describe(vm: &dyn SourceVm, control: &Stream) -> Option<Action> {
+    if control.features & FEATURE_DESCRIPTION == 0 {
+        return None;
+    }
+    let description = vm.description();
+    (!description.is_empty()).then_some(Action::Send(ToTarget::Description(description)))
 }
 
 /// Makes the result of a step its event. `what` names the step.

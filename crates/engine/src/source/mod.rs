@@ -37,7 +37,7 @@ use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, SourceVm, TrackerKind};
-use vmferry_wire::{MigrationId, Role, Token};
+use vmferry_wire::{MAX_DESCRIPTION_BYTES, MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
 ///
@@ -141,6 +141,13 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
         return Err(MigrateError::Settings(
             "a bandwidth of 0 moves nothing; leave it out for no limit".into(),
         ));
+    }
+    let description = vm.description().len();
+    if description > MAX_DESCRIPTION_BYTES {
+        return Err(MigrateError::Vm(format!(
+            "the VMM's description of the guest has {description} bytes; {} KiB can be sent",
+            MAX_DESCRIPTION_BYTES >> 10
+        )));
     }
     let config = vm.config();
     let layout = Layout::new(config.regions).map_err(|error| MigrateError::Vm(error.to_string()))?;

@@ -6,7 +6,7 @@ use super::probe::echo_probes;
 use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use crate::awake::Asking;
-use crate::channel::{Incoming, Stream, answer, read_message, tcp};
+use crate::channel::{Greeted, Stream, answer, read_message, tcp};
 use crate::monitor::thread_cpu_us;
 use crate::vm::{caught, caught_io};
 use crate::{MigrateError, random};
@@ -36,7 +36,7 @@ pub(super) struct Link {
     probe: Vec<Option<Arc<Stream>>>,
     threads: Vec<JoinHandle<()>>,
     /// Connections that came while channels were ended.
-    pub(super) late: VecDeque<Incoming>,
+    pub(super) late: VecDeque<Greeted>,
     pub(super) inputs: SyncSender<Numbered>,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) arrivals: Arc<Arrivals>,
@@ -50,7 +50,7 @@ pub(super) fn fresh_tokens() -> Result<Tokens, MigrateError> {
 impl Link {
     pub(super) fn new(
         attempt: u64,
-        incoming: Incoming,
+        incoming: Greeted,
         inputs: SyncSender<Numbered>,
         memory: Arc<dyn GuestMemory>,
     ) -> Result<Self, MigrateError> {
@@ -58,7 +58,7 @@ impl Link {
             attempt,
             migration: incoming.hello.migration,
             tokens: fresh_tokens()?,
-            control: Arc::new(incoming.stream),
+            control: incoming.stream,
             bulk: Vec::new(),
             urgent: Vec::new(),
             probe: Vec::new(),
@@ -110,9 +110,9 @@ impl Link {
     }
 
     /// Answers a connection that is no control channel. Some: it is one of ours, and served.
-    pub(super) fn connected(&mut self, incoming: Incoming) -> Option<io::Result<()>> {
+    pub(super) fn connected(&mut self, incoming: Greeted) -> Option<io::Result<()>> {
         let same_source = self.same_source(&incoming);
-        let Incoming { stream, hello } = incoming;
+        let Greeted { stream, hello } = incoming;
         if hello.role == Role::Measure {
             // A link that carries a guest cannot be measured.
             let _ = answer(&stream, &hello, Err(RefusalCode::Busy));
@@ -132,10 +132,9 @@ impl Link {
         verdict.ok().map(|()| self.serve(stream, hello.role, hello.index))
     }
 
-    fn serve(&mut self, stream: Stream, role: Role, index: u16) -> io::Result<()> {
+    fn serve(&mut self, stream: Arc<Stream>, role: Role, index: u16) -> io::Result<()> {
         // No timeout: a channel is silent while nothing is to be sent; the control channel tells whether the peer lives.
         stream.set_timeouts(None, None)?;
-        let stream = Arc::new(stream);
         if let Some(place) = self.places(role).get_mut(usize::from(index)) {
             *place = Some(Arc::clone(&stream));
         }
@@ -303,7 +302,7 @@ mod tests {
     #[repr(align(4096))]
     struct Page(#[expect(dead_code, reason = "it is reached by its address")] [u8; 4096]);
 
-    fn incoming(index: u16) -> (Incoming, Stream) {
+    fn incoming(index: u16) -> (Greeted, Stream) {
         let (stream, other) = test_pair();
         let (migration, token) = (MigrationId([7; 16]), Token::NONE);
         let hello = Hello {
@@ -316,7 +315,7 @@ mod tests {
             token,
             fence: 0,
         };
-        (Incoming { stream, hello }, other)
+        (Greeted { stream: Arc::new(stream), hello }, other)
     }
 
     #[test]

@@ -9,9 +9,9 @@ use super::channels::Link;
 use super::inbox::{self, Inbox, Sources};
 use super::rest::Rest;
 use super::session::{Action, Event, Outcome, Session};
-use super::{Arrival, Received};
+use super::{Arrival, ReceiveFailure, Received};
 use crate::MigrateError;
-use crate::channel::{Incoming, answer, send_message};
+use crate::channel::{Greeted, answer, send_message};
 use crate::clock::Clock;
 use crate::fence::{Asker, Ruled, Word};
 use crate::heartbeat::Heartbeat;
@@ -24,13 +24,21 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_core::{Section, TargetVm};
-use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource};
+use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource, ToTarget};
 
 /// What other threads report, with the number of the attempt that it belongs to: a thread of an attempt that was
 /// refused can report its end when the next source is already served. Connections belong to none.
-pub(super) type Numbered = inbox::Numbered<Box<Incoming>>;
+pub(super) type Numbered = inbox::Numbered<Box<Greeted>>;
 /// What other threads report.
-pub(super) type Input = inbox::Input<Box<Incoming>>;
+pub(super) type Input = inbox::Input<Box<Greeted>>;
+
+/// What a source has said before there was a VM for its guest.
+pub(super) struct Announcement {
+    /// The source's `Setup`.
+    pub(super) setup: ToTarget,
+    /// Speaks for the target since then.
+    pub(super) heartbeat: Heartbeat,
+}
 
 /// One attempt of a source to bring its guest.
 pub(super) struct Driver<'a> {
@@ -42,12 +50,14 @@ pub(super) struct Driver<'a> {
     clock: Clock,
     inputs: &'a Receiver<Numbered>,
     /// Sources that came while this attempt was being wound up: they are served next.
-    waiting: Vec<Incoming>,
+    waiting: Vec<Greeted>,
     link: Link,
     /// What speaks for this side while the VM is at work.
     heart: Option<Heartbeat>,
     load: Duration,
     handover: Handover,
+    /// The guest's announcement, if it was read before there was a VM.
+    announced: Option<Event>,
     /// Who decides who owns the guest.
     fence: Option<Asker>,
 }
@@ -58,7 +68,8 @@ impl<'a> Driver<'a> {
         arrival: &'a Arrival,
         (sender, inputs): (&SyncSender<Numbered>, &'a Receiver<Numbered>),
         attempt: u64,
-        incoming: Incoming,
+        incoming: Greeted,
+        announced: Option<Announcement>,
     ) -> Result<Attempt, MigrateError> {
         let memory = vm.memory();
         let hello = incoming.hello.clone();
@@ -81,6 +92,7 @@ impl<'a> Driver<'a> {
             heart: None,
             load: Duration::ZERO,
             handover,
+            announced: None,
         };
         let cpu_before = thread_cpu_us();
         let timeout = Some(arrival.peer_timeout);
@@ -88,11 +100,17 @@ impl<'a> Driver<'a> {
             .link
             .control
             .set_timeouts(timeout, timeout)
-            .and_then(|()| answer(&driver.link.control, &hello, Ok(())))
             .and_then(|()| {
-                driver.heart = Some(Heartbeat::of_target(arrival.peer_timeout)?);
-                driver.link.read_control(arrival.peer_timeout)
-            });
+                let Some(Announcement { setup, heartbeat }) = announced else {
+                    driver.heart = Some(Heartbeat::of_target(arrival.peer_timeout)?);
+                    return answer(&driver.link.control, &hello, Ok(()));
+                };
+                heartbeat.end();
+                driver.heart = Some(heartbeat);
+                driver.announced = Some(Event::Message(setup));
+                Ok(())
+            })
+            .and_then(|()| driver.link.read_control(arrival.peer_timeout));
         let outcome = match greeted {
             Ok(()) => {
                 let Ok(outcome) = run::advance(&mut driver);
@@ -127,7 +145,7 @@ impl<'a> Driver<'a> {
         Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
     }
 
-    fn take_connection(&mut self, incoming: Incoming) -> Option<Event> {
+    fn take_connection(&mut self, incoming: Greeted) -> Option<Event> {
         if incoming.hello.role == Role::Control {
             return self.control_back(incoming);
         }
@@ -141,7 +159,7 @@ impl<'a> Driver<'a> {
     }
 
     /// Only the source of a guest that may have been committed is heard beside this attempt's own control channel.
-    fn control_back(&mut self, incoming: Incoming) -> Option<Event> {
+    fn control_back(&mut self, incoming: Greeted) -> Option<Event> {
         let ours = self.session.may_be_asked() && self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
@@ -274,7 +292,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn keep(&mut self, incoming: Incoming) {
+    fn keep(&mut self, incoming: Greeted) {
         // A guest that came ends the wait for others, and channels of an attempt that has ended are nobody's.
         if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
             self.waiting.push(incoming);
@@ -351,7 +369,7 @@ impl Host for Driver<'_> {
 }
 
 impl Sources for Driver<'_> {
-    type Connection = Box<Incoming>;
+    type Connection = Box<Greeted>;
 
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.inbox
@@ -382,6 +400,9 @@ impl Sources for Driver<'_> {
     }
 
     fn found(&mut self) -> Option<Event> {
+        if self.announced.is_some() {
+            return self.announced.take();
+        }
         while let Some(incoming) = self.link.late.pop_front() {
             let event = self.take_connection(incoming);
             if event.is_some() {
@@ -395,7 +416,7 @@ impl Sources for Driver<'_> {
         Ok(self.inputs.recv_timeout(until.saturating_sub(self.now())).ok())
     }
 
-    fn connected(&mut self, incoming: Box<Incoming>) -> Option<Event> {
+    fn connected(&mut self, incoming: Box<Greeted>) -> Option<Event> {
         self.take_connection(*incoming)
     }
 
@@ -410,10 +431,20 @@ pub(super) struct Attempt {
     pub(super) accepted: bool,
     pub(super) outcome: Outcome,
     /// Sources that came meanwhile.
-    pub(super) waiting: Vec<Incoming>,
+    pub(super) waiting: Vec<Greeted>,
     pub(super) received: Received,
     /// What is still to come for a guest that runs already.
     pub(super) rest: Option<Rest>,
+}
+
+impl Attempt {
+    /// Returns what came of a source that was the only one.
+    pub(super) fn only(self) -> Result<(Received, Option<Rest>), ReceiveFailure> {
+        match self.outcome {
+            Outcome::Completed | Outcome::Running => Ok((self.received, self.rest)),
+            Outcome::Failed(why) => Err(ReceiveFailure::Failed(why)),
+        }
+    }
 }
 
 fn micros(duration: Duration) -> u64 {
@@ -421,7 +452,7 @@ fn micros(duration: Duration) -> u64 {
 }
 
 /// Kept by the acceptor: where connections go.
-pub(super) fn forward(inputs: &SyncSender<Numbered>) -> impl Fn(Incoming) + Send + Sync + Clone + 'static {
+pub(super) fn forward(inputs: &SyncSender<Numbered>) -> impl Fn(Greeted) + Send + Sync + Clone + 'static {
     let inputs = Arc::new(Mutex::new(inputs.clone()));
     move |incoming| {
         let sender = inputs.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();

@@ -4,7 +4,7 @@
 //! memory are not touched.
 
 use super::receiver::{Arrivals, FrameSource, Mark, ReceiveError, Receiver};
-use crate::channel::{Incoming, IoBuf, Stream, answer};
+use crate::channel::{Greeted, IoBuf, Stream, answer};
 use crate::scratch::Scratch;
 use std::cell::Cell;
 use std::io;
@@ -36,7 +36,7 @@ impl Drop for Place {
 
 impl Measuring {
     /// Serves a channel on a thread of its own, or refuses it.
-    pub(super) fn take(&self, incoming: Incoming) {
+    pub(super) fn take(&self, incoming: Greeted) {
         let free = self.0.fetch_add(1, Ordering::AcqRel) < MOST_CHANNELS;
         let place = Place(Arc::clone(&self.0));
         let serve = move || {

@@ -16,6 +16,7 @@
 mod channels;
 mod driver;
 pub(crate) mod inbox;
+mod incoming;
 pub(crate) mod lazy;
 mod measure;
 mod probe;
@@ -23,6 +24,7 @@ pub(crate) mod receiver;
 mod relink;
 mod rest;
 
+pub use incoming::Incoming;
 pub use rest::{Rest, RestState, RestWatch};
 
 pub(crate) use vmferry_protocol::target as session;
@@ -31,14 +33,14 @@ use crate::channel::{Listener, answer};
 use crate::fence::Arbiter;
 use crate::vm::warn_if_panics_abort;
 use crate::wake::{Ending, Wakers};
-use crate::{MigrateError, channel::Incoming};
-use driver::{Driver, Input, Numbered};
+use crate::{MigrateError, channel::Greeted};
+use driver::{Attempt, Driver, Input, Numbered};
 use measure::Measuring;
 use serde::Serialize;
 use session::Outcome;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_core::TargetVm;
@@ -203,22 +205,68 @@ pub fn receive(
     arrival: &Arrival,
 ) -> Result<Received, ReceiveFailure> {
     warn_if_panics_abort();
+    each_source(listener, arrival, None, |queue, attempt, source| {
+        Taken::of(Driver::run(vm, arrival, queue, attempt, source, None))
+    })
+    .map(|((received, rest), queue)| Received {
+        rest: rest.map(|rest| rest.with(queue, arrival.peer_timeout)),
+        ..received
+    })
+}
+
+/// The queue of what threads report.
+type Queue = (SyncSender<Numbered>, Receiver<Numbered>);
+
+/// What became of a source.
+enum Taken<T> {
+    /// It ends the wait.
+    Done(Result<T, ReceiveFailure>),
+    /// It was refused. These came meanwhile.
+    Refused(Vec<Greeted>),
+}
+
+impl Taken<(Received, Option<Rest>)> {
+    fn of(attempt: Result<Attempt, MigrateError>) -> Self {
+        let attempt = match attempt {
+            Ok(attempt) => attempt,
+            Err(error) => return Self::Done(Err(error.into())),
+        };
+        match attempt.outcome {
+            Outcome::Completed | Outcome::Running => Self::Done(Ok((attempt.received, attempt.rest))),
+            Outcome::Failed(why) if attempt.accepted => Self::Done(Err(ReceiveFailure::Failed(why))),
+            Outcome::Failed(why) => {
+                tracing::warn!("{} was refused: {why}", attempt.received.source);
+                Self::Refused(attempt.waiting)
+            }
+        }
+    }
+}
+
+/// Gives each source that comes to `listener` to `take`, the source `first` before all others, until one ends the wait. The number says which
+/// source it is.
+fn each_source<T>(
+    listener: &Listener,
+    arrival: &Arrival,
+    first: Option<Greeted>,
+    mut take: impl FnMut((&SyncSender<Numbered>, &Receiver<Numbered>), u64, Greeted) -> Taken<T>,
+) -> Result<(T, Queue), ReceiveFailure> {
     // A few are enough, and what a peer says waits in its socket, not in our memory.
     let (sender, inputs) = sync_channel(8);
     let ending = ending()?;
     let _waker = arrival.waking(&sender);
     std::thread::scope(|scope| {
-        let take = driver::forward(&sender);
+        let forward = driver::forward(&sender);
         // A full queue needs no wake: its reader asks again after each input whether the listener is over.
         let (ended, ending) = (sender.clone(), &ending);
         let accept = move || {
-            listener.serve(ending, take);
+            listener.serve(ending, forward);
             let _ = ended.try_send((0, Input::Wake));
         };
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
         let over = Over(ending);
-        let (mut waiting, measuring) = (VecDeque::new(), Measuring::default());
+        let measuring = Measuring::default();
+        let mut waiting: VecDeque<Greeted> = first.into_iter().collect();
         let mut attempts = 0;
         let result = loop {
             if arrival.stopped() {
@@ -226,46 +274,35 @@ pub fn receive(
             }
             // Asked first: what the last connection brought is in the queue by then.
             let is_over = listener.is_over();
-            let next = waiting
-                .pop_front()
-                .or_else(|| if is_over { inputs.try_recv().ok() } else { inputs.recv().ok() });
-            let Some((_, input)) = next else { break Err(listener.no_source().into()) };
-            let Input::Connected(incoming) = input else { continue };
-            let incoming = *incoming;
-            if incoming.hello.role == Role::Measure {
-                measuring.take(incoming);
+            let source = match waiting.pop_front() {
+                Some(source) => source,
+                None => match if is_over { inputs.try_recv().ok() } else { inputs.recv().ok() } {
+                    None => break Err(listener.no_source().into()),
+                    Some((_, Input::Connected(source))) => *source,
+                    Some(_) => continue,
+                },
+            };
+            if source.hello.role == Role::Measure {
+                measuring.take(source);
                 continue;
             }
-            if incoming.hello.role != Role::Control {
-                refuse(&incoming, RefusalCode::Token);
+            if source.hello.role != Role::Control {
+                refuse(&source, RefusalCode::Token);
                 continue;
             }
-            if !arrival.same_fence(&incoming.hello) {
-                refuse(&incoming, RefusalCode::Fence);
+            if !arrival.same_fence(&source.hello) {
+                refuse(&source, RefusalCode::Fence);
                 continue;
             }
             attempts += 1;
-            match Driver::run(vm, arrival, (&sender, &inputs), attempts, incoming) {
-                Err(error) => break Err(error.into()),
-                Ok(attempt) => match attempt.outcome {
-                    Outcome::Completed | Outcome::Running => {
-                        break Ok((attempt.received, attempt.rest));
-                    }
-                    Outcome::Failed(why) if attempt.accepted => break Err(ReceiveFailure::Failed(why)),
-                    Outcome::Failed(why) => {
-                        tracing::warn!("{} was refused: {why}", attempt.received.source);
-                        let others = attempt.waiting.into_iter();
-                        waiting.extend(others.map(|other| (0, Input::Connected(Box::new(other)))));
-                    }
-                },
+            match take((&sender, &inputs), attempts, source) {
+                Taken::Done(result) => break result,
+                Taken::Refused(others) => waiting.extend(others),
             }
         };
         drop(over);
         // Otherwise the queue ends here, and whoever still greets finds it closed.
-        result.map(|(mut received, rest)| {
-            received.rest = rest.map(|rest| rest.with((sender, inputs), arrival.peer_timeout));
-            received
-        })
+        result.map(|taken| (taken, (sender, inputs)))
     })
 }
 
@@ -283,7 +320,7 @@ fn ending() -> Result<Ending, MigrateError> {
     Ending::new().map_err(|source| MigrateError::Host { what: "an event", source })
 }
 
-fn refuse(incoming: &Incoming, why: RefusalCode) {
+fn refuse(incoming: &Greeted, why: RefusalCode) {
     if let Err(error) = answer(&incoming.stream, &incoming.hello, Err(why)) {
         tracing::warn!("{}: {error}", incoming.stream.peer);
     }

@@ -2,9 +2,8 @@
 
 use super::channels::Link;
 use super::driver::{Input, Numbered};
-use crate::channel::Incoming;
+use crate::channel::Greeted;
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
@@ -13,14 +12,14 @@ const MOST_LATE: usize = 16;
 
 impl Link {
     /// Whether `incoming` names this migration, with the token that only its source was given.
-    pub(super) fn named_by(&self, incoming: &Incoming) -> bool {
+    pub(super) fn named_by(&self, incoming: &Greeted) -> bool {
         let hello = &incoming.hello;
         hello.migration == self.migration && hello.token == self.tokens.resume && self.same_source(incoming)
     }
 
     /// Whether it is the source of the control channel, as far as its certificate tells: a token that got out is of no use to
     /// another host.
-    pub(super) fn same_source(&self, incoming: &Incoming) -> bool {
+    pub(super) fn same_source(&self, incoming: &Greeted) -> bool {
         incoming.stream.peer_certificate() == self.control.peer_certificate()
     }
 
@@ -28,13 +27,13 @@ impl Link {
     /// placed would be sent again; nor a commit when it is told that the guest will not run here.
     pub(super) fn take_up(
         &mut self,
-        incoming: Incoming,
+        incoming: Greeted,
         inputs: &Receiver<Numbered>,
         peer_timeout: Duration,
     ) -> io::Result<()> {
         self.end_channels(inputs);
         self.attempt += 1;
-        self.control = Arc::new(incoming.stream);
+        self.control = incoming.stream;
         self.control.set_timeouts(Some(peer_timeout), Some(peer_timeout))?;
         self.read_control(peer_timeout)
     }

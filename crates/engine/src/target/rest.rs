@@ -5,7 +5,7 @@ use super::driver::{Numbered, forward};
 use super::inbox::{self, Inbox, Sources};
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, Over, ending};
-use crate::channel::{Incoming, Listener, answer, send_message};
+use crate::channel::{Greeted, Listener, answer, send_message};
 use crate::clock::Clock;
 use crate::fence::Ruled;
 use crate::lacking::pieces;
@@ -243,7 +243,7 @@ impl Rest {
         Some(Event::PeerLost(why))
     }
 
-    fn connected(&mut self, incoming: Incoming, inputs: &Receiver<Numbered>) -> Option<Event> {
+    fn connected(&mut self, incoming: Greeted, inputs: &Receiver<Numbered>) -> Option<Event> {
         if incoming.hello.role != Role::Control {
             return match self.link.connected(incoming)? {
                 Ok(()) => Some(Event::ChannelUp),
@@ -388,7 +388,7 @@ impl Host for House<'_> {
 }
 
 impl Sources for House<'_> {
-    type Connection = Box<Incoming>;
+    type Connection = Box<Greeted>;
 
     fn inbox(&mut self) -> &mut Inbox {
         &mut self.rest.inbox
@@ -439,7 +439,7 @@ impl Sources for House<'_> {
         Ok(self.inputs.recv_timeout(until.saturating_sub(self.now())).ok())
     }
 
-    fn connected(&mut self, incoming: Box<Incoming>) -> Option<Event> {
+    fn connected(&mut self, incoming: Box<Greeted>) -> Option<Event> {
         self.rest.connected(*incoming, self.inputs)
     }
 

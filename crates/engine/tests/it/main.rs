@@ -9,6 +9,7 @@ mod faulting;
 mod fenced;
 mod free_pages;
 mod freeing;
+mod incoming;
 mod liars;
 mod links;
 mod moves;

@@ -81,6 +81,8 @@ pub(crate) struct Options {
     pub(crate) free_one_in: u64,
     /// What the target says of the time that it will take.
     pub(crate) expected_load: Option<Duration>,
+    /// What the source's VMM says of the guest.
+    pub(crate) description: &'static str,
     /// What the source says of the time that a pause takes.
     pub(crate) pause_costs: PauseCosts,
 }
@@ -103,6 +105,7 @@ impl Default for Options {
             freed: 0,
             free_one_in: 0,
             expected_load: None,
+            description: "",
             pause_costs: PauseCosts::Measured,
         }
     }
@@ -326,6 +329,10 @@ impl SourceVm for Toy {
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         let kind = self.board.options.free?;
         Some(Box::new(Freeing::new(kind, Arc::clone(&self.board), Arc::clone(&self.stopped))))
+    }
+
+    fn description(&self) -> Vec<u8> {
+        self.board.options.description.into()
     }
 
     fn pause_costs(&self) -> PauseCosts {

@@ -1,7 +1,7 @@
 //! The source's side of a migration as a state machine without I/O.
 //!
 //! A [`Session`] takes events and returns actions. The host performs the actions and reports the
-//! events: see [`run`](crate::run). A session never blocks, never reads a clock, allocates nothing
+//! events: see [`run`]. A session never blocks, never reads a clock, allocates nothing
 //! per page, and knows no socket.
 //!
 //! # Phases
@@ -11,16 +11,16 @@
 //!
 //! | type | the source | the guest |
 //! |---|---|---|
-//! | [`Setup`] | agrees with the target on the machine and opens channels | runs here |
-//! | [`Precopy`] | sends passes over memory | runs here |
-//! | [`Stopping`] | pauses the guest and saves its state; may still let it run on | is paused |
-//! | [`Switchover`] | sends the last pages, or names the missing ones | is paused |
-//! | [`Committed`] | has told the target to run the guest, and awaits its answer | is paused |
-//! | [`Claiming`] | lost the link after the commit, and asks the arbiter | is paused |
-//! | [`Postcopy`] | sends the missing pages | runs on the target |
-//! | [`Recovery`] | lost the link after the handover, and opens it again | may run on the target |
-//! | [`Resuming`] | failed or was cancelled, and lets the guest run again | is resumed |
-//! | [`Ended`] | does nothing more | |
+//! | `Setup` | agrees with the target on the machine and opens channels | runs here |
+//! | `Precopy` | sends passes over memory | runs here |
+//! | `Stopping` | pauses the guest and saves its state; may still let it run on | is paused |
+//! | `Switchover` | sends the last pages, or names the missing ones | is paused |
+//! | `Committed` | has told the target to run the guest, and awaits its answer | is paused |
+//! | `Claiming` | lost the link after the commit, and asks the arbiter | is paused |
+//! | `Postcopy` | sends the missing pages | runs on the target |
+//! | `Recovery` | lost the link after the handover, and opens it again | may run on the target |
+//! | `Resuming` | failed or was cancelled, and lets the guest run again | is resumed |
+//! | `Ended` | does nothing more | |
 //!
 //! # Which side may run the guest
 //!
@@ -28,7 +28,7 @@
 //! guest stays with the source. After the commit the source does not resume the guest on its own,
 //! because the target may run it. Two messages give it back: the target's
 //! [`ToSource::Returned`], which renounces the guest for good, and an arbiter's answer that the
-//! guest is the source's ([`commit`]).
+//! guest is the source's (`commit`).
 
 mod commit;
 mod costs;

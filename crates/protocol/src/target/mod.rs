@@ -1,7 +1,7 @@
 //! The target's side of a migration as a state machine without I/O.
 //!
 //! A [`Session`] takes events and returns actions. The host performs the actions and reports the
-//! events: see [`run`](crate::run). A session never blocks and reads no clock.
+//! events: see [`run`]. A session never blocks and reads no clock.
 //!
 //! # Phases
 //!
@@ -10,21 +10,21 @@
 //!
 //! | type | the target | the guest |
 //! |---|---|---|
-//! | [`Setup`] | compares the machine, and opens channels | runs on the source |
-//! | [`Receiving`] | takes pages and the device state | runs on the source, then is paused |
-//! | [`Ready`] | loads the state, and awaits the commit | is paused |
-//! | [`Claiming`] | has read the commit, and asks the arbiter for the guest | is paused |
-//! | [`Starting`] | starts the guest | is paused |
-//! | [`Renounced`] | will never run the guest, and tells the source so | is the source's |
-//! | [`Postcopy`] | takes the missing pages | runs here |
-//! | [`Ended`](State::Ended) | does nothing more | |
+//! | `Setup` | compares the machine, and opens channels | runs on the source |
+//! | `Receiving` | takes pages and the device state | runs on the source, then is paused |
+//! | `Ready` | loads the state, and awaits the commit | is paused |
+//! | `Claiming` | has read the commit, and asks the arbiter for the guest | is paused |
+//! | `Starting` | starts the guest | is paused |
+//! | `Renounced` | will never run the guest, and tells the source so | is the source's |
+//! | `Postcopy` | takes the missing pages | runs here |
+//! | `Ended` | does nothing more | |
 //!
 //! # Which side may run the guest
 //!
 //! The guest runs on the target only after [`ToTarget::Commit`], and with an arbiter only after the
 //! arbiter has granted the guest. Every failure before that ends without the guest having run. If
 //! the source may have sent the commit and its link is lost, the target gives the guest up for good
-//! and stays to say so ([`Renounced`]). Once the guest runs before all of its memory is here, a lost
+//! and stays to say so (`Renounced`). Once the guest runs before all of its memory is here, a lost
 //! link ends nothing: the target waits for the missing pages over new channels.
 
 mod postcopy;

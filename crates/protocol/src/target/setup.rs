@@ -48,6 +48,10 @@ impl Setup {
                     probe,
                 }),
             ) => announced(shared, &machine, mode, Channels { bulk, urgent, probe }),
+            // For a VMM that creates its VM now. Here the VM exists.
+            (Step::AwaitAnnouncement, Event::Message(ToTarget::Description(_))) => {
+                (State::Setup(self), Vec::new())
+            }
             (Step::LookingForRegister, Event::ArbiterAnswered(Word::Look, answer)) => looked(shared, answer),
             // Late, or of another word.
             (_, Event::ArbiterAnswered(..)) => (State::Setup(self), Vec::new()),

@@ -1,0 +1,102 @@
+//! Targets that learn which guest comes before they have a VM.
+
+use crate::rig::{Ended, check_owner, quick, socket_path, unix_uri};
+use crate::toy::{Options, Toy};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+use vmferry_engine::{
+    Arrival, Incoming, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, SourceVm,
+    Uri, migrate,
+};
+
+/// Moves the guest of `source` to a target that has no VM before `create` makes one.
+fn move_to_blank(
+    source: &mut Toy,
+    settings: &Settings,
+    create: impl FnOnce(&Incoming) -> Toy + Send,
+) -> (Ended, Toy) {
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(settings.peer_timeout));
+    std::thread::scope(|scope| {
+        let target = scope.spawn(|| {
+            let incoming = Incoming::accept(&listener, &arrival).unwrap();
+            let mut vm = create(&incoming);
+            let received = incoming.receive(&mut vm, &listener, &arrival).map(|mut received| {
+                received.rest.take().map(|rest| rest.finish(&listener, &arrival));
+                received
+            });
+            (received, vm)
+        });
+        let sent = migrate(source, &uri, None, settings, &Monitor::new());
+        let (received, vm) = target.join().unwrap();
+        (Ended { sent, received }, vm)
+    })
+}
+
+#[test]
+fn vm_is_created_from_what_the_source_announces() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+        let description = "disks: none";
+        let mut source = Toy::new(Options { description, lazy: true, ..Options::default() }, true);
+        let blank = source.target();
+        let machine = SourceVm::config(&source);
+        // Creating the VM takes longer than the source bears a silent target.
+        let settings = Settings { mode, peer_timeout: Duration::from_secs(4), ..Settings::default() };
+        let create = |incoming: &Incoming| {
+            assert_eq!(*incoming.machine(), machine);
+            assert_eq!(incoming.description(), description.as_bytes());
+            std::thread::sleep(Duration::from_secs(5));
+            blank
+        };
+        let (ended, target) = move_to_blank(&mut source, &settings, create);
+        check_owner(&source, &target, &ended);
+        assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
+        assert_eq!(target.lost(), [], "the guest misses pages");
+    }
+}
+
+#[test]
+fn vm_that_is_not_what_was_announced_is_refused() {
+    let mut source = Toy::new(Options::default(), true);
+    let create = |_: &Incoming| Toy::new(Options { vcpus: 7, ..Options::default() }, false);
+    let (ended, target) = move_to_blank(&mut source, &quick(), create);
+    check_owner(&source, &target, &ended);
+    assert!(ended.error().contains("vCPUs: 7 here and 2 there"), "{}", ended.error());
+    assert!(matches!(ended.received, Err(ReceiveFailure::Failed(_))), "{:?}", ended.received);
+}
+
+/// Announces the guest of a source to a target that does `then` with it. Returns why the guest stays.
+fn turned_away(then: impl FnOnce(Incoming) + Send) -> String {
+    let mut source = Toy::new(Options::default(), true);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let (uri, settings) = (listener.uri().unwrap(), quick());
+    let arrival = Arrival::new(settings.peer_timeout);
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| then(Incoming::accept(&listener, &arrival).unwrap()));
+        migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap()
+    });
+    assert_eq!(report.state, MigrationState::Failed);
+    assert!(source.works(), "the guest goes on");
+    report.error.unwrap()
+}
+
+#[test]
+fn source_that_is_refused_hears_why_and_goes_on() {
+    let why = turned_away(|incoming| incoming.refuse("this host has no room"));
+    assert!(why.contains("this host has no room"), "{why}");
+    let why = turned_away(drop);
+    assert!(why.contains("closed the connection"), "{why}");
+}
+
+#[test]
+fn wait_for_an_announcement_ends_at_a_stop_and_survives_strangers() {
+    let path = socket_path();
+    let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+    let arrival = Arrival::new(Duration::from_secs(120));
+    std::thread::scope(|scope| {
+        let target = scope.spawn(|| Incoming::accept(&listener, &arrival).map(drop));
+        drop(UnixStream::connect(&path).unwrap());
+        arrival.stop();
+        assert!(matches!(target.join().unwrap(), Err(ReceiveFailure::Stopped)));
+    });
+}
