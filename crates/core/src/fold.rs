@@ -98,6 +98,14 @@ mod x86 {
     const BY_128: i64 = power_of_x(127).cast_signed();
     const RECIPROCAL: i64 = reciprocal().cast_signed();
 
+    /// Asks for a line of memory that is soon read.
+    #[inline]
+    fn prefetch(at: *const u8) {
+        #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
+        // SAFETY: a prefetch reads nothing that could be seen, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+
     #[target_feature(enable = "avx512f")]
     #[inline]
     fn in_each_lane([low, high]: [i64; 2]) -> __m512i {
@@ -124,8 +132,7 @@ mod x86 {
     pub(crate) unsafe fn remainder(from: *const u8, next: *const u8) -> u64 {
         // SAFETY: `at` is at most PAGE_BYTES - VECTOR in every call below, and the page is mapped.
         let load = |at: usize| unsafe { _mm512_loadu_si512(from.add(at).cast()) };
-        // A hint: it never faults, wherever it points.
-        let ask_for = |at: usize| _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(at).cast());
+        let ask_for = |at: usize| prefetch(next.wrapping_add(at));
         let by_block = in_each_lane(BY_BLOCK);
         let mut state = [load(0), load(VECTOR), load(2 * VECTOR), load(3 * VECTOR)];
         (0..LANES).for_each(|lane| ask_for(lane * VECTOR));

@@ -155,6 +155,14 @@ fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
     mask
 }
 
+/// Asks for a line of memory that is soon read.
+#[inline]
+fn prefetch(at: *const u64) {
+    #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
+    // SAFETY: a prefetch reads nothing that could be seen, wherever it points.
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+}
+
 /// Whether all words of a batch are zero, when they come from memory: its pages are read side by side, and the next batch is
 /// fetched meanwhile. The prefetchers of a processor work within a page, and one load after the other keeps too few of
 /// them busy: 15 to 20 percent were measured. Where the words are in a cache this would be the slower way.
@@ -166,8 +174,7 @@ fn is_empty_far(words: &[u64; BATCH_WORDS]) -> bool {
     for line in (0..HOP_WORDS).step_by(LANES) {
         for (all, hop) in all.iter_mut().zip(hops) {
             let at = hop.as_ptr().wrapping_add(line);
-            // A prefetch reads nothing that could be seen, wherever it points.
-            _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(BATCH_WORDS).cast());
+            prefetch(at.wrapping_add(BATCH_WORDS));
             // SAFETY: `line` is a multiple of LANES below HOP_WORDS, so the 64 bytes are within `hop`.
             *all = _mm512_or_si512(*all, unsafe { _mm512_loadu_si512(at.cast()) });
         }
