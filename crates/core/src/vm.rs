@@ -9,8 +9,9 @@
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | placing pages while the guest runs |
 //!
-//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] from the thread that called the engine,
-//! so [`SourceVm`] and [`TargetVm`] need not be `Send`. All its channel threads call [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
+//! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] on the thread that called the
+//! engine, so [`SourceVm`] and [`TargetVm`] need not be `Send`. All its channel threads call
+//! [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
 //!
 //! # Panics
 //! A panic of an implementation on a thread of the engine fails the migration, as an error does, if

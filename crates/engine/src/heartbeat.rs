@@ -90,7 +90,8 @@ impl Heartbeat {
         work()
     }
 
-    /// Begins to speak for a side that is busy outside the engine, and that sends nothing on `control` before [`end`](Self::end).
+    /// Begins to speak for a side that is busy outside the engine. That side sends nothing on
+    /// `control` before [`end`](Self::end).
     pub(crate) fn begin(&self, control: &Arc<Stream>) {
         self.0.lock().busy = Some((Instant::now(), Arc::clone(control)));
     }

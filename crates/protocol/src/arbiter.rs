@@ -9,26 +9,26 @@ use std::time::Duration;
 /// A side of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Where the guest comes from.
+    /// The side that the guest leaves.
     Source,
-    /// Where it goes to.
+    /// The side that the guest comes to.
     Target,
 }
 
 /// What is said to an arbiter about a migration whose register was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Word {
-    /// Nothing: what does the register hold?
+    /// Reads the register.
     Look,
-    /// If it is open, from now on it holds this side.
+    /// Changes an open register to this side.
     Claim(Side),
-    /// If it holds the target: the target runs the guest.
+    /// Notes in a register that holds the target that the target runs the guest.
     Runs,
-    /// By the target, which has not run the guest and never will: from now on it holds the source, whatever it held.
+    /// Changes the register to the source. Said by a target that has not run the guest and never will.
     GiveBack,
 }
 
-/// What a register holds.
+/// Content of a register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Ruling {
     /// Neither side has claimed the guest.
@@ -45,7 +45,7 @@ pub enum Ruling {
 impl fmt::Display for Ruling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Open => "has given it to nobody",
+            Self::Open => "has given it to neither side",
             Self::Source => "has given it to the source",
             Self::Target { runs: false } => "has given it to the target, which has not said that it runs it",
             Self::Target { runs: true } => "has given it to the target, which runs it",
@@ -53,13 +53,13 @@ impl fmt::Display for Ruling {
     }
 }
 
-/// Why an arbiter has said nothing.
+/// Reason for which an arbiter has not decided.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArbiterError {
-    /// It gave no answer, or none that can be understood. It may or may not have heard.
+    /// The arbiter gave no answer, or none that can be understood. It may or may not have heard.
     #[error("the fence gave no answer: {0}")]
     Unreachable(String),
-    /// It answered, and has no register for this migration, or one that it does not understand.
+    /// The arbiter has no register for this migration, or one that it does not understand.
     #[error("the fence cannot decide: {0}")]
     NoRegister(String),
 }

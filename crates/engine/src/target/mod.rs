@@ -242,8 +242,8 @@ impl Taken<(Received, Option<Rest>)> {
     }
 }
 
-/// Gives each source that comes to `listener` to `take`, the source `first` before all others, until one ends the wait. The number says which
-/// source it is.
+/// Gives each source that comes to `listener` to `take`, until one ends the wait. The source `first`
+/// comes before all others. `take` is told the number of the source.
 fn each_source<T>(
     listener: &Listener,
     arrival: &Arrival,

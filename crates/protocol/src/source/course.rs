@@ -1,12 +1,15 @@
-//! What `--mode auto` does while a precopy is under way: goes on, or changes course. A pure function of what was planned and what
-//! is seen, asked after each pass that the policy would follow with another.
+//! Changes of course that a precopy makes by itself (mode `auto`).
+//!
+//! A pure function of what was planned and what was measured. The session asks it after each pass that
+//! the policy would follow with another.
 
 use super::settings::AutoConverge;
 use super::verdict::{Standing, Verdict, ms};
 use serde::Serialize;
 use std::time::Duration;
 
-/// Passes without headway before the course is changed: one may be an accident (a busy host, a guest that starts something).
+/// Number of passes without progress before the course is changed. A single one may be an accident, such as
+/// a busy host.
 const PATIENCE: u32 = 2;
 /// A run that takes this many times as long as the slowest that was expected has departed from the plan.
 const OVERRUN: f64 = 1.5;
@@ -24,55 +27,55 @@ pub struct Auto {
     pub expected: Option<Expected>,
 }
 
-/// What was planned.
+/// The plan's expectation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
-    /// How likely precopy was thought to end by itself, 0 to 1.
+    /// Probability that precopy ends by itself, 0 to 1.
     pub converges: f64,
-    /// The longest that it was expected to take.
+    /// Longest time that the migration was expected to take.
     pub longest: Duration,
 }
 
-/// What is seen after a pass.
+/// What was measured up to the end of a pass.
 #[derive(Debug, Clone)]
 pub struct Seen {
-    /// Passes that were sent so far.
+    /// Number of passes that were sent so far.
     pub passes: u32,
-    /// Since the migration began.
+    /// Time since the migration began.
     pub elapsed: Duration,
-    /// How much of that it waited for the guest's I/O, with nothing else to do.
+    /// Part of that time in which the source waited for the guest's I/O, with nothing else to do.
     pub rested: Duration,
-    /// Passes in a row, up to the last, that made no headway.
+    /// Number of passes in a row, up to the last, that made no progress.
     pub stuck: u32,
-    /// The last one.
+    /// The last pass, and the limits.
     pub standing: Standing,
-    /// What was judged of it.
+    /// What the passes are expected to come to.
     pub verdict: Verdict,
-    /// It was said before that nothing can be done.
+    /// The operator was told before that nothing helps.
     pub advised: bool,
 }
 
-/// What to do.
+/// Course of a precopy after a pass.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Course {
     /// Go on.
     Keep,
-    /// Let the guest go on on the target now, and the rest follow.
+    /// Let the guest run on the target now, and send the rest after that.
     Postcopy {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// Slow the guest from now on.
     Throttle {
-        /// Whom.
+        /// Which vCPUs.
         how: AutoConverge,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// Nothing that is allowed would help: say what would.
+    /// Tell the operator what would help: nothing that is allowed does.
     Advise {
-        /// Why, and what would help.
+        /// The reason, and what would help.
         why: String,
     },
 }
@@ -81,18 +84,18 @@ pub enum Course {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CourseChange {
-    /// When, in ms since the migration began.
+    /// Time since the migration began, in ms.
     pub at_ms: f64,
-    /// After so many passes.
+    /// Number of passes before the change.
     pub passes: u32,
     /// `postcopy`, `throttle` or `advice`.
     pub what: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 impl Course {
-    /// It as an entry of the report; `None` if nothing changes.
+    /// Returns the change as an entry of the report. `None` if nothing changes.
     #[must_use]
     pub fn change(&self, seen: &Seen) -> Option<CourseChange> {
         let (what, why) = match self {
@@ -107,7 +110,7 @@ impl Course {
 }
 
 impl Auto {
-    /// Decides.
+    /// Decides on the course after a pass.
     #[must_use]
     pub fn decide(&self, seen: &Seen) -> Course {
         let Some(trouble) = self.trouble(seen) else { return Course::Keep };
@@ -136,7 +139,7 @@ impl Auto {
         }
     }
 
-    /// How the run departs from what was planned, if it does.
+    /// Returns how the migration departs from the plan, if it does.
     fn trouble(&self, seen: &Seen) -> Option<String> {
         if seen.stuck >= self.patience() {
             let ratio = seen.verdict.ratio.unwrap_or(1.0) * 100.0;
@@ -162,7 +165,8 @@ impl Auto {
         })
     }
 
-    /// A plan that said no is believed at the first sign.
+    /// Number of passes without progress that are tolerated. A plan that expected no convergence is
+    /// believed at the first sign.
     fn patience(&self) -> u32 {
         if self.expected.is_some_and(|expected| expected.converges < 0.5) { 1 } else { PATIENCE }
     }
@@ -173,7 +177,8 @@ impl Standing {
         self.fixed.as_secs_f64() + self.left as f64 * 4096.0 / self.bandwidth_stopped.max(1.0)
     }
 
-    /// The share of its time that the guest would have to stand still to dirty half of what the link carries.
+    /// Share of its time for which the guest would have to be stopped to dirty half of what the link
+    /// carries.
     fn needed_throttle(&self) -> f64 {
         let dirty = self.left as f64 * 4096.0 / self.pass.as_secs_f64().max(1e-6);
         (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97)

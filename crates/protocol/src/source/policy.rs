@@ -1,4 +1,4 @@
-//! When to stop the guest: a pure function of what was measured.
+//! The decision when to stop the guest. A pure function of what was measured.
 
 use super::settings::{Settings, SwitchoverBandwidth};
 use std::time::Duration;
@@ -12,8 +12,9 @@ const WORTHWHILE_SHRINK: f64 = 0.75;
 /// downtime could then hardly get shorter.
 const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
 
-/// Nor once they would cost less than this share of the limit: whoever allows 300 ms does not feel 5, but the guest pays
-/// for each further pass with a fault for every page that it writes, and the migration takes longer.
+/// Another pass is not worth it either once the remaining pages would cost less than this share of the
+/// limit. An operator who allows 300 ms does not feel 5 ms, but the guest pays for each further pass with a
+/// fault for every page that it writes, and the migration takes longer.
 const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
 
 /// A pass of fewer bytes says little about the link: latency and start-up dominate it.
@@ -26,18 +27,18 @@ const CAP_FELT: f64 = 0.8;
 /// the guest dirties about as fast as the link carries.
 pub const CONVERGING: f64 = 0.75;
 
-/// What one live pass was like, from its first byte sent to the target's word that all had arrived.
+/// One pass, from its first byte to the target's message that all pages have arrived.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PassOutcome {
     /// Bytes on the wire.
     pub bytes: u64,
-    /// How long it took.
+    /// Time that the pass took.
     pub elapsed: Duration,
     /// Pages found dirty after it.
     pub remaining: u64,
 }
 
-/// What to do next.
+/// Decision after a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// Send what is dirty, with the guest running.
@@ -137,8 +138,10 @@ impl Convergence {
     }
 }
 
-/// Whether passes that left `earlier`, then `previous`, then `left` pages are worth going on with. Judged over two passes: one may be off by
-/// what the host did meanwhile, and a guest near the threshold would be stopped by chance, for a time that is chance.
+/// Returns true if passes that left `earlier`, then `previous`, then `left` pages are worth going on with.
+///
+/// Two passes are compared. A single one may be disturbed by the host, and a guest near the threshold would
+/// then be stopped by chance.
 fn shrinks(left: u64, previous: Option<u64>, earlier: Option<u64>) -> bool {
     let (before, share) = match (previous, earlier) {
         (_, Some(earlier)) => (earlier, WORTHWHILE_SHRINK * WORTHWHILE_SHRINK),

@@ -4,27 +4,28 @@ use super::course::Auto;
 use std::time::Duration;
 use vmferry_wire::Mode;
 
-/// What to do when a migration takes longer than its timeout.
+/// Action taken when a migration takes longer than its timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnTimeout {
-    /// Give up; the guest stays.
+    /// The migration is cancelled, and the guest stays.
     #[default]
     Cancel,
-    /// Stop the guest and send the rest, however long that takes.
+    /// The guest is stopped and the rest is sent, whatever time that takes.
     Switch,
-    /// Let the guest run on the target and send the rest then.
+    /// The guest runs on the target, and the rest is sent after that.
     Postcopy,
 }
 
 /// When the guest changes sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MigrationMode {
-    /// After its memory.
+    /// After its memory was sent.
     #[default]
     Precopy,
-    /// At once, or as soon as its I/O comes to rest: its memory follows, what it needs first.
+    /// At once, or as soon as its I/O comes to rest. Its memory follows, requested pages first.
     Postcopy,
-    /// After as many passes over its memory as are worth while; then, if the downtime would be too long, before the rest.
+    /// After as many passes over its memory as are worth while. If the downtime would then be too long,
+    /// the rest follows in postcopy.
     Hybrid,
 }
 
@@ -38,25 +39,26 @@ impl std::fmt::Display for MigrationMode {
     }
 }
 
-/// Whether a guest that dirties faster than the link carries is slowed until it does not.
+/// Which vCPUs are slowed if the guest dirties faster than the link carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AutoConverge {
-    /// It is not.
+    /// None.
     #[default]
     Off,
     /// All vCPUs alike.
     All,
-    /// Only those vCPUs that write more than their share, where the tracker can tell them apart (`ring`); else all.
+    /// The vCPUs that write more than their share, where the tracker can tell vCPUs apart (`ring`).
+    /// Otherwise all.
     Writers,
 }
 
-/// A limit of its own for the time in which the guest is stopped.
+/// Limit of the bandwidth while the guest is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SwitchoverBandwidth {
-    /// As fast as it goes.
+    /// No limit.
     Unlimited,
-    /// Bytes a second, above or below [`Settings::max_bandwidth`]. Where that one is felt, it is also what the prediction of
-    /// the downtime counts on: whoever says it knows the link.
+    /// Bytes per second, above or below [`Settings::max_bandwidth`]. If the passes reached that limit,
+    /// the predicted downtime assumes this one: the operator knows the link.
     AtMost(u64),
 }
 

@@ -323,7 +323,7 @@ fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Dur
 }
 
 #[test]
-fn who_may_go_over_to_postcopy_does_not_wait_for_a_stop_that_always_takes_too_long() {
+fn hybrid_does_not_wait_for_a_stop_that_always_takes_too_long() {
     let limit = 50 * MS;
     for costs in [(MS, 100 * MS), (60 * MS, Duration::ZERO)] {
         let hybrid = Settings { mode: MigrationMode::Hybrid, downtime_limit: limit, ..Settings::default() };
@@ -391,7 +391,7 @@ fn a_long_limit_does_not_stop_a_guest_for_most_of_its_time() {
 }
 
 #[test]
-fn whoever_insists_has_no_guest_stopped_to_see() {
+fn urgent_migration_makes_no_trial_pause() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
@@ -421,7 +421,7 @@ fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
 }
 
 #[test]
-fn whoever_insists_waits_as_long_as_the_vm_does_and_no_longer() {
+fn urgent_migration_waits_for_io_as_long_as_the_vm_does() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
@@ -478,7 +478,7 @@ fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
 }
 
 #[test]
-fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked() {
+fn guest_is_slowed_as_far_as_the_link_needs_and_only_busy_writers_on_request() {
     let near = |got: Option<Vec<f64>>, want: &[f64]| {
         let got = got.expect("a throttle");
         let same = got.len() == want.len() && got.iter().zip(want).all(|(g, w)| (g - w).abs() < 0.01);
@@ -494,7 +494,7 @@ fn a_guest_is_slowed_as_far_as_the_link_needs_and_only_who_writes_most_if_asked(
 }
 
 #[test]
-fn a_link_that_was_cut_on_request_is_not_taken_up_before_somebody_asks_for_it() {
+fn link_that_was_cut_on_request_is_opened_on_request_only() {
     let mut session = passing(Settings { mode: MigrationMode::Hybrid, ..Settings::default() });
     assert_eq!(session.handle(MS, Event::Pause), [], "not before the guest runs there");
     run_in_postcopy(&mut session, MS);

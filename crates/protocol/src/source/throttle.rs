@@ -1,24 +1,29 @@
-//! How much to slow a guest that dirties faster than the link carries: a pure function of what was measured.
+//! The throttle of a guest that dirties faster than the link carries. A pure function of what was measured.
 //!
-//! QEMU's auto-converge steps the throttle up by 10 % every few passes until it happens to suffice. Here it is computed:
-//! a guest that dirties `d` bytes a second at full speed dirties `d * (1 - s)` when it is stopped for the share `s` of
-//! its time, and that has to be less than the link carries.
+//! QEMU's auto-converge raises the throttle by 10 % every few passes until it suffices. Here it is computed.
+//! A guest that dirties `d` bytes per second at full speed dirties `d * (1 - s)` when it is stopped for the
+//! share `s` of its time. That has to be less than the link carries.
 
-/// Of the bandwidth, how much a slowed guest may dirty: each pass is then about half as long as the one before.
+/// Share of the bandwidth that a slowed guest may dirty. Each pass is then about half as long as the one
+/// before.
 const SHARE_OF_LINK: f64 = 0.5;
-/// The most that a vCPU is stopped: it still gets 3 ms of each 100, or its watchdogs bark.
+/// Largest share for which a vCPU is stopped. It still gets 3 ms of each 100 ms, because the guest's watchdogs
+/// would fire.
 const MOST: f64 = 0.97;
-/// Less is not worth a kick every few milliseconds.
+/// Smallest share: less is not worth an interruption every few milliseconds.
 const LEAST: f64 = 0.02;
 
-/// The shares of time, one for each vCPU, that they are to stand still.
+/// Returns the share of its time, 0 to 1, for which each vCPU has to be stopped.
 ///
-/// `dirty` is what each dirtied while it stood still for the share in `now` (both of the same length; one entry stands for
-/// all vCPUs where they cannot be told apart), and `bandwidth` what the link carries; in the same unit of bytes or pages
-/// a second. vCPUs that dirty less than a fair share of the link are left alone; the others are slowed to it, and what
-/// the modest do not use is theirs.
+/// `dirty` has what each vCPU dirtied while it was stopped for the share in `now`. Both have one entry for each
+/// vCPU, or one entry for all. `bandwidth` is what the link carries. `dirty` and `bandwidth` have the same unit,
+/// bytes or pages per second.
+///
+/// A vCPU that dirties less than a fair share of the link is not slowed. The others are slowed to the fair
+/// share, and divide what is left over.
 pub fn shares(dirty: &[f64], now: &[f64], bandwidth: f64) -> Vec<f64> {
-    // Standing still for all of the time, nobody would dirty anything: bounded, so that a slip of the clock is no infinity.
+    // A vCPU that is stopped all the time dirties nothing. The bound keeps a clock that slips from making this
+    // infinite.
     let full_speed = |(dirty, now): (&f64, &f64)| dirty / (1.0 - now.min(MOST)).max(1.0 - MOST);
     let full: Vec<f64> = dirty.iter().zip(now).map(full_speed).collect();
     let level = fair_level(&full, bandwidth * SHARE_OF_LINK);
@@ -26,7 +31,7 @@ pub fn shares(dirty: &[f64], now: &[f64], bandwidth: f64) -> Vec<f64> {
     full.iter().map(share).map(|share| if share < LEAST { 0.0 } else { share }).collect()
 }
 
-/// The level to which the highest have to be cut so that all together are at most `total`.
+/// Returns the level to which the highest rates have to be cut so that the sum is at most `total`.
 fn fair_level(rates: &[f64], total: f64) -> f64 {
     let mut sorted = rates.to_vec();
     sorted.sort_by(f64::total_cmp);

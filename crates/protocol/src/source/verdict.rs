@@ -1,55 +1,56 @@
-//! Whether a precopy that is under way will end by itself: judged after each pass, from what it left.
+//! The prediction whether a precopy ends by itself. It is made after each pass, from the pages that the pass
+//! left.
 
 use serde::Serialize;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// A pass that leaves more than this share of what the pass before left makes no headway worth the name.
+/// A pass that leaves more than this share of what the pass before left makes no progress.
 const HEADWAY: f64 = 0.95;
-/// Most passes that are counted on; beyond, nobody knows.
+/// Largest number of passes that is predicted.
 const MOST_PASSES: f64 = 1000.0;
 
-/// What is to be expected of the precopy under way, as of its last pass.
+/// Prediction for a precopy, as of its last pass.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// Whether it will end by itself; `None` while one pass alone tells nothing.
+    /// True if the precopy is expected to end by itself. `None` while one pass alone tells nothing.
     pub converging: Option<bool>,
-    /// Seconds until the guest runs on the target, if it goes on like this.
+    /// Seconds until the guest runs on the target, if nothing changes.
     pub eta_s: Option<f64>,
-    /// Passes until then, the last one with the guest stopped included.
+    /// Number of passes until then, with the one in which the guest is paused.
     pub passes_left: Option<u32>,
-    /// Pages that this pass left, by those that the pass before left: below 1 it shrinks.
+    /// Pages that this pass left, divided by those that the pass before left. Below 1, passes shrink.
     pub ratio: Option<f64>,
-    /// What would help, one a line; empty if nothing is needed.
+    /// What would help, one entry each. Empty if nothing is needed.
     pub help: Vec<String>,
 }
 
-/// What the judgement is made of: a pass, what it left, and what is wanted.
+/// Input of the prediction: a pass, the pages that it left, and the limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Standing {
-    /// Pages left by the pass before the last, if there was one.
+    /// Pages that the pass before the last left, if there was one.
     pub before: Option<u64>,
-    /// Pages left by the last.
+    /// Pages that the last pass left.
     pub left: u64,
-    /// How long the last took.
+    /// Time that the last pass took.
     pub pass: Duration,
-    /// Bytes a second that the link carries while the guest runs.
+    /// Bytes per second that the link carries while the guest runs.
     pub bandwidth: f64,
-    /// The same once it is stopped.
+    /// Bytes per second that the link carries while the guest is paused.
     pub bandwidth_stopped: f64,
-    /// What stopping costs with nothing to send.
+    /// Downtime with nothing to send.
     pub fixed: Duration,
-    /// How long the guest may be stopped.
+    /// Limit of the downtime.
     pub limit: Duration,
-    /// Whether the guest is slowed already.
+    /// The guest is slowed already.
     pub throttled: bool,
-    /// Whether it may go over to postcopy.
+    /// The guest may go over to postcopy.
     pub lazy: bool,
 }
 
 impl Standing {
-    /// Pages that may be left for the downtime to fit.
+    /// Number of pages that may be left for the downtime to fit the limit.
     fn fitting(&self) -> f64 {
         let room = self.limit.saturating_sub(self.fixed).as_secs_f64();
         room * self.bandwidth_stopped / PAGE_SIZE as f64
@@ -59,7 +60,7 @@ impl Standing {
         self.fixed.as_secs_f64() + pages * PAGE_SIZE as f64 / self.bandwidth_stopped.max(1.0)
     }
 
-    /// Judges it.
+    /// Makes the prediction.
     #[must_use]
     pub fn judge(&self) -> Verdict {
         let (left, fitting) = (self.left as f64, self.fitting());
@@ -107,7 +108,7 @@ impl Standing {
         Verdict { converging: Some(true), eta_s: Some(eta), passes_left, ratio, help: Vec::new() }
     }
 
-    /// What would make it end, with figures.
+    /// Returns what would make the precopy end, with figures.
     #[must_use]
     pub fn help(&self) -> Vec<String> {
         let pages = self.left as f64;
@@ -146,7 +147,7 @@ impl Standing {
     }
 }
 
-/// A time for people.
+/// Formats a time for people.
 pub(crate) fn ms(seconds: f64) -> String {
     if seconds >= 10.0 {
         format!("{seconds:.0} s")
@@ -157,7 +158,7 @@ pub(crate) fn ms(seconds: f64) -> String {
     }
 }
 
-/// Bytes a second for people.
+/// Formats bytes per second for people.
 pub(crate) fn rate(bytes: f64) -> String {
     format!("{:.0} MB/s", bytes / 1e6)
 }
