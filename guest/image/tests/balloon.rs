@@ -107,8 +107,9 @@ fn without_reports_it_does_not() {
         let workload = format!("idle,alloc={}M,rounds=1", ALLOC / MIB);
         let guest = boot(accelerator, &GuestArgs { report: ReportMode::Off, ..args(&workload) });
         let done = wait(&guest, "rounds", AllocSnapshot::done);
-        // The vCPU that is later may use what the other one has freed.
-        assert!(residue(&guest, &done, 0) * 100 > 50 * ALLOC, "{}", residue(&guest, &done, 0));
+        // A vCPU that runs after the other one uses what that one has freed: half of it is left then, but for what the
+        // guest still uses. With reports hardly anything is left.
+        assert!(residue(&guest, &done, 0) * 100 > 25 * ALLOC, "{}", residue(&guest, &done, 0));
         assert_eq!(done.sum(|cpu| cpu.reports), 0);
     }
 }
