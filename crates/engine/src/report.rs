@@ -85,7 +85,6 @@ pub struct Report {
 
 /// How a migration ended, and which side owns the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Ended {
     /// The guest runs on the target.
     Completed,

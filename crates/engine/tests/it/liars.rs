@@ -173,7 +173,7 @@ fn pages_that_are_not_there_are_not_sent_again() {
             liar.listen();
         });
     }
-    seen_through("suspect pages without their names", patient(), |liar| {
+    seen_through("found damaged pages and did not name them", patient(), |liar| {
         let pass = liar.until_the_last_pass();
         liar.received(pass, u64::MAX, vec![]);
         liar.listen();

@@ -162,8 +162,8 @@ impl Committed {
         let patience = shared.patience();
         if now.saturating_sub(shared.last_step) > patience {
             let why = format!(
-                "the target is there, but has not said for {patience:?} whether it runs the guest that it \
-                 was told to run"
+                "the target is there, but has not said whether it runs the guest that it was told to run for \
+                 {patience:?}"
             );
             return self.lost(shared, now, why);
         }
