@@ -22,7 +22,7 @@ const INIT_NS: u64 = 10 * MS;
 /// When the number of vCPUs is not known: how long none must have come.
 const QUIET_NS: u64 = 100 * MS;
 /// When it is known: how long to wait for them. Emulated CPUs on a busy host are slow.
-const PATIENCE_NS: u64 = 5000 * MS;
+const PATIENCE_NS: u64 = 180_000 * MS;
 
 /// vCPUs that run `guest_main`, the first one included.
 static ONLINE: AtomicU32 = AtomicU32::new(1);

@@ -154,7 +154,7 @@ fn trackers_take_turns_and_say_so() {
         first.harvest(&mut again).unwrap();
         assert!(again == dirty, "what was put back comes again");
         dirty.clear();
-        assert_eq!(first.report().reaper.state, ReaperState::Sleeping);
+        wait("the reaper's sleep", || first.report().reaper.state == ReaperState::Sleeping);
         running(&mut guest, |stretches| until_written(stretches, 4));
         first.stop().unwrap();
         // Not tracked: the guest runs, no ring fills.

@@ -162,7 +162,7 @@ fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + '
 #[test]
 fn a_guest_whose_start_panics_runs_nowhere_and_its_source_does_not_guess() {
     // The source hears nothing more, and is to find that out.
-    let silence = Duration::from_secs(1);
+    let silence = Duration::from_secs(5);
     let Lazily { sent, received, runs, .. } =
         lazily_within(silence, |_, target| target.panics(Method::Start));
     assert!(received.unwrap_err().contains("a clumsy VM"));

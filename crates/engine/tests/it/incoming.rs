@@ -35,24 +35,29 @@ fn move_to_blank(
 
 #[test]
 fn vm_is_created_from_what_the_source_announces() {
-    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+    let moved = |mode| {
         let description = "disks: none";
         let mut source = Toy::new(Options { description, lazy: true, ..Options::default() }, true);
         let blank = source.target();
         let machine = SourceVm::config(&source);
         // Creating the VM takes longer than the source bears a silent target.
-        let settings = Settings { mode, peer_timeout: Duration::from_secs(4), ..Settings::default() };
+        let settings = Settings { mode, peer_timeout: Duration::from_secs(10), ..Settings::default() };
         let create = |incoming: &Incoming| {
             assert_eq!(*incoming.machine(), machine);
             assert_eq!(incoming.description(), description.as_bytes());
-            std::thread::sleep(Duration::from_secs(5));
+            std::thread::sleep(Duration::from_secs(12));
             blank
         };
         let (ended, target) = move_to_blank(&mut source, &settings, create);
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
         assert_eq!(target.lost(), [], "the guest misses pages");
-    }
+    };
+    std::thread::scope(|scope| {
+        for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+            scope.spawn(move || moved(mode));
+        }
+    });
 }
 
 #[test]

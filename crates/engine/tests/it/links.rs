@@ -56,8 +56,9 @@ fn through(rule: Option<Rule>) -> Passage {
         _ => settings(),
     };
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
-    let (harmed, seen) = (proxy.harmed(), proxy.seen());
-    drop(proxy);
+    let harmed = proxy.harmed();
+    // What each way carried is known once its pump has ended.
+    let seen = proxy.finished().into_iter().collect();
     Passage { ended, source, target, seen, harmed }
 }
 
@@ -319,6 +320,7 @@ fn leave_nothing_behind() {
     // Threads that only greeted end by themselves.
     wait_for("as many descriptors and threads as before 30 migrations", || {
         let after = descriptors_and_threads();
-        if after == before { Ok(()) } else { Err((before, after)) }
+        // A thread that had not quite ended may have been counted before.
+        if after.0 <= before.0 && after.1 <= before.1 { Ok(()) } else { Err((before, after)) }
     });
 }

@@ -88,7 +88,7 @@ fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
     let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
     let settings = Settings {
         reconnect_for: Duration::ZERO,
-        peer_timeout: Duration::from_millis(1500),
+        peer_timeout: Duration::from_secs(5),
         ..settings(MigrationMode::Postcopy)
     };
     let ended = std::thread::scope(|scope| {

@@ -131,7 +131,7 @@ fn a_state_whose_pages_cannot_come_is_given_up() {
     let part = blocked(&patient, |proxy| proxy.cut(|role| role == Role::Urgent));
     ended_well("an urgent channel that died", &part);
     // A source that is there, answers, and does not bring the page is given a while.
-    let settings = Settings { peer_timeout: Duration::from_secs(1), ..patient };
+    let settings = Settings { peer_timeout: Duration::from_secs(4), ..patient };
     let silent = blocked(&settings, |_| {});
     ended_well("a page that is withheld", &silent);
 }
