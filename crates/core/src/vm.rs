@@ -100,7 +100,7 @@ pub trait GuestMemory: Send + Sync {
     }
 }
 
-/// How the engine learns what stopping a guest costs.
+/// Source of the engine's knowledge about the cost of stopping a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PauseCosts {
     /// By a trial pause: the engine pauses the guest for an instant.

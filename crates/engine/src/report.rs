@@ -83,7 +83,7 @@ pub struct Report {
     pub verify_ms: f64,
 }
 
-/// How a migration ended, and which side owns the guest.
+/// End of a migration, and the side that owns the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
     /// The guest runs on the target.
@@ -114,13 +114,11 @@ pub enum Ended {
 }
 
 impl Report {
-    /// Returns how the migration ended.
-    ///
-    /// Every report of [`migrate`](crate::migrate) is of a migration that has ended. A report of one that
-    /// is under way ([`Monitor::report`](crate::Monitor::report)) counts as failed.
-    pub fn ended(&self) -> Ended {
+    /// Returns how the migration ended. `None` if it has not ended: only
+    /// [`Monitor::report`](crate::Monitor::report) returns such a report.
+    pub fn ended(&self) -> Option<Ended> {
         let why = || self.error.clone().unwrap_or_default();
-        match self.state {
+        Some(match self.state {
             MigrationState::Completed => Ended::Completed,
             MigrationState::Cancelled => Ended::Cancelled { why: why() },
             MigrationState::Unknown => Ended::OwnershipUnknown { why: why() },
@@ -130,10 +128,8 @@ impl Report {
             | MigrationState::Precopy
             | MigrationState::Switchover
             | MigrationState::Postcopy
-            | MigrationState::PostcopyPaused => {
-                Ended::Failed { why: "the migration has not ended".into(), paused: false }
-            }
-        }
+            | MigrationState::PostcopyPaused => return None,
+        })
     }
 }
 

@@ -15,7 +15,7 @@ pub enum Side {
     Target,
 }
 
-/// What is said to an arbiter about a migration whose register was opened.
+/// Request to an arbiter about a migration whose register was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Word {
     /// Reads the register.

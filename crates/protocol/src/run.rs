@@ -21,11 +21,11 @@ use std::time::Duration;
 
 /// One side's state machine, as far as the loop knows it. [`Host::handle`] gives it its events.
 pub trait Session {
-    /// What happens.
+    /// An event.
     type Event;
-    /// What the host has to do.
+    /// An action of the host.
     type Action;
-    /// How the migration ended.
+    /// The outcome of a migration.
     type Outcome;
 
     /// Returns true once the session has decided how the migration ends: only its last actions are

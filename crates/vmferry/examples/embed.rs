@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         (Migration::to(uri).verify(true).run(&mut source), target.join())
     });
     let (report, target) = (report?, target.map_err(|_| "the target panicked")??);
-    let Ended::Completed = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
+    let Some(Ended::Completed) = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
     println!("{:.1} ms of downtime, {} writes and counting", report.downtime_ms, target.counted());
     Ok(())
 }

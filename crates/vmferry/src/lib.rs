@@ -17,7 +17,7 @@
 //!         .mode(MigrationMode::Hybrid)
 //!         .downtime_limit(Duration::from_millis(50))
 //!         .run(vm)?;
-//!     match report.ended() {
+//!     match report.ended().ok_or("the migration has not ended")? {
 //!         Ended::Completed => println!("moved in {:.0} ms", report.total_ms),
 //!         Ended::Cancelled { why } | Ended::Failed { why, .. } => println!("the guest stays: {why}"),
 //!         Ended::OwnershipUnknown { why } => println!("look at the target before anything else: {why}"),

@@ -44,7 +44,7 @@ impl Migration {
         self
     }
 
-    /// When the guest changes sides.
+    /// Moment at which the guest changes sides.
     pub fn mode(self, mode: MigrationMode) -> Self {
         self.set(|settings| settings.mode = mode)
     }
@@ -64,7 +64,7 @@ impl Migration {
         self.set(|settings| settings.max_bandwidth = Some(bytes_per_second))
     }
 
-    /// What is done when the migration takes longer than `timeout`.
+    /// Action taken when the migration takes longer than `timeout`.
     pub fn timeout(self, timeout: Duration, then: OnTimeout) -> Self {
         self.set(|settings| (settings.timeout, settings.on_timeout) = (Some(timeout), then))
     }
@@ -99,7 +99,7 @@ impl Migration {
         self.set(|settings| settings.fence = Some(arbiter))
     }
 
-    /// How dirty pages are found. Without it, the VM chooses.
+    /// Tracker of dirty pages. Without it, the VM chooses.
     pub fn tracker(self, kind: TrackerKind) -> Self {
         Self { tracker: Some(kind), ..self }
     }

@@ -23,7 +23,7 @@ pub const MAX_BUCKETS: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 
-/// When the guest changes sides.
+/// Moment at which the guest changes sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mode {
@@ -185,7 +185,7 @@ pub enum ToTarget {
     Cancel(Refusal),
     /// Answer with [`ToSource::Pong`] and the same number.
     Ping(u64),
-    /// What the source's VMM says about the guest to the target's VMM, before [`Setup`](Self::Setup). The
+    /// Description of the guest by the source's VMM for the target's VMM, before [`Setup`](Self::Setup). The
     /// source sends it only if the reply to its hello has [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
     /// At most [`MAX_DESCRIPTION_BYTES`]; the engine does not read it.
     Description(Vec<u8>),

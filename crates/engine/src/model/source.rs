@@ -435,7 +435,7 @@ impl Step<'_> {
 struct AtSource<'m, 'a> {
     step: &'m mut Step<'a>,
     agenda: Agenda<Action>,
-    /// What happened, and when. The events that follow from it take no time.
+    /// The next event, and its time. The events that follow from it take no time.
     event: Option<(Duration, Event)>,
     now: Duration,
 }

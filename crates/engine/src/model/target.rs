@@ -401,7 +401,7 @@ impl Step<'_> {
 struct AtTarget<'m, 'a> {
     step: &'m mut Step<'a>,
     agenda: Agenda<Action>,
-    /// What happened.
+    /// The next event.
     event: Option<Event>,
 }
 

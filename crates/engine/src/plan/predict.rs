@@ -6,6 +6,7 @@ use super::model::{Run, World};
 use super::rng::Rng;
 use crate::source::{AutoConverge, MigrationMode, OnTimeout, Settings};
 use serde::Serialize;
+use vmferry_protocol::source::readable_time as ms;
 
 /// Runs of each way.
 const RUNS: u32 = 200;
@@ -290,17 +291,6 @@ fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
     }
     parts.push("a guest that changes what it does makes all of it wrong".to_owned());
     parts.join("; ")
-}
-
-/// Formats a time for people.
-fn ms(seconds: f64) -> String {
-    if seconds >= 10.0 {
-        format!("{seconds:.0} s")
-    } else if seconds >= 1.0 {
-        format!("{seconds:.1} s")
-    } else {
-        format!("{:.0} ms", (seconds * 1e3).max(1.0))
-    }
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ pub(super) type Numbered = inbox::Numbered<Box<Greeted>>;
 /// What other threads report.
 pub(super) type Input = inbox::Input<Box<Greeted>>;
 
-/// What a source has said before there was a VM for its guest.
+/// Announcement of a source whose guest had no VM yet.
 pub(super) struct Announcement {
     /// The source's `Setup`.
     pub(super) setup: ToTarget,

@@ -93,7 +93,7 @@ impl Incoming {
         &self.machine
     }
 
-    /// What the source's VMM says of the guest ([`SourceVm::description`](crate::SourceVm::description)).
+    /// Returns the description by the source's VMM ([`SourceVm::description`](crate::SourceVm::description)).
     /// Empty if it says nothing, or is of an older version. The bytes come from the peer: check them.
     pub fn description(&self) -> &[u8] {
         &self.description

@@ -217,7 +217,7 @@ pub fn receive(
 /// The queue of what threads report.
 type Queue = (SyncSender<Numbered>, Receiver<Numbered>);
 
-/// What became of a source.
+/// Result of serving a source.
 enum Taken<T> {
     /// It ends the wait.
     Done(Result<T, ReceiveFailure>),

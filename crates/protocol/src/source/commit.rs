@@ -34,7 +34,7 @@ pub(super) struct Claim {
     answer: Option<Answer>,
 }
 
-/// What the arbiter's answer means for a source that does not know who owns the guest.
+/// Meaning of the arbiter's answer for a source that does not know which side owns the guest.
 pub(super) enum Decided {
     /// The guest is the source's: the target's claim was not granted and never will be.
     Source,
@@ -193,11 +193,11 @@ impl Committed {
 /// arbiter is asked: no new link could tell more.
 #[derive(Debug, Clone)]
 pub(super) struct Claiming {
-    /// Why the link is lost.
+    /// Reason for which the link is lost.
     why: String,
     /// The operator is told that the arbiter has not answered for long.
     told: bool,
-    /// When the link was lost, or the operator last asked for the guest.
+    /// Time at which the link was lost, or the operator last asked for the guest.
     since: Duration,
 }
 

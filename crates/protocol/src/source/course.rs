@@ -4,7 +4,7 @@
 //! the policy would follow with another.
 
 use super::settings::AutoConverge;
-use super::verdict::{Standing, Verdict, ms};
+use super::verdict::{Standing, Verdict, readable_time};
 use serde::Serialize;
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ pub struct Expected {
     pub longest: Duration,
 }
 
-/// What was measured up to the end of a pass.
+/// Measurements up to the end of a pass.
 #[derive(Debug, Clone)]
 pub struct Seen {
     /// Number of passes that were sent so far.
@@ -49,7 +49,7 @@ pub struct Seen {
     pub stuck: u32,
     /// The last pass, and the limits.
     pub standing: Standing,
-    /// What the passes are expected to come to.
+    /// Prediction from the passes so far.
     pub verdict: Verdict,
     /// The operator was told before that nothing helps.
     pub advised: bool,
@@ -147,8 +147,8 @@ impl Auto {
                 "precopy does not converge: the last {} passes made no headway, each left {ratio:.0} % of what it began with, \
                  {} of downtime where {} are allowed",
                 seen.stuck,
-                ms(seen.standing.stop_now()),
-                ms(seen.standing.limit.as_secs_f64())
+                readable_time(seen.standing.stop_now()),
+                readable_time(seen.standing.limit.as_secs_f64())
             ));
         }
         let longest = self.expected?.longest;
@@ -159,8 +159,8 @@ impl Auto {
         (late && !near && seen.passes >= PATIENCE).then(|| {
             format!(
                 "the run departs from the plan: {} so far, at most {} were expected, and no end is in sight",
-                ms(seen.elapsed.as_secs_f64()),
-                ms(longest.as_secs_f64())
+                readable_time(seen.elapsed.as_secs_f64()),
+                readable_time(longest.as_secs_f64())
             )
         })
     }

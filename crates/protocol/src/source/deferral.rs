@@ -22,9 +22,9 @@ const RUNS_BETWEEN: u32 = 3;
 /// The attempts to stop the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Deferral {
-    /// Why the guest's I/O did not come to rest at the last attempt. `None` if it did.
+    /// Reason for which the guest's I/O did not come to rest at the last attempt. `None` if it did.
     busy: Option<String>,
-    /// When the last attempt ended.
+    /// Time at which the last attempt ended.
     pub(super) last: Duration,
     /// Time after `last` until the next attempt.
     wait: Duration,

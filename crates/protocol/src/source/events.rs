@@ -5,7 +5,7 @@ use std::time::Duration;
 use vmferry_core::Section;
 use vmferry_wire::{LackingPages, PageName, Refusal, RunName, ToSource, ToTarget, Token};
 
-/// What happened, reported by the host.
+/// Event that the host reports.
 #[derive(Debug, Clone)]
 pub enum Event {
     /// A message of the target.
@@ -32,7 +32,7 @@ pub enum Event {
     Busy {
         /// Time for which the guest was paused.
         paused: Duration,
-        /// What was under way.
+        /// The I/O that was under way.
         why: String,
     },
     /// Every channel has sent its part of the pass.
@@ -62,7 +62,7 @@ pub enum Event {
         /// The state.
         sections: Vec<Section>,
     },
-    /// What only the side that runs the guest may hold was released.
+    /// The source has released everything that only the side that runs the guest may hold.
     Released,
     /// The guest runs again.
     Resumed,
@@ -121,7 +121,7 @@ pub enum Pass {
     Digests,
 }
 
-/// What the host has to do.
+/// Action that the host performs.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Send a message on the control channel.
@@ -194,7 +194,7 @@ pub enum Action {
     Release,
     /// Say this to the arbiter after a while, and report [`Event::ArbiterAnswered`].
     AskArbiter {
-        /// What to say.
+        /// The request.
         word: Word,
         /// The while.
         after: Duration,
@@ -205,7 +205,7 @@ pub enum Action {
     Finish(Outcome),
 }
 
-/// How a migration ended.
+/// Outcome of a migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// The guest runs on the target.
@@ -221,7 +221,7 @@ pub enum Outcome {
     Lost(String),
 }
 
-/// What a verification found.
+/// Result of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Verification {
     /// Number of pages that were compared.

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// A pass that leaves more than this share of what it began with made no progress.
 const PROGRESS: f64 = 0.95;
 
-/// What is kept from pass to pass.
+/// State that is kept from pass to pass.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Judged {
     pub(super) verdict: Option<Verdict>,

@@ -56,7 +56,7 @@ pub use course::{Auto, Course, CourseChange, Expected, Seen};
 pub use events::{Action, Event, Outcome, Pass, Verification};
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Settings, SwitchoverBandwidth};
 pub use shared::Summary;
-pub use verdict::{Standing, Verdict};
+pub use verdict::{Standing, Verdict, readable_time};
 
 use crate::run;
 use commit::{Claiming, Committed};
@@ -311,7 +311,7 @@ fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
     (state, ping)
 }
 
-/// What the host, the monitor and the report read.
+/// Read by the host, the monitor and the report.
 impl Session {
     /// Returns the phase.
     pub fn phase(&self) -> Phase {
@@ -455,7 +455,7 @@ impl Session {
     }
 }
 
-/// What the model and the tests read.
+/// Read by the model and the tests.
 #[cfg(any(test, feature = "model"))]
 impl Session {
     /// Returns true if the guest's I/O was too busy when that was tried last.

@@ -101,7 +101,7 @@ impl LinkRate {
     }
 }
 
-/// What the passes so far left.
+/// Pages that the passes so far left.
 #[derive(Debug, Clone)]
 pub struct Convergence {
     limit: Duration,

@@ -11,14 +11,14 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{LazyFigures, ToSource, ToTarget};
 
-/// What is known of the links so far. It decides for how long a lost link is opened again.
+/// History of the links. It decides for how long a lost link is opened again.
 #[derive(Debug, Clone)]
 pub(super) struct History {
-    /// When the first of the losses happened that are counted as one.
+    /// Time of the first of the losses that are counted as one.
     pub(super) lost: Duration,
     /// Time until the next attempt to open a link.
     pub(super) pause: Duration,
-    /// When pages were last sent again.
+    /// Time at which pages were last sent again.
     pub(super) resumed: Duration,
     /// Pages that were missing when a link was last opened again.
     pub(super) left: Option<u64>,

@@ -57,7 +57,7 @@ pub(super) enum Step {
     },
 }
 
-/// When the pages were written that a harvest finds.
+/// Time in which the pages were written that a harvest finds.
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Written {
     /// During a pass, which sent so many bytes and took so long.
@@ -345,7 +345,7 @@ impl Precopy {
     }
 }
 
-/// What the migration does by itself.
+/// Decisions that the migration makes by itself.
 impl Precopy {
     /// Judges a pass that has ended and left something. `decision` is the policy's.
     fn judge(&mut self, shared: &mut Shared, now: Duration, pass: PassOutcome, decision: Decision) {

@@ -15,7 +15,7 @@ use vmferry_wire::{ToSource, Token};
 const FIRST_TRY: Duration = Duration::from_millis(50);
 const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);
 
-/// What the source knows of the guest's owner.
+/// The source's knowledge of the guest's owner.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
     /// The target may or may not have read the commit.
@@ -24,7 +24,7 @@ pub(super) enum Owner {
     Target,
 }
 
-/// When a lost link is opened again, and why it was lost.
+/// Condition for opening a lost link again, with the reason for the loss.
 pub(super) enum Reopen {
     /// By the source itself, for [`Settings::reconnect_for`](crate::source::Settings::reconnect_for).
     Itself(String),
@@ -39,7 +39,7 @@ pub(super) struct Recovery {
     owner: Owner,
     /// The source opens the link only when the operator asks for it.
     waiting: bool,
-    /// Why the link is lost.
+    /// Reason for which the link is lost.
     why: String,
     history: History,
 }

@@ -1,4 +1,4 @@
-//! How to migrate, as far as the session has to know.
+//! Settings of a migration, as far as the session has to know them.
 
 use super::course::Auto;
 use std::time::Duration;
@@ -16,7 +16,7 @@ pub enum OnTimeout {
     Postcopy,
 }
 
-/// When the guest changes sides.
+/// Moment at which the guest changes sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MigrationMode {
     /// After its memory was sent.
@@ -62,10 +62,10 @@ pub enum SwitchoverBandwidth {
     AtMost(u64),
 }
 
-/// How to migrate.
+/// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// When the guest changes sides.
+    /// Moment at which the guest changes sides.
     pub mode: MigrationMode,
     /// Number of channels for pages.
     pub channels: u16,
@@ -86,7 +86,7 @@ pub struct Settings {
     pub on_timeout: OnTimeout,
     /// Which vCPUs may be slowed.
     pub auto_converge: AutoConverge,
-    /// What the migration may do by itself. `None` for nothing.
+    /// Decisions that the migration may make by itself. `None` for none.
     pub auto: Option<Auto>,
     /// Compare every page's digest while the guest is paused.
     pub verify: bool,

@@ -19,7 +19,7 @@ const PATIENCE: u32 = 3;
 /// must not keep the guest: its I/O has at least this time to come to rest.
 const LEAST_IO_PATIENCE: Duration = Duration::from_millis(300);
 
-/// How much the guest has to move, whatever the policy says. A later value includes the earlier ones.
+/// Urgency of the move, beyond the policy. A later value includes the earlier ones.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Urgency {
     /// The guest moves once its predicted downtime fits the limit.
@@ -43,7 +43,7 @@ impl Urgency {
     }
 }
 
-/// What is known of the link.
+/// Measurements of the link.
 #[derive(Debug, Clone)]
 pub(super) struct Link {
     pub(super) rate: LinkRate,
@@ -80,15 +80,15 @@ pub struct Summary {
     pub target_cpu: Duration,
 }
 
-/// What more than one phase reads or changes.
+/// State that more than one phase reads or changes.
 #[derive(Debug, Clone)]
 pub(super) struct Shared {
     pub(super) settings: Settings,
     /// Pages of all regions.
     pub(super) pages: u64,
-    /// When the migration began.
+    /// Time at which the migration began.
     pub(super) started: Duration,
-    /// When the session last went on to another step.
+    /// Time at which the session last went on to another step.
     pub(super) last_step: Duration,
     /// Number of the pass.
     pub(super) pass: u32,

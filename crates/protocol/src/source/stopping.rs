@@ -34,7 +34,7 @@ pub(super) struct Stopping {
 pub(super) enum Step {
     Pausing,
     Saving {
-        /// When the guest was paused.
+        /// Time at which the guest was paused.
         paused: Duration,
     },
     /// The guest's I/O is busy, and the guest is let run on.

@@ -16,7 +16,7 @@ const MAX_RESENDS: u32 = 4;
 /// 65,536 names.
 const MOST_NAMED: usize = 16;
 
-/// What the target has when the guest runs there.
+/// Memory that the target has when the guest runs there.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// All memory.
@@ -30,7 +30,7 @@ pub(super) enum Kind {
 pub(super) struct Switchover {
     step: Step,
     kind: Kind,
-    /// When the guest was paused.
+    /// Time at which the guest was paused.
     paused: Duration,
     /// The downtime that was expected when the guest was stopped.
     pub(super) predicted: Option<Duration>,

@@ -22,7 +22,7 @@ pub struct Verdict {
     pub passes_left: Option<u32>,
     /// Pages that this pass left, divided by those that the pass before left. Below 1, passes shrink.
     pub ratio: Option<f64>,
-    /// What would help, one entry each. Empty if nothing is needed.
+    /// Remedies, one entry each. Empty if none is needed.
     pub help: Vec<String>,
 }
 
@@ -115,15 +115,16 @@ impl Standing {
         let needed = self.stop_s(pages);
         let mut help = Vec::new();
         if self.fixed > self.limit {
-            let (fixed, limit) = (ms(self.fixed.as_secs_f64()), ms(self.limit.as_secs_f64()));
+            let (fixed, limit) =
+                (readable_time(self.fixed.as_secs_f64()), readable_time(self.limit.as_secs_f64()));
             help.push(format!("stopping the guest takes {fixed} with nothing to send: a --downtime-limit above that ({limit} now)"));
             return help;
         }
         let dirty = pages * PAGE_SIZE as f64 / self.pass.as_secs_f64().max(1e-6);
         help.push(format!(
             "a --downtime-limit of {} ({} now)",
-            ms(needed * 1.1),
-            ms(self.limit.as_secs_f64())
+            readable_time(needed * 1.1),
+            readable_time(self.limit.as_secs_f64())
         ));
         help.push(if self.lazy {
             "`vmferry switch`: it goes over to postcopy at once".to_owned()
@@ -147,8 +148,9 @@ impl Standing {
     }
 }
 
-/// Formats a time for people.
-pub(crate) fn ms(seconds: f64) -> String {
+/// Formats a time in seconds for people.
+#[must_use]
+pub fn readable_time(seconds: f64) -> String {
     if seconds >= 10.0 {
         format!("{seconds:.0} s")
     } else if seconds >= 1.0 {

@@ -50,7 +50,7 @@ use vmferry_wire::{
     LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
 };
 
-/// What happened, reported by the host.
+/// Event that the host reports.
 #[derive(Debug, Clone)]
 pub enum Event {
     /// A message of the source.
@@ -73,7 +73,7 @@ pub enum Event {
         /// The pages, or the first of them.
         runs: Vec<RunName>,
     },
-    /// What comparing digests found.
+    /// Result of comparing digests.
     Compared {
         /// Number of pages that were compared.
         pages: u64,
@@ -136,7 +136,7 @@ impl Channels {
     }
 }
 
-/// What the host has to do.
+/// Action that the host performs.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send a message on the control channel.
@@ -165,7 +165,7 @@ pub enum Action {
     /// Say this to the arbiter after a while, and report [`Event::ArbiterAnswered`]. [`Word::Runs`] is
     /// said until it is heard, and not reported.
     AskArbiter {
-        /// What to say.
+        /// The request.
         word: Word,
         /// The while.
         after: Duration,
@@ -185,7 +185,7 @@ pub enum Action {
     Finish(Outcome),
 }
 
-/// How a session ended.
+/// Outcome of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// The guest runs here, with all of its memory.
@@ -207,7 +207,7 @@ pub struct Tokens {
     pub resume: Token,
 }
 
-/// What the target has of the guest's memory when it starts the guest.
+/// Memory of the guest that the target has when it starts the guest.
 #[derive(Debug, Clone)]
 enum Memory {
     Complete,
@@ -231,15 +231,15 @@ impl Memory {
     }
 }
 
-/// What the target asks the arbiter again and again.
+/// A request that the target repeats until the arbiter answers.
 #[derive(Debug, Clone, Default)]
 struct Asking {
     again: Backoff,
-    /// Why it is not decided which side owns the guest.
+    /// Reason for which it is not decided which side owns the guest.
     undecided: Option<String>,
 }
 
-/// What more than one phase reads.
+/// State that more than one phase reads.
 #[derive(Debug, Clone)]
 struct Shared {
     machine: MachineConfig,
@@ -368,7 +368,7 @@ fn react(state: State, shared: &mut Shared, event: Event) -> Next {
     }
 }
 
-/// What the host reads.
+/// Read by the host.
 impl Session {
     /// Returns true if the source has announced a guest that fits.
     pub fn accepted(&self) -> bool {

@@ -17,7 +17,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use vmferry_core::{PageSet, Protect};
 use vmferry_wire::{Role, Token};
 
-/// What the sender of a bulk channel does.
+/// Work for the sender of a bulk channel.
 #[derive(Clone)]
 pub(super) enum Job<'e> {
     Pages {

@@ -20,11 +20,11 @@ pub(super) struct Control {
     heartbeat: Option<Heartbeat>,
     /// Opens the channel anew after a loss.
     pub(super) resume: Token,
-    /// When the device state has to be sent.
+    /// Time by which the device state has to be sent.
     state_deadline: Option<Duration>,
 }
 
-/// Why a message was not sent.
+/// Reason for which a message was not sent.
 pub(super) struct NotSent {
     pub(super) why: String,
     /// The target has closed the channel.

@@ -16,7 +16,7 @@ pub(super) struct Tracking {
 struct Run {
     /// Protects pages. `None` if the start failed.
     protect: Option<Arc<dyn Protect>>,
-    /// When the last harvest ended, or tracking began.
+    /// Time at which the last harvest ended, or tracking began.
     since: Duration,
     /// Pages that each vCPU had written by the last harvest.
     written: Vec<u64>,
