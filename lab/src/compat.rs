@@ -153,16 +153,8 @@ fn build(revision: Option<&str>) -> Result<Build> {
     // Of its own: cargo takes the same package in two places for one.
     let target = kept.join(format!("build-{}", name.replace(' ', "-")));
     let mut command = Command::new(cargo);
-    command.args([
-        "build",
-        "--quiet",
-        "--locked",
-        "--package",
-        "vmferry",
-        "--bin",
-        "vmferry",
-        "--target-dir",
-    ]);
+    // Of any package: older revisions have it in another one.
+    command.args(["build", "--quiet", "--locked", "--bin", "vmferry", "--target-dir"]);
     run(command.arg(&target).current_dir(&tree))?;
     Ok(Build { name, program: target.join("debug/vmferry") })
 }

@@ -7,6 +7,10 @@ use std::process::{Command, Stdio};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
+/// Each program, with the package that it is in.
+const PROGRAMS: [(&str, &str); 3] =
+    [("vmferry-cli", "vmferry"), ("vmferry-lab", "lab-agent"), ("vmferry-lab", "lab-guest")];
+
 /// Where the programs are.
 #[derive(Debug)]
 pub(crate) struct Programs {
@@ -21,8 +25,7 @@ impl Programs {
             format!("{} -Ctarget-feature=+crt-static", std::env::var("RUSTFLAGS").unwrap_or_default());
         let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
             .args(["build", "--quiet", "--locked", "--profile", "lab", "--target", TARGET])
-            .args(["--package", "vmferry", "--package", "vmferry-lab"])
-            .args(["--bin", "vmferry", "--bin", "lab-agent", "--bin", "lab-guest"])
+            .args(PROGRAMS.iter().flat_map(|(package, program)| ["--package", package, "--bin", program]))
             .arg("--target-dir")
             .arg(&folder)
             .env("RUSTFLAGS", flags.trim())
@@ -39,5 +42,26 @@ impl Programs {
     /// One of them.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without the parts of the lab nothing builds the programs, and a package that has another name is not missed.
+    #[test]
+    fn every_program_is_in_its_package() {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let arguments = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
+        let told = Command::new(cargo).args(arguments).current_dir(parts::workspace()).output().unwrap();
+        let told: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+        for (package, program) in PROGRAMS {
+            let packages = told["packages"].as_array().unwrap();
+            let found = packages.iter().find(|found| found["name"] == package).expect(package);
+            let targets = found["targets"].as_array().unwrap();
+            let named = |target: &&serde_json::Value| target["name"] == program && target["kind"][0] == "bin";
+            assert!(targets.iter().any(|target| named(&target)), "{package} has no program {program}");
+        }
     }
 }
