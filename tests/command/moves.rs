@@ -54,6 +54,30 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
 }
 
 #[test]
+fn a_guest_that_is_paused_stays_paused_where_it_goes() {
+    if !can_track() {
+        return;
+    }
+    beside(kinds(), |kind| {
+        let folder = Folder::new();
+        let source = Run::source(kind, &folder);
+        assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
+        // Also where it stays because nothing comes of the migration.
+        assert_ne!(code(&source.migrate("tcp:127.0.0.1:1", &[])), 0);
+        let still = source.wait("the failure", |s| s["vm"]["place"] == "paused");
+        let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+        let output = source.migrate(&uri, &["--verify", "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        let there = target.wait("the guest at the target", |s| s["vm"]["place"] == "paused");
+        assert_eq!(there["vm"]["received"]["paused"], true, "{there}");
+        assert_eq!(there["vm"]["guest"]["writes"], still["vm"]["guest"]["writes"]);
+        assert_eq!(code(&vmferry(&["resume", "--api", &target.api])), 0);
+        target.goes_on();
+        target.whole();
+    });
+}
+
+#[test]
 fn a_guest_goes_there_and_on_and_through_a_file() {
     if !can_track() {
         return;

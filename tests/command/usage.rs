@@ -44,8 +44,10 @@ fn a_guest_is_paused_resumed_and_asked_about() {
     // Two processes later, a guest that runs would have written.
     let later = document(&vmferry(&["status", "--api", &source.api]));
     assert_eq!(later["vm"]["guest"]["writes"], still["vm"]["guest"]["writes"]);
-    let output = source.migrate("tcp:127.0.0.1:1", &[]);
-    assert!(errors(&output).contains("resume it first"), "{output:?}");
+    for (uri, option) in [("file:/tmp/of-no-use", "--mode=precopy"), ("tcp:127.0.0.1:1", "--mode=auto")] {
+        let output = source.migrate(uri, &[option]);
+        assert!(errors(&output).contains("resume the guest first"), "{output:?}");
+    }
     assert_eq!(code(&vmferry(&["resume", "--api", &source.api])), 0);
     source.goes_on();
     assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 1, "there is nothing to cancel");

@@ -4,7 +4,10 @@
 use crate::api::{Place, Shared};
 use std::path::Path;
 use std::sync::Arc;
-use vmferry_engine::{GuestMemory, LazyMemory, MachineConfig, Section, TargetVm, VmError};
+use std::time::Duration;
+use vmferry_engine::{
+    GuestMemory, LazyMemory, MachineConfig, RunState, Section, StateWriter, StreamName, TargetVm, VmError,
+};
 
 pub(crate) struct Arriving<'a> {
     pub(crate) vm: &'a mut dyn TargetVm,
@@ -35,11 +38,29 @@ impl TargetVm for Arriving<'_> {
         self.vm.renew_identity()
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
-        self.vm.start()?;
+    fn expected_load(&self) -> Option<Duration> {
+        self.vm.expected_load()
+    }
+
+    fn stream(&mut self, name: &StreamName) -> Result<Box<dyn StateWriter>, VmError> {
+        self.vm.stream(name)
+    }
+
+    fn wants_trial(&self) -> bool {
+        self.vm.wants_trial()
+    }
+
+    fn prepare(&mut self, trial: &[Section]) -> Result<(), VmError> {
+        self.vm.prepare(trial)
+    }
+
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
+        self.vm.start(state)?;
         if !self.lazy {
-            self.shared.set_place(Place::Running);
-            self.shared.tell.runs();
+            self.shared.is_here(match state {
+                RunState::Running => Place::Running,
+                RunState::Paused => Place::Paused,
+            });
         }
         Ok(())
     }

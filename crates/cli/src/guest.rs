@@ -1,6 +1,7 @@
 //! One machine of either kind, as the command handles it.
 
 use crate::Status;
+use crate::api::Place;
 use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
 use crate::disk::DiskArg;
@@ -10,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use vmferry_dirty::Policy;
-use vmferry_engine::{SourceVm, TargetVm};
+use vmferry_engine::{RunState, SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
 use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Exit, Kernel, SerialSink, Vm, VmHandle, VmOptions};
@@ -131,6 +132,31 @@ impl Machine {
             Self::Process(guest) => guest.start()?,
         }
         Ok(())
+    }
+
+    /// State that the operator wants.
+    pub(crate) fn run_state(&self) -> RunState {
+        match self {
+            Self::Kvm(vm) => vm.run_state(),
+            Self::Process(guest) => guest.run_state(),
+        }
+    }
+
+    /// Pauses the guest, or lets it run, as the operator wants.
+    pub(crate) fn set_run_state(&mut self, wanted: RunState) -> Result<()> {
+        match self {
+            Self::Kvm(vm) => vm.set_run_state(wanted)?,
+            Self::Process(guest) => guest.set_run_state(wanted)?,
+        }
+        Ok(())
+    }
+
+    /// Place of a guest that is not under way.
+    pub(crate) fn place(&self) -> Place {
+        match self.run_state() {
+            RunState::Running => Place::Running,
+            RunState::Paused => Place::Paused,
+        }
     }
 
     pub(crate) fn source(&mut self) -> &mut dyn SourceVm {

@@ -24,7 +24,8 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, ReceiveFailure, Received, Uri, receive, restore, restore_lazy,
+    LazyRestore, Listener, MigrateError, ReceiveFailure, Received, RunState, Uri, receive, restore,
+    restore_lazy,
 };
 
 /// How often the machine's owner looks whether somebody has seen that the guest has moved.
@@ -196,8 +197,7 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shar
     match &arrived {
         Err(_) => shared.tell.migration("failed"),
         Ok(Arrived::Here(_)) => {
-            shared.set_place(Place::Running);
-            shared.tell.runs();
+            shared.is_here(machine.place());
             if args.incoming.is_some() && !shared.lacks_pages() {
                 shared.tell.migration("completed");
             }
@@ -258,7 +258,8 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
     shared.set_incoming(at);
     match receive(&mut Arriving { vm: machine.target(), shared, lazy: false }, &listener, &shared.arrival) {
         Ok(mut received) => {
-            eprintln!("vmferry: the guest came from {} and runs", received.source);
+            let state = if received.paused { "is paused, as it was there" } else { "runs" };
+            eprintln!("vmferry: the guest came from {} and {state}", received.source);
             let rest = received.rest.take();
             shared.set_received(serde_json::to_value(received)?);
             if let Some(rest) = rest {
@@ -380,7 +381,7 @@ fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) ->
     machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
     if shared.place() == Place::Paused {
         // Somebody wanted it to stand still before it went that far.
-        machine.source().pause()?;
+        machine.set_run_state(RunState::Paused)?;
     }
     Ok(())
 }
@@ -426,21 +427,16 @@ fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order:
             shared.all_here()?;
             return plan::order(machine, shared, &request);
         }
-        Order::Pause => machine.source().pause().map(|()| Place::Paused)?,
+        Order::Pause => machine.set_run_state(RunState::Paused).map(|()| Place::Paused)?,
         Order::Resume => {
-            machine.source().resume()?;
+            machine.set_run_state(RunState::Running)?;
             shared.was_resumed();
             Place::Running
         }
         Order::Recover { take } => recover(machine, shared, take)?,
         Order::Migrate(_) | Order::Look => bail!("this order is not executed here"),
     };
-    shared.set_place(place);
-    if place == Place::Running {
-        shared.tell.runs()
-    } else {
-        shared.tell.stands()
-    }
+    shared.is_here(place);
     Ok(json!({}))
 }
 
@@ -456,5 +452,5 @@ fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> 
         fence.take()?;
     }
     machine.source().resume()?;
-    Ok(Place::Running)
+    Ok(machine.place())
 }

@@ -18,6 +18,7 @@ mod layout;
 mod lazy;
 mod machine;
 mod set;
+mod stream;
 mod tracker;
 mod vm;
 mod window;
@@ -29,8 +30,9 @@ pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};
 pub use lazy::{Fault, LazyMemory, Placed};
 pub use machine::{MachineConfig, Section};
 pub use set::PageSet;
+pub use stream::{StateReader, StateWriter, StreamName};
 pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VcpuRing};
-pub use vm::{GuestMemory, PauseCosts, SourceVm, TargetVm, VmError};
+pub use vm::{GuestMemory, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 
 /// Shift of the page that everything here counts in: 4 KiB, the smallest page of x86-64 and of its dirty logs.

@@ -19,8 +19,8 @@
 //! and the guest with it. The engine logs a warning about this once.
 
 use crate::{
-    DirtyTracker, FreePages, Layout, LazyMemory, MachineConfig, PageRun, RegionId, Section, TrackerKind,
-    Window,
+    DirtyTracker, FreePages, Layout, LazyMemory, MachineConfig, PageRun, RegionId, Section, StateReader,
+    StateWriter, StreamName, TrackerKind, Window,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -122,7 +122,20 @@ pub enum PauseCosts {
     },
 }
 
-/// A VM that can be moved to a target. Its guest runs when the migration begins.
+/// State of a guest's vCPUs, as its operator wants it.
+///
+/// A guest that its operator has paused is moved like any other and stays paused on the target, until
+/// the operator resumes it there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum RunState {
+    /// The vCPUs run, except while the engine has paused them.
+    #[default]
+    Running,
+    /// The operator has paused the guest.
+    Paused,
+}
+
+/// A VM that can be moved to a target.
 ///
 /// The engine may stop the guest more than once:
 ///
@@ -185,7 +198,18 @@ pub trait SourceVm {
         PauseCosts::Measured
     }
 
+    /// Returns the state that the operator wants. The engine calls this right before each
+    /// [`pause`](Self::pause). The default returns [`RunState::Running`].
+    ///
+    /// A guest that is [`RunState::Paused`] at the switchover is paused on the target, too
+    /// ([`TargetVm::start`]). A target of an older version cannot do that: the migration then fails,
+    /// and the guest stays, paused.
+    fn run_state(&self) -> RunState {
+        RunState::Running
+    }
+
     /// Stops the vCPUs. After the return, no vCPU runs guest code before [`resume`](Self::resume).
+    /// Does nothing if the operator has paused the guest.
     ///
     /// # Errors
     /// If a vCPU does not stop. The engine then calls `resume`.
@@ -222,6 +246,18 @@ pub trait SourceVm {
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
 
+    /// Returns the device state that goes to the target as [streams](StateReader), for one migration.
+    /// The engine calls this before the first pass. The default returns none.
+    ///
+    /// A target of an older version takes no streams: the migration then fails before it begins. A
+    /// guest with streams cannot be saved in a file.
+    ///
+    /// # Errors
+    /// If a device does not answer. Nothing is begun.
+    fn streams(&mut self) -> Result<Vec<Box<dyn StateReader>>, VmError> {
+        Ok(Vec::new())
+    }
+
     /// Releases everything that only the host that runs the guest may hold, such as locks on its
     /// disks. The target takes them in [`TargetVm::start`]. The guest is paused.
     ///
@@ -236,8 +272,9 @@ pub trait SourceVm {
     /// If something may still be held. The engine then calls `resume`.
     fn release(&mut self) -> Result<(), VmError>;
 
-    /// Lets the vCPUs run again. The engine calls this only while the source owns the guest. Does
-    /// nothing if the vCPUs run.
+    /// Ends the engine's [`pause`](Self::pause): lets the vCPUs run again, unless the operator has
+    /// paused the guest ([`run_state`](Self::run_state)). The engine calls this only while the source
+    /// owns the guest. Does nothing if the vCPUs run.
     ///
     /// # Errors
     /// If a vCPU cannot be started.
@@ -281,6 +318,43 @@ pub trait TargetVm {
         None
     }
 
+    /// Returns the end of the source's stream `name`. The engine calls this while the guest still runs
+    /// on the source, unless the migration is a postcopy without passes. The default takes no stream.
+    ///
+    /// # Errors
+    /// If there is no such device, or the version is unknown. The guest stays on the source.
+    fn stream(&mut self, name: &StreamName) -> Result<Box<dyn StateWriter>, VmError> {
+        Err(VmError::new(format!("this VM takes no device state as a stream, and {name} came")))
+    }
+
+    /// Returns true if [`prepare`](Self::prepare) is to be called. The default returns false. The engine
+    /// calls this once, when a source has announced a guest that fits.
+    fn wants_trial(&self) -> bool {
+        false
+    }
+
+    /// Prepares this VM for the state that [`load`](Self::load) will get, while the guest still runs on
+    /// the source. A VMM that builds its VM from saved state does so here, so that the guest is not
+    /// paused meanwhile.
+    ///
+    /// `trial` is the state that the source's first trial pause saved. It is older than the state that
+    /// `load` gets and may differ from it, but it comes from the same VM. The engine calls this at most
+    /// once, only if [`wants_trial`](Self::wants_trial) returns true, and before `load`. It does not
+    /// call it for a source of an older version, for a source without trial pauses
+    /// ([`PauseCosts::Declared`]), or in a postcopy without passes. `load` must therefore also work
+    /// without it.
+    ///
+    /// Pages arrive meanwhile. This call must neither read nor write guest memory. The source waits for
+    /// three times its `peer_timeout`. Afterwards the engine calls
+    /// [`expected_load`](Self::expected_load) again, and tells the source the new value.
+    ///
+    /// # Errors
+    /// If this VM cannot take such a state. The guest stays on the source.
+    fn prepare(&mut self, trial: &[Section]) -> Result<(), VmError> {
+        let _ = trial;
+        Ok(())
+    }
+
     /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped. All memory is
     /// present or, after [`LazyMemory::begin`], is placed when it is touched.
     ///
@@ -306,8 +380,11 @@ pub trait TargetVm {
     /// Takes everything that only the host that runs the guest may hold ([`SourceVm::release`]),
     /// and lets the vCPUs run. From now on the target owns the guest.
     ///
+    /// If `state` is [`RunState::Paused`], the operator had paused the guest on the source: the vCPUs
+    /// stay stopped until the operator resumes the guest here. Everything else is the same.
+    ///
     /// # Errors
     /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is
     /// held, and the source resumes the guest.
-    fn start(&mut self) -> Result<(), VmError>;
+    fn start(&mut self, state: RunState) -> Result<(), VmError>;
 }

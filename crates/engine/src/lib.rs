@@ -35,7 +35,7 @@ pub use mapped::MappedMemory;
 pub use monitor::{Change, MigrationState, Monitor, Progress};
 pub use report::{
     Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
-    PostcopyFigures, Report, ThrottleFigures,
+    PostcopyFigures, Report, ThrottleFigures, Way,
 };
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
@@ -47,8 +47,8 @@ pub use source::{
 pub use target::{Arrival, Incoming, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
-    NothingToProtect, PauseCosts, Placed, Protect, RingFigures, Section, SourceVm, TargetVm, TrackerKind,
-    VcpuRing, VmError,
+    NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm, StateReader,
+    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, WireError};
 

@@ -2,9 +2,11 @@
 
 use crate::monitor::MigrationState;
 use crate::plan::CourseChange;
-use serde::Serialize;
+use crate::source::MigrationMode;
+use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
-use vmferry_core::RingFigures;
+use std::fmt;
+use vmferry_core::{RingFigures, TrackerKind};
 use vmferry_wire::{FaultLatency, LazyFigures};
 
 /// Everything that is known of a migration after its end.
@@ -25,10 +27,12 @@ pub struct Report {
     pub refused_feature: bool,
     /// Name of the migration, 32 hexadecimal digits.
     pub id: String,
-    /// When the guest changed sides.
-    pub mode: String,
-    /// How dirty pages were found.
-    pub tracker: String,
+    /// Way in which the guest left its host.
+    #[serde(rename = "mode")]
+    pub way: Way,
+    /// Tracker of dirty pages. `None` for a guest that was paused while its memory was read.
+    #[serde(serialize_with = "kind_or_none")]
+    pub tracker: Option<TrackerKind>,
     /// From the first connection to the guest running on the target, in ms.
     pub total_ms: f64,
     /// From the pause to the target's word that the guest runs, in ms, without the time that verification took.
@@ -81,6 +85,45 @@ pub struct Report {
     pub suspect_pages_resent: u64,
     /// Time that verification took, outside the downtime, in ms.
     pub verify_ms: f64,
+}
+
+/// Way in which a guest leaves its host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Way {
+    /// To a target.
+    Live(MigrationMode),
+    /// Into a file.
+    File,
+}
+
+impl Default for Way {
+    fn default() -> Self {
+        Self::Live(MigrationMode::default())
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Live(mode) => mode.fmt(f),
+            Self::File => f.write_str("file"),
+        }
+    }
+}
+
+impl Serialize for Way {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Writes the tracker's kind as one word, `none` included.
+fn kind_or_none<S: Serializer>(kind: &Option<TrackerKind>, serializer: S) -> Result<S::Ok, S::Error> {
+    match kind {
+        Some(kind) => serializer.collect_str(kind),
+        None => serializer.serialize_str("none"),
+    }
 }
 
 /// End of a migration, and the side that owns the guest.

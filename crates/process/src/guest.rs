@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun};
+use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RunState};
 use vmferry_engine::{GuestMemory, Section};
 use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{
@@ -27,6 +27,8 @@ pub struct ProcessGuest {
     pub(crate) memory: Arc<Memory>,
     /// There once the guest has a workload: its own, or one that came with its state.
     running: Option<(Workload, Arc<Shared>)>,
+    /// State that the operator wants.
+    wanted: RunState,
     threads: Vec<JoinHandle<()>>,
     pub(crate) lazy: Arc<LazySlot>,
     counts: Arc<Counts>,
@@ -79,7 +81,8 @@ impl ProcessGuest {
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
         let (memory, lazy) = (Arc::new(Memory::new(&options)?), Arc::new(LazySlot::new(options.cpus)));
         let counts = Arc::default();
-        Ok(Self { memory, options, running: None, threads: Vec::new(), lazy, counts })
+        let wanted = RunState::Running;
+        Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), lazy, counts })
     }
 
     /// Gives the guest its workers, each with whether it has filled its share of memory.
@@ -139,6 +142,25 @@ impl ProcessGuest {
         let shared = self.shared("pause the guest")?;
         shared.gate.set(false, false);
         stopped(shared, PATIENCE)
+    }
+
+    /// State that the operator wants.
+    #[must_use]
+    pub fn run_state(&self) -> RunState {
+        self.wanted
+    }
+
+    /// Stops the threads, or lets them run, as the operator wants. A guest that is paused so stays paused where it is moved to.
+    ///
+    /// # Errors
+    /// As for [`pause`](Self::pause) and [`start`](Self::start).
+    pub fn set_run_state(&mut self, wanted: RunState) -> Result<(), Error> {
+        match wanted {
+            RunState::Paused => self.pause()?,
+            RunState::Running => self.start()?,
+        }
+        self.wanted = wanted;
+        Ok(())
     }
 
     /// The state besides memory. The guest must be paused.

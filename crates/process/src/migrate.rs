@@ -4,7 +4,7 @@ use crate::ProcessGuest;
 use std::sync::Arc;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
@@ -58,8 +58,15 @@ impl SourceVm for ProcessGuest {
         Ok(())
     }
 
+    fn run_state(&self) -> RunState {
+        Self::run_state(self)
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
-        self.start().map_err(VmError::new)
+        match Self::run_state(self) {
+            RunState::Running => Self::start(self).map_err(VmError::new),
+            RunState::Paused => Ok(()),
+        }
     }
 }
 
@@ -92,7 +99,7 @@ impl TargetVm for ProcessGuest {
         self.load_state(sections).map_err(VmError::new)
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
-        Self::start(self).map_err(VmError::new)
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
+        self.set_run_state(state).map_err(VmError::new)
     }
 }

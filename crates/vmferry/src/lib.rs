@@ -68,15 +68,15 @@ pub use vmferry_fault as fault;
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError,
     LazyMemory, MachineConfig, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet, PauseCosts, Placed,
-    Protect, Region, RegionId, RingFigures, Section, SourceVm, TargetVm, TrackerKind, VcpuRing, VmError,
-    Window,
+    Protect, Region, RegionId, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
+    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window,
 };
 pub use vmferry_engine::{
     Arrival, AutoConverge, Bytes, Change, Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures,
     Incoming, LazyProgress, LazyRestore, Listener, MappedMemory, MigrateError, MigrationMode, MigrationState,
     Monitor, OnTimeout, Pace, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress,
     ReceiveFailure, Received, Refusal, RefusalCode, Report, Rest, RestState, RestWatch, RestoreError,
-    Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError,
+    Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError, Way,
     fence as arbiter, plan, receive, restore, restore_lazy, save, save_copy,
 };
 pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};

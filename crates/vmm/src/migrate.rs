@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
@@ -121,8 +121,12 @@ impl SourceVm for Vm {
         Self::release(self).map_err(VmError::new)
     }
 
+    fn run_state(&self) -> RunState {
+        Self::run_state(self)
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
-        Self::resume(self).map_err(VmError::new)
+        self.end_pause().map_err(VmError::new)
     }
 }
 
@@ -156,7 +160,11 @@ impl TargetVm for Vm {
         Self::renew_identity(self).map_err(VmError::new)
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
-        Self::start(self).map_err(VmError::new)
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
+        let started = match state {
+            RunState::Running => Self::start(self),
+            RunState::Paused => self.start_paused(),
+        };
+        started.map_err(VmError::new)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{Fields, Refusal, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use vmferry_core::{MachineConfig, RegionId, Section, bounded};
+use vmferry_core::{MachineConfig, RegionId, Section, StreamName, bounded};
 
 /// Bytes before each control message.
 pub const CONTROL_HEADER_BYTES: usize = 16;
@@ -14,6 +14,10 @@ pub const MAX_DESCRIPTION_BYTES: usize = 1 << 20;
 pub const MAX_STATE_BYTES: usize = 64 << 20;
 /// Sections of device state that a target takes.
 pub const MAX_SECTIONS: usize = 65_536;
+/// Largest number of streams of device state of a guest.
+pub const MAX_STREAMS: usize = 4096;
+/// Largest number of bytes in a [`ToTarget::StreamBytes`].
+pub const MAX_STREAM_BYTES: usize = 1 << 20;
 /// Most runs of damaged pages that are named in one message.
 pub const MAX_NAMED_RUNS: usize = 65_536;
 /// Most entries of fault latencies: one for each vCPU, and one for all other threads.
@@ -189,6 +193,39 @@ pub enum ToTarget {
     /// source sends it only if the reply to its hello has [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
     /// At most [`MAX_DESCRIPTION_BYTES`]; the engine does not read it.
     Description(Vec<u8>),
+    /// Section of the state of a trial pause, to a target that has sent
+    /// [`ToSource::WantsTrial`]. The guest runs on the source.
+    TrialSection(Section),
+    /// The source has sent all sections of the trial pause. The target answers with
+    /// [`ToSource::Prepared`].
+    TrialEnd {
+        /// Number of sections.
+        sections: u32,
+    },
+    /// The operator has paused the guest, and it stays paused on the target. The source sends this
+    /// before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily), and only if the reply to its
+    /// hello has [`FEATURE_PAUSED`](crate::FEATURE_PAUSED).
+    StaysPaused,
+    /// A stream of device state begins. The source sends it only if the reply to its hello has
+    /// [`FEATURE_STREAMS`](crate::FEATURE_STREAMS).
+    StreamOpen {
+        /// Number of the stream, from 0.
+        stream: u32,
+        /// Its name.
+        name: StreamName,
+    },
+    /// The next bytes of a stream, at most [`MAX_STREAM_BYTES`].
+    StreamBytes {
+        /// Number of the stream.
+        stream: u32,
+        /// The bytes.
+        bytes: Vec<u8>,
+    },
+    /// A stream is complete. Each ends before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily).
+    StreamEnd {
+        /// Number of the stream.
+        stream: u32,
+    },
 }
 
 impl ToTarget {
@@ -210,6 +247,12 @@ impl ToTarget {
             Self::Cancel(..) => "Cancel",
             Self::Ping(..) => "Ping",
             Self::Description(..) => "Description",
+            Self::TrialSection(..) => "TrialSection",
+            Self::TrialEnd { .. } => "TrialEnd",
+            Self::StaysPaused => "StaysPaused",
+            Self::StreamOpen { .. } => "StreamOpen",
+            Self::StreamBytes { .. } => "StreamBytes",
+            Self::StreamEnd { .. } => "StreamEnd",
         }
     }
 }
@@ -285,6 +328,13 @@ pub enum ToSource {
         /// Microseconds that loading the device state and starting the vCPUs take together.
         load_us: u64,
     },
+    /// After [`Accept`](Self::Accept), to a source whose hello has
+    /// [`FEATURE_TRIAL`](crate::FEATURE_TRIAL): the target's VM prepares itself with the state of a
+    /// trial pause.
+    WantsTrial,
+    /// The target's VM has prepared itself with the state of the trial pause. A new
+    /// [`Costs`](Self::Costs) may come before it.
+    Prepared,
 }
 
 impl ToSource {
@@ -305,6 +355,8 @@ impl ToSource {
             Self::Failed(..) => "Failed",
             Self::Pong(..) => "Pong",
             Self::Costs { .. } => "Costs",
+            Self::WantsTrial => "WantsTrial",
+            Self::Prepared => "Prepared",
         }
     }
 }

@@ -10,9 +10,17 @@ pub const VERSION_MAX: u16 = 1;
 pub const FEATURE_COSTS: u64 = 1;
 /// The target understands [`ToTarget::Description`](crate::ToTarget::Description).
 pub const FEATURE_DESCRIPTION: u64 = 2;
+/// The source understands [`ToSource::WantsTrial`](crate::ToSource::WantsTrial) and
+/// [`ToSource::Prepared`](crate::ToSource::Prepared).
+pub const FEATURE_TRIAL: u64 = 4;
+/// The target understands [`ToTarget::StaysPaused`](crate::ToTarget::StaysPaused).
+pub const FEATURE_PAUSED: u64 = 8;
+/// The target understands [`ToTarget::StreamOpen`](crate::ToTarget::StreamOpen) and what follows it.
+pub const FEATURE_STREAMS: u64 = 16;
 /// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
 /// be understood by the peer.
-pub const FEATURES: u64 = FEATURE_COSTS | FEATURE_DESCRIPTION;
+pub const FEATURES: u64 =
+    FEATURE_COSTS | FEATURE_DESCRIPTION | FEATURE_TRIAL | FEATURE_PAUSED | FEATURE_STREAMS;
 /// Bytes of a [`Hello`] and of a [`HelloReply`].
 pub const HELLO_BYTES: usize = 80;
 

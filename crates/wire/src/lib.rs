@@ -25,7 +25,8 @@ pub use carrier::{
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_BUCKETS,
     MAX_CONTROL_BYTES, MAX_DESCRIPTION_BYTES, MAX_LACKING_BYTES, MAX_LATENCIES, MAX_NAMED_RUNS, MAX_SECTIONS,
-    MAX_STATE_BYTES, Mode, PageName, RunName, ToSource, ToTarget, decode_control, encode_control,
+    MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Mode, PageName, RunName, ToSource, ToTarget,
+    decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
@@ -33,8 +34,9 @@ pub use frame::{
     RunEntry, RunKind, Table, TableWriter,
 };
 pub use hello::{
-    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token,
-    VERSION_MAX, VERSION_MIN, fence_digest, negotiate,
+    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_STREAMS, FEATURE_TRIAL, FEATURES,
+    HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, fence_digest,
+    negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{

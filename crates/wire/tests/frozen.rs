@@ -1,7 +1,7 @@
 //! Version 1 to the byte: what the recorded streams (`crates/engine/tests/streams`) do not show. Whoever changes a line here has
 //! changed the wire, which takes a new version.
 
-use vmferry_core::{PageIndex, RegionId};
+use vmferry_core::{PageIndex, RegionId, StreamName};
 use vmferry_wire::{
     CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName,
     Piece, PieceKind, Refusal, RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control,
@@ -68,13 +68,27 @@ fn fixed_layouts_are_as_they_were_frozen() {
 fn messages_that_end_or_hold_a_migration_are_as_they_were_frozen() {
     let why = Refusal::new(RefusalCode::Cancelled, "why");
     let samples = vec![PageName { region: RegionId(5), page: 0x1_2345 }];
-    let to_target =
-        [ToTarget::Cancel(why.clone()), ToTarget::Ping(300), ToTarget::Verify { pass: 2 }, ToTarget::Thanks];
+    let to_target = [
+        ToTarget::Cancel(why.clone()),
+        ToTarget::Ping(300),
+        ToTarget::Verify { pass: 2 },
+        ToTarget::Thanks,
+        ToTarget::TrialEnd { sections: 300 },
+        ToTarget::StaysPaused,
+        ToTarget::StreamOpen {
+            stream: 300,
+            name: StreamName { name: "device".into(), instance: 3, version: 1 },
+        },
+        ToTarget::StreamBytes { stream: 300, bytes: vec![7, 8] },
+        ToTarget::StreamEnd { stream: 300 },
+    ];
     let to_source = [
         ToSource::Failed(why.clone()),
         ToSource::Returned(why),
         ToSource::Pong(300),
         ToSource::Costs { load_us: 300 },
+        ToSource::WantsTrial,
+        ToSource::Prepared,
         ToSource::Verified { pages: 9, mismatched: 1, samples },
     ];
     let name = |message: String| message.split([' ', '(', '{']).next().unwrap_or_default().to_owned();

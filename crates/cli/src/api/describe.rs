@@ -6,6 +6,7 @@ use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use vmferry_engine::Monitor;
+use vmferry_engine::plan::Remedy;
 use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
 
 /// How long a vCPU may take to write its statistics, which is a matter of nanoseconds where it has a processor.
@@ -43,7 +44,12 @@ impl Shared {
         }
         let stats = self.probe.stats().ok();
         status["guest"] = self.start().document(&status, stats.as_ref());
-        status["progress"] = json!(monitor.progress());
+        let progress = monitor.progress();
+        status["progress"] = json!(progress);
+        if let Some(verdict) = &progress.verdict {
+            status["progress"]["verdict"]["help"] =
+                verdict.help.iter().map(|remedy| in_options(*remedy)).collect();
+        }
         status
     }
 
@@ -121,4 +127,18 @@ impl Shared {
             "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
         })
     }
+}
+
+/// Tells the operator how this command is told to do what would help.
+fn in_options(remedy: Remedy) -> Value {
+    let option = match remedy {
+        Remedy::LongerDowntime { .. } | Remedy::DowntimeAboveStop { .. } | Remedy::LessIo => {
+            "--downtime-limit"
+        }
+        Remedy::Postcopy => "--mode",
+        Remedy::SwitchNow => "vmferry switch",
+        Remedy::Throttle { .. } => "--auto-converge",
+        _ => return remedy.to_string().into(),
+    };
+    format!("{remedy} (`{option}`)").into()
 }

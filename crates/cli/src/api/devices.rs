@@ -56,8 +56,9 @@ impl Api {
             (Place::Moving, Some(MigrationState::Switchover)) | (Place::Unknown, _) => "finish-migrate",
             (Place::Moving, Some(MigrationState::Postcopy | MigrationState::PostcopyPaused))
             | (Place::Moved, _) => "postmigrate",
-            (Place::Running | Place::Moving, _) => "running",
             (Place::Paused, _) => "paused",
+            (Place::Moving, _) if self.0.held() => "paused",
+            (Place::Running | Place::Moving, _) => "running",
             (Place::Ended, _) => "shutdown",
         };
         json!({ "running": status == "running", "status": status })

@@ -128,6 +128,8 @@ pub(crate) struct Shared {
     /// Who waits to be told where to wait for a guest, if anybody does; `None` in it once that was told.
     deferred: Mutex<Option<Option<SyncSender<Incoming>>>>,
     place: Mutex<Place>,
+    /// The operator has paused the guest.
+    held: AtomicBool,
     migration: Mutex<Migration>,
     incoming: Mutex<Option<String>>,
     received: Mutex<Option<Value>>,
@@ -183,6 +185,7 @@ impl Shared {
             options: Mutex::default(),
             deferred: Mutex::default(),
             place: Mutex::new(Place::Awaited),
+            held: AtomicBool::new(false),
             migration: Mutex::default(),
             incoming: Mutex::default(),
             received: Mutex::default(),
@@ -201,6 +204,22 @@ impl Shared {
 
     pub(crate) fn set_place(&self, place: Place) {
         *lock(&self.place) = place;
+    }
+
+    /// Notes that the guest is here, where it runs or is paused, and tells the clients.
+    pub(crate) fn is_here(&self, place: Place) {
+        self.held.store(place == Place::Paused, Ordering::Release);
+        self.set_place(place);
+        if place == Place::Running {
+            self.tell.runs();
+        } else {
+            self.tell.stands();
+        }
+    }
+
+    /// Returns true if the operator has paused the guest, also while it is moved.
+    pub(super) fn held(&self) -> bool {
+        self.held.load(Ordering::Acquire)
     }
 
     pub(crate) fn set_incoming(&self, uri: String) {

@@ -36,8 +36,8 @@ fn prepare(
     request: &MigrateRequest,
     shared: &Shared,
 ) -> Result<(Uri, Option<TrackerKind>, Policy, Settings)> {
-    if shared.place() == Place::Paused {
-        bail!("the guest is paused; resume it first, so that it runs on the other side");
+    if let (Place::Paused, Some(why)) = (shared.place(), needs_a_running_guest(request)) {
+        bail!("the guest is paused, and {why}; resume the guest first");
     }
     let tracker = tracker(request.tracker.as_deref())?;
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
@@ -76,6 +76,15 @@ fn prepare(
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
     shared.begin_migration(asked, goes_over && !matches!(uri, Uri::File(_)));
     Ok((uri, tracker, reaper, settings))
+}
+
+/// Reason for which a request is for a running guest only, if it is.
+fn needs_a_running_guest(request: &MigrateRequest) -> Option<&'static str> {
+    if request.uri.starts_with("file:") {
+        return Some("a file does not keep that: the guest would run when it is restored");
+    }
+    let measures = request.plan || request.mode == ModeArg::Auto;
+    measures.then_some("a plan (--plan, --mode auto) measures how a running guest writes")
 }
 
 /// An option that asks for something that does not happen there.
@@ -128,7 +137,8 @@ fn move_away(
         _ => migrate(machine.source(), uri, tracker, settings, &monitor),
     };
     let after = shared.probe.stats().ok();
-    let place = result.as_ref().map_or(Place::Running, |report| place_after(report, request.keep_running));
+    let here = machine.place();
+    let place = result.as_ref().map_or(here, |report| place_after(report, request.keep_running, here));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
     let told = result.map_err(|error| error.to_string());
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
@@ -146,13 +156,14 @@ fn move_away(
     (place, if lost { Status::Lost } else { Status::Done })
 }
 
-fn place_after(report: &Report, keep_running: bool) -> Place {
+/// Place of the guest after a migration. It is `here` if it is this side's.
+fn place_after(report: &Report, keep_running: bool, here: Place) -> Place {
     match report.state {
         _ if report.stands_still => Place::Paused,
-        MigrationState::Completed if keep_running => Place::Running,
+        MigrationState::Completed if keep_running => here,
         // Where it is lost it ran elsewhere; nothing that is here of it may run.
         MigrationState::Completed | MigrationState::Lost => Place::Moved,
         MigrationState::Unknown => Place::Unknown,
-        _ => Place::Running,
+        _ => here,
     }
 }

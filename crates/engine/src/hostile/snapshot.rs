@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{
     GuestMemory, LazyMemory, MachineConfig, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region, RegionId,
-    Section, TargetVm, VmError,
+    RunState, Section, TargetVm, VmError,
 };
 use vmferry_wire::{
     MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, SnapshotRegion,
@@ -72,7 +72,7 @@ impl TargetVm for Machine {
         Ok(())
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
+    fn start(&mut self, _: RunState) -> Result<(), VmError> {
         self.started = true;
         Ok(())
     }

@@ -11,6 +11,7 @@ use crate::run::{self, Agenda};
 use crate::source::session::{Phase, Session};
 use crate::source::{MigrationMode, Settings};
 use std::time::Duration;
+use vmferry_core::RunState;
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
@@ -30,6 +31,7 @@ fn rehearsed() -> Event {
         quiesce: Duration::ZERO,
         paused: Duration::ZERO,
         state_bytes: 0,
+        trial: None,
     }
 }
 
@@ -165,7 +167,7 @@ impl Step<'_> {
             Action::Pause => {
                 self.world.here.running = false;
                 self.world.here.paused = true;
-                Event::Paused
+                Event::Paused { wanted: RunState::Running }
             }
             Action::Save { .. } if self.busy() => {
                 // What ended in the meantime has written memory.
@@ -178,6 +180,7 @@ impl Step<'_> {
                 }
                 Event::Saved { sections: vec![] }
             }
+            Action::StreamState => unreachable!("no guest of the model has streams of device state"),
             Action::Release => return Some(self.release()),
             Action::HandOver { also } => return Some(self.hand_over(mask_of_runs(&also))),
             Action::SendRest { number } => {

@@ -162,7 +162,18 @@ impl Step<'_> {
                 });
             }
             Action::Load(_) => return Some(self.load()),
-            Action::Start => return Some(self.start_when_told()),
+            Action::OpenStream(_) | Action::WriteStream { .. } | Action::FinishStream { .. } => {
+                unreachable!("no guest of the model has streams of device state")
+            }
+            Action::PrepareVm(_) => {
+                let failed = self.step_fails_there();
+                return Some(if failed {
+                    Event::LocalFailure(failure())
+                } else {
+                    Event::VmPrepared { load_us: None }
+                });
+            }
+            Action::Start { .. } => return Some(self.start_when_told()),
             Action::Finish(Outcome::Running) => self.world.there.rest = true,
             Action::Finish(outcome) => {
                 self.world.there.outcome = Some(outcome);

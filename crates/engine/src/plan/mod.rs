@@ -20,4 +20,4 @@ pub use inputs::{Costs, Inputs, Link, Place, Protection};
 pub use measure::{GuestCost, Looked, Windows, measure};
 pub use predict::{Chances, Interval, ModePlan, Plan, Way};
 pub use score::{Real, Score, score};
-pub use vmferry_protocol::source::{Auto, Course, CourseChange, Expected, Seen, Standing, Verdict};
+pub use vmferry_protocol::source::{Auto, Course, CourseChange, Expected, Remedy, Seen, Standing, Verdict};

@@ -42,6 +42,8 @@ pub(super) enum Defect {
     DropsTheEnd,
     /// The loop tells the target's session of a stop again and again, whether the session acts on it or not.
     RepeatsStop,
+    /// The target is not told that the operator has paused the guest.
+    LosesPause,
     /// Pages are left out by an answer that was asked for before they were protected.
     #[cfg(test)]
     AsksFirst,
@@ -91,6 +93,7 @@ impl Defect {
         Self::StartsRenounced,
         Self::DropsTheEnd,
         Self::RepeatsStop,
+        Self::LosesPause,
         // Of code that has them only for tests.
         #[cfg(test)]
         Self::AsksFirst,

@@ -12,7 +12,7 @@ use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::source::session::Phase;
 use crate::target::session as target;
 use std::time::Duration;
-use vmferry_core::{RegionId, Section};
+use vmferry_core::{RegionId, RunState, Section, StreamName};
 use vmferry_wire::{
     LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
 };
@@ -25,6 +25,10 @@ fn refusal() -> Refusal {
 
 fn section() -> Section {
     Section { name: "s".into(), instance: 0, version: 0, payload: vec![0; 10] }
+}
+
+fn stream(instance: u32) -> StreamName {
+    StreamName { name: "device".into(), instance, version: 1 }
 }
 
 fn settings(rng: &mut Rng) -> source::Settings {
@@ -56,7 +60,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
-    match rng.below(15) {
+    match rng.below(17) {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
@@ -73,6 +77,8 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         11 => resume([0, 1, PAGES, u64::MAX][rng.index(4)]),
         12 => ToSource::Complete(LazyFigures::default()),
         13 => ToSource::Costs { load_us: [0, u64::MAX][rng.index(2)] },
+        14 => ToSource::WantsTrial,
+        15 => ToSource::Prepared,
         _ => ToSource::Pong(rng.below(3)),
     }
 }
@@ -92,9 +98,9 @@ fn answer(rng: &mut Rng) -> Result<Ruling, ArbiterError> {
 /// Any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
-    match rng.below(26) {
+    match rng.below(27) {
         #[cfg(feature = "hostile")]
-        25 => said(rng).map_or(Event::Tick, Event::Message),
+        26 => said(rng).map_or(Event::Tick, Event::Message),
         0..=4 => Event::Message(to_source(rng, pass)),
         5 => Event::ChannelsOpened,
         6 => Event::TrackerStarted,
@@ -106,11 +112,12 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
                 quiesce: fixed / 2,
                 paused: fixed,
                 state_bytes: rng.next(),
+                trial: rng.per_mille(500).then(|| vec![section()]),
             }
         }
         8 => Event::PassSent { bytes: rng.next(), listing: Duration::ZERO },
         9 => Event::Harvested { pages: rng.below(PAGES), writers: vec![rng.below(9), rng.below(9)] },
-        10 => Event::Paused,
+        10 => Event::Paused { wanted: [RunState::Running, RunState::Paused][rng.index(2)] },
         11 => Event::Saved { sections: vec![section()] },
         12 => Event::Resumed,
         13 => Event::LocalFailure(refusal()),
@@ -122,6 +129,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
         18 => Event::SwitchNow,
         20 => Event::Comparing { pages: rng.below(2) * PAGES },
         21 => Event::Released,
+        25 => Event::StateStreamed { bytes: rng.next(), left: rng.next() },
         22..=23 => Event::ArbiterAnswered(answer(rng)),
         19 if rng.per_mille(500) => Event::Recover,
         19 if rng.per_mille(100) => Event::Abandon,
@@ -152,8 +160,10 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                     quiesce: fixed,
                     paused: fixed,
                     state_bytes: 64,
+                    trial: Some(vec![section()]),
                 });
             }
+            Action::Send(ToTarget::TrialEnd { .. }) => events.push(Event::Message(ToSource::Prepared)),
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
@@ -170,8 +180,9 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                     events.push(Event::Message(verified));
                 }
             }
-            Action::Pause => events.push(Event::Paused),
+            Action::Pause => events.push(Event::Paused { wanted: RunState::Running }),
             Action::Save { .. } => events.push(Event::Saved { sections: vec![section()] }),
+            Action::StreamState => events.push(Event::StateStreamed { bytes: 1, left: 1 }),
             Action::Release => events.push(Event::Released),
             Action::Resume | Action::RunOn => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
@@ -206,8 +217,10 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     let pages = usize::try_from(PAGES).expect("small");
     let settings = settings(&mut rng);
     let fenced = settings.fence.is_some();
-    let (mut session, mut actions) =
+    let (session, mut actions) =
         source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
+    let mut session =
+        session.streaming((0..u32::try_from(rng.below(2)).expect("small")).map(stream).collect());
     let (mut expected, mut now, mut pass) = (Vec::new(), Duration::ZERO, 0);
     let (mut committed, mut returned, mut ended) = (false, false, None);
     for _ in 0..200 {
@@ -269,7 +282,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
 
 /// Anything that a source can say.
 fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
-    match rng.below(16) {
+    match rng.below(22) {
         0 => {
             let pages = [PAGES, PAGES, 0, 9][rng.index(4)];
             let machine = machine(usize::try_from(pages).expect("small"));
@@ -295,6 +308,12 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
         11 => ToTarget::Lacking(lacking()),
         12..=13 => ToTarget::LoadLazily { pages: [0, 1, u64::MAX][rng.index(3)] },
         14 => ToTarget::Thanks,
+        15 => ToTarget::TrialSection(section()),
+        16 => ToTarget::TrialEnd { sections: u32::try_from(rng.below(3)).expect("small") },
+        17 => ToTarget::StaysPaused,
+        18 => ToTarget::StreamOpen { stream: [0, 0, 1, u32::MAX][rng.index(4)], name: stream(0) },
+        19 => ToTarget::StreamBytes { stream: [0, 0, 1, u32::MAX][rng.index(4)], bytes: vec![7; 3] },
+        20 => ToTarget::StreamEnd { stream: [0, 0, 1, u32::MAX][rng.index(4)] },
         _ => ToTarget::Ping(rng.next()),
     }
 }
@@ -305,9 +324,9 @@ fn retold() -> target::Event {
 
 fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
     use target::Event;
-    match rng.below(23) {
+    match rng.below(24) {
         #[cfg(feature = "hostile")]
-        22 => said(rng).map_or(Event::Stopped, Event::Message),
+        23 => said(rng).map_or(Event::Stopped, Event::Message),
         20..=21 => {
             let word = [Word::Look, Word::Claim(Side::Target), Word::GiveBack, Word::Runs][rng.index(4)];
             Event::ArbiterAnswered(word, answer(rng))
@@ -327,6 +346,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         13 => Event::Started { micros: 1, cpu_us: 1 },
         14 => Event::StartFailed(refusal()),
         15 => Event::Prepared,
+        22 => Event::VmPrepared { load_us: rng.per_mille(500).then_some(u64::MAX) },
         16 => Event::MissingArrived(LazyFigures::default()),
         17 => Event::ControlReopened,
         18 if rng.per_mille(500) => retold(),
@@ -360,7 +380,8 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
                 events.push(Event::Compared { pages: PAGES, mismatched: 0, samples: vec![] });
             }
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
-            Action::Start => events.push(Event::Started { micros: 1, cpu_us: 1 }),
+            Action::PrepareVm(_) => events.push(Event::VmPrepared { load_us: None }),
+            Action::Start { .. } => events.push(Event::Started { micros: 1, cpu_us: 1 }),
             Action::AskArbiter { word, .. } if *word != Word::Runs => {
                 let ruling = match word {
                     Word::Look => Ruling::Open,
@@ -375,15 +396,29 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
 }
 
 /// An honest source's script for a guest in two passes, or in one and the rest when it runs.
-fn script(mode: Mode) -> Vec<target::Event> {
+fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
     use target::Event;
     let machine = machine(usize::try_from(PAGES).expect("small"));
     let message = Event::Message;
     let barrier = |pass| Event::Barrier { channel: 0, pass };
     let urgent_channels = u16::from(mode != Mode::Precopy);
     let setup = ToTarget::Setup { machine, mode, bulk_channels: 1, urgent_channels, probe: false };
-    let state = [ToTarget::Section(section()), ToTarget::StateEnd { sections: 1 }].map(message);
-    let mut script = vec![message(setup), message(ToTarget::Pass { pass: 0, pages: 0 }), barrier(0)];
+    let state = [
+        ToTarget::StreamBytes { stream: 0, bytes: vec![7] },
+        ToTarget::Section(section()),
+        ToTarget::StreamEnd { stream: 0 },
+        ToTarget::StateEnd { sections: 1 },
+    ]
+    .map(message);
+    let opened = ToTarget::StreamOpen { stream: 0, name: stream(0) };
+    let passed = [opened, ToTarget::Pass { pass: 0, pages: 0 }].map(message);
+    let mut script = vec![message(setup)];
+    script.extend(passed);
+    script.push(barrier(0));
+    if wants_trial {
+        let trial = [ToTarget::TrialSection(section()), ToTarget::TrialEnd { sections: 1 }];
+        script.extend(trial.map(message));
+    }
     if mode == Mode::Precopy {
         script.push(message(ToTarget::Final { pass: 1 }));
         script.extend(state);
@@ -402,9 +437,12 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     use target::{Action, Event, Outcome};
     let pages = usize::try_from(PAGES).expect("small");
     let fenced = rng.per_mille(500);
-    let mut session = target::Session::begin(machine(pages), tokens()).fenced(fenced);
+    let wants_trial = rng.per_mille(300);
+    let (mut prepared, mut stays_paused) = (false, false);
+    let session = target::Session::begin(machine(pages), tokens()).fenced(fenced);
+    let mut session = session.wanting_trial(wants_trial);
     let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
-    let (mut expected, mut script) = (Vec::new(), script(mode));
+    let (mut expected, mut script) = (Vec::new(), script(mode, wants_trial));
     let (mut all_here, mut started, mut lazily) = (false, false, false);
     let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
     let mut renounced = false;
@@ -418,6 +456,7 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
             expected.remove(0)
         };
         commit_read |= matches!(event, Event::Message(ToTarget::Commit));
+        stays_paused |= matches!(event, Event::Message(ToTarget::StaysPaused));
         let granted = matches!(event, Event::ArbiterAnswered(Word::Claim(_), Ok(Ruling::Target { .. })));
         start_failed |= matches!(event, Event::StartFailed(_));
         started |= starts == 1 && matches!(event, Event::Started { .. });
@@ -436,7 +475,13 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
                     assert!(starts == 0 || start_failed, "gives back a guest that may run here");
                     renounced = true;
                 }
-                Action::Start => {
+                Action::PrepareVm(_) => {
+                    assert!(wants_trial && !std::mem::replace(&mut prepared, true), "prepared in vain");
+                    assert!(starts == 0, "prepared after the start");
+                }
+                Action::Start { wanted } => {
+                    let paused = *wanted == RunState::Paused;
+                    assert!(!paused || stays_paused, "paused although its source said nothing of that");
                     starts += 1;
                     assert!(commit_read && starts == 1, "a start without a commit, or a second one");
                     assert!(!renounced, "the start of a guest that was renounced");

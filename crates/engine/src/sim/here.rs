@@ -20,7 +20,7 @@ use crate::source::{AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Setti
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId};
+use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId, RunState, StreamName};
 use vmferry_protocol::source::{Action, Event};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
@@ -84,6 +84,12 @@ pub(super) struct Here {
     pub(super) slowed: f64,
     /// For good, not for a rehearsal.
     pub(super) paused: bool,
+    /// State that the operator wants: a guest that is paused writes nothing, on either side.
+    pub(super) wanted: RunState,
+    /// Bytes that were sent of each stream of device state, and whether it has ended.
+    pub(super) streams: Vec<(u64, bool)>,
+    /// What the streams have to report.
+    pub(super) streamed: Option<Event>,
     pub(super) jobs: Vec<Job>,
     pub(super) bytes: u64,
     stopped: bool,
@@ -153,8 +159,12 @@ impl Here {
         };
         let (session, first) =
             Session::begin(settings.session(), machine(pages), pages as u64, Duration::ZERO);
+        let streams = if rng.per_mille(300) { 1 + u32::try_from(rng.below(2)).expect("small") } else { 0 };
+        let name = |instance| StreamName { name: "device".into(), instance, version: 1 };
         Self {
-            session,
+            session: session.streaming((0..streams).map(name).collect()),
+            streams: (0..streams).map(|_| (0, false)).collect(),
+            streamed: None,
             agenda: Agenda::new(first),
             inbox: Inbox::new(Duration::ZERO),
             inputs: VecDeque::new(),
@@ -181,6 +191,7 @@ impl Here {
             skipping: here_free::skipping(rng, memory, defect),
             slowed: 0.0,
             paused: false,
+            wanted: if rng.per_mille(50) { RunState::Paused } else { RunState::Running },
             jobs: (0..channels).map(|_| Job::default()).collect(),
             bytes: 0,
             stopped: false,
@@ -323,6 +334,11 @@ impl World {
                 self.send_rest(number);
                 None
             }
+            Action::StreamState => {
+                let delay = self.rng.latency(300);
+                self.at(delay, Item::StreamState(self.here.paused));
+                None
+            }
             Action::Disconnect => {
                 self.disconnect();
                 None
@@ -363,6 +379,9 @@ impl World {
     }
 
     pub(super) fn source_sends(&mut self, message: ToTarget) -> Option<Event> {
+        if self.defect == Defect::LosesPause && message == ToTarget::StaysPaused {
+            return None;
+        }
         if message == ToTarget::Commit {
             let (first, paused) = (!self.here.committed, !self.here.running);
             self.promise(first && paused, |_| "a second commit, or one with the guest running".into());
@@ -563,6 +582,10 @@ impl Sources for AtSource<'_> {
 
     fn request(&mut self) -> Option<Event> {
         self.0.here.requests.pop_front()
+    }
+
+    fn streamed(&mut self) -> Option<Event> {
+        self.0.here.streamed.take()
     }
 
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Idle> {

@@ -5,7 +5,7 @@ use crate::fence::Ruling;
 use std::time::Duration;
 use vmferry_core::Section;
 use vmferry_protocol::source::{Action, Event};
-use vmferry_wire::{Refusal, RefusalCode};
+use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
 impl World {
     /// A step that took its time is done: now it has its effect.
@@ -34,13 +34,20 @@ impl World {
                 self.resume();
                 let fixed = Duration::from_micros(self.rng.below(500));
                 let save = Duration::ZERO;
-                Event::TrialPaused { stop: fixed, save, quiesce: fixed / 2, paused: fixed, state_bytes: 0 }
+                Event::TrialPaused {
+                    stop: fixed,
+                    save,
+                    quiesce: fixed / 2,
+                    paused: fixed,
+                    state_bytes: 0,
+                    trial: self.rng.per_mille(900).then(|| self.sections()),
+                }
             }
             Action::Harvest => self.harvest(),
             Action::Pause => {
                 self.stop_asking();
                 (self.here.running, self.here.paused) = (false, true);
-                Event::Paused
+                Event::Paused { wanted: self.here.wanted }
             }
             Action::Save { within } if self.rng.per_mille(self.faults.busy) => {
                 self.memory.write_in_use(&mut self.rng);
@@ -57,11 +64,7 @@ impl World {
             Action::Save { .. } => {
                 // Saving may write guest memory, with the guest stopped.
                 self.memory.write_in_use(&mut self.rng);
-                let section =
-                    |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
-                Event::Saved {
-                    sections: (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect(),
-                }
+                Event::Saved { sections: self.sections() }
             }
             Action::Release => {
                 self.here.holds &= failed || self.defect == Defect::KeepsDisks;
@@ -74,6 +77,38 @@ impl World {
             other => failure(&format!("{other:?} is no step")),
         };
         self.here.done = Some(if failed { failure("a step") } else { event });
+    }
+
+    /// The streams of device state are sent as far as they go.
+    pub(super) fn stream_state(&mut self, paused: bool) {
+        if self.here.ended() {
+            return;
+        }
+        let mut bytes = 0;
+        let mut failed = None;
+        for stream in 0..self.here.streams.len() {
+            let number = u32::try_from(stream).expect("few");
+            for _ in 0..self.rng.below(3) {
+                let (sent, ended) = &mut self.here.streams[stream];
+                if *ended {
+                    break;
+                }
+                // Each byte says which one it is, so that none is lost or comes twice.
+                let piece: Vec<u8> = (*sent..*sent + 3).map(|at| at.to_le_bytes()[0]).collect();
+                (*sent, bytes) = (*sent + 3, bytes + 3);
+                failed = failed.or(self.source_sends(ToTarget::StreamBytes { stream: number, bytes: piece }));
+            }
+            if paused && !std::mem::replace(&mut self.here.streams[stream].1, true) {
+                failed = failed.or(self.source_sends(ToTarget::StreamEnd { stream: number }));
+            }
+        }
+        self.here.streamed = Some(failed.unwrap_or(Event::StateStreamed { bytes, left: 0 }));
+    }
+
+    /// Some device state.
+    fn sections(&mut self) -> Vec<Section> {
+        let section = |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
+        (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect()
     }
 
     fn open_channels(&mut self) -> Event {

@@ -4,6 +4,7 @@ use super::source::Outcome;
 use super::world::{Ending, World};
 use crate::source::AutoConverge;
 use crate::target::session::Outcome as TargetOutcome;
+use vmferry_core::RunState;
 
 impl World {
     pub(super) fn judge(self, steps: u64) -> Result<Ending, String> {
@@ -58,6 +59,8 @@ impl World {
             skipped: self.here.pending.skipped_count(),
             dropped: self.here.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             put_off: self.here.session.put_off(),
+            prepared: self.there.prepared > 0,
+            paused: self.here.wanted == RunState::Paused,
             interruptions: self.here.session.interruptions(),
             course: self.here.session.course().iter().map(|change| change.what.clone()).collect(),
             crashed: gone,

@@ -113,7 +113,7 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// What is counted.
-const KINDS: [Kind; 30] = [
+const KINDS: [Kind; 33] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -148,6 +148,9 @@ const KINDS: [Kind; 30] = [
     }),
     ("moved by precopy once its I/O was at rest", |end| end.moved() && !end.lazy && end.put_off > 0),
     ("moved by postcopy once its I/O was at rest", |end| end.moved() && end.lazy && end.put_off > 0),
+    ("moved to a target that had prepared itself", |end| end.moved() && end.prepared),
+    ("moved by precopy while its operator had paused it", |end| end.moved() && !end.lazy && end.paused),
+    ("moved by postcopy while its operator had paused it", |end| end.moved() && end.lazy && end.paused),
     ("moved over a narrow link", |end| end.moved() && end.slow),
     ("moved through a stall", |end| end.moved() && end.stalls > 0),
     ("moved though a stall was taken for a loss", |end| end.moved() && end.outlasted > 0 && end.lazy),

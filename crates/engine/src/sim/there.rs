@@ -2,6 +2,7 @@
 
 use super::here::{Idle, MOST_LOOKS, layout, machine};
 use super::link::Cargo;
+use super::rng::Rng;
 use super::there_lazy::Lazy;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
 use crate::fence::{Ruled, Ruling, Side};
@@ -77,14 +78,18 @@ pub(super) struct There {
     pub(super) suspect: Vec<bool>,
     compared: u64,
     differ: Vec<usize>,
+    pub(super) prepared: u32,
+    /// Bytes that came of each stream of device state, and whether it has ended.
+    streams: Vec<(u64, bool)>,
     loads: u32,
     starts: u32,
 }
 
 impl There {
-    pub(super) fn new(pages: usize, fenced: bool) -> Self {
+    pub(super) fn new(rng: &mut Rng, pages: usize, fenced: bool) -> Self {
+        let wants_trial = rng.per_mille(300);
         Self {
-            session: Session::begin(machine(pages), tokens()).fenced(fenced),
+            session: Session::begin(machine(pages), tokens()).fenced(fenced).wanting_trial(wants_trial),
             agenda: Agenda::new(Vec::new()),
             inbox: Inbox::new(Duration::ZERO),
             inputs: VecDeque::new(),
@@ -115,6 +120,8 @@ impl There {
             suspect: vec![false; pages],
             compared: 0,
             differ: Vec::new(),
+            prepared: 0,
+            streams: Vec::new(),
             loads: 0,
             starts: 0,
         }
@@ -279,6 +286,26 @@ impl World {
                 self.end_lazily();
                 None
             }
+            Action::OpenStream(name) => {
+                let next = self.there.streams.len() == usize::try_from(name.instance).expect("few");
+                self.promise(next, |_| "streams are opened in another order".into());
+                self.there.streams.push((0, false));
+                None
+            }
+            Action::WriteStream { stream, bytes } => {
+                let (came, ended) = &mut self.there.streams[usize::try_from(stream).expect("few")];
+                let wanted = (*came..).map(|at| at.to_le_bytes()[0]);
+                let right = !*ended && bytes.iter().copied().zip(wanted).all(|(is, wanted)| is == wanted);
+                *came += bytes.len() as u64;
+                self.promise(right, |_| "a stream has other bytes than were sent".into());
+                None
+            }
+            Action::FinishStream { stream } => {
+                let ended = &mut self.there.streams[usize::try_from(stream).expect("few")].1;
+                let once = !std::mem::replace(ended, true);
+                self.promise(once, |_| "a stream ends twice".into());
+                None
+            }
             Action::CountDamaged { pass } => {
                 let suspects = self.suspects();
                 Some(Event::Damaged { pass, pages: suspects.len() as u64, runs: suspects })
@@ -291,7 +318,7 @@ impl World {
             }
             step => {
                 let mut delay = self.rng.latency(300);
-                if step == Action::Start {
+                if matches!(step, Action::Start { .. }) {
                     delay += self.stopped_for();
                 }
                 self.at(delay, Item::TargetStep(step));
@@ -321,6 +348,8 @@ impl World {
                 self.there.loads += 1;
                 let first = self.there.loads == 1;
                 self.promise(first, |_| "loaded twice".into());
+                let whole = self.there.streams == self.here.streams;
+                self.promise(whole, |_| "loaded before all device state had come".into());
                 if self.defect == Defect::StartsAtLoad {
                     self.start();
                 }
@@ -330,8 +359,17 @@ impl World {
                     false => Event::Loaded { micros: 9 },
                 }
             }
+            Action::PrepareVm(_) => {
+                self.there.prepared += 1;
+                let runs = self.here.running || self.here.ended();
+                let in_time = self.there.prepared == 1 && self.there.loads == 0 && runs;
+                self.promise(in_time, |_| "prepared twice, or while the guest is paused".into());
+                if failed { Event::LocalFailure(why) } else { Event::VmPrepared { load_us: Some(9) } }
+            }
             _ if failed || !self.commit_lazily() => Event::StartFailed(why),
-            _ => {
+            step => {
+                let as_wanted = step == Action::Start { wanted: self.here.wanted };
+                self.promise(as_wanted, |_| "the operator's pause is lost, or nobody's is kept".into());
                 self.start();
                 Event::Started { micros: 9, cpu_us: 9 }
             }

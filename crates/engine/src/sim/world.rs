@@ -13,6 +13,7 @@ use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use vmferry_core::RunState;
 
 /// Longer than any migration of a few pages may take, in simulated microseconds.
 pub(super) const FOR_EVER: u64 = 900_000_000;
@@ -35,6 +36,8 @@ pub(super) enum Item {
     SourceLost(usize),
     TargetLost(usize),
     SourceStep(source::Action),
+    /// A round of the streams of device state; the guest is paused, or is not.
+    StreamState(bool),
     TargetStep(target::Action),
     TargetWakes,
     Runs,
@@ -68,6 +71,10 @@ pub(super) struct Ending {
     pub(super) interruptions: u64,
     /// Times that the guest's I/O was too busy to stop it.
     pub(super) put_off: u64,
+    /// The target's VM has prepared itself.
+    pub(super) prepared: bool,
+    /// Its operator had paused it.
+    pub(super) paused: bool,
     /// What the migration did by itself.
     pub(super) course: Vec<String>,
     /// A host died, or was told to stop with a guest that was not whole.
@@ -145,7 +152,7 @@ impl World {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
         let here = Here::new(&mut rng, &memory, defect);
-        let there = There::new(memory.pages.len(), here.settings.fence.is_some());
+        let there = There::new(&mut rng, memory.pages.len(), here.settings.fence.is_some());
         let streams = Streams {
             bulk: here.settings.channels.into(),
             urgent: here.settings.urgent_count().into(),
@@ -330,6 +337,7 @@ impl World {
             Item::SourceLost(link) => self.source_lost(link, "the link was cut"),
             Item::TargetLost(link) => self.target_lost(link),
             Item::SourceStep(action) => self.source_step_done(action),
+            Item::StreamState(paused) => self.stream_state(paused),
             Item::TargetStep(action) => self.target_step_done(action),
             Item::TargetWakes => self.there.timer = false,
             Item::SenderStep(link, channel) => self.sender_step(link, channel),
@@ -351,7 +359,7 @@ impl World {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a thousand")]
         let held = (self.here.slowed * 1e3) as u64;
         for _ in 0..self.rng.below(4) {
-            if self.here.running && self.rng.per_mille(held) {
+            if self.here.wanted == RunState::Paused || (self.here.running && self.rng.per_mille(held)) {
                 // It stands still.
             } else if self.here.running && self.rng.per_mille(300) {
                 self.memory.free(&mut self.rng);

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_core::{TargetVm, VmError};
+use vmferry_core::{RunState, TargetVm, VmError};
 
 /// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
 /// page that has not come: keep it until [`wait`](Self::wait) says that all is there.
@@ -112,14 +112,23 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
         }
         // Only now: until here nothing is brought but what the state needs, so that the guest runs soon.
         filling.spawn("restore".into(), move |lazy| FileOrigin::sweep(lazy, &lacking))?;
-        vm.start().map_err(|error| failed(error.into()))?;
+        vm.start(RunState::Running).map_err(|error| failed(error.into()))?;
         filling.lazy.memory.started();
         Ok((load_ms, early))
     };
     match start(&mut filling) {
         Ok((load_ms, pages)) => {
             let cpu_ms = thread_cpu_us() as f64 / 1e3;
-            let received = Received { id, copy_of, source: uri(path), pages, load_ms, cpu_ms, rest: None };
+            let received = Received {
+                id,
+                copy_of,
+                source: uri(path),
+                pages,
+                load_ms,
+                cpu_ms,
+                paused: false,
+                rest: None,
+            };
             Ok(LazyRestore { received, filling })
         }
         Err(error) => {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
-use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, Section, TargetVm, VmError};
+use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, RunState, Section, TargetVm, VmError};
 use vmferry_wire::{Refusal, RefusalCode, RegionPlace};
 
 /// Takes the guest in the file at `path` into `vm` and runs it.
@@ -40,9 +40,18 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
     let began = Instant::now();
     load(vm, &sections, copy_of.is_some()).map_err(|error| broken(error.to_string()))?;
     let load_ms = ms(began.elapsed());
-    vm.start().map_err(|error| broken(error.to_string()))?;
+    vm.start(RunState::Running).map_err(|error| broken(error.to_string()))?;
     let cpu_ms = reading.cpu_us.into_inner() as f64 / 1e3;
-    Ok(Received { id, copy_of, pages: reading.found.into_inner(), load_ms, cpu_ms, source, rest: None })
+    Ok(Received {
+        id,
+        copy_of,
+        pages: reading.found.into_inner(),
+        load_ms,
+        cpu_ms,
+        source,
+        paused: false,
+        rest: None,
+    })
 }
 
 /// Loads the state of the guest, which gets a new identity if it is a copy.

@@ -3,7 +3,7 @@
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
 use crate::monitor::{MigrationState, Monitor};
-use crate::report::{Bytes, Downtime, PassReport, Report};
+use crate::report::{Bytes, Downtime, PassReport, Report, Way};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::fs::File;
@@ -64,8 +64,14 @@ fn store(
     warn_if_panics_abort();
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
-    let known =
-        Report { id: id.to_string(), mode: "file".into(), tracker: "none".into(), ..Report::default() };
+    if let Some(stream) = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?.first() {
+        let why = format!(
+            "the guest cannot be saved in a file: its device state {} is a stream, which only a target takes",
+            stream.name()
+        );
+        return Err(MigrateError::Vm(why));
+    }
+    let known = Report { id: id.to_string(), way: Way::File, ..Report::default() };
     monitor.begin(began, known);
     let (mut partial, file) = create(path, id).map_err(failed)?;
     // Whether a file can be so long at all is found out while the guest still runs. It is one hole so far.
@@ -104,7 +110,7 @@ fn store(
     };
     report.state = state;
     report.outcome = crate::report::word(state);
-    (report.id, report.mode, report.tracker) = (id.to_string(), "file".into(), "none".into());
+    (report.id, report.way) = (id.to_string(), Way::File);
     (report.total_ms, report.downtime_ms) = (ms(began.elapsed()), ms(pause.elapsed()));
     monitor.update(|progress| progress.state = state);
     Ok(report)

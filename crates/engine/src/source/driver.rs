@@ -19,6 +19,7 @@ mod demand;
 mod guest;
 mod pacing;
 mod pages;
+mod streams;
 mod tracking;
 
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
@@ -45,11 +46,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
 use std::time::Duration;
+use streams::{Piece, Streams};
 use tracking::Tracking;
-use vmferry_core::{DirtyTracker, GuestMemory, PauseCosts, Protect, SourceVm, VmError};
+use vmferry_core::{
+    DirtyTracker, GuestMemory, PauseCosts, Protect, RunState, SourceVm, StateReader, VmError,
+};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{
-    FEATURE_DESCRIPTION, MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+    FEATURE_DESCRIPTION, FEATURE_PAUSED, MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget,
+    Token,
 };
 
 /// Length of the queue of inputs. A few are enough: what a peer says waits in its socket and not in
@@ -132,6 +137,7 @@ pub(super) struct Driver<'s, 'e> {
     tracking: Tracking,
     pages: Pages,
     demand: Demand<'e>,
+    streams: Streams,
     account: Account,
 }
 
@@ -141,12 +147,14 @@ impl<'s, 'e> Driver<'s, 'e> {
         context: &'e Context<'e>,
         scope: &'s Scope<'s, 'e>,
         vm: &'e mut dyn SourceVm,
-        tracker: Box<dyn DirtyTracker>,
+        (tracker, readers): (Box<dyn DirtyTracker>, Vec<Box<dyn StateReader>>),
         control: Stream,
     ) -> Report {
         let layout = context.memory.layout();
         let now = context.clock.now();
         let (session, first) = Session::begin(context.settings.session(), vm.config(), layout.pages(), now);
+        let streams = Streams::new(readers);
+        let session = session.streaming(streams.names());
         let first = describe(vm, &control).into_iter().chain(first).collect();
         let free = if context.settings.free_pages { vm.free_pages() } else { None };
         let account = Account::new(context, vm.throttled());
@@ -163,6 +171,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             tracking: Tracking::new(tracker),
             pages: Pages::everything(layout, free),
             demand: Demand::new(layout),
+            streams,
             account,
         };
         context.monitor.update(|progress| progress.id = context.migration.to_string());
@@ -289,6 +298,10 @@ impl Host for Driver<'_, '_> {
             }
             Action::Pause => Some(self.pause()),
             Action::Save { within } => Some(self.save(within)),
+            Action::StreamState => {
+                let begun = self.streams.begin(self.guest.is_paused());
+                begun.err().map(|error| local("reading device state", &error))
+            }
             Action::RunOn => Some(self.run_on()),
             Action::Release => {
                 let released = self.guest.during(&self.control, |vm| vm.release());
@@ -356,7 +369,19 @@ impl Sources for Driver<'_, '_> {
         monitor.take_recover().then_some(Event::Recover)
     }
 
+    fn streamed(&mut self) -> Option<Event> {
+        self.streams.take_report()
+    }
+
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
+        // Device state goes a piece at a time, so that inputs and requests are seen in between.
+        if self.streams.under_way() && !self.inbox.is_held() {
+            let input = self.inputs.receiver.try_recv().ok();
+            if input.is_none() {
+                self.send_piece();
+            }
+            return Ok(input);
+        }
         let idle = self.pages.leave_out_free(self.tracking.protect(), self.context);
         let patience = idle.min(until.saturating_sub(self.now()));
         Ok(self.inputs.receiver.recv_timeout(patience).ok())
@@ -381,7 +406,7 @@ impl Driver<'_, '_> {
     fn trial_pause(&mut self, within: Duration) -> Event {
         if let PauseCosts::Declared { stop, save, state_bytes } = self.guest.pause_costs() {
             let zero = Duration::ZERO;
-            return Event::TrialPaused { stop, save, quiesce: zero, paused: zero, state_bytes };
+            return Event::TrialPaused { stop, save, quiesce: zero, paused: zero, state_bytes, trial: None };
         }
         let tried = self.guest.trial_pause(&self.control, within);
         if let Ok(Rehearsal { sections: Ok(_), pause, stood, .. }) = &tried {
@@ -395,6 +420,7 @@ impl Driver<'_, '_> {
                 quiesce: settle,
                 paused: stood,
                 state_bytes,
+                trial: Some(sections),
             }),
         });
         event(measured, "rehearsing the pause", |measured| measured)
@@ -408,9 +434,13 @@ impl Driver<'_, '_> {
             Some(SwitchoverBandwidth::AtMost(rate)) => self.context.pacer.set(Some(rate)),
         }
         self.pages.stop_asking();
+        let wanted = self.guest.run_state();
+        if let Some(why) = cannot_stay_paused(wanted, &self.control.stream) {
+            return Event::LocalFailure(why);
+        }
         let paused = self.guest.pause(&self.control);
         self.account.timings.paused();
-        event(paused, "pausing the guest", |()| Event::Paused)
+        event(paused, "pausing the guest", |()| Event::Paused { wanted })
     }
 
     fn save(&mut self, within: Duration) -> Event {
@@ -553,6 +583,28 @@ impl Driver<'_, '_> {
         })
     }
 
+    /// Sends the next piece of the streams of device state.
+    fn send_piece(&mut self) {
+        let event = match self.control.during(|| self.streams.next_piece()) {
+            Ok(Piece::Message(message)) => self.send_paced(&message),
+            Ok(Piece::Done { bytes, left }) => Some(Event::StateStreamed { bytes, left }),
+            Err(error) => Some(local("reading device state", &error)),
+        };
+        if let Some(event) = event {
+            self.streams.end(event);
+        }
+    }
+
+    /// Sends a message that counts against the limit of the bandwidth.
+    fn send_paced(&mut self, message: &ToTarget) -> Option<Event> {
+        if let ToTarget::StreamBytes { bytes, .. } = message {
+            self.control.during(|| self.context.pacer.wait(bytes.len(), || self.context.monitor.cancelled()));
+            let counters = &self.context.monitor.counters;
+            counters.wire_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
+        self.send(message)
+    }
+
     fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
         // Once the guest is handed over it is too late for a cancel.
         let handed_over = self.session.handed_over();
@@ -658,6 +710,16 @@ fn describe(vm: &dyn SourceVm, control: &Stream) -> Option<Action> {
     }
     let description = vm.description();
     (!description.is_empty()).then_some(Action::Send(ToTarget::Description(description)))
+}
+
+/// Returns an error if the guest is paused, and the target would start it.
+fn cannot_stay_paused(wanted: RunState, control: &Stream) -> Option<Refusal> {
+    let starts = wanted == RunState::Paused && control.features & FEATURE_PAUSED == 0;
+    starts.then(|| {
+        let detail = "the guest is paused, and the target's version starts every guest that it takes: resume the \
+                      guest first, or update the target";
+        Refusal::new(RefusalCode::Feature, detail)
+    })
 }
 
 /// Makes the result of a step its event. `what` names the step.

@@ -6,8 +6,9 @@
 //! | 2 | the arbiter's answer | queue | the guest may stand still until it is heard |
 //! | 3 | a lost link whose last words did not come | timer | |
 //! | 4 | the operator's other requests | edges | |
-//! | 5 | the clock | timer | by the clock and not only when nothing comes, so that no peer stops all timeouts |
-//! | 6 | inputs of the channels | bounded queue | |
+//! | 5 | the end of a round of the streams of device state | edge | |
+//! | 6 | the clock | timer | by the clock and not only when nothing comes, so that no peer stops all timeouts |
+//! | 7 | inputs of the channels | bounded queue | |
 
 use super::sender::SenderError;
 use super::session::Session;
@@ -52,6 +53,8 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>>;
     /// Takes another request of the operator.
     fn request(&mut self) -> Option<Event>;
+    /// Takes what the streams of device state report.
+    fn streamed(&mut self) -> Option<Event>;
     /// Takes the oldest input. Returns `None` if there is none until `until`.
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Self::Idle>;
     /// Returns the number of pages that the target lacks and that were not sent on these channels.
@@ -105,6 +108,11 @@ impl Inbox {
         self.held.get_or_insert((now + LAST_WORDS, why));
     }
 
+    /// Returns true while the target's own word on a lost link is waited for.
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.is_some()
+    }
+
     /// The present set of channels is closed.
     pub(crate) fn closed(&mut self) {
         self.generation += 1;
@@ -131,6 +139,9 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
     }
     if let Some(request) = host.request() {
         return Ok(request);
+    }
+    if let Some(streamed) = host.streamed() {
+        return Ok(streamed);
     }
     let tick = host.inbox().ticked + TICK;
     if now >= tick {

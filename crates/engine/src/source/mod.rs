@@ -31,13 +31,13 @@ use crate::channel::{Pacer, Uri, connect};
 use crate::clock::Clock;
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Report, word};
+use crate::report::{Report, Way, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, SourceVm, TrackerKind};
-use vmferry_wire::{MAX_DESCRIPTION_BYTES, MigrationId, Role, Token};
+use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
 ///
@@ -66,11 +66,18 @@ pub fn migrate(
         sockets.check(settings)?;
     }
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
+    if streams.len() > MAX_STREAMS {
+        let count = streams.len();
+        return Err(MigrateError::Vm(format!(
+            "the VM has {count} streams of device state, and {MAX_STREAMS} can be sent"
+        )));
+    }
     let migration = MigrationId(random()?);
     let known = Report {
         id: migration.to_string(),
-        mode: settings.mode.to_string(),
-        tracker: tracker.kind().to_string(),
+        way: Way::Live(settings.mode),
+        tracker: Some(tracker.kind()),
         ..Report::default()
     };
     monitor.begin(clock.began, known.clone());
@@ -97,6 +104,12 @@ pub fn migrate(
         }
         control => control?,
     };
+    if !streams.is_empty() && control.features & FEATURE_STREAMS == 0 {
+        return Err(MigrateError::Vm(format!(
+            "the VM sends device state as streams, such as {}, and the target's version takes none: update the target",
+            streams[0].name()
+        )));
+    }
     let context = driver::Context {
         uri,
         settings,
@@ -109,7 +122,8 @@ pub fn migrate(
         clock,
         cpu_before_us,
     };
-    let mut report = std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, tracker, control));
+    let mut report =
+        std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, (tracker, streams), control));
     // The channel threads have ended by now: their CPU time is complete.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.pace = monitor.pace();

@@ -6,7 +6,7 @@ use super::spans::Spans;
 use crate::clock::Clock;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{
-    Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, word,
+    Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, Way, word,
 };
 use crate::source::MigrationMode;
 use crate::vm::shielded;
@@ -306,7 +306,7 @@ impl Timings {
         let lazily = lazily.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
         Report {
             id: context.migration.to_string(),
-            mode: context.settings.mode.to_string(),
+            way: Way::Live(context.settings.mode),
             postcopy: session.figures().map(PostcopyFigures::from),
             pace: context.monitor.pace(),
             interruptions: session.interruptions(),
@@ -314,7 +314,7 @@ impl Timings {
             put_off_ms: ms(session.put_off_for()),
             trial_pauses: self.trials,
             trial_pause_ms: ms(self.trial),
-            tracker: tracker.kind().to_string(),
+            tracker: Some(tracker.kind()),
             total_ms: ms(end),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
             setup_ms: ms(self.first_page.unwrap_or_default()),

@@ -23,8 +23,8 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use vmferry_core::{Section, TargetVm};
-use vmferry_wire::{FEATURE_COSTS, Refusal, RefusalCode, Role, ToSource, ToTarget};
+use vmferry_core::{RunState, Section, StateWriter, StreamName, TargetVm, VmError};
+use vmferry_wire::{FEATURE_COSTS, FEATURE_TRIAL, Refusal, RefusalCode, Role, ToSource, ToTarget};
 
 /// What other threads report, with the number of the attempt that it belongs to: a thread of an attempt that was
 /// refused can report its end when the next source is already served. Connections belong to none.
@@ -55,6 +55,10 @@ pub(super) struct Driver<'a> {
     /// What speaks for this side while the VM is at work.
     heart: Option<Heartbeat>,
     load: Duration,
+    /// The streams of device state.
+    streams: Vec<Box<dyn StateWriter>>,
+    /// The guest was started as one that its operator has paused.
+    paused: bool,
     handover: Handover,
     /// The guest's announcement, if it was read before there was a VM.
     announced: Option<Event>,
@@ -77,7 +81,8 @@ impl<'a> Driver<'a> {
         let link = Link::new(attempt, incoming, sender.clone(), memory)?;
         let wants_costs = hello.features & FEATURE_COSTS != 0;
         let load = if wants_costs { vm.expected_load() } else { None };
-        let session = Session::begin(vm.config(), link.tokens).expecting(load);
+        let wants_trial = hello.features & FEATURE_TRIAL != 0 && vm.wants_trial();
+        let session = Session::begin(vm.config(), link.tokens).expecting(load).wanting_trial(wants_trial);
         let mut driver = Driver {
             session: session.fenced(arrival.fence.is_some()),
             fence: arrival.fence.clone().map(|fence| Asker::new(fence, link.migration)),
@@ -91,6 +96,8 @@ impl<'a> Driver<'a> {
             link,
             heart: None,
             load: Duration::ZERO,
+            streams: Vec::new(),
+            paused: false,
             handover,
             announced: None,
         };
@@ -135,6 +142,7 @@ impl<'a> Driver<'a> {
             id: self.link.migration.to_string(),
             source: self.link.control.peer.clone(),
             pages: self.link.arrivals.pages(),
+            paused: self.paused,
             load_ms: self.load.as_secs_f64() * 1e3,
             cpu_ms: (threads + own_cpu_us) as f64 / 1e3,
             rest: None,
@@ -220,6 +228,8 @@ impl<'a> Driver<'a> {
             let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
+        // Each was finished.
+        self.streams.clear();
         let began = self.now();
         let loaded = self.busy(|vm| vm.load(sections));
         if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
@@ -238,14 +248,46 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn start(&mut self) -> Event {
+    fn open_stream(&mut self, name: &StreamName) -> Option<Event> {
+        match self.busy(|vm| vm.stream(name)) {
+            Ok(writer) => self.streams.push(writer),
+            Err(error) => return Some(state_refused(&error)),
+        }
+        None
+    }
+
+    fn stream(
+        &mut self,
+        stream: u32,
+        work: impl FnOnce(&mut dyn StateWriter) -> Result<(), VmError>,
+    ) -> Option<Event> {
+        let mut streams = std::mem::take(&mut self.streams);
+        let writer = usize::try_from(stream).ok().and_then(|at| streams.get_mut(at));
+        debug_assert!(writer.is_some(), "the session knows which streams are open");
+        let done = writer.map_or(Ok(()), |writer| self.busy(|_| work(&mut **writer)));
+        self.streams = streams;
+        done.err().map(|error| state_refused(&error))
+    }
+
+    fn prepare_vm(&mut self, trial: &[Section]) -> Event {
+        match self.busy(|vm| vm.prepare(trial)) {
+            Ok(()) => Event::VmPrepared { load_us: self.vm.expected_load().map(micros) },
+            Err(error) => {
+                let detail = format!("the target could not prepare itself for the guest: {error}");
+                Event::LocalFailure(Refusal::new(RefusalCode::State, detail))
+            }
+        }
+    }
+
+    fn start(&mut self, wanted: RunState) -> Event {
         let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::State, detail));
         if self.link.arrivals.lazy().is_some_and(|lazy| !lazy.commit()) {
             return failed("the link was lost before the guest was started on the target".to_owned());
         }
         let began = self.now();
-        match self.busy(|vm| vm.start()) {
+        match self.busy(|vm| vm.start(wanted)) {
             Ok(()) => {
+                self.paused = wanted == RunState::Paused;
                 if let Some(lazy) = self.link.arrivals.lazy() {
                     lazy.memory.started();
                 }
@@ -345,7 +387,11 @@ impl Host for Driver<'_> {
                 self.ask_fence(word, after);
                 None
             }
-            Action::Start => Some(self.start()),
+            Action::PrepareVm(trial) => Some(self.prepare_vm(&trial)),
+            Action::OpenStream(name) => self.open_stream(&name),
+            Action::WriteStream { stream, bytes } => self.stream(stream, |writer| writer.write(&bytes)),
+            Action::FinishStream { stream } => self.stream(stream, |writer| writer.finish()),
+            Action::Start { wanted } => Some(self.start(wanted)),
             Action::Disconnect => {
                 self.disconnect();
                 None
@@ -423,6 +469,10 @@ impl Sources for Driver<'_> {
     fn all_here(&self) -> Option<Event> {
         self.link.arrivals.lazy().map(|lazy| Event::MissingArrived(lazy.figures()))
     }
+}
+
+fn state_refused(error: &VmError) -> Event {
+    Event::LocalFailure(Refusal::new(RefusalCode::State, error.to_string()))
 }
 
 /// How one attempt ended.

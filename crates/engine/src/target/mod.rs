@@ -165,6 +165,8 @@ pub struct Received {
     pub source: String,
     /// Pages received, counting a page each time it came.
     pub pages: u64,
+    /// The operator had paused the guest on the source: its vCPUs stand still here, too, until the operator resumes it.
+    pub paused: bool,
     /// Time that loading the device state took, in ms.
     pub load_ms: f64,
     /// CPU time of the engine's threads, in ms.

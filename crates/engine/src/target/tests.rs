@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use vmferry_core::{
-    Gpa, GuestMemory, Layout, MachineConfig, PageRun, Region, RegionId, Section, VmError, Window,
+    Gpa, GuestMemory, Layout, MachineConfig, PageRun, Region, RegionId, RunState, Section, VmError, Window,
 };
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, HELLO_BYTES, HelloReply, Mode, ToSource, ToTarget,
@@ -110,7 +110,12 @@ impl TargetVm for Vm {
         Ok(())
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
+    /// The scripted source is of a version that would not understand the request.
+    fn wants_trial(&self) -> bool {
+        true
+    }
+
+    fn start(&mut self, _: RunState) -> Result<(), VmError> {
         self.starts.map_err(VmError::new)?;
         self.started = true;
         Ok(())

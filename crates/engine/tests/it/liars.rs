@@ -111,7 +111,11 @@ impl Liar {
 
 /// Migrates to a target that does as `script` says. What the source bears is that of `settings`.
 fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
-    let mut source = Toy::new(Options::default(), true);
+    bring(Toy::new(Options::default(), true), settings, script)
+}
+
+/// Migrates the guest of `source` to a target that does as `script` says.
+fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
     let path = socket_path();
     let listener = UnixListener::bind(&path).unwrap();
     let uri = Uri::Unix(path.clone());
@@ -284,6 +288,31 @@ fn silence_ends_it_at_every_step() {
             }),
         ),
     ]);
+}
+
+/// The replies here have no feature bits, as those of the first versions.
+#[test]
+fn target_that_would_start_a_paused_guest_does_not_get_it() {
+    let source = Toy::new(Options { paused: true, ..Options::default() }, true);
+    source.halt();
+    let (report, source) = bring(source, patient(), |target| {
+        target.accept();
+        loop {
+            match target.hear() {
+                Some(ToTarget::Pass { .. }) => {
+                    let pass = target.swallow_pass().unwrap();
+                    target.received(pass, 0, vec![]);
+                }
+                Some(ToTarget::Cancel(_)) => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        target.listen();
+    });
+    assert_eq!(report.state, MigrationState::Failed);
+    let error = report.error.unwrap();
+    assert!(error.contains("the guest is paused") && error.contains("update the target"), "{error}");
+    assert!(!source.running(), "the operator's pause ends with the migration");
 }
 
 #[test]

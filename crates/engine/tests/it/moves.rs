@@ -1,12 +1,13 @@
 //! Migrations that go well, those that are cancelled, and those whose VM fails.
 
 use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
-use crate::toy::{Method, Options, Toy, Tracking, page_text};
+use crate::toy::{Method, Options, Toy, Tracking, device_byte, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PauseCosts, RegionId};
 use vmferry_engine::{
-    Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Settings, SwitchoverBandwidth, Uri,
+    Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, RunState, Settings,
+    SwitchoverBandwidth, Uri,
 };
 use vmferry_testkit::{PATIENCE, wait};
 
@@ -89,6 +90,113 @@ fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
     assert!(predicted >= Some(20e3), "{predicted:?}");
     let (calls, trials, _) = pauses(PauseCosts::Measured);
     assert!(calls > 1 && trials > 0, "{calls} pauses, {trials} of them trials");
+}
+
+#[test]
+fn guest_that_its_operator_has_paused_stays_paused_on_the_target() {
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+        let mut source = Toy::new(Options { paused: true, lazy: true, ..Options::default() }, true);
+        source.halt();
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        let settings = Settings { mode, ..quick() };
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
+        assert!(ended.received.unwrap().paused, "{mode}");
+        assert_eq!(target.started(), Some(RunState::Paused), "{mode}");
+        assert!(!source.running() && !target.running() && !target.ran(), "{mode}: it runs");
+        target.go();
+        assert!(target.works(), "{mode}");
+        assert_eq!((target.lost(), target.surprises()), (vec![], 0), "{mode}: the guest misses pages");
+    }
+}
+
+#[test]
+fn paused_guest_that_cannot_be_moved_stays_paused() {
+    let mut source = Toy::new(Options { paused: true, ..Options::default() }, true);
+    source.halt();
+    let mut target = source.target();
+    target.fail(Method::Load, 0);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
+    assert!(source.called(Method::Resume) > 0, "the engine gives the guest back");
+    assert!(!source.running() && !target.running(), "it runs");
+}
+
+#[test]
+fn target_prepares_itself_with_the_state_of_the_trial_pause() {
+    let steps = [Method::Prepare, Method::Load, Method::Start];
+    let moved = |mode| {
+        let mut source = Toy::new(Options { wants_trial: true, lazy: true, ..Options::default() }, true);
+        let mut target = source.target();
+        // The guest writes meanwhile, and what it writes must not be lost.
+        target.takes(Method::Prepare, Duration::from_millis(200));
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        let settings = Settings { mode, ..quick() };
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        check_owner(&source, &target, &ended);
+        assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
+        assert_eq!(target.lost(), [], "{mode}: the guest misses pages");
+        target
+    };
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
+        let target = moved(mode);
+        let mut called = target.calls();
+        called.retain(|method| steps.contains(method));
+        assert_eq!(called, steps, "{mode}");
+        let names: Vec<_> = target.trial().unwrap().iter().map(|section| &*section.name).collect();
+        assert_eq!(names, ["writes", "ledger", "free", "ledger", "free", "ballast"], "{mode}");
+    }
+    // There is no trial pause.
+    assert_eq!(moved(MigrationMode::Postcopy).trial(), None);
+}
+
+#[test]
+fn device_state_without_a_limit_goes_as_a_stream() {
+    // More than all sections together may have.
+    const LEAST: u64 = 80 << 20;
+    for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
+        let stream = Some((LEAST, 10_000));
+        let mut source = Toy::new(Options { stream, lazy: true, ..Options::default() }, true);
+        let mut target = source.target();
+        let listener = Listener::bind(&unix_uri(), false).unwrap();
+        let uri = listener.uri().unwrap();
+        let settings = Settings { mode, ..quick() };
+        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        check_owner(&source, &target, &ended);
+        assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
+        let came = target.device().expect("the stream has ended");
+        assert!(came.len() as u64 >= LEAST, "{mode}: {} bytes", came.len());
+        assert!(came.iter().zip(0..).all(|(byte, at)| *byte == device_byte(at)), "{mode}: other bytes");
+    }
+}
+
+#[test]
+fn guest_whose_device_state_is_not_taken_goes_on() {
+    let mut source = Toy::new(Options { stream: Some((9, 0)), ..Options::default() }, true);
+    let mut target = source.target();
+    target.fail(Method::Stream, 0);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    check_owner(&source, &target, &ended);
+    assert!(ended.error().contains("injected failure of Stream"), "{}", ended.error());
+}
+
+#[test]
+fn guest_whose_target_cannot_prepare_itself_goes_on() {
+    let mut source = Toy::new(Options { wants_trial: true, ..Options::default() }, true);
+    let mut target = source.target();
+    target.fail(Method::Prepare, 0);
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    check_owner(&source, &target, &ended);
+    assert!(ended.error().contains("could not prepare itself for the guest"), "{}", ended.error());
 }
 
 /// What takes long is told, and where it belongs.

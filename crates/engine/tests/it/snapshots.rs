@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmferry_core::RegionId;
 use vmferry_engine::{
     DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, MigrateError,
-    MigrationState, Monitor, Report, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
+    MigrationState, Monitor, Report, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
     restore_lazy, save, save_copy,
 };
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
@@ -243,9 +243,9 @@ impl TargetVm for Noting {
         self.calls.push("renew");
         if self.refuses { Err(VmError::new("no random numbers")) } else { Ok(()) }
     }
-    fn start(&mut self) -> Result<(), VmError> {
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
         self.calls.push("start");
-        self.toy.start()
+        self.toy.start(state)
     }
 }
 

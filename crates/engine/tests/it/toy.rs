@@ -18,8 +18,8 @@ use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_core::{Gpa, Layout, PageIndex, PauseCosts, Region, RegionId};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Section, SourceVm, TargetVm,
-    TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm,
+    StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
 
@@ -36,6 +36,8 @@ pub(crate) enum Method {
     Save,
     Resume,
     TrackerStop,
+    Stream,
+    Prepare,
     Load,
     Start,
     /// Of memory whose pages come later.
@@ -85,6 +87,12 @@ pub(crate) struct Options {
     pub(crate) description: &'static str,
     /// What the source says of the time that a pause takes.
     pub(crate) pause_costs: PauseCosts,
+    /// The operator has paused the guest.
+    pub(crate) paused: bool,
+    /// The target prepares itself with the state of a trial pause.
+    pub(crate) wants_trial: bool,
+    /// Bytes of device state that go as a stream; so many more come up with each read while the guest runs.
+    pub(crate) stream: Option<(u64, u64)>,
 }
 
 impl Default for Options {
@@ -107,6 +115,9 @@ impl Default for Options {
             expected_load: None,
             description: "",
             pause_costs: PauseCosts::Measured,
+            paused: false,
+            wants_trial: false,
+            stream: None,
         }
     }
 }
@@ -153,6 +164,9 @@ impl Toy {
             settles: Mutex::default(),
             lazy: OnceLock::new(),
             calls: Mutex::default(),
+            trial: OnceLock::new(),
+            device: Arc::default(),
+            started: OnceLock::new(),
             options,
         });
         if running {
@@ -273,6 +287,32 @@ impl Toy {
         *self.board.running.write().unwrap() = false;
     }
 
+    /// The operator lets the guest run.
+    pub(crate) fn go(&self) {
+        *self.board.running.write().unwrap() = true;
+    }
+
+    /// The methods that were called, in their order.
+    pub(crate) fn calls(&self) -> Vec<Method> {
+        self.board.calls.lock().unwrap().clone()
+    }
+
+    /// The stream of device state, if all of it has come.
+    pub(crate) fn device(&self) -> Option<Vec<u8>> {
+        let device = self.board.device.lock().unwrap();
+        device.1.then(|| device.0.clone())
+    }
+
+    /// The state that it prepared itself with.
+    pub(crate) fn trial(&self) -> Option<&[Section]> {
+        self.board.trial.get().map(Vec::as_slice)
+    }
+
+    /// How its guest was started that came from elsewhere.
+    pub(crate) fn started(&self) -> Option<RunState> {
+        self.board.started.get().copied()
+    }
+
     /// Whether the vCPUs run. Waits until they get on if they do.
     pub(crate) fn works(&self) -> bool {
         let before = self.writes();
@@ -380,13 +420,75 @@ impl SourceVm for Toy {
         Ok(sections)
     }
 
+    fn streams(&mut self) -> Result<Vec<Box<dyn StateReader>>, VmError> {
+        let device = self.board.options.stream.map(|(left, grows)| {
+            let board = Arc::clone(&self.board);
+            Box::new(Device { board, sent: 0, left, grows }) as Box<dyn StateReader>
+        });
+        Ok(device.into_iter().collect())
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         Ok(())
     }
 
+    fn run_state(&self) -> RunState {
+        if self.board.options.paused { RunState::Paused } else { RunState::Running }
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
         self.board.trip(Method::Resume)?;
-        *self.board.running.write().unwrap() = true;
+        *self.board.running.write().unwrap() = !self.board.options.paused;
+        Ok(())
+    }
+}
+
+fn device() -> StreamName {
+    StreamName { name: "device".into(), instance: 3, version: 1 }
+}
+
+/// The byte at this place of the stream.
+pub(crate) fn device_byte(at: u64) -> u8 {
+    (at % 251).to_le_bytes()[0]
+}
+
+/// A device whose state changes while the guest runs.
+struct Device {
+    board: Arc<Board>,
+    sent: u64,
+    left: u64,
+    grows: u64,
+}
+
+impl StateReader for Device {
+    fn name(&self) -> StreamName {
+        device()
+    }
+
+    fn left(&mut self) -> Result<u64, VmError> {
+        Ok(self.left)
+    }
+
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, VmError> {
+        let count = buffer.len().min(usize::try_from(self.left).unwrap());
+        buffer.iter_mut().zip(self.sent..).take(count).for_each(|(byte, at)| *byte = device_byte(at));
+        let running = *self.board.running.read().unwrap();
+        self.sent += count as u64;
+        self.left = self.left - count as u64 + if running { self.grows } else { 0 };
+        Ok(count)
+    }
+}
+
+struct DeviceEnd(Arc<Mutex<(Vec<u8>, bool)>>);
+
+impl StateWriter for DeviceEnd {
+    fn write(&mut self, bytes: &[u8]) -> Result<(), VmError> {
+        self.0.lock().unwrap().0.extend(bytes);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), VmError> {
+        self.0.lock().unwrap().1 = true;
         Ok(())
     }
 }
@@ -421,6 +523,21 @@ impl TargetVm for Toy {
         self.board.options.expected_load
     }
 
+    fn stream(&mut self, name: &StreamName) -> Result<Box<dyn StateWriter>, VmError> {
+        self.board.trip(Method::Stream)?;
+        assert_eq!(*name, device());
+        Ok(Box::new(DeviceEnd(Arc::clone(&self.board.device))))
+    }
+
+    fn wants_trial(&self) -> bool {
+        self.board.options.wants_trial
+    }
+
+    fn prepare(&mut self, trial: &[Section]) -> Result<(), VmError> {
+        self.board.trip(Method::Prepare)?;
+        self.board.trial.set(trial.to_vec()).map_err(|_| VmError::new("prepared twice"))
+    }
+
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         self.board.trip(Method::Load)?;
         if let Some((ram, page)) = self.board.options.load_touches {
@@ -452,16 +569,18 @@ impl TargetVm for Toy {
         Ok(())
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
         self.board.trip(Method::Start)?;
+        self.board.started.set(state).expect("started once");
         if let Some(twin) = &self.twin {
             let stopped = !*twin.running.read().unwrap();
             assert!(stopped, "the guest runs on both sides");
             // Pages that have yet to come differ.
             self.arrived_equal = self.board.lazy.get().is_none().then(|| self.board.equals(twin));
         }
-        self.board.ran.store(true, Relaxed);
-        *self.board.running.write().unwrap() = true;
+        let runs = state == RunState::Running;
+        self.board.ran.store(runs, Relaxed);
+        *self.board.running.write().unwrap() = runs;
         Ok(())
     }
 }

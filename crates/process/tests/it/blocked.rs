@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageRun};
 use vmferry_engine::{
     Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, MigrateError, MigrationMode, MigrationState,
-    Monitor, ReceiveFailure, Report, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
+    Monitor, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
 };
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, say, wait};
@@ -50,8 +50,8 @@ impl TargetVm for Touching {
         self.guest.load(sections)
     }
 
-    fn start(&mut self) -> Result<(), VmError> {
-        TargetVm::start(&mut self.guest)
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
+        TargetVm::start(&mut self.guest, state)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId, RunState};
 use vmferry_engine::{
     Arrival, FillState, GuestMemory, Listener, MigrateError, MigrationState, Monitor, Settings, SourceVm,
     TargetVm, Uri, migrate, receive, restore, restore_lazy, save,
@@ -330,7 +330,7 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
 #[test]
 fn wrong_steps_and_wrong_options_are_refused() {
     let mut empty = ProcessGuest::new_incoming(options(false)).unwrap();
-    assert!(TargetVm::start(&mut empty).is_err(), "nothing to start");
+    assert!(TargetVm::start(&mut empty, RunState::Running).is_err(), "nothing to start");
     assert!(SourceVm::save(&mut empty).is_err(), "nothing to save");
     assert!(empty.handle().stats().is_err(), "nothing to see");
     assert!(empty.load(&[]).is_err(), "no state");

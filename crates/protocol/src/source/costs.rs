@@ -14,6 +14,8 @@ pub(super) struct Costs {
     pub(super) save: Duration,
     /// Bytes of the state that was saved last.
     pub(super) state_bytes: u64,
+    /// Bytes of streams of device state that would be left if the guest were paused now.
+    pub(super) streams_left: u64,
     /// Time that quiescing the guest's I/O took at the last trial pause.
     pub(super) quiesce: Duration,
     /// Time that the last harvest took.
@@ -43,7 +45,8 @@ impl Costs {
     pub(super) fn without_io(&self, shared: &Shared) -> Duration {
         // The state is sent. The dirty pages are harvested once more and listed. The source waits for
         // the target three times: for the last pages, for the load, for the commit.
-        let state = shared.link.rate.send_time(self.state_bytes).unwrap_or_default();
+        let state = self.state_bytes.saturating_add(self.streams_left);
+        let state = shared.link.rate.send_time(state).unwrap_or_default();
         self.stop_and_load(shared)
             .saturating_add(state)
             .saturating_add(self.harvest + self.listing + shared.link.round_trip * 3)
@@ -59,7 +62,7 @@ impl Costs {
 impl Costs {
     /// Hashes what decides. Nothing takes time in a model.
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
-        let Self { stop, save, state_bytes: _, quiesce, harvest, listing } = self;
+        let Self { stop, save, state_bytes: _, streams_left: _, quiesce, harvest, listing } = self;
         assert!(stop.is_none_or(|stop| stop.is_zero()));
         assert!([*save, *quiesce, *harvest, *listing] == [Duration::ZERO; 4]);
         std::hash::Hash::hash(&stop.is_some(), hasher);

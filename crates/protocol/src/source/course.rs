@@ -4,7 +4,7 @@
 //! the policy would follow with another.
 
 use super::settings::AutoConverge;
-use super::verdict::{Standing, Verdict, readable_time};
+use super::verdict::{Standing, Verdict, listed, readable_time};
 use serde::Serialize;
 use std::time::Duration;
 
@@ -135,7 +135,7 @@ impl Auto {
         }
         let help = seen.standing.help();
         Course::Advise {
-            why: format!("{trouble}, and no more is allowed here. What would help: {}", help.join("; ")),
+            why: format!("{trouble}, and no more is allowed here. What would help: {}", listed(&help)),
         }
     }
 
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn where_nothing_is_allowed_it_says_once_what_would_help() {
         let Course::Advise { why } = NOTHING.decide(&seen(50_000, 50_000, 2)) else { panic!("no advice") };
-        assert!(why.contains("downtime-limit") && why.contains("postcopy"), "{why}");
+        assert!(why.contains("downtime limit") && why.contains("postcopy"), "{why}");
         let again = Seen { advised: true, ..seen(50_000, 50_000, 3) };
         assert_eq!(NOTHING.decide(&again), Course::Keep);
     }

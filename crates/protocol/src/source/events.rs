@@ -2,7 +2,7 @@
 
 use crate::arbiter::{ArbiterError, Ruling, Word};
 use std::time::Duration;
-use vmferry_core::Section;
+use vmferry_core::{RunState, Section};
 use vmferry_wire::{LackingPages, PageName, Refusal, RunName, ToSource, ToTarget, Token};
 
 /// Event that the host reports.
@@ -26,6 +26,8 @@ pub enum Event {
         paused: Duration,
         /// Bytes of the state.
         state_bytes: u64,
+        /// The state. `None` if the guest was not paused, and the VMM has declared these values.
+        trial: Option<Vec<Section>>,
     },
     /// The guest's I/O did not come to rest in the time that it was given. After a trial pause the guest
     /// runs again.
@@ -56,11 +58,21 @@ pub enum Event {
         pages: u64,
     },
     /// The guest is paused.
-    Paused,
+    Paused {
+        /// State that the operator wants.
+        wanted: RunState,
+    },
     /// The state was saved.
     Saved {
         /// The state.
         sections: Vec<Section>,
+    },
+    /// The streams of device state are sent as far as they go: to their end if the guest is paused.
+    StateStreamed {
+        /// Bytes that were sent.
+        bytes: u64,
+        /// Bytes that would be left if the guest were paused now.
+        left: u64,
     },
     /// The source has released everything that only the side that runs the guest may hold.
     Released,
@@ -188,6 +200,9 @@ pub enum Action {
         /// Time in which the guest's I/O has to come to rest.
         within: Duration,
     },
+    /// Begin to send the streams of device state, beside everything else, and report
+    /// [`Event::StateStreamed`]: what they have while the guest runs, or all if it is paused.
+    StreamState,
     /// Let the guest run on: it is stopped again later.
     RunOn,
     /// Release what only the side that runs the guest may hold.

@@ -4,7 +4,7 @@ use super::costs::Costs;
 use super::shared::{Shared, Urgency};
 use crate::source::policy::PassOutcome;
 use crate::source::settings::AutoConverge;
-use crate::source::{Course, CourseChange, Seen, Standing, Verdict};
+use crate::source::{Course, CourseChange, Remedy, Seen, Standing, Verdict};
 use std::time::Duration;
 
 /// A pass that leaves more than this share of what it began with made no progress.
@@ -120,6 +120,5 @@ impl Judged {
 }
 
 fn too_busy() -> Verdict {
-    let help = vec!["less I/O in the guest, or a longer --downtime-limit".into()];
-    Verdict { converging: Some(false), help, ..Verdict::default() }
+    Verdict { converging: Some(false), help: vec![Remedy::LessIo], ..Verdict::default() }
 }

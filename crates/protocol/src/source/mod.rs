@@ -56,7 +56,7 @@ pub use course::{Auto, Course, CourseChange, Expected, Seen};
 pub use events::{Action, Event, Outcome, Pass, Verification};
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Settings, SwitchoverBandwidth};
 pub use shared::Summary;
-pub use verdict::{Standing, Verdict, readable_time};
+pub use verdict::{Remedy, Standing, Verdict, readable_time};
 
 use crate::run;
 use commit::{Claiming, Committed};
@@ -69,7 +69,7 @@ use shared::{Shared, Urgency};
 use std::time::Duration;
 use stopping::Stopping;
 use switchover::Switchover;
-use vmferry_core::MachineConfig;
+use vmferry_core::{MachineConfig, StreamName};
 use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
 
 /// The phase that the monitor and the report show.
@@ -152,7 +152,8 @@ impl State {
         match self.step() {
             Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
             Step::Setup(setup::Step::Opening { opened: true, .. }) => Some("taken its channels"),
-            Step::Precopy(precopy::Step::Passing { sent: Some(_), .. })
+            Step::Precopy(precopy::Step::Preparing { .. }) => Some("prepared its VM"),
+            Step::Precopy(precopy::Step::Passing { sent: Some(_), streamed: Some(_), .. })
             | Step::Switchover(switchover::Step::LastPass { sent: true, .. }) => {
                 Some("received the pages that were sent")
             }
@@ -194,6 +195,13 @@ impl Session {
         (session, vec![Action::Send(first)])
     }
 
+    /// Sends streams of these names, too. The target must understand them.
+    #[must_use]
+    pub fn streaming(mut self, streams: Vec<StreamName>) -> Self {
+        self.shared.streams = streams;
+        self
+    }
+
     /// Takes an event. Returns the actions that follow from it, in their order.
     pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
         let before = self.state.step();
@@ -216,7 +224,7 @@ impl Session {
 
 /// Takes an event in any state.
 fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
-    // Two messages come at any time, and answer nothing.
+    // Three messages come at any time, and answer nothing.
     match event {
         Event::Message(ToSource::Pong(number)) => {
             shared.link.pong(now, number);
@@ -224,6 +232,10 @@ fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next
         }
         Event::Message(ToSource::Costs { load_us }) => {
             shared.target_load = Some(Duration::from_micros(load_us));
+            return (state, Vec::new());
+        }
+        Event::Message(ToSource::WantsTrial) => {
+            shared.wants_trial = true;
             return (state, Vec::new());
         }
         _ => {}

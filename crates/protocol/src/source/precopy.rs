@@ -12,6 +12,7 @@ use crate::source::events::{Action, Event, Outcome, Pass};
 use crate::source::policy::{CONVERGING, Convergence, Decision, PassOutcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
+use vmferry_core::Section;
 use vmferry_wire::{RunName, ToSource, ToTarget};
 
 /// Pages that take less than this part of the downtime limit to send can wait.
@@ -37,17 +38,23 @@ pub(super) struct Precopy {
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Step {
-    /// A pass is under way: sent by the source, with so many bytes, and `received` by the target.
+    /// A pass is under way: sent by the source, with so many bytes, and `received` by the target. Beside
+    /// it, so many bytes of device state were `streamed`.
     Passing {
         began: Duration,
         sent: Option<u64>,
         received: bool,
+        streamed: Option<u64>,
     },
     Harvesting {
         began: Duration,
         of: Written,
     },
     TrialPause {
+        of: Written,
+    },
+    /// The target's VM prepares itself with the state of the trial pause.
+    Preparing {
         of: Written,
     },
     /// Next to nothing is left to send, and the guest cannot be stopped yet. A pass would only cost
@@ -70,7 +77,7 @@ impl Precopy {
     /// Begins: the target is ready, and the tracker has started.
     pub(super) fn begin(shared: &Shared, now: Duration) -> Next {
         let precopy = Self {
-            step: Step::Passing { began: now, sent: None, received: false },
+            step: Step::Passing { began: now, sent: None, received: false, streamed: None },
             dirty: 0,
             costs: Costs::default(),
             convergence: Convergence::of(&shared.settings),
@@ -112,16 +119,24 @@ impl Precopy {
 
     pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, now: Duration, event: Event) -> Next {
         match (self.step, event) {
-            (Step::Passing { began, sent: None, received }, Event::PassSent { bytes, listing }) => {
+            (Step::Passing { began, sent: None, received, streamed }, Event::PassSent { bytes, listing }) => {
                 self.costs.listing = listing;
-                self.passing(now, began, Some(bytes), received)
+                self.passing(now, began, (Some(bytes), received, streamed))
             }
-            (Step::Passing { began, sent, .. }, Event::Message(ToSource::Received { pass, runs, .. }))
-                if pass == shared.pass =>
-            {
+            (
+                Step::Passing { began, sent, streamed, .. },
+                Event::Message(ToSource::Received { pass, runs, .. }),
+            ) if pass == shared.pass => {
                 // Damaged pages are dirty as well and are sent again. A handover names them to be sure.
                 self.damaged = runs;
-                self.passing(now, began, sent, true)
+                self.passing(now, began, (sent, true, streamed))
+            }
+            (
+                Step::Passing { began, sent, received, streamed: None },
+                Event::StateStreamed { bytes, left },
+            ) => {
+                self.costs.streams_left = left;
+                self.passing(now, began, (sent, received, Some(bytes)))
             }
             (Step::Harvesting { began, of }, Event::Harvested { pages, writers }) => {
                 self.costs.harvest = now.saturating_sub(began);
@@ -129,14 +144,21 @@ impl Precopy {
                 self.dirty = pages;
                 self.harvested(shared, now, of)
             }
-            (Step::TrialPause { of }, Event::TrialPaused { stop, save, quiesce, paused, state_bytes }) => {
+            (
+                Step::TrialPause { of },
+                Event::TrialPaused { stop, save, quiesce, paused, state_bytes, trial },
+            ) => {
                 self.costs.measured(stop, save, quiesce, state_bytes);
                 shared.deferral.found_quiet(now);
                 if self.cannot_stop(shared) {
                     shared.deferral.found_too_long(now, paused);
                 }
-                self.decide(shared, now, of)
+                match trial.filter(|_| std::mem::take(&mut shared.wants_trial)) {
+                    Some(trial) => self.prepare(of, trial),
+                    None => self.decide(shared, now, of),
+                }
             }
+            (Step::Preparing { of }, Event::Message(ToSource::Prepared)) => self.prepared(shared, now, of),
             (Step::TrialPause { of }, Event::Busy { paused, why }) => {
                 shared.deferral.found_busy(now, paused, why);
                 self.decide(shared, now, of)
@@ -152,11 +174,14 @@ impl Precopy {
 /// One pass after another.
 impl Precopy {
     pub(super) fn send_pass(mut self: Box<Self>, shared: &Shared, now: Duration, first: bool) -> Next {
-        self.step = Step::Passing { began: now, sent: None, received: false };
-        let actions = vec![
+        let streams = !shared.streams.is_empty();
+        let streamed = (!streams).then_some(0);
+        self.step = Step::Passing { began: now, sent: None, received: false, streamed };
+        let mut actions = vec![
             Action::Send(ToTarget::Pass { pass: shared.pass, pages: self.dirty }),
             Action::SendPass { number: shared.pass, pass: Pass::Dirty { first } },
         ];
+        actions.extend(streams.then_some(Action::StreamState));
         (State::Precopy(self), actions)
     }
 
@@ -164,14 +189,15 @@ impl Precopy {
         mut self: Box<Self>,
         now: Duration,
         began: Duration,
-        sent: Option<u64>,
-        received: bool,
+        (sent, received, streamed): (Option<u64>, bool, Option<u64>),
     ) -> Next {
-        if let (Some(bytes), true) = (sent, received) {
+        if let (Some(bytes), true, Some(state)) = (sent, received, streamed) {
+            // Both went over the same link.
+            let bytes = bytes.saturating_add(state);
             let of = Written::DuringPass { bytes, took: now.saturating_sub(began) };
             return self.harvest(now, of);
         }
-        self.step = Step::Passing { began, sent, received };
+        self.step = Step::Passing { began, sent, received, streamed };
         (State::Precopy(self), Vec::new())
     }
 
@@ -198,6 +224,26 @@ impl Precopy {
     fn trial_pause(mut self: Box<Self>, shared: &Shared, of: Written) -> Next {
         self.step = Step::TrialPause { of };
         (State::Precopy(self), vec![Action::TrialPause { within: shared.io_patience() }])
+    }
+
+    /// Has the target's VM prepare itself with the state of the trial pause, while the guest runs.
+    fn prepare(mut self: Box<Self>, of: Written, trial: Vec<Section>) -> Next {
+        self.step = Step::Preparing { of };
+        let sections = u32::try_from(trial.len()).unwrap_or(u32::MAX);
+        let messages = trial.into_iter().map(ToTarget::TrialSection);
+        let messages = messages.chain([ToTarget::TrialEnd { sections }]);
+        (State::Precopy(self), messages.map(Action::Send).collect())
+    }
+
+    /// Goes on once the target's VM is prepared, which may have taken long. The pass is not judged: the
+    /// guest has written more since its harvest.
+    fn prepared(mut self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
+        if let Written::DuringPass { bytes, took } = of {
+            shared.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
+            shared.pass += 1;
+        }
+        self.begin_anew();
+        self.harvest(now, Written::DuringRest)
     }
 
     /// Decides what follows a pass.
@@ -396,7 +442,7 @@ impl Precopy {
                 *began = Duration::ZERO;
                 of.forget();
             }
-            Step::TrialPause { of } => of.forget(),
+            Step::TrialPause { of } | Step::Preparing { of } => of.forget(),
             Step::Resting { since } => *since = Duration::ZERO,
         }
         costs.project(hasher);

@@ -51,6 +51,8 @@ impl Shared {
             urgency,
             link: Link { rate, last_ping, round_trip },
             target_load,
+            wants_trial,
+            streams: _,
             deferral,
             claim,
             summary,
@@ -61,7 +63,7 @@ impl Shared {
             *stamp = Duration::ZERO;
         }
         last_ping.0 = 0;
-        (pass, urgency).hash(hasher);
+        (pass, urgency, wants_trial).hash(hasher);
         summary.verification.as_ref().map(|found| (found.pages, found.mismatched)).hash(hasher);
         deferral.project(hasher);
         if let Some(claim) = claim {

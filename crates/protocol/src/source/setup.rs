@@ -8,7 +8,7 @@ use super::{Next, State, ending, misplaced};
 use crate::source::events::{Action, Event, Outcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
-use vmferry_wire::ToSource;
+use vmferry_wire::{ToSource, ToTarget};
 
 /// The setup of a migration.
 #[derive(Debug, Clone)]
@@ -67,12 +67,19 @@ impl Setup {
             self.step = Step::Opening { opened, up };
             return (State::Setup(self), Vec::new());
         }
+        let streams = (0..)
+            .zip(&shared.streams)
+            .map(|(stream, name)| Action::Send(ToTarget::StreamOpen { stream, name: name.clone() }));
+        let mut actions: Vec<_> = streams.collect();
         if shared.settings.mode == MigrationMode::Postcopy {
             // No page is sent before the switchover, so nothing needs to be tracked.
-            return self.stop(shared);
+            let (state, stop) = self.stop(shared);
+            actions.extend(stop);
+            return (state, actions);
         }
         self.step = Step::StartingTracker;
-        (State::Setup(self), vec![Action::StartTracker])
+        actions.push(Action::StartTracker);
+        (State::Setup(self), actions)
     }
 
     /// Takes a tick while the guest's I/O is waited for.

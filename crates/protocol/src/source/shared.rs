@@ -7,6 +7,7 @@ use crate::source::events::{Action, Verification};
 use crate::source::policy::LinkRate;
 use crate::source::settings::{MigrationMode, Settings};
 use std::time::Duration;
+use vmferry_core::StreamName;
 use vmferry_wire::{LazyFigures, ToTarget};
 
 /// Interval between two pings, unless the peer's silence is tolerated for less than four times this.
@@ -96,6 +97,10 @@ pub(super) struct Shared {
     pub(super) link: Link,
     /// Time that the target expects to need for loading the state and starting the guest.
     pub(super) target_load: Option<Duration>,
+    /// The target's VM prepares itself with the state of a trial pause, and has not got one yet.
+    pub(super) wants_trial: bool,
+    /// Names of the streams of device state.
+    pub(super) streams: Vec<StreamName>,
     pub(super) deferral: Deferral,
     /// The source's claim, if there is an arbiter.
     pub(super) claim: Option<Claim>,
@@ -114,6 +119,8 @@ impl Shared {
             pass: 0,
             urgency: Urgency::Normal,
             target_load: None,
+            wants_trial: false,
+            streams: Vec::new(),
             deferral: Deferral::new(now),
             summary: Summary::default(),
         }

@@ -8,7 +8,8 @@ use super::switchover::{Kind, Switchover};
 use super::{Next, State, ending, misplaced};
 use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
-use vmferry_wire::{Refusal, RefusalCode};
+use vmferry_core::{RunState, Section};
+use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
 /// The phase to go back to if the guest's I/O does not come to rest.
 #[derive(Debug, Clone)]
@@ -36,6 +37,8 @@ pub(super) enum Step {
     Saving {
         /// Time at which the guest was paused.
         paused: Duration,
+        /// State that the operator wants.
+        wanted: RunState,
     },
     /// The guest's I/O is busy, and the guest is let run on.
     RunningOn,
@@ -57,18 +60,19 @@ impl Stopping {
 
     pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, now: Duration, event: Event) -> Next {
         match (self.step, event) {
-            (Step::Pausing, Event::Paused) => {
-                self.step = Step::Saving { paused: now };
+            (Step::Pausing, Event::Paused { wanted }) => {
+                self.step = Step::Saving { paused: now, wanted };
                 let within = if shared.urgency.insists() { Duration::MAX } else { self.within };
                 (State::Stopping(self), vec![Action::Save { within }])
             }
             (Step::Saving { .. }, Event::Busy { paused, why }) => self.run_on(shared, now, paused, why),
-            (Step::Saving { paused }, Event::Saved { sections }) => {
+            (Step::Saving { paused, wanted }, Event::Saved { sections }) => {
                 let damaged = match self.origin {
                     Origin::Setup(_) => Vec::new(),
                     Origin::Precopy(precopy) => precopy.damaged(),
                 };
-                Switchover::begin(shared, (self.kind, self.predicted), paused, sections, damaged)
+                let state = saved(wanted, sections);
+                Switchover::begin(shared, (self.kind, self.predicted), paused, state, damaged)
             }
             (Step::RunningOn, Event::Resumed) => match self.origin {
                 Origin::Setup(setup) => setup.wait_for_io(),
@@ -101,11 +105,19 @@ impl Stopping {
     }
 }
 
+/// Returns the messages that bring the state to the target.
+fn saved(wanted: RunState, sections: Vec<Section>) -> Vec<ToTarget> {
+    let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
+    let stays = (wanted == RunState::Paused).then_some(ToTarget::StaysPaused);
+    let sections = sections.into_iter().map(ToTarget::Section);
+    stays.into_iter().chain(sections).chain([ToTarget::StateEnd { sections: count }]).collect()
+}
+
 #[cfg(feature = "model")]
 impl Stopping {
     pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
         let Self { step, origin, kind, within: _, predicted: _ } = self;
-        if let Step::Saving { paused } = step {
+        if let Step::Saving { paused, .. } = step {
             *paused = Duration::ZERO;
         }
         if let Origin::Precopy(precopy) = origin {

@@ -7,7 +7,7 @@ use super::{Next, State, ending, misplaced};
 use crate::source::events::{Action, Event, Outcome, Pass, Verification};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
-use vmferry_core::{PageRun, Section};
+use vmferry_core::PageRun;
 use vmferry_wire::{Refusal, RefusalCode, RunName, ToSource, ToTarget};
 
 /// Number of times that damaged pages are sent again before the link is given up.
@@ -42,6 +42,8 @@ pub(super) struct Switchover {
     missing: u64,
     /// Pages that the verification has to compare, once they are counted.
     to_compare: Option<u64>,
+    /// All device state was sent.
+    streamed: bool,
 }
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
@@ -58,30 +60,30 @@ pub(super) enum Step {
         received: bool,
         verified: bool,
     },
+    /// Everything was sent but the streams of device state.
+    Streaming,
     Loading,
     /// The target is ready. The source releases what only one side may hold.
     Releasing,
 }
 
 impl Switchover {
-    /// Begins with the state of a guest that was paused at `paused`. The target said of the pages
-    /// `damaged` that they arrived damaged in the last pass.
+    /// Begins with the messages that bring the state of a guest that was paused at `paused`. The target
+    /// said of the pages `damaged` that they arrived damaged in the last pass.
     pub(super) fn begin(
         shared: &Shared,
         (kind, predicted): (Kind, Option<Duration>),
         paused: Duration,
-        sections: Vec<Section>,
+        state: Vec<ToTarget>,
         damaged: Vec<RunName>,
     ) -> Next {
         // Damaged pages are dirty as well, so the last pass sends them. A handover names them.
         let damaged = if kind == Kind::HandOver { damaged } else { Vec::new() };
-        let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
-        let mut actions = Vec::with_capacity(sections.len() + 3);
-        if kind == Kind::Complete {
-            actions.push(Action::Send(ToTarget::Final { pass: shared.pass }));
-        }
-        actions.extend(sections.into_iter().map(|section| Action::Send(ToTarget::Section(section))));
-        actions.push(Action::Send(ToTarget::StateEnd { sections: count }));
+        let last = (kind == Kind::Complete).then_some(ToTarget::Final { pass: shared.pass });
+        let mut actions: Vec<_> = last.into_iter().chain(state).map(Action::Send).collect();
+        // They go on beside the last pages.
+        let streamed = shared.streams.is_empty();
+        actions.extend((!streamed).then_some(Action::StreamState));
         let switchover = Self {
             step: Step::LastHarvest,
             kind,
@@ -91,6 +93,7 @@ impl Switchover {
             resends: 0,
             missing: 0,
             to_compare: None,
+            streamed,
         };
         if kind == Kind::HandOver && shared.settings.mode == MigrationMode::Postcopy {
             // Every page is missing, whatever the guest wrote.
@@ -114,12 +117,12 @@ impl Switchover {
     pub(super) fn too_slow(&self, shared: &Shared, now: Duration) -> Option<Refusal> {
         // A verification compares every page, and an urgent switch sends the rest, whatever time
         // that takes.
-        let bounded =
-            matches!(self.step, Step::LastPass { sent: false, .. }) && shared.urgency != Urgency::Switch;
+        let sends = matches!(self.step, Step::LastPass { sent: false, .. } | Step::Streaming);
+        let bounded = sends && shared.urgency != Urgency::Switch;
         let longest = shared.settings.downtime_limit.saturating_add(shared.patience());
         (bounded && now.saturating_sub(self.paused) > longest).then(|| {
             let detail = format!(
-                "the target took the last pages so slowly that the guest has stood still for {longest:?}"
+                "the target took what was left so slowly that the guest has stood still for {longest:?}"
             );
             Refusal::new(RefusalCode::Timeout, detail)
         })
@@ -165,6 +168,14 @@ impl Switchover {
             ) => {
                 shared.summary.verification = Some(Verification { pages, mismatched, samples });
                 self.verifying(shared, sent, received, true)
+            }
+            (Step::Streaming, Event::StateStreamed { .. }) => {
+                self.streamed = true;
+                self.load()
+            }
+            (_, Event::StateStreamed { .. }) if !self.streamed => {
+                self.streamed = true;
+                (State::Switchover(self), Vec::new())
             }
             (Step::Loading, Event::Message(ToSource::Ready { load_us })) => {
                 shared.summary.load_time = Duration::from_micros(load_us);
@@ -265,6 +276,10 @@ impl Switchover {
     }
 
     fn load(mut self: Box<Self>) -> Next {
+        if !self.streamed {
+            self.step = Step::Streaming;
+            return (State::Switchover(self), Vec::new());
+        }
         self.step = Step::Loading;
         let load = match self.kind {
             Kind::Complete => ToTarget::Load,
@@ -297,9 +312,10 @@ fn differing(found: &Verification) -> String {
 impl Switchover {
     pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
-        let Self { step: _, kind, paused, predicted: _, damaged, resends, missing, to_compare } = self;
+        let Self { step: _, kind, paused, predicted: _, damaged, resends, missing, to_compare, streamed } =
+            self;
         *paused = Duration::ZERO;
-        (kind, resends, missing, to_compare).hash(hasher);
+        (kind, resends, missing, to_compare, streamed).hash(hasher);
         damaged.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
     }
 }

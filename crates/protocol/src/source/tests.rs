@@ -6,7 +6,7 @@ use crate::source::Auto;
 use crate::source::events::Pass;
 use crate::source::settings::{AutoConverge, MigrationMode};
 use std::time::Duration;
-use vmferry_core::RegionId;
+use vmferry_core::{RegionId, RunState, Section, StreamName};
 use vmferry_wire::{PageName, Token};
 
 const PAGES: u64 = 1 << 20;
@@ -41,7 +41,8 @@ fn precopy(session: &Session) -> &Precopy {
 }
 
 fn is_passing(session: &Session) -> bool {
-    let passing = precopy::Step::Passing { began: Duration::ZERO, sent: None, received: false };
+    let passing =
+        precopy::Step::Passing { began: Duration::ZERO, sent: None, received: false, streamed: None };
     let State::Precopy(precopy) = &session.state else { return false };
     std::mem::discriminant(&precopy.step()) == std::mem::discriminant(&passing)
 }
@@ -106,6 +107,7 @@ fn pass_written_by(
     session.handle(*now, Event::Harvested { pages: dirty, writers: writers.to_vec() })
 }
 
+const PAUSED: Event = Event::Paused { wanted: RunState::Running };
 const LIVE: Pass = Pass::Dirty { first: false };
 
 /// With as much time as the usual limit is.
@@ -175,6 +177,7 @@ fn stopped(fixed: Duration, settle: Duration) -> Event {
         quiesce: settle,
         paused: fixed + settle,
         state_bytes: 0,
+        trial: Some(Vec::new()),
     }
 }
 
@@ -188,7 +191,7 @@ fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
     let (mut now, mut stops) = (Duration::ZERO, Vec::new());
     assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
     session.handle(now, busy(300 * MS));
-    assert!(session.verdict().unwrap().help[0].contains("less I/O"), "{:?}", session.verdict());
+    assert_eq!(session.verdict().unwrap().help, [Remedy::LessIo], "{:?}", session.verdict());
     assert!(session.busy().unwrap().contains("under way"));
     while now < Duration::from_secs(300) {
         match pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
@@ -220,7 +223,7 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
         assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
-        let [Action::Save { within }] = session.handle(now, Event::Paused)[..] else { panic!("it is saved") };
+        let [Action::Save { within }] = session.handle(now, PAUSED)[..] else { panic!("it is saved") };
         assert!(within <= 300 * MS && within > 290 * MS, "5 pages leave nearly all of the limit: {within:?}");
         assert_eq!(session.handle(now + within, busy(within)), [Action::RunOn]);
         now += within;
@@ -291,7 +294,7 @@ fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
             == [Action::Pause]
     });
     assert_eq!((paused, passes.next()), (Some(60_000), None));
-    session.handle(now, Event::Paused);
+    session.handle(now, PAUSED);
     session.handle(now, busy(60 * MS));
     session.handle(now, Event::Resumed);
     assert!(precopy(&session).slows());
@@ -363,7 +366,7 @@ fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
     while now < Duration::from_secs(300) {
         // At rest when it is only looked at.
         assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
-        session.handle(now, Event::Paused);
+        session.handle(now, PAUSED);
         now += 298 * MS;
         session.handle(now, busy(298 * MS));
         session.handle(now, Event::Resumed);
@@ -415,7 +418,7 @@ fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
         let asked = pass(&mut session, &mut now, 400 << 20, 100 * MS, 100_000);
         assert_eq!(asked == [Action::Pause], mode == MigrationMode::Hybrid, "{asked:?}");
         if mode == MigrationMode::Hybrid {
-            assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: 300 * MS }]);
+            assert_eq!(session.handle(now, PAUSED), [Action::Save { within: 300 * MS }]);
         }
     }
 }
@@ -427,7 +430,7 @@ fn urgent_migration_waits_for_io_as_long_as_the_vm_does() {
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     session.handle(now, rehearsed(MS));
     session.shared.urgency = Urgency::Switch;
-    assert_eq!(session.handle(now, Event::Paused), [Action::Save { within: Duration::MAX }]);
+    assert_eq!(session.handle(now, PAUSED), [Action::Save { within: Duration::MAX }]);
     let ended = session.handle(now, busy(10_000 * MS));
     assert!(matches!(ended[..], [Action::Resume, Action::Send(ToTarget::Cancel(_))]), "{ended:?}");
 }
@@ -444,7 +447,7 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         if switch {
             session.shared.urgency = Urgency::Switch;
         }
-        session.handle(now, Event::Paused);
+        session.handle(now, PAUSED);
         session.handle(now, Event::Saved { sections: Vec::new() });
         session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
         let stopped = now;
@@ -571,7 +574,7 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
     let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
     for event in [
-        Event::Paused,
+        PAUSED,
         Event::Saved { sections: Vec::new() },
         Event::Harvested { pages: 5, writers: Vec::new() },
         sent(),
@@ -615,6 +618,7 @@ fn every_known_part_of_the_downtime_is_predicted_and_counts_against_the_limit() 
         quiesce: Duration::ZERO,
         paused: Duration::ZERO,
         state_bytes,
+        trial: None,
     };
     let zero = Duration::ZERO;
     // Loading is taken to be as long as saving, until the target says what it takes.
@@ -628,4 +632,99 @@ fn every_known_part_of_the_downtime_is_predicted_and_counts_against_the_limit() 
     assert_eq!(predicted_ms(None, zero, saved(zero, 40 << 20)), 410);
     assert_eq!(predicted_ms(None, 50 * MS, saved(zero, 0)), 60);
     assert_eq!(predicted_ms(None, 350 * MS, saved(zero, 0)), 360);
+}
+
+fn section() -> Section {
+    Section { name: "vcpu".into(), instance: 0, version: 1, payload: vec![7] }
+}
+
+/// A session that has sent the state of its trial pause to a target that asked for it.
+fn preparing(now: &mut Duration) -> Session {
+    let mut session = passing(Settings::default());
+    assert_eq!(session.handle(*now, Event::Message(ToSource::WantsTrial)), []);
+    assert_eq!(pass(&mut session, now, 4 << 30, 100 * MS, 5), [REHEARSE]);
+    let mut tried = rehearsed(MS);
+    if let Event::TrialPaused { trial, .. } = &mut tried {
+        *trial = Some(vec![section()]);
+    }
+    let told = [ToTarget::TrialSection(section()), ToTarget::TrialEnd { sections: 1 }];
+    assert_eq!(session.handle(*now, tried), told.map(Action::Send));
+    session
+}
+
+#[test]
+fn guest_is_not_stopped_before_the_target_has_prepared_itself() {
+    let mut now = Duration::ZERO;
+    let mut session = preparing(&mut now);
+    now += 800 * MS;
+    assert_eq!(session.handle(now, Event::Tick), []);
+    // The target has measured how long loading takes.
+    assert_eq!(session.handle(now, Event::Message(ToSource::Costs { load_us: 90_000 })), []);
+    assert_eq!(session.handle(now, Event::Message(ToSource::Prepared)), [Action::Harvest]);
+    // The guest wrote meanwhile: that is sent first.
+    let sent = session.handle(now, Event::Harvested { pages: PAGES, writers: Vec::new() });
+    let begun = ToTarget::Pass { pass: 1, pages: PAGES };
+    assert_eq!(sent, [Action::Send(begun), Action::SendPass { number: 1, pass: LIVE }]);
+    // One trial pause is enough, and the target gets no second state.
+    assert_eq!(pass(&mut session, &mut now, 2 << 30, 50 * MS, 5), [Action::Pause]);
+    let predicted = session.predicted_downtime().unwrap();
+    assert!(predicted >= 91 * MS, "{predicted:?}");
+}
+
+#[test]
+fn guest_goes_on_if_the_target_does_not_prepare_itself() {
+    let mut now = Duration::ZERO;
+    let mut session = preparing(&mut now);
+    now += session.patience() + MS;
+    let ended = session.handle(now, Event::Tick);
+    let [Action::Resume, Action::Send(ToTarget::Cancel(why))] = &ended[..] else { panic!("{ended:?}") };
+    assert!(why.detail.contains("has not prepared its VM"), "{}", why.detail);
+}
+
+#[test]
+fn target_learns_of_the_operators_pause_before_it_loads() {
+    let mut session = passing(Settings::default());
+    let mut now = Duration::ZERO;
+    pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    session.handle(now, Event::Paused { wanted: RunState::Paused });
+    let sent = session.handle(now, Event::Saved { sections: vec![section()] });
+    let told = [
+        ToTarget::Final { pass: 1 },
+        ToTarget::StaysPaused,
+        ToTarget::Section(section()),
+        ToTarget::StateEnd { sections: 1 },
+    ];
+    assert_eq!(sent[..4], told.map(Action::Send));
+    assert_eq!(sent[4..], [Action::Harvest]);
+}
+
+#[test]
+fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
+    let name = StreamName { name: "device".into(), instance: 0, version: 1 };
+    let mut session = passing(Settings::default()).streaming(vec![name]);
+    // As for a session that had its streams from the start.
+    session.state = Precopy::begin(&session.shared, Duration::ZERO).0;
+    let mut now = 100 * MS;
+    let (bytes, listing) = (10 << 20, Duration::ZERO);
+    let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
+    assert_eq!(session.handle(now, Event::PassSent { bytes, listing }), []);
+    assert_eq!(session.handle(now, received(0)), []);
+    now += 100 * MS;
+    // The pass and the state took 200 ms for 20 MiB.
+    let streamed = Event::StateStreamed { bytes, left: 5 << 20 };
+    assert_eq!(session.handle(now, streamed.clone()), [Action::Harvest]);
+    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
+    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    // What is left takes 50 ms.
+    let predicted = session.predicted_downtime().unwrap();
+    assert!(predicted >= 50 * MS && predicted < 60 * MS, "{predicted:?}");
+    session.handle(now, PAUSED);
+    let sent = session.handle(now, Event::Saved { sections: Vec::new() });
+    assert_eq!(sent[2..], [Action::StreamState, Action::Harvest]);
+    session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() });
+    session.handle(now, Event::PassSent { bytes: 0, listing });
+    // All pages are there, and the state is not.
+    assert_eq!(session.handle(now, received(1)), []);
+    assert_eq!(session.handle(now, streamed), [Action::Send(ToTarget::Load)]);
 }

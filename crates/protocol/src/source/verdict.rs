@@ -2,6 +2,7 @@
 //! left.
 
 use serde::Serialize;
+use std::fmt;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
@@ -22,8 +23,78 @@ pub struct Verdict {
     pub passes_left: Option<u32>,
     /// Pages that this pass left, divided by those that the pass before left. Below 1, passes shrink.
     pub ratio: Option<f64>,
-    /// Remedies, one entry each. Empty if none is needed.
-    pub help: Vec<String>,
+    /// Changes that would let the precopy end. Empty if none is needed.
+    pub help: Vec<Remedy>,
+}
+
+/// Change that would let a precopy end. Shown and serialized as a sentence without options of any command.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// A downtime limit of `enough`. It is `now`.
+    LongerDowntime {
+        /// Time that the guest would be paused.
+        enough: Duration,
+        /// The limit.
+        now: Duration,
+    },
+    /// A downtime limit above `stop`, the downtime with nothing to send. It is `now`.
+    DowntimeAboveStop {
+        /// Time that the guest would be paused.
+        stop: Duration,
+        /// The limit.
+        now: Duration,
+    },
+    /// Less I/O in the guest, or a longer downtime limit: the I/O keeps the guest from being stopped.
+    LessIo,
+    /// A migration that may go over to postcopy.
+    Postcopy,
+    /// Going over to postcopy now. This migration may.
+    SwitchNow,
+    /// Slowing the guest.
+    Throttle {
+        /// Share of its time that each vCPU stands still, 0 to 1.
+        share: f64,
+    },
+    /// A link that carries more.
+    Bandwidth {
+        /// Bytes per second that are enough.
+        enough: f64,
+        /// Bytes per second that the link carries.
+        now: f64,
+    },
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let time = |time: Duration| readable_time(time.as_secs_f64());
+        match *self {
+            Self::LongerDowntime { enough, now } => {
+                write!(f, "a downtime limit of {} ({} now)", time(enough), time(now))
+            }
+            Self::DowntimeAboveStop { stop, now } => write!(
+                f,
+                "a downtime limit above {}, which stopping the guest takes with nothing to send ({} now)",
+                time(stop),
+                time(now)
+            ),
+            Self::LessIo => f.write_str("less I/O in the guest, or a longer downtime limit"),
+            Self::Postcopy => f.write_str("postcopy or hybrid mode: the guest moves, and the rest follows"),
+            Self::SwitchNow => f.write_str("going over to postcopy at once"),
+            Self::Throttle { share } => {
+                write!(f, "slowing the guest: it is held for about {:.0} % of its time", share * 100.0)
+            }
+            Self::Bandwidth { enough, now } => {
+                write!(f, "a link that carries more than {} ({} now)", rate(enough), rate(now))
+            }
+        }
+    }
+}
+
+impl Serialize for Remedy {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
 }
 
 /// Input of the prediction: a pass, the pages that it left, and the limits.
@@ -108,44 +179,33 @@ impl Standing {
         Verdict { converging: Some(true), eta_s: Some(eta), passes_left, ratio, help: Vec::new() }
     }
 
-    /// Returns what would make the precopy end, with figures.
+    /// Returns the changes that would make the precopy end.
     #[must_use]
-    pub fn help(&self) -> Vec<String> {
-        let pages = self.left as f64;
-        let needed = self.stop_s(pages);
-        let mut help = Vec::new();
+    pub fn help(&self) -> Vec<Remedy> {
+        let now = self.limit;
         if self.fixed > self.limit {
-            let (fixed, limit) =
-                (readable_time(self.fixed.as_secs_f64()), readable_time(self.limit.as_secs_f64()));
-            help.push(format!("stopping the guest takes {fixed} with nothing to send: a --downtime-limit above that ({limit} now)"));
-            return help;
+            return vec![Remedy::DowntimeAboveStop { stop: self.fixed, now }];
         }
+        let pages = self.left as f64;
         let dirty = pages * PAGE_SIZE as f64 / self.pass.as_secs_f64().max(1e-6);
-        help.push(format!(
-            "a --downtime-limit of {} ({} now)",
-            readable_time(needed * 1.1),
-            readable_time(self.limit.as_secs_f64())
-        ));
-        help.push(if self.lazy {
-            "`vmferry switch`: it goes over to postcopy at once".to_owned()
-        } else {
-            "--mode postcopy or hybrid: the guest moves, and the rest follows".to_owned()
-        });
+        let enough = Duration::try_from_secs_f64(self.stop_s(pages) * 1.1).unwrap_or(Duration::MAX);
+        let mut help = vec![Remedy::LongerDowntime { enough, now }];
+        help.push(if self.lazy { Remedy::SwitchNow } else { Remedy::Postcopy });
         if !self.throttled {
-            help.push(format!(
-                "--auto-converge: the guest held for about {:.0} % of its time",
-                100.0 * (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97)
-            ));
+            let share = (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97);
+            help.push(Remedy::Throttle { share });
         }
         if dirty >= self.bandwidth * HEADWAY {
-            help.push(format!(
-                "a link that carries more than {} ({} now)",
-                rate(dirty * 1.1),
-                rate(self.bandwidth)
-            ));
+            help.push(Remedy::Bandwidth { enough: dirty * 1.1, now: self.bandwidth });
         }
         help
     }
+}
+
+/// Joins remedies to a part of a sentence.
+pub(crate) fn listed(help: &[Remedy]) -> String {
+    let help: Vec<_> = help.iter().map(Remedy::to_string).collect();
+    help.join("; ")
 }
 
 /// Formats a time in seconds for people.
@@ -202,14 +262,14 @@ mod tests {
     fn what_does_not_shrink_says_what_would_help() {
         let verdict = Standing { left: 98_000, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.eta_s), (Some(false), None));
-        let text = verdict.help.join("; ");
-        for word in ["downtime-limit of 4.4 s", "postcopy", "auto-converge", "more than 110 MB/s"] {
+        let text = listed(&verdict.help);
+        for word in ["downtime limit of 4.4 s", "postcopy", "slowing the guest", "more than 110 MB/s"] {
             assert!(text.contains(word), "{word}: {text}");
         }
         let throttled = Standing { left: 98_000, throttled: true, ..STANDING }.judge();
-        assert!(!throttled.help.join("; ").contains("auto-converge"));
-        let lazy = Standing { left: 98_000, lazy: true, ..STANDING }.judge().help.join("; ");
-        assert!(lazy.contains("vmferry switch") && !lazy.contains("--mode"), "{lazy}");
+        assert!(!throttled.help.iter().any(|remedy| matches!(remedy, Remedy::Throttle { .. })));
+        let lazy = Standing { left: 98_000, lazy: true, ..STANDING }.judge().help;
+        assert!(lazy.contains(&Remedy::SwitchNow) && !lazy.contains(&Remedy::Postcopy), "{lazy:?}");
     }
 
     #[test]
@@ -223,6 +283,7 @@ mod tests {
     fn a_pause_beyond_the_limit_never_fits() {
         let verdict = Standing { left: 0, fixed: Duration::from_secs(1), ..STANDING }.judge();
         assert_eq!(verdict.converging, Some(false));
-        assert!(verdict.help[0].contains("1.0 s"), "{:?}", verdict.help);
+        let (stop, now) = (Duration::from_secs(1), STANDING.limit);
+        assert_eq!(verdict.help, [Remedy::DowntimeAboveStop { stop, now }]);
     }
 }

@@ -45,7 +45,7 @@ use renounced::Renounced;
 use setup::Setup;
 use start::{Claiming, Starting};
 use std::time::Duration;
-use vmferry_core::{MachineConfig, Section};
+use vmferry_core::{MachineConfig, RunState, Section, StreamName};
 use vmferry_wire::{
     LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
 };
@@ -102,6 +102,11 @@ pub enum Event {
     PeerLost(String),
     /// This host can take pages while the guest runs.
     Prepared,
+    /// The VM has prepared itself with the state of a trial pause.
+    VmPrepared {
+        /// Microseconds that loading the state and starting the guest are expected to take now.
+        load_us: Option<u64>,
+    },
     /// The last missing page came.
     MissingArrived(LazyFigures),
     /// The source has opened a new control channel.
@@ -144,6 +149,24 @@ pub enum Action {
     /// Make sure that this host can take pages while the guest runs, and report [`Event::Prepared`] or
     /// [`Event::LocalFailure`].
     PrepareDemandPaging,
+    /// Open the next stream of device state, or report [`Event::LocalFailure`]. The same holds for the two
+    /// that follow.
+    OpenStream(StreamName),
+    /// Give these bytes to a stream.
+    WriteStream {
+        /// Number of the stream.
+        stream: u32,
+        /// The bytes.
+        bytes: Vec<u8>,
+    },
+    /// A stream is complete.
+    FinishStream {
+        /// Number of the stream.
+        stream: u32,
+    },
+    /// Have the VM prepare itself with this state of a trial pause, and report [`Event::VmPrepared`] or
+    /// [`Event::LocalFailure`].
+    PrepareVm(Vec<Section>),
     /// Take these channels, with the names that `Accept` or `Resume` has.
     AwaitChannels(Channels),
     /// Report [`Event::Damaged`].
@@ -170,8 +193,11 @@ pub enum Action {
         /// The while.
         after: Duration,
     },
-    /// Start the guest.
-    Start,
+    /// Start the guest, or leave it paused if its operator wants that.
+    Start {
+        /// State that the operator wants.
+        wanted: RunState,
+    },
     /// Close every channel: the link is lost.
     Disconnect,
     /// Tell the source over its new control channel which pages are missing, and report
@@ -249,6 +275,10 @@ struct Shared {
     /// Microseconds that loading the state and starting the guest are expected to take, for a source
     /// that wants to know.
     load_us: Option<u64>,
+    /// The VM prepares itself with the state of a trial pause.
+    wants_trial: bool,
+    /// State that the operator of the source wants.
+    wanted: RunState,
     mode: Mode,
     channels: Channels,
     /// The source has announced a guest that fits.
@@ -318,6 +348,8 @@ impl Session {
             tokens,
             fenced: false,
             load_us: None,
+            wants_trial: false,
+            wanted: RunState::Running,
             mode: Mode::Precopy,
             channels: Channels { bulk: 0, urgent: 0, probe: false },
             accepted: false,
@@ -328,6 +360,13 @@ impl Session {
     /// Tells the source that loading the state and starting the guest are expected to take `load`.
     pub fn expecting(mut self, load: Option<Duration>) -> Self {
         self.shared.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
+        self
+    }
+
+    /// Asks the source for the state of a trial pause, if `wants` says that the VM prepares itself with
+    /// it. Only for a source that understands this.
+    pub fn wanting_trial(mut self, wants: bool) -> Self {
+        self.shared.wants_trial = wants;
         self
     }
 

@@ -12,8 +12,18 @@ impl Session {
     /// is what does not change in a run, and why something failed.
     pub fn project(&self, hasher: &mut impl Hasher) {
         let Self { shared, state } = self;
-        let Shared { machine: _, tokens: _, fenced: _, load_us: _, mode: _, channels, accepted } = shared;
-        (channels.count(), accepted).hash(hasher);
+        let Shared {
+            machine: _,
+            tokens: _,
+            fenced: _,
+            load_us: _,
+            wants_trial: _,
+            wanted,
+            mode: _,
+            channels,
+            accepted,
+        } = shared;
+        (wanted, channels.count(), accepted).hash(hasher);
         discriminant(state).hash(hasher);
         match state {
             State::Setup(setup) => setup.hash(hasher),

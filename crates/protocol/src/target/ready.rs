@@ -38,7 +38,7 @@ impl Ready {
                 if shared.fenced {
                     Claiming::begin(self.memory)
                 } else {
-                    Starting::begin(self.memory)
+                    Starting::begin(shared, self.memory)
                 }
             }
             (Step::Loading, Event::Loaded { micros }) => {

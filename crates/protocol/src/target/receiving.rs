@@ -2,8 +2,10 @@
 
 use super::ready::Ready;
 use super::{Action, Channels, Event, Memory, Next, Shared, State, fail, misplaced};
-use vmferry_core::Section;
-use vmferry_wire::{MAX_SECTIONS, MAX_STATE_BYTES, Refusal, RefusalCode, ToSource, ToTarget};
+use vmferry_core::{RunState, Section};
+use vmferry_wire::{
+    MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Refusal, RefusalCode, ToSource, ToTarget,
+};
 
 /// The device state as far as it has come.
 #[derive(Debug, Clone, Default)]
@@ -12,6 +14,42 @@ struct DeviceState {
     bytes: usize,
     /// The source has sent all of it.
     complete: bool,
+}
+
+impl DeviceState {
+    /// Adds a section, if the protocol allows that much.
+    fn add(&mut self, section: Section) -> Result<(), Refusal> {
+        self.bytes += section.name.len() + section.payload.len();
+        if self.bytes > MAX_STATE_BYTES || self.sections.len() == MAX_SECTIONS || self.complete {
+            let detail =
+                format!("more device state than the protocol allows ({} MiB)", MAX_STATE_BYTES >> 20);
+            return Err(Refusal::new(RefusalCode::State, detail));
+        }
+        self.sections.push(section);
+        Ok(())
+    }
+
+    /// Notes that the source has sent all of its `sections` sections.
+    fn end(&mut self, sections: u32) -> Result<(), Refusal> {
+        self.complete = true;
+        let came = self.sections.len();
+        if usize::try_from(sections) == Ok(came) {
+            return Ok(());
+        }
+        let detail = format!("{came} of {sections} sections of device state came");
+        Err(Refusal::new(RefusalCode::State, detail))
+    }
+}
+
+/// The state of a trial pause, for the VM to prepare itself.
+#[derive(Debug, Clone)]
+enum Trial {
+    /// The VM does not want it, or has got it.
+    NotWanted,
+    /// The VM wants it. So much has come.
+    Coming(DeviceState),
+    /// The VM prepares itself.
+    Preparing,
 }
 
 /// Receiving the guest.
@@ -27,22 +65,27 @@ pub(super) struct Receiving {
     verify_pass: Option<u32>,
     /// The last pass that was received left no damaged page.
     clean: bool,
+    trial: Trial,
     state: DeviceState,
+    /// For each stream of device state, whether it is complete.
+    streams: Vec<bool>,
 }
 
 impl Receiving {
-    pub(super) fn begin(channels: Channels) -> Self {
+    pub(super) fn begin(channels: Channels, wants_trial: bool) -> Self {
         Self {
             barriers: vec![0; usize::from(channels.bulk)],
             received: 0,
             last_pass: None,
             verify_pass: None,
             clean: false,
+            trial: if wants_trial { Trial::Coming(DeviceState::default()) } else { Trial::NotWanted },
             state: DeviceState::default(),
+            streams: Vec::new(),
         }
     }
 
-    pub(super) fn handle(mut self: Box<Self>, shared: &Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, event: Event) -> Next {
         match event {
             Event::Message(ToTarget::Pass { .. }) => self.stay(Vec::new()),
             Event::Message(ToTarget::Final { pass }) => {
@@ -51,6 +94,24 @@ impl Receiving {
             }
             Event::Message(ToTarget::Section(section)) => self.section(section),
             Event::Message(ToTarget::StateEnd { sections }) => self.state_end(sections),
+            Event::Message(ToTarget::StaysPaused) if !self.state.complete => {
+                shared.wanted = RunState::Paused;
+                self.stay(Vec::new())
+            }
+            Event::Message(
+                message @ (ToTarget::StreamOpen { .. }
+                | ToTarget::StreamBytes { .. }
+                | ToTarget::StreamEnd { .. }),
+            ) => self.stream(message),
+            Event::Message(message @ (ToTarget::TrialSection(_) | ToTarget::TrialEnd { .. })) => {
+                self.trial(message)
+            }
+            Event::VmPrepared { load_us } if matches!(self.trial, Trial::Preparing) => {
+                self.trial = Trial::NotWanted;
+                // A source that sends a trial understands `Costs`.
+                let costs = load_us.map(|load_us| ToSource::Costs { load_us });
+                self.stay(costs.into_iter().chain([ToSource::Prepared]).map(Action::Send).collect())
+            }
             Event::Message(ToTarget::Verify { pass }) => {
                 self.verify_pass = Some(pass);
                 let compared = self.compared_if_complete();
@@ -111,34 +172,94 @@ impl Receiving {
     }
 
     fn section(mut self: Box<Self>, section: Section) -> Next {
-        let state = &mut self.state;
-        state.bytes += section.name.len() + section.payload.len();
-        if state.bytes > MAX_STATE_BYTES || state.sections.len() == MAX_SECTIONS || state.complete {
-            let detail =
-                format!("more device state than the protocol allows ({} MiB)", MAX_STATE_BYTES >> 20);
-            return fail(Refusal::new(RefusalCode::State, detail));
+        match self.state.add(section) {
+            Ok(()) => self.stay(Vec::new()),
+            Err(why) => fail(why),
         }
-        state.sections.push(section);
-        self.stay(Vec::new())
     }
 
     fn state_end(mut self: Box<Self>, sections: u32) -> Next {
-        self.state.complete = true;
-        let came = self.state.sections.len();
-        if usize::try_from(sections) == Ok(came) {
+        match self.state.end(sections) {
+            Ok(()) => self.stay(Vec::new()),
+            Err(why) => fail(why),
+        }
+    }
+
+    /// Takes a part of a stream of device state.
+    fn stream(mut self: Box<Self>, message: ToTarget) -> Next {
+        let name = message.name();
+        if let Some(action) = self.stream_action(message) {
+            return self.stay(vec![action]);
+        }
+        let detail = format!("the source sent {name} out of order, or longer than the protocol allows");
+        fail(Refusal::new(RefusalCode::Protocol, detail))
+    }
+
+    fn stream_action(&mut self, message: ToTarget) -> Option<Action> {
+        Some(match message {
+            ToTarget::StreamOpen { stream, name } => {
+                let next = self.streams.len();
+                if usize::try_from(stream) != Ok(next) || next == MAX_STREAMS {
+                    return None;
+                }
+                self.streams.push(false);
+                Action::OpenStream(name)
+            }
+            ToTarget::StreamBytes { stream, bytes } => {
+                self.open_stream(stream)?;
+                if bytes.len() > MAX_STREAM_BYTES {
+                    return None;
+                }
+                Action::WriteStream { stream, bytes }
+            }
+            ToTarget::StreamEnd { stream } => {
+                *self.open_stream(stream)? = true;
+                Action::FinishStream { stream }
+            }
+            _ => return None,
+        })
+    }
+
+    /// Returns whether `stream` is complete, for a stream that is not.
+    fn open_stream(&mut self, stream: u32) -> Option<&mut bool> {
+        let complete = self.streams.get_mut(usize::try_from(stream).ok()?)?;
+        (!*complete).then_some(complete)
+    }
+
+    /// Returns true if all device state is here.
+    fn state_is_complete(&self) -> bool {
+        self.state.complete && self.streams.iter().all(|complete| *complete)
+    }
+
+    /// Takes a part of the state of a trial pause.
+    fn trial(mut self: Box<Self>, message: ToTarget) -> Next {
+        let Trial::Coming(state) = &mut self.trial else {
+            return fail(misplaced(&Event::Message(message), "receiving the guest"));
+        };
+        let taken = match message {
+            ToTarget::TrialSection(section) => state.add(section),
+            ToTarget::TrialEnd { sections } => state.end(sections),
+            other => return fail(misplaced(&Event::Message(other), "receiving the guest")),
+        };
+        if let Err(why) = taken {
+            return fail(why);
+        }
+        if !state.complete {
             return self.stay(Vec::new());
         }
-        let detail = format!("{came} of {sections} sections of device state came");
-        fail(Refusal::new(RefusalCode::State, detail))
+        let sections = std::mem::take(&mut state.sections);
+        self.trial = Trial::Preparing;
+        self.stay(vec![Action::PrepareVm(sections)])
     }
 
     /// Loads the state over memory that is complete and undamaged, whatever the source believes.
     fn load(self) -> Next {
         let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
-        if !(arrived && self.clean && self.state.complete) {
+        let complete = self.state_is_complete();
+        if !(arrived && self.clean && complete) {
             let detail = format!(
-                "load came too early (last pass complete: {arrived}, pages undamaged: {}, state complete: {})",
-                self.clean, self.state.complete
+                "load came too early (last pass complete: {arrived}, pages undamaged: {}, state complete: {complete})",
+                self.clean
             );
             return fail(Refusal::new(RefusalCode::Protocol, detail));
         }
@@ -148,7 +269,7 @@ impl Receiving {
 
     /// Loads the state over memory of which `pages` pages are missing. The source has named them.
     fn load_with_missing(self, pages: u64) -> Next {
-        if !self.state.complete {
+        if !self.state_is_complete() {
             let detail = "the source hands over a guest whose device state it has not sent";
             return fail(Refusal::new(RefusalCode::Protocol, detail));
         }
@@ -163,9 +284,14 @@ impl Receiving {
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
-        let Self { barriers, received, last_pass, verify_pass, clean, state } = self;
-        let DeviceState { sections, bytes, complete } = state;
-        (barriers, received, last_pass, verify_pass, clean).hash(hasher);
-        (sections.len(), bytes, complete).hash(hasher);
+        let Self { barriers, received, last_pass, verify_pass, clean, trial, state, streams } = self;
+        (barriers, received, last_pass, verify_pass, clean, streams).hash(hasher);
+        let here =
+            |DeviceState { sections, bytes, complete }: &DeviceState| (sections.len(), *bytes, *complete);
+        here(state).hash(hasher);
+        std::mem::discriminant(trial).hash(hasher);
+        if let Trial::Coming(trial) = trial {
+            here(trial).hash(hasher);
+        }
     }
 }

@@ -57,7 +57,7 @@ impl Setup {
             (_, Event::ArbiterAnswered(..)) => (State::Setup(self), Vec::new()),
             (Step::Preparing, Event::Prepared) => accept(shared),
             (Step::AwaitChannels { missing: 1 }, Event::ChannelUp) => {
-                let receiving = Receiving::begin(shared.channels);
+                let receiving = Receiving::begin(shared.channels, shared.wants_trial);
                 (State::Receiving(Box::new(receiving)), vec![Action::Send(ToSource::ChannelsUp)])
             }
             (Step::AwaitChannels { missing }, Event::ChannelUp) => {
@@ -127,7 +127,9 @@ fn accept(shared: &mut Shared) -> Next {
     shared.accepted = true;
     let Tokens { bulk, urgent, resume } = shared.tokens;
     let costs = shared.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
+    let trial = shared.wants_trial.then_some(Action::Send(ToSource::WantsTrial));
     let accept = Action::Send(ToSource::Accept { bulk, urgent, resume });
-    let actions = [Action::AwaitChannels(shared.channels), accept].into_iter().chain(costs).collect();
+    let accept = [Action::AwaitChannels(shared.channels), accept];
+    let actions = accept.into_iter().chain(costs).chain(trial).collect();
     (State::Setup(Setup { step: Step::AwaitChannels { missing: shared.channels.count() } }), actions)
 }

@@ -74,7 +74,7 @@ impl Claiming {
 
     fn answered(mut self, shared: &Shared, answer: Result<Ruling, ArbiterError>) -> Next {
         let why = match answer {
-            Ok(Ruling::Target { .. }) => return Starting::claimed(self.memory, self.lost),
+            Ok(Ruling::Target { .. }) => return Starting::claimed(shared, self.memory, self.lost),
             Ok(Ruling::Source) => {
                 let detail = "the fence has given the guest to its source, which had lost the link";
                 let why = Refusal::new(RefusalCode::Fence, detail);
@@ -118,13 +118,13 @@ pub(super) struct Starting {
 
 impl Starting {
     /// Starts a guest that no arbiter decides about.
-    pub(super) fn begin(memory: Memory) -> Next {
-        Self::claimed(memory, false)
+    pub(super) fn begin(shared: &Shared, memory: Memory) -> Next {
+        Self::claimed(shared, memory, false)
     }
 
     /// Starts a guest that the arbiter has granted.
-    fn claimed(memory: Memory, lost: bool) -> Next {
-        (State::Starting(Self { memory, lost }), vec![Action::Start])
+    fn claimed(shared: &Shared, memory: Memory, lost: bool) -> Next {
+        (State::Starting(Self { memory, lost }), vec![Action::Start { wanted: shared.wanted }])
     }
 
     pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use vmferry::bitmap::AtomicBitmap;
 use vmferry::{
     DirtyTracker, Gpa, GuestMemory, MachineConfig, MappedMemory, NothingToProtect, PageSet, Protect, Region,
-    RegionId, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    RegionId, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
 
 const PAGES: u64 = 32 << 10;
@@ -141,8 +141,8 @@ impl TargetVm for Machine {
         self.0.writes.store(u64::from_le_bytes(writes), Relaxed);
         Ok(())
     }
-    fn start(&mut self) -> Result<(), VmError> {
-        self.set_running(true)
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
+        self.set_running(state == RunState::Running)
     }
 }
 

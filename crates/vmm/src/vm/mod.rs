@@ -22,6 +22,7 @@ use make::{create_vcpus, map_rings, spawn_vcpus};
 use state::Pristine;
 use std::sync::Arc;
 use std::time::Duration;
+use vmferry_core::RunState;
 use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_fault::LazySlot;
 use vmferry_virtio::device::Resume;
@@ -78,6 +79,10 @@ pub struct Vm {
     vcpus: Vec<Vcpu>,
     shared: Arc<Shared>,
     stage: Stage,
+    /// State that the operator wants.
+    wanted: RunState,
+    /// The guest has come from elsewhere and has not run here.
+    has_come: bool,
     incoming: bool,
     reaper: Policy,
     throttle: Arc<Throttle>,
@@ -137,6 +142,8 @@ impl Vm {
             vcpus,
             shared: Arc::new(Shared { board, devices, machine, lazy, rings }),
             stage: Stage::Empty,
+            wanted: RunState::Running,
+            has_come: options.incoming,
             incoming: options.incoming,
             reaper: Policy::default(),
             throttle,
@@ -214,19 +221,65 @@ impl Vm {
         if self.stage == Stage::Running { Ok(()) } else { self.run(what) }
     }
 
+    /// Takes a guest that its operator has paused on the host that it comes from: its disks are this side's, and no vCPU runs before
+    /// [`set_run_state`](Self::set_run_state).
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if there is no guest, or it was started before; [`Error::Device`] if another side has its disk.
+    pub fn start_paused(&mut self) -> Result<()> {
+        self.expect("take the paused guest", &[Stage::Ready])?;
+        disk::take(self.shared.devices.disks())?;
+        (self.stage, self.wanted) = (Stage::Paused, RunState::Paused);
+        Ok(())
+    }
+
+    /// State that the operator wants.
+    #[must_use]
+    pub fn run_state(&self) -> RunState {
+        self.wanted
+    }
+
+    /// Stops the vCPUs, or lets them run, as the operator wants. A guest that is paused so stays paused where it is moved to.
+    ///
+    /// # Errors
+    /// As for [`pause`](Self::pause) and [`resume`](Self::resume).
+    pub fn set_run_state(&mut self, wanted: RunState) -> Result<()> {
+        match wanted {
+            RunState::Paused => self.pause()?,
+            RunState::Running => self.resume()?,
+        }
+        self.wanted = wanted;
+        Ok(())
+    }
+
+    /// Ends a pause that was not the operator's: the disks are this side's again, and the vCPUs run unless the operator has paused the
+    /// guest.
+    ///
+    /// # Errors
+    /// As for [`resume`](Self::resume).
+    pub(crate) fn end_pause(&mut self) -> Result<()> {
+        match self.wanted {
+            RunState::Running => self.resume(),
+            RunState::Paused => {
+                self.expect("keep the paused guest", &[Stage::Paused])?;
+                Ok(disk::take(self.shared.devices.disks())?)
+            }
+        }
+    }
+
     fn run(&mut self, what: &'static str) -> Result<()> {
         if let Some(exit) = self.shared.board.exit() {
             return Err(Error::WrongState { what, why: exit.to_string() });
         }
         let how = match self.stage {
-            Stage::Ready if self.incoming => Resume::Moved,
+            _ if self.has_come => Resume::Moved,
             Stage::Ready => Resume::First,
             _ => Resume::Again,
         };
         // Not before the disks are this side's: see `disk::lease` for the order.
         disk::take(self.shared.devices.disks())?;
         if let Err(error) = self.shared.devices.bus().resumed(how) {
-            if how == Resume::Moved {
+            if how == Resume::Moved && self.stage == Stage::Ready {
                 // The guest goes back, and needs them there.
                 disk::give_up(self.shared.devices.disks())?;
             }
@@ -235,7 +288,7 @@ impl Vm {
         self.shared.board.run_all();
         self.keeper.iter().for_each(|keeper| keeper.set_running(true));
         self.vcpus.iter().for_each(|vcpu| vcpu.send(Command::Run));
-        self.stage = Stage::Running;
+        (self.stage, self.has_come) = (Stage::Running, false);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use super::control::Control;
 use crate::vm::{self, Rehearsal, shielded};
 use std::time::Duration;
-use vmferry_core::{PauseCosts, Section, SourceVm, VmError};
+use vmferry_core::{PauseCosts, RunState, Section, SourceVm, VmError};
 use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 
 /// The guest.
@@ -30,6 +30,11 @@ impl<'e> Guest<'e> {
 
     pub(super) fn pause_costs(&self) -> PauseCosts {
         self.vm.pause_costs()
+    }
+
+    /// Returns the state that the operator wants.
+    pub(super) fn run_state(&self) -> RunState {
+        self.vm.run_state()
     }
 
     pub(super) fn pause(&mut self, control: &Control) -> Result<(), VmError> {

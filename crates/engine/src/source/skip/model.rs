@@ -17,7 +17,7 @@ use stateright::{Checker, Model, Property};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_core::{Answers, MachineConfig};
+use vmferry_core::{Answers, MachineConfig, RunState};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{ToSource, ToTarget, Token};
 use world::{
@@ -121,6 +121,7 @@ impl Move {
                     quiesce: Duration::ZERO,
                     paused: Duration::ZERO,
                     state_bytes: 0,
+                    trial: None,
                 },
             ),
             Action::Harvest => world.todo.push(Todo::Harvest),
@@ -169,7 +170,7 @@ impl Move {
             Todo::Pause => {
                 self.work(world, |skipping, _, _| skipping.close());
                 world.paused = true;
-                self.tell(world, Event::Paused);
+                self.tell(world, Event::Paused { wanted: RunState::Running });
             }
             Todo::Save => self.tell(world, Event::Saved { sections: Vec::new() }),
             Todo::Send => {

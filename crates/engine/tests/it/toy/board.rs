@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{Layout, PageRun, PageSet, Region, RegionId, Window};
-use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, VmError};
+use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, RunState, Section, VmError};
 
 /// Words of a page that are stamped: its ends, so that half a page shows, and its middle.
 const STAMPED: [usize; 3] = [0, 255, 511];
@@ -53,6 +53,12 @@ pub(crate) struct Board {
     pub(super) lazy: OnceLock<Arc<Faulting>>,
     /// How often which method was called.
     pub(super) calls: Mutex<Vec<Method>>,
+    /// Bytes of the stream of device state, as the target has got them; whether all have come.
+    pub(super) device: Arc<Mutex<(Vec<u8>, bool)>>,
+    /// The state that it prepared itself with.
+    pub(super) trial: OnceLock<Vec<Section>>,
+    /// How its guest was started that came from elsewhere.
+    pub(super) started: OnceLock<RunState>,
 }
 
 impl Board {

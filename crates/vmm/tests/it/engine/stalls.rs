@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, Listener, MachineConfig,
-    MigrationMode, MigrationState, Monitor, OnTimeout, Placed, Report, Section, Settings, SourceVm, TargetVm,
-    TrackerKind, Uri, VmError, migrate, receive,
+    MigrationMode, MigrationState, Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm,
+    TargetVm, TrackerKind, Uri, VmError, migrate, receive,
 };
 use vmferry_guest_abi::CpuSnapshot;
 use vmferry_testkit::{Need, say, skip};
@@ -175,9 +175,9 @@ impl TargetVm for Started {
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         TargetVm::load(&mut self.vm, sections)
     }
-    fn start(&mut self) -> Result<(), VmError> {
+    fn start(&mut self, state: RunState) -> Result<(), VmError> {
         Standstill::ends(&self.still);
-        TargetVm::start(&mut self.vm)
+        TargetVm::start(&mut self.vm, state)
     }
 }
 
