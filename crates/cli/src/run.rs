@@ -243,7 +243,10 @@ fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
     Ok(match (uri, &shared.tls) {
         (Uri::Fd(names), tls) => {
             let sockets = shared.descriptors.take(names).with_context(|| uri.to_string())?;
-            Listener::passed(sockets, uri, insecure, tls.clone())?
+            match tls {
+                Some(tls) => Listener::passed_encrypted(sockets, uri, tls.clone())?,
+                None => Listener::passed(sockets, uri, insecure)?,
+            }
         }
         (_, Some(tls)) => Listener::bind_encrypted(uri, tls.clone())?,
         (_, None) => Listener::bind(uri, insecure)?,

@@ -9,8 +9,8 @@ use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
-    /// Nobody answers there.
-    #[error("cannot connect to {uri}: {source}; is the target started with --incoming {uri}?")]
+    /// A channel could not be connected.
+    #[error("cannot connect to {uri}: {source}; does the target wait for a guest there?")]
     Connect {
         /// Where.
         uri: String,
@@ -79,7 +79,7 @@ pub enum MigrateError {
         /// Where.
         uri: String,
     },
-    /// Sockets that the caller has handed over cannot be used, or not for this.
+    /// A socket of the caller's, or of its connector, cannot be used, or not for this.
     #[error("{uri} cannot be used: {source}")]
     Passed {
         /// Which.

@@ -29,7 +29,11 @@ mod wake;
 
 use vmferry_protocol::run;
 
-pub use channel::{Listener, Sockets, Tls, TlsError, Uri, UriError, tcp};
+pub use channel::{
+    Accept, Attempt, ChannelCounts, Connect, Connected, Listener, Sockets, Uri, UriError, tcp,
+};
+#[cfg(feature = "tls")]
+pub use channel::{Tls, TlsError};
 pub use error::MigrateError;
 pub use mapped::MappedMemory;
 pub use monitor::{Change, MigrationState, Monitor, Progress};
@@ -37,6 +41,9 @@ pub use report::{
     Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
     PostcopyFigures, Report, ThrottleFigures, Way,
 };
+/// The TLS library, whose providers of cryptography [`Tls::with_provider`] takes.
+#[cfg(feature = "tls")]
+pub use rustls;
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
 };
@@ -50,7 +57,7 @@ pub use vmferry_core::{
     NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm, StateReader,
     StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
 };
-pub use vmferry_wire::{Refusal, RefusalCode, WireError};
+pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 
 /// Random bits from the kernel: by its system call, whatever the C library has. (Crates that look for a function of that name find none in a
 /// static program, and then open a file, which a confined process may not.)

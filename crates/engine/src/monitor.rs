@@ -4,10 +4,10 @@ use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures, Report};
 use crate::source::Settings;
 use crate::wake::Wakers;
-use socket2::{SockRef, Socket};
+use socket2::SockRef;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -251,8 +251,8 @@ impl Monitor {
     ///
     /// The cancel is said before the socket is looked for, and asked for after the socket is there: one of the two finds the other. A
     /// socket that is ended before it connects fails when it does.
-    pub(crate) fn opening(&self, socket: &Socket) -> io::Result<()> {
-        let socket = socket.try_clone()?.into();
+    pub(crate) fn opening(&self, socket: &impl AsFd) -> io::Result<()> {
+        let socket = socket.as_fd().try_clone_to_owned()?;
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
         if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }

@@ -42,8 +42,23 @@
 //! | [`LazyMemory`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
 //! | [`FreePages`] | source | skipping free pages |
 //!
-//! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over a socket
-//! that the caller has connected.
+//! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over
+//! connections that the caller makes.
+//!
+//! # Connections
+//!
+//! A [`Uri`] names a TCP port or a Unix socket. Where the caller connects by its own means, it
+//! implements [`Connect`] for [`Migration::through`], and [`Accept`] for [`Listener::through`]. Sockets
+//! that are connected already are [`Sockets`] for [`Migration::over`], and [`Listener::passed`].
+//!
+//! # Features
+//!
+//! | feature | default | what it adds |
+//! |---|---|---|
+//! | `ring` | yes | `tls`, with `ring` as the provider of cryptography |
+//! | `tls` | with `ring` | `Tls`: encrypted channels by [rustls](https://docs.rs/rustls), with a provider that the caller passes or installs |
+//! | `dirty` | no | trackers of dirty pages for KVM and for write protection |
+//! | `fault` | no | demand paging by userfaultfd, for postcopy and lazy restores |
 //!
 //! # Threads
 //!
@@ -72,11 +87,14 @@ pub use vmferry_core::{
     StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window,
 };
 pub use vmferry_engine::{
-    Arrival, AutoConverge, Bytes, Change, Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures,
-    Incoming, LazyProgress, LazyRestore, Listener, MappedMemory, MigrateError, MigrationMode, MigrationState,
-    Monitor, OnTimeout, Pace, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress,
-    ReceiveFailure, Received, Refusal, RefusalCode, Report, Rest, RestState, RestWatch, RestoreError,
-    Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, Tls, TlsError, UrgentPath, Uri, UriError, Way,
-    fence as arbiter, plan, receive, restore, restore_lazy, save, save_copy,
+    Accept, Arrival, Attempt, AutoConverge, Bytes, Change, ChannelCounts, ChannelRole, Connect, Connected,
+    Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, LazyProgress, LazyRestore,
+    Listener, MappedMemory, MigrateError, MigrationMode, MigrationState, Monitor, OnTimeout, Pace,
+    PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress, ReceiveFailure, Received, Refusal,
+    RefusalCode, Report, Rest, RestState, RestWatch, RestoreError, Settings, Sockets, SwitchoverBandwidth,
+    ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy, save,
+    save_copy,
 };
+#[cfg(feature = "tls")]
+pub use vmferry_engine::{Tls, TlsError, rustls};
 pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};

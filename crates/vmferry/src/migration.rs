@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{SourceVm, TrackerKind};
+#[cfg(feature = "tls")]
+use vmferry_engine::Tls;
 use vmferry_engine::fence::Arbiter;
 use vmferry_engine::{
-    AutoConverge, MigrateError, MigrationMode, Monitor, OnTimeout, Report, Settings, Sockets, Tls, Uri,
+    AutoConverge, Connect, MigrateError, MigrationMode, Monitor, OnTimeout, Report, Settings, Sockets, Uri,
     migrate,
 };
 
@@ -15,7 +17,7 @@ use vmferry_engine::{
 #[derive(Debug, Clone)]
 #[must_use = "a migration does nothing before it runs"]
 pub struct Migration {
-    uri: Uri,
+    connector: Arc<dyn Connect>,
     settings: Settings,
     tracker: Option<TrackerKind>,
     monitor: Arc<Monitor>,
@@ -24,14 +26,19 @@ pub struct Migration {
 impl Migration {
     /// A migration to the target that listens at `uri`.
     pub fn to(uri: Uri) -> Self {
-        Self { uri, settings: Settings::default(), tracker: None, monitor: Arc::default() }
+        Self::through(uri)
+    }
+
+    /// A migration over connections that `connector` makes.
+    pub fn through(connector: impl Connect + 'static) -> Self {
+        let connector = Arc::new(connector);
+        Self { connector, settings: Settings::default(), tracker: None, monitor: Arc::default() }
     }
 
     /// A migration over connected sockets: one socket that carries all channels, or one for each
     /// channel.
     pub fn over(sockets: Sockets) -> Self {
-        let migration = Self::to(Uri::Fd(vec!["socket".into()]));
-        Self { settings: Settings { sockets: Some(sockets), ..migration.settings }, ..migration }
+        Self::through(sockets)
     }
 
     /// Replaces all settings.
@@ -85,6 +92,7 @@ impl Migration {
     }
 
     /// Encrypts all channels, to a target that `tls` trusts.
+    #[cfg(feature = "tls")]
     pub fn tls(self, tls: Tls) -> Self {
         self.set(|settings| settings.tls = Some(tls))
     }
@@ -118,6 +126,6 @@ impl Migration {
     /// If nothing was begun: the target cannot be reached or refuses, or the settings are impossible.
     /// The guest has not noticed.
     pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
-        migrate(vm, &self.uri, self.tracker, &self.settings, &self.monitor)
+        migrate(vm, &*self.connector, self.tracker, &self.settings, &self.monitor)
     }
 }

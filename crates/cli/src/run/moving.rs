@@ -9,7 +9,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_dirty::Policy;
-use vmferry_engine::{MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy};
+use vmferry_engine::{
+    Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
+};
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
 /// asked for by `status`.
@@ -20,10 +22,14 @@ pub(super) fn begin(
     reply: &SyncSender<Result<Value, String>>,
 ) -> Option<(Place, Status)> {
     match prepare(request, shared) {
-        Ok((uri, tracker, reaper, settings)) => {
+        Ok(Prepared { uri, sockets, tracker, reaper, settings }) => {
             machine.set_reaper(reaper);
             let _ = reply.send(Ok(json!({})));
-            Some(move_away(machine, shared, request, (&uri, tracker), &settings))
+            let connector: &dyn Connect = match &sockets {
+                Some(sockets) => sockets,
+                None => &uri,
+            };
+            Some(move_away(machine, shared, request, (&uri, connector, tracker), &settings))
         }
         Err(error) => {
             let _ = reply.send(Err(format!("{error:#}")));
@@ -32,10 +38,17 @@ pub(super) fn begin(
     }
 }
 
-fn prepare(
-    request: &MigrateRequest,
-    shared: &Shared,
-) -> Result<(Uri, Option<TrackerKind>, Policy, Settings)> {
+/// A migration that can begin.
+struct Prepared {
+    uri: Uri,
+    /// Sockets that were passed as `uri`, if they were.
+    sockets: Option<Sockets>,
+    tracker: Option<TrackerKind>,
+    reaper: Policy,
+    settings: Settings,
+}
+
+fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
     if let (Place::Paused, Some(why)) = (shared.place(), needs_a_running_guest(request)) {
         bail!("the guest is paused, and {why}; resume the guest first");
     }
@@ -64,18 +77,18 @@ fn prepare(
     let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
     shared.all_here()?;
     // Last of what can be refused: they are used up by that.
-    let settings = match &uri {
+    let sockets = match &uri {
         Uri::Fd(names) => {
             let sockets = shared.descriptors.take(names).and_then(|all| Ok(Sockets::new(all)?));
-            Settings { sockets: Some(sockets.with_context(|| uri.to_string())?), ..settings }
+            Some(sockets.with_context(|| uri.to_string())?.named(uri.to_string()))
         }
-        _ => settings,
+        _ => None,
     };
     let asked = settings.fence.clone().map(Asked::start).transpose()?;
     // From here on, before the answer: whoever asks for the status next must not see an older migration's.
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
     shared.begin_migration(asked, goes_over && !matches!(uri, Uri::File(_)));
-    Ok((uri, tracker, reaper, settings))
+    Ok(Prepared { uri, sockets, tracker, reaper, settings })
 }
 
 /// Reason for which a request is for a running guest only, if it is.
@@ -117,7 +130,7 @@ fn move_away(
     machine: &mut Machine,
     shared: &Shared,
     request: &MigrateRequest,
-    (uri, tracker): (&Uri, Option<TrackerKind>),
+    (uri, connector, tracker): (&Uri, &dyn Connect, Option<TrackerKind>),
     settings: &Settings,
 ) -> (Place, Status) {
     let monitor = shared.monitor();
@@ -134,7 +147,7 @@ fn move_away(
                 moved
             })
         }
-        _ => migrate(machine.source(), uri, tracker, settings, &monitor),
+        _ => migrate(machine.source(), connector, tracker, settings, &monitor),
     };
     let after = shared.probe.stats().ok();
     let here = machine.place();

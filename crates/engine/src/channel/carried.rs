@@ -1,5 +1,5 @@
-//! Connections that come to a target in another way than by its listening socket: those that its
-//! caller handed over, and the lanes of connections that carry a whole migration.
+//! Connections that come to a target in another way than from its acceptor: the lanes of connections
+//! that carry a whole migration.
 
 use super::carrier;
 use super::greeting::Connection;

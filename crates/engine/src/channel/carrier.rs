@@ -28,6 +28,7 @@ mod lanes;
 #[cfg(feature = "hostile")]
 pub use hostile::drive_lanes;
 
+use super::raw::is_tcp;
 use super::tcp;
 use lanes::Lanes;
 use socket2::Socket;
@@ -152,7 +153,7 @@ struct Side {
 impl Side {
     fn new(link: Socket, opens: bool) -> io::Result<Self> {
         link.set_nonblocking(true)?;
-        if !link.local_addr()?.is_unix() {
+        if is_tcp(&link)? {
             link.set_tcp_nodelay(true)?;
             tcp::set_unsent_limit(link.as_fd(), UNSENT)?;
         }

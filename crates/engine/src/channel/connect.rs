@@ -1,89 +1,190 @@
 //! Opening channels to a target.
 
-use super::{IoBuf, Stream, Uri};
+use super::carrier::Carrier;
+use super::connector::{Attempt, ChannelCounts, Connect, Connected};
+use super::passed::{invalid, is_remote, stream_socket};
+use super::{IoBuf, Stream};
 use crate::MigrateError;
 use crate::monitor::Monitor;
 use crate::source::Settings;
-use socket2::{Domain, SockAddr, Socket, Type};
+use crate::vm::caught_io;
+use socket2::Socket;
 use std::io;
-use std::net::ToSocketAddrs;
-use std::time::{Duration, Instant};
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 use vmferry_wire::{
-    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
+    CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
     VERSION_MIN, WireError, fence_digest,
 };
 
-/// How often a listener is tried whose queue is full.
-const AGAIN: Duration = Duration::from_millis(10);
-
-/// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends whatever
-/// is waited for of the target; what it has said against the migration by then is told all the same.
-pub(crate) fn connect(
-    uri: &Uri,
-    (migration, role, index, token): (MigrationId, Role, u16, Token),
-    settings: &Settings,
-    monitor: Option<&Monitor>,
-) -> Result<Stream, MigrateError> {
-    let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
-    let fence = settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
-    let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
-    let stream = open(uri, settings, &hello, monitor);
-    let Some(monitor) = monitor else { return stream };
-    monitor.opened();
-    match stream {
-        // Also of a stream that is there: it may just have been ended.
-        Ok(_)
-        | Err(
-            MigrateError::Connect { .. }
-            | MigrateError::Passed { .. }
-            | MigrateError::Hello { .. }
-            | MigrateError::Tls { .. },
-        ) if monitor.cancelled() => Err(MigrateError::Cancelled { uri: uri.to_string() }),
-        stream => stream,
-    }
+/// Opens the channels of one migration.
+///
+/// Only the thread that migrates opens channels. What it waits for, and what ends the wait:
+///
+/// | wait | ends by itself | ended by a cancel |
+/// |---|---|---|
+/// | the connector's call | as the connector bounds it | if the connector [watches](Attempt::watch) its socket |
+/// | the TLS handshake, and the answer to a hello | after `peer_timeout` | the socket is shut down |
+#[derive(Debug)]
+pub(crate) struct Dialer<'a> {
+    connector: &'a dyn Connect,
+    settings: &'a Settings,
+    /// The connection that carries all channels, if the connector has given one.
+    carrier: Mutex<Option<Carrier>>,
 }
 
-fn open(
-    uri: &Uri,
-    settings: &Settings,
-    hello: &Hello,
-    monitor: Option<&Monitor>,
-) -> Result<Stream, MigrateError> {
-    let timeout = settings.peer_timeout;
-    let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let socket = match (uri, &settings.sockets) {
-        (Uri::Fd(_), Some(sockets)) => sockets.next(uri, hello, settings, monitor)?,
-        _ => reach(uri, settings.insecure || settings.tls.is_some(), timeout, monitor)?,
-    };
-    let mut stream = Stream::new(socket, uri.to_string()).map_err(unreachable)?;
-    if let Some(tls) = &settings.tls {
-        let host = if let Uri::Tcp { host, .. } = uri { Some(host.as_str()) } else { None };
-        let encrypted = stream.encrypt_to(tls, host, timeout);
-        encrypted.map_err(|source| MigrateError::Tls { uri: uri.to_string(), source })?;
+impl<'a> Dialer<'a> {
+    pub(crate) fn new(connector: &'a dyn Connect, settings: &'a Settings) -> Self {
+        Self { connector, settings, carrier: Mutex::default() }
     }
-    let reply = say_hello(&stream, hello, timeout).map_err(|source| {
-        let uri = uri.to_string();
-        // A target says what it thinks of our certificate only when we read.
-        let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
-        match settings.tls {
-            Some(_) if !silent => MigrateError::Tls { uri, source },
-            _ => MigrateError::Hello { uri, source },
+
+    /// Returns the target's name for messages.
+    pub(crate) fn name(&self) -> String {
+        self.connector.name()
+    }
+
+    /// Fails if the connector knows that it cannot serve this migration.
+    pub(crate) fn check(&self) -> Result<(), MigrateError> {
+        self.connector.check(&ChannelCounts::of(self.settings)).map_err(|error| {
+            error.downcast().unwrap_or_else(|error| MigrateError::Settings(error.to_string()))
+        })
+    }
+
+    /// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends whatever
+    /// is waited for of the target; what it has said against the migration by then is told all the same.
+    pub(crate) fn open(
+        &self,
+        (migration, role, index, token): (MigrationId, Role, u16, Token),
+        monitor: Option<&Monitor>,
+    ) -> Result<Stream, MigrateError> {
+        let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
+        let fence = self.settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
+        let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
+        let stream = self.greet(&hello, monitor);
+        let Some(monitor) = monitor else { return stream };
+        monitor.opened();
+        match stream {
+            // Also of a stream that is there: it may just have been ended.
+            Ok(_)
+            | Err(
+                MigrateError::Connect { .. }
+                | MigrateError::Passed { .. }
+                | MigrateError::Hello { .. }
+                | MigrateError::Tls { .. },
+            ) if monitor.cancelled() => Err(MigrateError::Cancelled { uri: self.name() }),
+            stream => stream,
         }
-    })?;
-    let reply = check_reply(&reply, hello, uri)?;
-    if reply.features & !FEATURES != 0 {
-        return Err(MigrateError::RefusedHello {
-            uri: uri.to_string(),
-            code: RefusalCode::Feature,
-            theirs: reply.version,
-        });
     }
-    stream.features = reply.features;
-    Ok(stream)
+
+    fn greet(&self, hello: &Hello, monitor: Option<&Monitor>) -> Result<Stream, MigrateError> {
+        let (uri, timeout, tls) = (self.name(), self.settings.peer_timeout, self.settings.tls());
+        let socket = self.socket(hello, monitor)?;
+        let stream = Stream::new(socket, uri.clone());
+        let mut stream = stream.map_err(|source| MigrateError::Connect { uri: uri.clone(), source })?;
+        if let Some(tls) = tls {
+            let encrypted = stream.encrypt_to(tls, self.connector.host(), timeout);
+            encrypted.map_err(|source| MigrateError::Tls { uri: uri.clone(), source })?;
+        }
+        let reply = say_hello(&stream, hello, timeout).map_err(|source| {
+            let uri = uri.clone();
+            // A target says what it thinks of our certificate only when we read.
+            let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
+            match tls {
+                Some(_) if !silent => MigrateError::Tls { uri, source },
+                _ => MigrateError::Hello { uri, source },
+            }
+        })?;
+        let reply = check_reply(&reply, hello, &uri)?;
+        if reply.features & !FEATURES != 0 {
+            return Err(MigrateError::RefusedHello {
+                uri,
+                code: RefusalCode::Feature,
+                theirs: reply.version,
+            });
+        }
+        stream.features = reply.features;
+        Ok(stream)
+    }
+
+    /// Returns the socket of the channel that `hello` is for: a lane of the connection that carries all
+    /// channels, or a new connection.
+    fn socket(&self, hello: &Hello, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
+        let mut carrier = self.carrier.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(carrier) = &*carrier {
+            match carrier.open() {
+                // The connection has ended, and the connector may have another one.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+                lane => return self.ready(lane.map_err(|source| self.unusable(source))?, monitor),
+            }
+        }
+        *carrier = None;
+        let attempt = Attempt::new((hello.role, hello.index), self.settings, monitor);
+        // A panic of the connector must not end a migration whose guest needs this side.
+        match caught_io(|| self.connector.connect(&attempt)).map_err(|error| self.unreachable(error))? {
+            Connected::Channel(descriptor) => self.accepted(descriptor, monitor),
+            Connected::All(descriptor) => {
+                let link = self.accepted(descriptor, monitor)?;
+                let agreed = carrier.insert(self.carry(link, hello)?);
+                let lane = agreed.open().map_err(|source| self.unusable(source))?;
+                self.ready(lane, monitor)
+            }
+        }
+    }
+
+    /// Returns the socket that the connector has connected, if a channel can use it.
+    fn accepted(&self, descriptor: OwnedFd, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
+        let unusable = |source| self.unusable(source);
+        let socket = stream_socket(descriptor).map_err(unusable)?;
+        if socket.is_listener().map_err(unusable)? {
+            return Err(unusable(invalid("the socket listens, and is not connected")));
+        }
+        if !self.settings.permits_remote() && is_remote(&socket).map_err(unusable)? {
+            return Err(MigrateError::NotLoopback { uri: self.name() });
+        }
+        self.ready(socket, monitor)
+    }
+
+    /// Makes `socket` ready for a channel. A cancel ends whatever is waited for on it.
+    fn ready(&self, socket: Socket, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
+        let watched = || monitor.map_or(Ok(()), |monitor| monitor.opening(&socket));
+        socket.set_nonblocking(false).and_then(|()| watched()).map_err(|source| self.unusable(source))?;
+        Ok(socket)
+    }
+
+    /// Agrees with the target that `link` carries all channels of the migration that `hello` names.
+    fn carry(&self, link: Socket, hello: &Hello) -> Result<Carrier, MigrateError> {
+        let (uri, unusable) = (self.name(), |source| self.unusable(source));
+        let stream = Stream::new(link, uri.clone()).map_err(unusable)?;
+        let (features, role, index, token) = (FEATURES | CARRIER, Role::Control, 0, Token::NONE);
+        let hello = Hello { features, role, index, token, fence: 0, ..hello.clone() };
+        let said = say_hello(&stream, &hello, self.settings.peer_timeout);
+        let said = said.map_err(|source| MigrateError::Hello { uri: uri.clone(), source })?;
+        let reply = match check_reply(&said, &hello, &uri) {
+            Err(MigrateError::RefusedHello { code: RefusalCode::Feature, .. }) => {
+                let why = "the target is an older vmferry, which needs a connection for each channel; pass one socket for each";
+                return Err(unusable(io::Error::new(io::ErrorKind::Unsupported, why)));
+            }
+            reply => reply?,
+        };
+        if reply.features & CARRIER == 0 {
+            let why = "the target answered as if it had not been asked to carry all channels";
+            return Err(unusable(invalid(why)));
+        }
+        stream.set_timeouts(None, None).and_then(|()| Carrier::start(stream.into_socket())).map_err(unusable)
+    }
+
+    fn unusable(&self, source: io::Error) -> MigrateError {
+        MigrateError::Passed { uri: self.name(), source }
+    }
+
+    fn unreachable(&self, error: io::Error) -> MigrateError {
+        error.downcast().unwrap_or_else(|source| MigrateError::Connect { uri: self.name(), source })
+    }
 }
 
 /// Says `hello`, and waits for the bytes of the reply.
-pub(super) fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u8; HELLO_BYTES]> {
+fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u8; HELLO_BYTES]> {
     stream.set_timeouts(Some(timeout), Some(timeout))?;
     stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
     let mut reply = [0; HELLO_BYTES];
@@ -93,77 +194,20 @@ pub(super) fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io
 }
 
 /// Reads the reply to `hello`, which must be a yes to that.
-pub(super) fn check_reply(
-    reply: &[u8; HELLO_BYTES],
-    hello: &Hello,
-    uri: &Uri,
-) -> Result<HelloReply, MigrateError> {
+fn check_reply(reply: &[u8; HELLO_BYTES], hello: &Hello, uri: &str) -> Result<HelloReply, MigrateError> {
     let reply =
-        HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_string(), source })?;
+        HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_owned(), source })?;
     if let Some(code) = reply.refused {
-        return Err(MigrateError::RefusedHello { uri: uri.to_string(), code, theirs: reply.version });
+        return Err(MigrateError::RefusedHello { uri: uri.to_owned(), code, theirs: reply.version });
     }
     if reply.migration != hello.migration {
         let source = WireError::Message("it answered the hello of another migration".into());
-        return Err(MigrateError::Peer { uri: uri.to_string(), source });
+        return Err(MigrateError::Peer { uri: uri.to_owned(), source });
     }
     if !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
         let source =
             WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
-        return Err(MigrateError::Peer { uri: uri.to_string(), source });
+        return Err(MigrateError::Peer { uri: uri.to_owned(), source });
     }
     Ok(reply)
-}
-
-fn reach(
-    uri: &Uri,
-    anywhere: bool,
-    timeout: Duration,
-    monitor: Option<&Monitor>,
-) -> Result<Socket, MigrateError> {
-    let unreachable = |source| MigrateError::Connect { uri: uri.to_string(), source };
-    let new = |domain| {
-        let socket = Socket::new(domain, Type::STREAM, None)?;
-        monitor.map_or(Ok(()), |monitor| monitor.opening(&socket))?;
-        Ok(socket)
-    };
-    match uri {
-        Uri::Tcp { host, port } => {
-            let addresses = (host.as_str(), *port).to_socket_addrs().map_err(unreachable)?;
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in addresses {
-                if !anywhere && !address.ip().is_loopback() {
-                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
-                }
-                let tried = new(Domain::for_address(address))
-                    .and_then(|socket| socket.connect_timeout(&address.into(), timeout).map(|()| socket));
-                match tried {
-                    Ok(socket) => return Ok(socket),
-                    Err(error) if monitor.is_some_and(Monitor::cancelled) => return Err(unreachable(error)),
-                    Err(error) => last = error,
-                }
-            }
-            Err(unreachable(last))
-        }
-        Uri::Unix(path) => {
-            let address = SockAddr::unix(path).map_err(unreachable)?;
-            let socket = new(Domain::UNIX).map_err(unreachable)?;
-            socket.set_nonblocking(true).map_err(unreachable)?;
-            let began = Instant::now();
-            // A listener whose queue is full lets us wait, but not for ever; and nobody else could end that wait (unix(7)).
-            while let Err(error) = socket.connect(&address) {
-                let full = error.kind() == io::ErrorKind::WouldBlock;
-                if full && began.elapsed() >= timeout {
-                    return Err(unreachable(io::ErrorKind::TimedOut.into()));
-                }
-                if !full || monitor.is_some_and(Monitor::cancelled) {
-                    return Err(unreachable(error));
-                }
-                std::thread::sleep(AGAIN);
-            }
-            socket.set_nonblocking(false).map_err(unreachable)?;
-            Ok(socket)
-        }
-        Uri::Fd(_) | Uri::File(_) => Err(MigrateError::NoSockets { uri: uri.to_string() }),
-    }
 }

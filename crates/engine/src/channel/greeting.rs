@@ -32,7 +32,7 @@ pub(super) struct Connection {
     pub(super) peer: String,
     /// The connection that this one is a lane of, if it is one.
     pub(super) lane_of: Option<Arc<Carried>>,
-    /// The caller handed it over, and may have connected it long before the source uses it.
+    /// It may stay silent for any time: the source may use it long after it was made.
     pub(super) lasting: bool,
 }
 
@@ -102,6 +102,11 @@ impl Greeting {
         }
         let until = (!connection.lasting).then(|| Instant::now() + HELLO_TIMEOUT);
         self.silent.push_back(Silent { connection, until, speaks: false });
+    }
+
+    /// Reports a connection that was closed before anything was heard of it.
+    pub(super) fn turn_away(&self, peer: &str, why: &str) {
+        self.complaints.about(peer, why);
     }
 
     /// Returns whether every connection has said hello or has ended.

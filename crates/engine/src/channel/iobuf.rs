@@ -57,6 +57,7 @@ impl<'a> IoBuf<'a> {
     /// Copies its first bytes to `to`, as many as both have, and goes on behind them. Returns how many that were.
     ///
     /// Of guest memory the copy may be torn, where the guest writes meanwhile, as what the kernel sends of it may be.
+    #[cfg(any(feature = "tls", test))]
     pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
         let len = to.len().min(self.raw.iov_len);
         // SAFETY: the buffer's bytes are mapped and may be read (every constructor's promise), and cannot overlap `to`, which is a

@@ -1,44 +1,50 @@
 //! Taking channels from a source.
 
+use super::acceptor::{Accept, Bound, Handed};
 use super::carried::Arrivals;
 use super::greeting::{Connection, Greeting, HELLO_TIMEOUT};
-use super::passed::{Kind, is_remote};
-use super::{IoBuf, Stream, Tls, Uri};
+use super::passed::{Kind, invalid, is_remote, stream_socket};
+use super::tls::Tls;
+use super::{IoBuf, Stream, Uri};
 use crate::MigrateError;
+use crate::vm::caught_io;
 use crate::wake::Ending;
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{SockAddr, Socket};
 use std::io;
-use std::net::ToSocketAddrs;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
 
-/// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
-const BACKLOG: i32 = 1024;
-/// How long the listener waits after an attempt to accept failed, and how long an attempt may take.
+/// How long the listener waits after an attempt to accept failed.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// A socket on which a guest can arrive.
+/// Why a connection that begins as TLS does is refused by a side that has no certificate.
+const NO_CERTIFICATE: &str = if cfg!(feature = "tls") {
+    "it wants an encrypted connection, for which this side has no certificate"
+} else {
+    "it wants an encrypted connection, and this side was built without the feature `tls`"
+};
+
+/// A place where a guest can arrive: an address, sockets that the caller has, or an [`Accept`] of the
+/// caller's own.
 #[derive(Debug)]
 pub struct Listener {
-    /// `None` where the caller handed over connected sockets.
-    socket: Option<Socket>,
-    /// Connections that do not come to `socket`.
+    acceptor: Box<dyn Accept>,
+    name: String,
+    /// `None` for an acceptor of the caller's own.
+    uri: Option<Uri>,
+    /// No more connections come from `acceptor`.
+    exhausted: AtomicBool,
+    /// Connections that do not come from `acceptor`: lanes of connections that carry all channels.
     arrivals: Arc<Arrivals>,
-    /// There is no `socket`, and no connection either any more.
+    /// No more connections come, and there is none any more.
     over: AtomicBool,
-    uri: Uri,
     insecure: bool,
     tls: Option<Arc<Tls>>,
     /// Who has yet to say hello: kept while nobody listens for a moment, for it may be a source that comes back.
     greeting: Mutex<Greeting>,
-    /// A Unix socket's path, removed at the end because we made it.
-    made: Option<PathBuf>,
 }
 
 /// A connection that said a proper hello and waits for the answer.
@@ -55,112 +61,123 @@ impl Listener {
     /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be
     /// listened on. For [`Uri::Fd`] there is [`passed`](Self::passed).
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
-        Self::new(uri, insecure, None)
+        Self::bound(uri, insecure, None)
     }
 
     /// Listens at `uri`, also where other hosts can connect, and takes encrypted connections only.
     ///
     /// # Errors
     /// If the address is taken, not ours, or no kind that can be listened on.
+    #[cfg(feature = "tls")]
     pub fn bind_encrypted(uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
-        Self::new(uri, true, Some(Arc::new(tls)))
+        Self::bound(uri, true, Some(tls))
     }
 
     /// Takes guests over sockets that the caller hands over as `uri`: one that listens, or
     /// connected ones. A connected socket carries one channel of a migration, or all of them, as
-    /// the source has it.
-    ///
-    /// With `tls` only encrypted channels are taken. Without it, `insecure` permits peers on other
-    /// hosts.
+    /// the source has it. `insecure` permits peers on other hosts.
     ///
     /// # Errors
     /// If `descriptors` are neither one listening nor some connected stream sockets, or a peer is on
     /// another host.
-    pub fn passed(
+    pub fn passed(descriptors: Vec<OwnedFd>, uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
+        Self::handed(descriptors, uri, insecure, None)
+    }
+
+    /// Takes guests over sockets as [`passed`](Self::passed) does, by encrypted channels only.
+    ///
+    /// # Errors
+    /// If `descriptors` are neither one listening nor some connected stream sockets.
+    #[cfg(feature = "tls")]
+    pub fn passed_encrypted(descriptors: Vec<OwnedFd>, uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
+        Self::handed(descriptors, uri, true, Some(tls))
+    }
+
+    /// Takes guests over the connections of `acceptor`. `insecure` permits peers on other hosts, whose
+    /// connections are closed otherwise.
+    ///
+    /// # Errors
+    /// If the host has no descriptor.
+    pub fn through(acceptor: impl Accept + 'static, insecure: bool) -> Result<Self, MigrateError> {
+        let name = acceptor.name();
+        Self::new(Box::new(acceptor), None, insecure, None)
+            .map_err(|source| MigrateError::Listen { uri: name, source })
+    }
+
+    /// Takes guests over the connections of `acceptor`, by encrypted channels only.
+    ///
+    /// # Errors
+    /// If the host has no descriptor.
+    #[cfg(feature = "tls")]
+    pub fn through_encrypted(acceptor: impl Accept + 'static, tls: Tls) -> Result<Self, MigrateError> {
+        let name = acceptor.name();
+        Self::new(Box::new(acceptor), None, true, Some(tls))
+            .map_err(|source| MigrateError::Listen { uri: name, source })
+    }
+
+    fn bound(uri: &Uri, insecure: bool, tls: Option<Tls>) -> Result<Self, MigrateError> {
+        let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
+        let bound = Bound::at(uri, insecure)?;
+        let address = bound.address().map_err(failed)?;
+        Self::new(Box::new(bound), Some(address), insecure, tls).map_err(failed)
+    }
+
+    fn handed(
         descriptors: Vec<OwnedFd>,
         uri: &Uri,
         insecure: bool,
         tls: Option<Tls>,
     ) -> Result<Self, MigrateError> {
         let failed = |source| MigrateError::Passed { uri: uri.to_string(), source };
-        let insecure = insecure || tls.is_some();
         let kinds = descriptors.into_iter().map(Kind::of).collect::<io::Result<Vec<_>>>().map_err(failed)?;
-        let alone = kinds.len() == 1;
-        let mut listener = Self::of(None, uri, insecure, tls.map(Arc::new)).map_err(failed)?;
+        let (mut connected, mut listening) = (Vec::new(), Vec::new());
         for kind in kinds {
             match kind {
-                Kind::Listening(socket) if alone => {
-                    listen_at(&socket).map_err(failed)?;
-                    listener.socket = Some(socket);
-                }
-                Kind::Listening(_) => {
-                    let why = "a listening socket takes all channels and is passed alone";
-                    return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, why)));
-                }
-                Kind::Connected(socket) if !insecure && is_remote(&socket) => {
-                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
-                }
-                Kind::Connected(socket) => {
-                    let peer = peer_name(socket.peer_addr().ok(), uri);
-                    listener.arrivals.add(Connection { socket, peer, lane_of: None, lasting: true });
-                }
+                Kind::Listening(socket) => listening.push(socket),
+                Kind::Connected(socket) => connected.push(socket),
             }
         }
-        Ok(listener)
-    }
-
-    fn of(socket: Option<Socket>, uri: &Uri, insecure: bool, tls: Option<Arc<Tls>>) -> io::Result<Self> {
-        Ok(Self {
-            socket,
-            arrivals: Arc::new(Arrivals::new()?),
-            over: AtomicBool::new(false),
-            uri: uri.clone(),
-            insecure,
-            tls,
-            greeting: Mutex::default(),
-            made: None,
-        })
+        match (listening.pop(), &*listening, &*connected) {
+            (Some(socket), [], []) => {
+                let bound = Bound::over(socket, uri).map_err(failed)?;
+                let address = bound.address().map_err(failed)?;
+                return Self::new(Box::new(bound), Some(address), insecure, tls).map_err(failed);
+            }
+            (Some(_), ..) => {
+                return Err(failed(invalid("a listening socket takes all channels and is passed alone")));
+            }
+            (None, ..) => {}
+        }
+        for socket in &connected {
+            if !insecure && is_remote(socket).map_err(failed)? {
+                return Err(MigrateError::NotLoopback { uri: uri.to_string() });
+            }
+        }
+        let handed = Handed::new(connected, uri.to_string()).map_err(failed)?;
+        Self::new(Box::new(handed), Some(uri.clone()), insecure, tls).map_err(failed)
     }
 
     /// `insecure`: other hosts may connect.
-    fn new(uri: &Uri, insecure: bool, tls: Option<Arc<Tls>>) -> Result<Self, MigrateError> {
-        let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
-        let (socket, made) = match uri {
-            Uri::Tcp { host, port } => {
-                let mut addresses = (host.as_str(), *port).to_socket_addrs().map_err(failed)?;
-                let address = addresses.next().ok_or_else(|| {
-                    failed(io::Error::new(io::ErrorKind::NotFound, "the name has no address"))
-                })?;
-                if !insecure && !address.ip().is_loopback() {
-                    return Err(MigrateError::NotLoopback { uri: uri.to_string() });
-                }
-                let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).map_err(failed)?;
-                socket.set_reuse_address(true).map_err(failed)?;
-                socket.bind(&address.into()).map_err(failed)?;
-                (socket, None)
-            }
-            Uri::Unix(path) => {
-                let socket = Socket::new(Domain::UNIX, Type::STREAM, None).map_err(failed)?;
-                let address = SockAddr::unix(path).map_err(failed)?;
-                let bound = socket.bind(&address).or_else(|error| {
-                    if error.kind() != io::ErrorKind::AddrInUse || !abandoned(path) {
-                        return Err(error);
-                    }
-                    std::fs::remove_file(path)?;
-                    socket.bind(&address)
-                });
-                bound.map_err(failed)?;
-                (socket, Some(path.clone()))
-            }
-            Uri::Fd(_) | Uri::File(_) => return Err(MigrateError::NoSockets { uri: uri.to_string() }),
-        };
-        listen_at(&socket).map_err(failed)?;
-        let mut listener = Self::of(Some(socket), uri, insecure, tls).map_err(failed)?;
-        listener.made = made;
-        Ok(listener)
+    fn new(
+        acceptor: Box<dyn Accept>,
+        uri: Option<Uri>,
+        insecure: bool,
+        tls: Option<Tls>,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            name: acceptor.name(),
+            acceptor,
+            uri,
+            exhausted: AtomicBool::new(false),
+            arrivals: Arc::new(Arrivals::new()?),
+            over: AtomicBool::new(false),
+            insecure,
+            tls: tls.map(Arc::new),
+            greeting: Mutex::default(),
+        })
     }
 
-    /// Whether no source can come any more: all connections that the caller handed over have ended. It is known when
+    /// Whether no source can come any more: no more connections come, and all that came have ended. It is known when
     /// [`serve`](Self::serve) has returned.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
@@ -168,30 +185,32 @@ impl Listener {
 
     /// Returns the error of a target that no source can reach any more.
     pub(crate) fn no_source(&self) -> MigrateError {
-        let why = "each passed connection has ended, and no guest came over them";
+        let why = "each of its connections has ended, and no guest came over them";
         let source = io::Error::new(io::ErrorKind::NotConnected, why);
-        MigrateError::Passed { uri: self.uri.to_string(), source }
+        MigrateError::Passed { uri: self.name.clone(), source }
     }
 
     /// The address it listens at, with the port that was chosen.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    /// If it was made of an [`Accept`] of the caller's own, which has no address that the engine knows.
     pub fn uri(&self) -> io::Result<Uri> {
-        let address = self.socket.as_ref().map(Socket::local_addr).transpose()?;
-        Ok(match address.and_then(|address| address.as_socket()) {
-            Some(address) => Uri::Tcp { host: address.ip().to_string(), port: address.port() },
-            None => self.uri.clone(),
+        self.uri.clone().ok_or_else(|| {
+            let why = format!("{} is no address", self.name);
+            io::Error::new(io::ErrorKind::Unsupported, why)
         })
     }
 
     /// Accepts until `ending` is raised, or no source can come any more. Gives every connection with a proper hello to `take`. A
     /// stranger's connection (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are
     /// many: see [`Greeting`].
+    ///
+    /// The thread waits in poll(2), which `ending` ends. A call of the acceptor does not wait.
     pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Greeted) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !ending.wait(Duration::ZERO) {
-            let doors = [self.socket.as_ref().map(AsFd::as_fd), Some(self.arrivals.door())];
+            let exhausted = self.exhausted.load(Ordering::Acquire);
+            let doors = [(!exhausted).then(|| self.acceptor.as_fd()), Some(self.arrivals.door())];
             let [knocks, others] = greeting.wait(doors, ending, None);
             let (tls, arrivals) = (self.tls.clone(), Arc::clone(&self.arrivals));
             let left = move || arrivals.knock();
@@ -201,60 +220,66 @@ impl Listener {
             if others {
                 self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
             }
-            let Some(socket) = &self.socket else {
-                // In this order: a connection that was heard may carry lanes by now, and may have brought lanes.
-                if greeting.is_idle() && self.arrivals.is_idle() {
-                    self.over.store(true, Ordering::Release);
-                    return;
-                }
-                continue;
-            };
-            if !knocks {
-                continue;
+            // In this order: a connection that was heard may carry lanes by now, and may have brought lanes.
+            if exhausted && greeting.is_idle() && self.arrivals.is_idle() {
+                self.over.store(true, Ordering::Release);
+                return;
             }
-            let (socket, address) = match socket.accept() {
-                Ok(accepted) => accepted,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-                Err(error) => {
-                    // It concerns one connection or passes (no descriptors left), but comes back at once until then.
-                    tracing::warn!("a connection could not be accepted: {error}");
-                    greeting.make_room();
-                    ending.wait(AGAIN);
-                    continue;
-                }
-            };
-            if !self.insecure && address.as_socket().is_some_and(|a| !a.ip().is_loopback()) {
-                continue;
+            if knocks {
+                self.accept(&mut greeting, ending);
             }
-            let peer = peer_name(Some(address), &self.uri);
-            greeting.add(Connection { socket, peer, lane_of: None, lasting: false });
         }
+    }
+
+    /// Takes the next connection of the acceptor.
+    fn accept(&self, greeting: &mut Greeting, ending: &Ending) {
+        match caught_io(|| self.acceptor.accept()) {
+            Ok(Some(descriptor)) => {
+                if let Err(error) = self.admit(descriptor, greeting) {
+                    greeting.turn_away(&self.name, &error.to_string());
+                }
+            }
+            Ok(None) => {
+                self.exhausted.store(true, Ordering::Release);
+                // There may be no connection, whose end would wake this thread.
+                self.arrivals.knock();
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                // It concerns one connection or passes (no descriptors left), but comes back at once until then.
+                tracing::warn!("a connection could not be accepted: {error}");
+                greeting.make_room();
+                ending.wait(AGAIN);
+            }
+        }
+    }
+
+    /// Takes in a connection that has yet to say hello.
+    fn admit(&self, descriptor: OwnedFd, greeting: &mut Greeting) -> io::Result<()> {
+        let socket = stream_socket(descriptor)?;
+        if socket.is_listener()? {
+            return Err(invalid("the socket listens, and is not connected"));
+        }
+        if !self.insecure && is_remote(&socket)? {
+            return Err(invalid(
+                "its peer is on another host, and plain connections are taken of this host only",
+            ));
+        }
+        let peer = peer_name(&socket, &self.name);
+        greeting.add(Connection { socket, peer, lane_of: None, lasting: self.acceptor.is_patient() });
+        Ok(())
     }
 }
 
-/// A socket whose process has ended without removing it. (Connecting to what is no socket is refused, too.)
-fn abandoned(path: &Path) -> bool {
-    let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-    let gone = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-    socket && UnixStream::connect(path).is_err_and(gone)
-}
-
-fn listen_at(socket: &Socket) -> io::Result<()> {
-    socket.listen(BACKLOG)?;
-    socket.set_read_timeout(Some(AGAIN))
-}
-
-/// Name of a peer that connected from `address` to `uri`.
-fn peer_name(address: Option<SockAddr>, uri: &Uri) -> String {
-    let address = address.and_then(|address| address.as_socket());
-    address.map_or_else(|| uri.to_string(), |address| format!("tcp:{address}"))
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            let _ = std::fs::remove_file(path);
-        }
+/// Name of the peer of `socket`, which came in at `name`.
+fn peer_name(socket: &Socket, name: &str) -> String {
+    let address = socket.peer_addr().ok();
+    if let Some(address) = address.as_ref().and_then(SockAddr::as_socket) {
+        return format!("tcp:{address}");
+    }
+    match address.as_ref().and_then(SockAddr::as_vsock_address) {
+        Some((cid, port)) => format!("vsock:{cid}:{port}"),
+        None => name.to_owned(),
     }
 }
 
@@ -323,9 +348,7 @@ fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
         return Ok(false);
     }
     let Some(tls) = tls else {
-        return Err(io::Error::other(
-            "it wants an encrypted connection, for which this side has no certificate",
-        ));
+        return Err(io::Error::other(NO_CERTIFICATE));
     };
     stream.encrypt_from(tls, HELLO_TIMEOUT).map(|()| true)
 }
@@ -340,7 +363,8 @@ pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), Refusal
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::net::UnixListener;
+    use std::io::Write;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use std::sync::mpsc::channel;
     use vmferry_testkit::PATIENCE;
 
@@ -359,7 +383,7 @@ mod tests {
     }
 
     fn passed(descriptors: Vec<OwnedFd>) -> Result<Listener, MigrateError> {
-        Listener::passed(descriptors, &"fd:3,4".parse().unwrap(), false, None)
+        Listener::passed(descriptors, &"fd:3,4".parse().unwrap(), false)
     }
 
     #[test]
@@ -380,6 +404,16 @@ mod tests {
         let error = Listener::bind(&"fd:3".parse().unwrap(), false).unwrap_err();
         assert!(matches!(error, MigrateError::NoSockets { .. }), "{error}");
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn encrypted_connection_is_refused_by_a_side_without_certificates() {
+        let (own, mut source) = UnixStream::pair().unwrap();
+        source.write_all(&[22, 3, 1]).unwrap();
+        let mut stream = Stream::new(own.into(), "source".into()).unwrap();
+        let error = encrypt(&mut stream, None).unwrap_err().to_string();
+        assert!(error.contains("it wants an encrypted connection"), "{error}");
+        assert_eq!(error.contains("built without the feature `tls`"), !cfg!(feature = "tls"), "{error}");
     }
 
     #[test]

@@ -13,9 +13,11 @@
     )
 )]
 
+mod acceptor;
 mod carried;
 mod carrier;
 mod connect;
+mod connector;
 mod control;
 mod greeting;
 mod iobuf;
@@ -23,8 +25,10 @@ mod listen;
 mod pacer;
 mod passed;
 mod raw;
+mod reach;
 mod stream;
 pub mod tcp;
+#[cfg(feature = "tls")]
 #[cfg_attr(
     not(test),
     expect(
@@ -33,11 +37,16 @@ pub mod tcp;
     )
 )]
 mod tls;
+#[cfg(not(feature = "tls"))]
+#[path = "no_tls.rs"]
+mod tls;
 mod uri;
 
+pub use acceptor::Accept;
 #[cfg(feature = "hostile")]
 pub use carrier::drive_lanes;
-pub(crate) use connect::connect;
+pub(crate) use connect::Dialer;
+pub use connector::{Attempt, ChannelCounts, Connect, Connected};
 pub(crate) use control::{read_message, send_message};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
@@ -47,7 +56,10 @@ pub use passed::Sockets;
 #[cfg(test)]
 pub(crate) use stream::test_pair;
 pub(crate) use stream::{SendError, Stream};
+#[cfg(not(feature = "tls"))]
+pub(crate) use tls::Tls;
 #[cfg(feature = "hostile")]
 pub use tls::drive_tls;
+#[cfg(feature = "tls")]
 pub use tls::{Tls, TlsError};
 pub use uri::{Uri, UriError};

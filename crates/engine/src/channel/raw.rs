@@ -32,6 +32,12 @@ pub(super) struct RawStream {
 /// Well below the shortest time for which firewalls and address translators are known to remember a connection that is silent.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
+/// Returns true if `socket`, a stream socket, is one of TCP, and not a Unix or vsock socket.
+pub(super) fn is_tcp(socket: &socket2::Socket) -> io::Result<bool> {
+    use socket2::Domain;
+    Ok([Domain::IPV4, Domain::IPV6].contains(&socket.domain()?))
+}
+
 impl AsFd for RawStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -40,7 +46,7 @@ impl AsFd for RawStream {
 
 impl RawStream {
     pub(super) fn new(socket: socket2::Socket) -> io::Result<Self> {
-        if !socket.local_addr()?.is_unix() {
+        if is_tcp(&socket)? {
             // Control messages are small and waited for; pages fill whole segments anyway.
             socket.set_tcp_nodelay(true)?;
             // Channels for pages are silent for as long as a guest waits for its disk, or needs nothing: what stands between the hosts must
@@ -144,7 +150,7 @@ impl RawStream {
 
     /// Whether the kernel paces it and knows what has arrived.
     pub(super) fn is_tcp(&self) -> bool {
-        socket2::SockRef::from(&self.fd).local_addr().is_ok_and(|address| !address.is_unix())
+        is_tcp(&socket2::SockRef::from(&self.fd)).unwrap_or(false)
     }
 
     /// Whether there is something to be received right now, or the stream has ended.
@@ -252,6 +258,7 @@ impl RawStream {
     }
 
     /// Receives what there is without waiting; `WouldBlock` if that is nothing.
+    #[cfg(feature = "tls")]
     pub(super) fn receive_now(&self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.call(&mut [IoBuf::from_bytes_mut(bytes)], libc::MSG_DONTWAIT, recvmsg) {
@@ -264,6 +271,7 @@ impl RawStream {
 
     /// Waits until there is something to be received, or the stream has ended: until `deadline`, after which it leaves another receive
     /// timeout behind, or as long as the socket's timeout says.
+    #[cfg(feature = "tls")]
     pub(super) fn wait(&self, deadline: Option<Instant>) -> io::Result<()> {
         deadline.map_or(Ok(()), |deadline| self.receive_until(deadline))?;
         loop {

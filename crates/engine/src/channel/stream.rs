@@ -3,7 +3,7 @@
 use super::iobuf::IoBuf;
 pub(crate) use super::raw::SendError;
 use super::raw::{RawStream, after};
-use super::tls::{Patience, Records, Tls};
+use super::tls::{Records, Tls};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant, SystemTime};
@@ -100,7 +100,7 @@ impl Stream {
     pub(crate) fn receive(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         match &self.records {
             None => self.raw.receive(bufs),
-            Some(records) => records.receive(bufs, &self.raw, Patience::Socket),
+            Some(records) => records.receive(bufs, &self.raw, None),
         }
     }
 
@@ -170,7 +170,7 @@ impl Stream {
         let deadline = after(within);
         if let Some(records) = &self.records {
             let mut bufs = [IoBuf::from_bytes_mut(bytes)];
-            return records.receive(&mut bufs, &self.raw, Patience::Until(deadline));
+            return records.receive(&mut bufs, &self.raw, Some(deadline));
         }
         let mut received = 0;
         while let Some(rest) = bytes.get_mut(received..).filter(|rest| !rest.is_empty()) {
@@ -180,7 +180,7 @@ impl Stream {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "ring"))]
 impl Stream {
     /// New keys for what is sent from now on, as after very many records.
     pub(super) fn change_keys(&self) {

@@ -18,8 +18,7 @@ pub enum Uri {
     },
     /// A Unix socket.
     Unix(PathBuf),
-    /// Sockets that the caller has and hands over (see
-    /// [`Settings::sockets`](crate::Settings::sockets) and
+    /// Sockets that the caller has and hands over (see [`Sockets`](crate::Sockets) and
     /// [`Listener::passed`](crate::Listener::passed)), by the caller's names for them: numbers, or
     /// words.
     Fd(Vec<String>),
@@ -67,6 +66,13 @@ impl FromStr for Uri {
                 Ok(Self::Fd(names))
             }
             "file" => Ok(Self::File(rest.into())),
+            // A scheme that other tools have.
+            "tls" if cfg!(feature = "tls") => {
+                Err(wrong("encryption is a matter of certificates, and not of the address"))
+            }
+            "tls" => Err(wrong(
+                "encryption is a matter of certificates, and not of the address; it needs the feature `tls`, which this build does not have",
+            )),
             _ => Err(wrong("the scheme is unknown")),
         }
     }
@@ -127,10 +133,18 @@ mod tests {
             "fd:3,3",
             "fd:3x",
             "http://x",
+            "tls:h:1",
         ] {
             let error = text.parse::<Uri>().unwrap_err().to_string();
             assert!(error.contains("tcp:HOST:PORT"), "{error}");
         }
+    }
+
+    #[test]
+    fn encryption_is_no_scheme_and_its_feature_is_named_where_it_is_missing() {
+        let error = "tls:host:1".parse::<Uri>().unwrap_err().to_string();
+        assert!(error.contains("certificates"), "{error}");
+        assert_eq!(error.contains("the feature `tls`"), !cfg!(feature = "tls"), "{error}");
     }
 
     proptest! {

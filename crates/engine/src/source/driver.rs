@@ -26,7 +26,7 @@ use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::sender::Shared;
 use super::session::Session;
 use super::{MigrationMode, Settings, SwitchoverBandwidth};
-use crate::channel::{Pacer, Stream, Uri};
+use crate::channel::{Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::fence::{ArbiterError, Asker, Ruling};
 use crate::lacking::pieces;
@@ -63,7 +63,7 @@ const QUEUE: usize = 8;
 
 /// What outlives the channel threads, so that they may borrow it.
 pub(super) struct Context<'a> {
-    pub(super) uri: &'a Uri,
+    pub(super) dialer: Dialer<'a>,
     pub(super) settings: &'a Settings,
     pub(super) monitor: &'a Monitor,
     pub(super) migration: MigrationId,

@@ -3,7 +3,7 @@
 
 use super::sender::{Sender, SenderError, Shared};
 use super::settings::Settings;
-use crate::channel::{Pacer, Stream, Uri, connect, tcp};
+use crate::channel::{Connect, Dialer, Pacer, Stream, tcp};
 use crate::monitor::{Counters, Monitor};
 use crate::plan::Link;
 use crate::scratch::{SCRATCH, SCRATCH_PAGES, Scratch};
@@ -38,23 +38,24 @@ struct Round {
     elapsed: Duration,
 }
 
-/// Measures what the link to `uri` carries on the channels of `settings`, and no faster than they allow. The target, which waits for a
+/// Measures what the link that `connector` makes carries on the channels of `settings`, and no faster than they allow. The target, which waits for a
 /// guest, takes at most 32 MiB a channel into memory that it drops afterwards; it takes about a second at most, longer only where the link
 /// carries less than a few MB/s. A [cancel](Monitor::cancel) of `monitor` ends what it waits for until the target has answered.
 ///
 /// # Errors
 /// If nobody waits there, who waits does not measure, or somebody cancels.
-pub fn probe(uri: &Uri, settings: &Settings, monitor: &Monitor) -> Result<Link, MigrateError> {
+pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) -> Result<Link, MigrateError> {
     let scratch = Scratch::new()?;
     fill(&scratch)?;
     let migration = MigrationId(random()?);
     let channels = settings.channels.clamp(1, MOST_CHANNELS);
+    let dialer = Dialer::new(connector, settings);
     let began = Instant::now();
     let open = |index| {
         let channel = (migration, Role::Measure, index, Token::NONE);
-        let stream = connect(uri, channel, settings, Some(monitor))?;
+        let stream = dialer.open(channel, Some(monitor))?;
         let timeouts = stream.set_timeouts(Some(PATIENCE), Some(PATIENCE));
-        timeouts.map_err(|source| MigrateError::Connect { uri: uri.to_string(), source })?;
+        timeouts.map_err(|source| MigrateError::Connect { uri: dialer.name(), source })?;
         Ok(Arc::new(stream))
     };
     let streams: Vec<Arc<Stream>> = (0..channels).map(open).collect::<Result<_, MigrateError>>()?;
@@ -67,7 +68,7 @@ pub fn probe(uri: &Uri, settings: &Settings, monitor: &Monitor) -> Result<Link, 
         channels,
         cap: settings.max_bandwidth,
     };
-    let failed = |why: String| MigrateError::Peer { uri: uri.to_string(), source: WireError::Message(why) };
+    let failed = |why: String| MigrateError::Peer { uri: dialer.name(), source: WireError::Message(why) };
     let measured = ground.measure(&streams).map_err(failed)?;
     streams.iter().for_each(|stream| stream.shutdown());
     Ok(Link { connect_s, ..measured })

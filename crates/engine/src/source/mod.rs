@@ -27,7 +27,7 @@ pub use vmferry_protocol::source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,
 };
 
-use crate::channel::{Pacer, Uri, connect};
+use crate::channel::{Connect, Dialer, Pacer};
 use crate::clock::Clock;
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
@@ -39,7 +39,8 @@ use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, SourceVm, TrackerKind};
 use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
-/// Moves the guest of `vm` to the target at `uri`, and blocks until that has ended, one way or the other.
+/// Moves the guest of `vm` to the target that `connector` connects to, and blocks until that has ended, one way or the other. A
+/// [`Uri`](crate::Uri) is a connector.
 ///
 /// The guest, which has to run when this is called, runs on while its memory is sent, is stopped once or more to learn what that takes,
 /// stops for the downtime, and then runs either on the target ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here
@@ -53,7 +54,7 @@ use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, Migratio
 /// had. The guest has not noticed.
 pub fn migrate(
     vm: &mut dyn SourceVm,
-    uri: &Uri,
+    connector: &dyn Connect,
     tracker: Option<TrackerKind>,
     settings: &Settings,
     monitor: &Monitor,
@@ -62,9 +63,8 @@ pub fn migrate(
     let cpu_before_us = thread_cpu_us();
     warn_if_panics_abort();
     check(vm, settings)?;
-    if let (Uri::Fd(_), Some(sockets)) = (uri, &settings.sockets) {
-        sockets.check(settings)?;
-    }
+    let dialer = Dialer::new(connector, settings);
+    dialer.check()?;
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
     let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
     if streams.len() > MAX_STREAMS {
@@ -85,7 +85,7 @@ pub fn migrate(
     // Opened before the hello: the target's limit for announcing a guest begins there, and an arbiter
     // may take longer than that.
     settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
-    let control = connect(uri, channel, settings, Some(monitor)).inspect_err(|_| {
+    let control = dialer.open(channel, Some(monitor)).inspect_err(|_| {
         // No target reads the register of a guest that was never announced.
         if let Some(fence) = &settings.fence {
             Asker::new(Arc::clone(fence), migration).close();
@@ -111,7 +111,7 @@ pub fn migrate(
         )));
     }
     let context = driver::Context {
-        uri,
+        dialer,
         settings,
         monitor,
         migration,

@@ -1,6 +1,6 @@
 //! How to migrate, as the caller says it.
 
-use crate::channel::{Sockets, Tls};
+use crate::channel::Tls;
 use crate::fence::Arbiter;
 use crate::plan::Auto;
 use std::sync::Arc;
@@ -79,10 +79,8 @@ pub struct Settings {
     /// Plain connections to other hosts, which anyone on the way can read and change.
     pub insecure: bool,
     /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
+    #[cfg(feature = "tls")]
     pub tls: Option<Tls>,
-    /// Connected sockets for a migration to [`Uri::Fd`](crate::Uri::Fd), which carry its channels;
-    /// `None` for other addresses.
-    pub sockets: Option<Sockets>,
     /// Who decides who owns a guest of which neither side can know; the target must have the same. `None` to leave that to a person.
     pub fence: Option<Arc<dyn Arbiter>>,
 }
@@ -117,6 +115,23 @@ impl Settings {
         self.session().may_hand_over()
     }
 
+    /// Returns what encrypted channels need; `None` for plain ones.
+    #[cfg(feature = "tls")]
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
+    }
+
+    /// Returns `None`: this build has no encrypted channels.
+    #[cfg(not(feature = "tls"))]
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        None
+    }
+
+    /// Returns true if channels may leave this host.
+    pub(crate) fn permits_remote(&self) -> bool {
+        self.insecure || self.tls().is_some()
+    }
+
     /// Returns true if round trips are watched.
     pub(crate) fn probe(&self) -> bool {
         self.session().probes()
@@ -149,8 +164,8 @@ impl Default for Settings {
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,
+            #[cfg(feature = "tls")]
             tls: None,
-            sockets: None,
             fence: None,
         }
     }

@@ -1,9 +1,12 @@
 //! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
 
+#[cfg(feature = "ring")]
 #[path = "../../src/channel/tls/authority.rs"]
 mod authority;
 mod busy;
 mod clumsy;
+mod connectors;
+#[cfg(feature = "ring")]
 mod encrypted;
 mod faulting;
 mod fenced;

@@ -1,5 +1,6 @@
 //! Migrations over sockets that the caller has connected: one for all channels, or one for each.
 
+#[cfg(feature = "ring")]
 use crate::authority::Authority;
 use crate::rig::{attempt, check_owner, move_well_by, quick, unix_uri};
 use crate::toy::{Options, Toy};
@@ -8,7 +9,9 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
-use vmferry_engine::{Listener, MigrateError, MigrationState, Monitor, Settings, Sockets, Tls, Uri, migrate};
+use vmferry_engine::{Connect, Listener, MigrationState, Monitor, Settings, Sockets, Uri, migrate};
+#[cfg(feature = "ring")]
+use vmferry_engine::{MigrateError, Tls};
 use vmferry_testkit::wait;
 use vmferry_wire::{CARRIER, HELLO_BYTES, Hello, HelloReply, RefusalCode};
 
@@ -34,15 +37,19 @@ fn connected(listener: &Listener, count: usize) -> Sockets {
         Uri::Unix(path) => UnixStream::connect(path).unwrap().into(),
         other => panic!("{other} is not listened at"),
     };
-    Sockets::new((0..count).map(connect).collect()).unwrap()
+    sockets((0..count).map(connect).collect())
 }
 
-fn over(sockets: Sockets, channels: u16) -> Settings {
-    Settings { sockets: Some(sockets), channels, verify: true, ..quick() }
+fn sockets(descriptors: Vec<OwnedFd>) -> Sockets {
+    Sockets::new(descriptors).unwrap().named(uri().to_string())
 }
 
-fn moves_well(listener: &Listener, settings: &Settings) {
-    let (report, _) = move_well_by(listener, &uri(), Options::default(), settings);
+fn verified(channels: u16) -> Settings {
+    Settings { channels, verify: true, ..quick() }
+}
+
+fn moves_well(listener: &Listener, sockets: &Sockets, settings: &Settings) {
+    let (report, _) = move_well_by(listener, sockets, Options::default(), settings);
     assert_eq!((report.verified_pages, report.mismatched_pages), (1900, 0));
     assert!(report.passes.len() >= 2, "a loaded guest takes more than one pass");
 }
@@ -52,8 +59,8 @@ fn a_guest_moves_over_sockets_that_both_sides_were_given() {
     for pair in [unix_pair, tcp_pair] {
         for (count, channels) in [(1, 1), (1, 3), (2, 1), (4, 3)] {
             let (here, there) = (0..count).map(|_| pair()).unzip();
-            let listener = Listener::passed(there, &uri(), false, None).unwrap();
-            moves_well(&listener, &over(Sockets::new(here).unwrap(), channels));
+            let listener = Listener::passed(there, &uri(), false).unwrap();
+            moves_well(&listener, &sockets(here), &verified(channels));
         }
     }
 }
@@ -64,11 +71,12 @@ fn a_guest_moves_over_connections_to_a_target_that_listens() {
     for at in [tcp, unix_uri()] {
         for (count, channels) in [(1, 2), (3, 2)] {
             let listener = Listener::bind(&at, false).unwrap();
-            moves_well(&listener, &over(connected(&listener, count), channels));
+            moves_well(&listener, &connected(&listener, count), &verified(channels));
         }
     }
 }
 
+#[cfg(feature = "ring")]
 #[test]
 fn channels_of_passed_sockets_are_encrypted_where_both_sides_have_certificates() {
     let authority = Authority::new();
@@ -80,17 +88,17 @@ fn channels_of_passed_sockets_are_encrypted_where_both_sides_have_certificates()
     };
     for (count, channels) in [(1, 2), (3, 2)] {
         let (here, there) = (0..count).map(|_| tcp_pair()).unzip();
-        let listener = Listener::passed(there, &uri(), false, Some(host("target"))).unwrap();
-        let sockets = Sockets::new(here).unwrap();
-        moves_well(&listener, &Settings { tls: Some(host("target")), ..over(sockets, channels) });
+        let listener = Listener::passed_encrypted(there, &uri(), host("target")).unwrap();
+        let settings = Settings { tls: Some(host("target")), ..verified(channels) };
+        moves_well(&listener, &sockets(here), &settings);
     }
     // A source without a certificate is refused, whatever carries its channels.
     let (here, there) = tcp_pair();
-    let listener = Listener::passed(vec![there], &uri(), false, Some(host("target"))).unwrap();
+    let listener = Listener::passed_encrypted(vec![there], &uri(), host("target")).unwrap();
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let settings = over(Sockets::new(vec![here]).unwrap(), 1);
-    let ended = attempt(&mut source, &mut target, &listener, &uri(), &settings, &Monitor::new());
+    let one = sockets(vec![here]);
+    let ended = attempt(&mut source, &mut target, &listener, &one, &verified(1), &Monitor::new());
     check_owner(&source, &target, &ended);
     let code = match ended.sent {
         Err(MigrateError::RefusedHello { code, .. }) => code,
@@ -105,18 +113,18 @@ fn a_guest_stays_when_the_one_connection_is_lost() {
     for round in 0..4u64 {
         let (here, there) = UnixStream::pair().unwrap();
         let cut = here.try_clone().unwrap();
-        let listener = Listener::passed(vec![there.into()], &uri(), false, None).unwrap();
+        let listener = Listener::passed(vec![there.into()], &uri(), false).unwrap();
         let mut source = Toy::new(Options::default(), true);
         let mut target = source.target();
-        let sockets = Sockets::new(vec![here.into()]).unwrap();
-        let settings = Settings { max_bandwidth: Some(4_000_000), ..over(sockets, 2) };
+        let one = sockets(vec![here.into()]);
+        let settings = Settings { max_bandwidth: Some(4_000_000), ..verified(2) };
         let monitor = Monitor::new();
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
                 wait("the migration to come so far", || monitor.progress().wire_bytes > round << 19);
                 cut.shutdown(std::net::Shutdown::Both).unwrap();
             });
-            attempt(&mut source, &mut target, &listener, &uri(), &settings, &monitor)
+            attempt(&mut source, &mut target, &listener, &one, &settings, &monitor)
         });
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
@@ -127,7 +135,7 @@ fn a_guest_stays_when_the_one_connection_is_lost() {
 #[test]
 fn each_socket_is_used_once() {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let settings = over(connected(&listener, 3), 2);
+    let three = connected(&listener, 3);
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
     let monitor = Monitor::new();
@@ -136,11 +144,11 @@ fn each_socket_is_used_once() {
             wait("the migration to come so far", || monitor.progress().wire_bytes > 0);
             monitor.cancel();
         });
-        let slow = Settings { max_bandwidth: Some(4_000_000), ..settings.clone() };
-        attempt(&mut source, &mut target, &listener, &uri(), &slow, &monitor)
+        let slow = Settings { max_bandwidth: Some(4_000_000), ..verified(2) };
+        attempt(&mut source, &mut target, &listener, &three, &slow, &monitor)
     });
     assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
-    let error = migrate(&mut source, &uri(), None, &settings, &Monitor::new()).unwrap_err().to_string();
+    let error = migrate(&mut source, &three, None, &verified(2), &Monitor::new()).unwrap_err().to_string();
     assert!(error.contains("each of its sockets has been used"), "{error}");
     assert!(source.works());
 }
@@ -148,13 +156,13 @@ fn each_socket_is_used_once() {
 #[test]
 fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
     let mut source = Toy::new(Options::default(), true);
-    let mut refused = |settings: &Settings| {
-        migrate(&mut source, &uri(), None, settings, &Monitor::new()).unwrap_err().to_string()
+    let mut refused = |connector: &dyn Connect, settings: &Settings| {
+        migrate(&mut source, connector, None, settings, &Monitor::new()).unwrap_err().to_string()
     };
-    let two = || Sockets::new(vec![unix_pair().0, unix_pair().0]).unwrap();
-    let error = refused(&over(two(), 4));
+    let two = sockets(vec![unix_pair().0, unix_pair().0]);
+    let error = refused(&two, &verified(4));
     assert!(error.contains("2 sockets were passed for 5 channels"), "{error}");
-    let error = refused(&quick());
+    let error = refused(&uri(), &quick());
     assert!(error.contains("fd:3,4 cannot be used here"), "{error}");
     assert!(source.works());
 }
@@ -174,8 +182,8 @@ fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
         there.write_all(&reply.encode()).unwrap();
     });
     let mut source = Toy::new(Options::default(), true);
-    let settings = over(Sockets::new(vec![here.into()]).unwrap(), 1);
-    let error = migrate(&mut source, &uri(), None, &settings, &Monitor::new()).unwrap_err().to_string();
+    let one = sockets(vec![here.into()]);
+    let error = migrate(&mut source, &one, None, &verified(1), &Monitor::new()).unwrap_err().to_string();
     assert!(error.contains("older vmferry") && error.contains("one socket for each"), "{error}");
     target.join().unwrap();
     assert!(source.works());
@@ -187,14 +195,14 @@ fn a_cancel_ends_the_wait_for_a_passed_connection() {
     let (here, mut there) = UnixStream::pair().unwrap();
     let mut source = Toy::new(Options::default(), true);
     let patient = Duration::from_secs(600);
-    let settings = Settings { peer_timeout: patient, ..over(Sockets::new(vec![here.into()]).unwrap(), 1) };
+    let (one, settings) = (sockets(vec![here.into()]), Settings { peer_timeout: patient, ..verified(1) });
     let monitor = Monitor::new();
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
             there.read_exact(&mut [0; HELLO_BYTES]).unwrap();
             monitor.cancel();
         });
-        migrate(&mut source, &uri(), None, &settings, &monitor).unwrap()
+        migrate(&mut source, &one, None, &settings, &monitor).unwrap()
     });
     assert_eq!(report.state, MigrationState::Cancelled);
     assert!(source.works());

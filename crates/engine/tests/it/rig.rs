@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report, Settings,
-    Uri, migrate, receive,
+    Arrival, Connect, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report,
+    Settings, Uri, migrate, receive,
 };
 use vmferry_testkit::wait;
 
@@ -51,7 +51,7 @@ pub(crate) fn attempt(
     source: &mut Toy,
     target: &mut Toy,
     listener: &Listener,
-    via: &Uri,
+    via: &dyn Connect,
     settings: &Settings,
     monitor: &Monitor,
 ) -> Ended {
@@ -108,16 +108,16 @@ pub(crate) fn move_well_to(listener: &Listener, options: Options, settings: &Set
     move_well_by(listener, &listener.uri().unwrap(), options, settings)
 }
 
-/// The same by an address of its own.
+/// The same over connections of its own.
 pub(crate) fn move_well_by(
     listener: &Listener,
-    uri: &Uri,
+    via: &dyn Connect,
     options: Options,
     settings: &Settings,
 ) -> (Report, Received) {
     let mut source = Toy::new(options, true);
     let mut target = source.target();
-    let ended = attempt(&mut source, &mut target, listener, uri, settings, &Monitor::new());
+    let ended = attempt(&mut source, &mut target, listener, via, settings, &Monitor::new());
     check_owner(&source, &target, &ended);
     let report = ended.sent.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);

@@ -117,7 +117,7 @@ impl Conn {
         self.state().wants_write()
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, feature = "ring"))]
     pub(super) fn change_keys(&mut self) {
         fn change<Data>(status: UnbufferedStatus<'_, '_, Data>) {
             let Ok(ConnectionState::WriteTraffic(traffic)) = status.state else { panic!("it is not open") };

@@ -5,19 +5,20 @@
 //! random bits that only the two ends of the control channel know, and that every other channel has to begin with; and the certificate
 //! that the source showed on the control channel, which it has to show on every other one.
 
-#[cfg(any(test, feature = "hostile"))]
+#[cfg(any(all(test, feature = "ring"), feature = "hostile"))]
 #[cfg_attr(not(test), expect(clippy::unwrap_used, reason = "nothing that ships has it"))]
 mod authority;
 mod conn;
 mod session;
-#[cfg(test)]
+#[cfg(all(test, feature = "ring"))]
 mod tests;
 
+pub(super) use session::Records;
 #[cfg(feature = "hostile")]
 pub use session::hostile::drive_tls;
-pub(super) use session::{Patience, Records};
 
 use rustls::client::{WebPkiServerVerifier, verify_server_name};
+use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
@@ -53,6 +54,12 @@ pub enum TlsError {
         /// What is wrong.
         why: String,
     },
+    /// Neither the caller nor the build has a provider of cryptography.
+    #[error(
+        "there is no provider of cryptography: build with the feature `ring`, pass a provider to `Tls::with_provider`, or install one as \
+         the default of the process"
+    )]
+    NoProvider,
     /// A name that no certificate can have.
     #[error("'{name}' is neither a host's name nor an address")]
     Name {
@@ -78,6 +85,26 @@ impl std::fmt::Debug for Tls {
     }
 }
 
+/// Returns the provider of a caller that passes none.
+fn default_provider() -> Result<Arc<CryptoProvider>, TlsError> {
+    CryptoProvider::get_default().cloned().or_else(built_in).ok_or(TlsError::NoProvider)
+}
+
+#[cfg(feature = "ring")]
+fn built_in() -> Option<Arc<CryptoProvider>> {
+    let mut provider = rustls::crypto::ring::default_provider();
+    // The fastest first: guests are large, and 128 bits are not what is attacked.
+    provider
+        .cipher_suites
+        .sort_by_key(|suite| suite.suite() != rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
+    Some(Arc::new(provider))
+}
+
+#[cfg(not(feature = "ring"))]
+fn built_in() -> Option<Arc<CryptoProvider>> {
+    None
+}
+
 /// Refuses everything that is no certificate, instead of skipping it.
 fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let wrong = |why: String| TlsError::Pem { what, why };
@@ -90,9 +117,27 @@ impl Tls {
     /// From texts in PEM's form: this side's certificate (and those between it and the authority, in that order), its private key,
     /// and the certificates of the authorities whose hosts are trusted.
     ///
+    /// The provider of cryptography is the default that the process has installed
+    /// ([`CryptoProvider::install_default`]). Without one it is `ring`, if the feature `ring` is on.
+    ///
     /// # Errors
-    /// If one of them is not in that form, the key is not the certificate's, or it is of a kind that is not supported.
+    /// If one of them is not in that form, the key is not the certificate's, or it is of a kind that is not supported. Also if there
+    /// is no provider.
     pub fn from_pem(certificate: &[u8], key: &[u8], authorities: &[u8]) -> Result<Self, TlsError> {
+        Self::with_provider(default_provider()?, certificate, key, authorities)
+    }
+
+    /// The same as [`from_pem`](Self::from_pem), with a provider of cryptography of the caller's own, such as one that is
+    /// certified for FIPS. The provider must know TLS 1.3. Its cipher suites are preferred in its order.
+    ///
+    /// # Errors
+    /// As for [`from_pem`](Self::from_pem).
+    pub fn with_provider(
+        provider: Arc<CryptoProvider>,
+        certificate: &[u8],
+        key: &[u8],
+        authorities: &[u8],
+    ) -> Result<Self, TlsError> {
         let chain = certificates("the certificate", certificate)?;
         let key = PrivateKeyDer::from_pem_slice(key)
             .map_err(|error| TlsError::Pem { what: "the key", why: error.to_string() })?;
@@ -103,7 +148,7 @@ impl Tls {
                 why: error.to_string(),
             })?;
         }
-        Self::new(chain, key, Arc::new(roots))
+        Self::new(provider, chain, key, Arc::new(roots))
     }
 
     /// The same from three files.
@@ -117,6 +162,12 @@ impl Tls {
         Self::from_pem(&read(certificate)?, &read(key)?, &read(authorities)?)
     }
 
+    /// Returns true if the provider and this configuration are approved for FIPS 140, as far as the provider tells.
+    #[must_use]
+    pub fn is_fips(&self) -> bool {
+        self.client.fips() && self.server.fips()
+    }
+
     /// Only the host of this name, or address, is to be at the other end. Without it a source wants the name that it connects to,
     /// and a target takes guests from every host whose certificate the authorities vouch for.
     ///
@@ -128,16 +179,11 @@ impl Tls {
     }
 
     fn new(
+        provider: Arc<CryptoProvider>,
         chain: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
         roots: Arc<RootCertStore>,
     ) -> Result<Self, TlsError> {
-        let mut provider = rustls::crypto::ring::default_provider();
-        // The fastest first: guests are large, and 128 bits are not what is attacked.
-        provider
-            .cipher_suites
-            .sort_by_key(|suite| suite.suite() != rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
-        let provider = Arc::new(provider);
         let unusable = |what, why: String| TlsError::Unusable { what, why };
         let server_verifier =
             WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
@@ -148,9 +194,10 @@ impl Tls {
             .map_err(|error| unusable("the authority's certificate", error.to_string()))?;
         let versions = &[&rustls::version::TLS13];
         let own = |error: rustls::Error| unusable("the certificate and its key", error.to_string());
+        let too_old = |error: rustls::Error| unusable("the provider of cryptography", error.to_string());
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(versions)
-            .map_err(own)?
+            .map_err(too_old)?
             .with_webpki_verifier(server_verifier)
             .with_client_auth_cert(chain.clone(), key.clone_key())
             .map_err(own)?;
@@ -158,7 +205,7 @@ impl Tls {
         client.resumption = rustls::client::Resumption::disabled();
         let mut server = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
-            .map_err(own)?
+            .map_err(too_old)?
             .with_client_cert_verifier(client_verifier)
             .with_single_cert(chain, key)
             .map_err(own)?;

@@ -39,15 +39,6 @@ fn broken(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
 
-/// How long to wait for bytes to come.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::channel) enum Patience {
-    /// As long as the socket says.
-    Socket,
-    /// Until then.
-    Until(Instant),
-}
-
 /// The connection, and what has come of it.
 struct Shared {
     conn: Conn,
@@ -140,7 +131,7 @@ impl Records {
         Ok(Self { shared: Mutex::new(shared), sending: Mutex::new(sending), peer })
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, feature = "ring"))]
     pub(in crate::channel) fn change_keys(&self) {
         lock(&self.shared).conn.change_keys();
     }
@@ -179,16 +170,16 @@ impl Records {
         }
     }
 
-    /// Fills all of `bufs`, and uses them up.
+    /// Fills all of `bufs`, and uses them up. Waits until `deadline`, or as long as the socket's timeout says.
     pub(in crate::channel) fn receive(
         &self,
         mut bufs: &mut [IoBuf<'_>],
         raw: &RawStream,
-        patience: Patience,
+        deadline: Option<Instant>,
     ) -> io::Result<()> {
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
-            let mut shared = self.opened(raw, patience, false, bufs)?;
+            let mut shared = self.opened(raw, deadline, false, bufs)?;
             let shared = &mut *shared;
             shared.at += put_all(bufs, &shared.plain[shared.at..]);
         }
@@ -197,7 +188,7 @@ impl Records {
 
     /// Receives what there is, at least a byte.
     pub(in crate::channel) fn receive_some(&self, bytes: &mut [u8], raw: &RawStream) -> io::Result<usize> {
-        let mut shared = self.opened(raw, Patience::Socket, false, &mut [])?;
+        let mut shared = self.opened(raw, None, false, &mut [])?;
         let shared = &mut *shared;
         let taken = IoBuf::from_bytes_mut(bytes).put(&shared.plain[shared.at..]);
         shared.at += taken;
@@ -212,7 +203,7 @@ impl Records {
     ) -> io::Result<Option<SystemTime>> {
         let (mut filled, mut stamp) = (0, None);
         while filled < bytes.len() {
-            let mut shared = self.opened(raw, Patience::Socket, true, &mut [])?;
+            let mut shared = self.opened(raw, None, true, &mut [])?;
             let shared = &mut *shared;
             let taken = IoBuf::from_bytes_mut(&mut bytes[filled..]).put(&shared.plain[shared.at..]);
             shared.at += taken;
@@ -232,7 +223,7 @@ impl Records {
     fn opened(
         &self,
         raw: &RawStream,
-        patience: Patience,
+        deadline: Option<Instant>,
         stamped: bool,
         to: &mut [IoBuf<'_>],
     ) -> io::Result<MutexGuard<'_, Shared>> {
@@ -246,7 +237,7 @@ impl Records {
             }
             if !shared.take_in(raw, stamped)? {
                 drop(shared);
-                raw.wait(if let Patience::Until(deadline) = patience { Some(deadline) } else { None })?;
+                raw.wait(deadline)?;
             }
         }
     }

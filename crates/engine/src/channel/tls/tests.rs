@@ -1,7 +1,7 @@
 use super::authority::Authority;
 use super::conn::{Conn, Outgoing, Step};
 use super::*;
-use crate::channel::{IoBuf, Listener, Stream, Uri, connect};
+use crate::channel::{Dialer, IoBuf, Listener, Stream, Uri};
 use crate::source::Settings;
 use crate::wake::Ending;
 use crate::{MigrateError, Monitor, random};
@@ -225,7 +225,7 @@ fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
         });
         let settings = Settings { tls: source, peer_timeout: SOON, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
-        let result = connect(&uri, id, &settings, None).map(drop);
+        let result = Dialer::new(&uri, &settings).open(id, None).map(drop);
         ending.end();
         result
     })
@@ -289,7 +289,7 @@ fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
                 if !while_it_waits {
                     monitor.cancel();
                 }
-                let opened = scope.spawn(|| connect(&uri, id, &settings, Some(&monitor)).map(drop));
+                let opened = scope.spawn(|| Dialer::new(&uri, &settings).open(id, Some(&monitor)).map(drop));
                 if while_it_waits {
                     waits(listener);
                     assert!(!opened.is_finished(), "{what}: {:?}", opened.join());
@@ -338,4 +338,35 @@ fn nothing_is_sealed_before_both_sides_are_known() {
     }
     assert!(sealed.bytes().is_empty());
     assert!(!own.bytes().windows(6).any(|bytes| bytes == b"secret"));
+}
+
+/// The provider `ring` with one cipher suite.
+fn only(suite: rustls::CipherSuite) -> Arc<CryptoProvider> {
+    let mut provider = rustls::crypto::ring::default_provider();
+    provider.cipher_suites.retain(|known| known.suite() == suite);
+    Arc::new(provider)
+}
+
+#[test]
+fn provider_that_the_caller_passes_is_the_one_that_is_used() {
+    use rustls::CipherSuite::{
+        TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
+    };
+    let authority = Authority::new();
+    let (certificate, key) = authority.issue("127.0.0.1");
+    let by = |suite| {
+        let (provider, authorities) = (only(suite), authority.pem.as_bytes());
+        Tls::with_provider(provider, certificate.as_bytes(), key.as_bytes(), authorities)
+    };
+    let (aes, chacha) = (by(TLS13_AES_256_GCM_SHA384).unwrap(), by(TLS13_CHACHA20_POLY1305_SHA256).unwrap());
+    assert!(!aes.is_fips(), "ring is not certified");
+    for tls in [&aes, &chacha] {
+        let (here, there) = shake(sockets(), (tls, tls));
+        assert!(here.is_ok() && there.is_ok());
+    }
+    let (_, there) = refused(&aes, &chacha);
+    assert!(there.contains("NoCipherSuitesInCommon"), "{there}");
+    // One for TLS 1.2 only.
+    let error = by(TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256).unwrap_err().to_string();
+    assert!(error.starts_with("the provider of cryptography cannot be used"), "{error}");
 }

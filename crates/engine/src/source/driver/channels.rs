@@ -2,7 +2,7 @@
 
 use super::Context;
 use crate::MigrateError;
-use crate::channel::{Stream, connect, tcp};
+use crate::channel::{Stream, tcp};
 use crate::monitor::Monitor;
 use crate::source::flight::Flight;
 use crate::source::inbox::{Input, Numbered};
@@ -66,7 +66,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         let open = |role, count: u16, token| {
             let open = |index| {
                 let channel = (context.migration, role, index, token);
-                let stream = connect(context.uri, channel, settings, cancel)?;
+                let stream = context.dialer.open(channel, cancel)?;
                 // A bulk channel is never read, and an urgent one is silent while no vCPU waits. A send
                 // without progress for this long is a dead peer.
                 let _ = stream.set_timeouts(None, Some(settings.peer_timeout));

@@ -2,7 +2,7 @@
 
 use super::Context;
 use crate::MigrateError;
-use crate::channel::{Stream, connect, read_message, send_message};
+use crate::channel::{Stream, read_message, send_message};
 use crate::heartbeat::Heartbeat;
 use crate::source::inbox::{Input, Numbered};
 use crate::vm::caught_io;
@@ -116,7 +116,7 @@ impl Control {
     /// Opens the channel anew.
     pub(super) fn reconnect(&mut self, context: &Context<'_>) -> Result<(), MigrateError> {
         let channel = (context.migration, Role::Control, 0, self.resume);
-        self.stream = Arc::new(connect(context.uri, channel, context.settings, None)?);
+        self.stream = Arc::new(context.dialer.open(channel, None)?);
         Ok(())
     }
 }
