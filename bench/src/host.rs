@@ -1,69 +1,29 @@
-//! What the machine under a measurement is: numbers without it say nothing.
+//! Facts about the host of a measurement.
 
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
-use serde::{Deserialize, Serialize};
+use vmferry_report::host::Host;
 
-/// A host, as far as it matters to a migration. No names and no addresses.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct Host {
-    /// The processor's model name.
-    pub cpu: String,
-    /// Processors that this process may use.
-    pub cores: usize,
-    /// Memory of the host in bytes.
-    pub memory_bytes: u64,
-    /// Kernel release.
-    pub kernel: String,
-    /// Which KVM: `kvm_intel`, `kvm_amd`, `kvm_pvm`, or `none: ` and the reason.
-    pub kvm: String,
-    /// QEMU's version. None: not installed.
-    pub qemu: Option<String>,
-    /// TCP congestion control that a socket gets unless it asks for another.
-    pub congestion_control: String,
-    /// Transparent huge pages: `always`, `madvise` or `never`.
-    pub thp: String,
-    /// Load average of the minute before the run: other work on the host shows here, and spoils what follows.
-    pub load_1m: f64,
-    /// When the run started, UTC, RFC 3339.
-    pub date: String,
-}
-
-impl Host {
-    /// Looks at this host. What cannot be found out reads `unknown`.
-    pub fn describe() -> Self {
-        Host {
-            cpu: field_of("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
-            cores: std::thread::available_parallelism().map_or(0, usize::from),
-            memory_bytes: memory_bytes("MemTotal").unwrap_or(0),
-            kernel: read("/proc/sys/kernel/osrelease").unwrap_or_else(unknown),
-            kvm: kvm(),
-            qemu: qemu_version(),
-            congestion_control: read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_else(unknown),
-            thp: read("/sys/kernel/mm/transparent_hugepage/enabled")
-                .as_deref()
-                .and_then(bracketed)
-                .map_or_else(unknown, String::from),
-            load_1m: load_1m().unwrap_or(0.0),
-            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-        }
-    }
-
-    /// A line that warns of figures from a host that had something else to do.
-    pub fn busy_text(&self) -> Option<String> {
-        (self.load_1m > BUSY_LOAD).then(|| {
-            format!(
-                "The load was {:.1} when the run began: something else was using this host, and the figures suffer from it.\n",
-                self.load_1m
-            )
-        })
+/// Looks at this host. What cannot be found out reads `unknown`.
+pub fn describe() -> Host {
+    Host {
+        cpu: field_of("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
+        cores: std::thread::available_parallelism().map_or(0, usize::from),
+        memory_bytes: memory_bytes("MemTotal").unwrap_or(0),
+        kernel: read("/proc/sys/kernel/osrelease").unwrap_or_else(unknown),
+        kvm: kvm(),
+        qemu: qemu_version(),
+        congestion_control: read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_else(unknown),
+        thp: read("/sys/kernel/mm/transparent_hugepage/enabled")
+            .as_deref()
+            .and_then(bracketed)
+            .map_or_else(unknown, String::from),
+        load_1m: load_1m().unwrap_or(0.0),
+        date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
     }
 }
-
-/// A load average above this means that the host was not ours alone. An idle host stays below 0.2.
-const BUSY_LOAD: f64 = 0.5;
 
 /// Memory that can be had without swapping, in bytes. None: the kernel does not say.
 pub fn available_memory() -> Option<u64> {
@@ -136,7 +96,7 @@ mod tests {
 
     #[test]
     fn this_host_is_described() {
-        let host = Host::describe();
+        let host = describe();
         assert!(host.cores > 0);
         assert!(host.memory_bytes > 1 << 26);
         assert!(host.load_1m >= 0.0 && load_1m().is_some());

@@ -1,28 +1,33 @@
-//! Benchmarks that compare vmferry, QEMU and the floor in one run.
+//! The benches of `vmferry-bench`, which compare vmferry, QEMU and the floor in one run.
 //!
-//! Every comparison runs its sides in turn within one process run, repeats them, and reports median and
-//! spread. Ratios count, absolute times do not. What cannot run here is a case with `"skipped": "why"`.
+//! Every comparison runs its sides in turn within one process run, repeats them, and reports median
+//! and spread. Ratios count, absolute times do not. A case that cannot run here
+//! has `"skipped": "why"`.
+//!
+//! Each bench is a module that knows its cases, sides and goals, and not how vmferry is driven:
+//! [`command`] has vmferry's side. That is processes of the shipped executable `vmferry`, and for
+//! some benches guests in this process. Results are documents of `vmferry-report`, which also shows
+//! them.
 
+mod cases;
 mod cgroup;
 mod child;
+pub mod command;
 pub mod cpu;
 pub mod density;
 pub mod etcd;
 pub mod floor;
 pub mod free_page;
 pub mod host;
-pub mod json;
 pub mod link;
 pub mod migrate;
 pub mod plan;
 pub mod postcopy;
 pub mod qemu;
 pub mod reaper;
-pub mod report;
 pub mod result;
 mod rounds;
 pub mod rtt;
 pub mod scan;
 pub mod slow_disk;
-pub mod stats;
 pub mod warm;

@@ -288,7 +288,7 @@ impl Drop for Namespace {
     fn drop(&mut self) {
         // Its devices and sockets go with it once nothing holds it any more.
         if let Err(why) = execute(&self.ip, &["netns", "del", &self.name]) {
-            eprintln!("vmferry bench: {why}; remove it with: ip netns del {}", self.name);
+            eprintln!("vmferry-bench: {why}; remove it with: ip netns del {}", self.name);
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use std::error::Error;
 
+use vmferry_report::json::Document;
+
 use crate::floor::FloorError;
 use crate::host::available_memory;
-use crate::json::Document;
 use crate::qemu::QemuError;
-use crate::stats::turns;
 
 /// Memory that must stay free beside the guests, in bytes.
 pub(crate) const MEMORY_RESERVE: u64 = 512 << 20;
@@ -62,6 +62,12 @@ impl From<FloorError> for Stop {
     fn from(error: FloorError) -> Self {
         Self::Fail(with_sources(&error))
     }
+}
+
+/// The order in which `sides` sides run in a round: each round starts with another side, so that none
+/// always runs into the state that the same other side left behind.
+pub(crate) fn turns(sides: usize, round: usize) -> impl Iterator<Item = usize> {
+    (0..sides).map(move |turn| (turn + round) % sides)
 }
 
 /// Everything that one side did in one case.
@@ -213,5 +219,12 @@ mod tests {
             told,
             ["0, round 1 of 2", "1, round 1 of 3", "1, round 2 of 3", "0, round 2 of 2", "1, round 3 of 3"]
         );
+    }
+
+    #[test]
+    fn every_side_has_its_turn_in_every_round() {
+        assert_eq!(turns(3, 0).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(turns(3, 4).collect::<Vec<_>>(), [1, 2, 0]);
+        assert_eq!(turns(0, 4).count(), 0);
     }
 }

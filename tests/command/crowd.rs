@@ -1,4 +1,4 @@
-//! Strangers at the doors of a process: many, silent, or slow with what they say. `vmferry bench limits` is the same with thousands.
+//! Strangers at the doors of a process: many, silent, or slow with what they say. `vmferry-bench limits` is the same with thousands.
 
 use crate::support::{Folder, Run, can_track, code, errors, vmferry};
 use std::io::Write;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use vmferry_guest_abi::ALLOC_HIST_BUCKETS;
 
+use crate::cases::Figures;
 use crate::reaper::to_f64;
-use crate::report::plain::Figures;
 
 /// Pages of 4 MiB.
 const BLOCK_PAGES: f64 = 1024.0;

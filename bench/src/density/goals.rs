@@ -1,11 +1,11 @@
 //! What is promised, and what was published.
 
 use serde_json::Value;
+use vmferry_report::json::Document;
 
 use super::spec::{Fleet, MOST_GUESTS, One, Pattern, ReportMode};
-use crate::json::Document;
+use crate::cases::{at_least, at_most, goal, metric};
 use crate::reaper::to_f64;
-use crate::report::plain::{at_least, at_most, goal, metric};
 
 /// Published: so many guests fit without, and from 5 to so many with reports.
 const PUBLISHED: (f64, f64) = (3.0, 7.0);

@@ -1,4 +1,4 @@
-//! `bench density`: how many guests fit a host whose guests give back what they free, and what that costs them.
+//! `vmferry-bench density`: how many guests fit a host whose guests give back what they free, and what that costs them.
 //!
 //! The published test: guests that allocate, touch and free most of their memory, one after another, and stay, under a limit that
 //! holds three of them at their largest. And single guests, for what each leaves behind and how its allocator's speed and tail
@@ -13,9 +13,10 @@ mod spec;
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use crate::host::{Host, available_memory};
-use crate::json::Document;
-use crate::report::plain;
+use vmferry_report::json::Document;
+
+use crate::cases;
+use crate::host::{self, available_memory};
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop};
 use crate::warm::Warm;
 use figures::{Filled, Single};
@@ -24,9 +25,8 @@ use spec::MOST_GUESTS;
 pub use crate::rounds::{OurError, Outcome};
 pub use budget::{Budget, NoBudget};
 pub use figures::Told;
-pub(crate) use report::section;
-pub use report::{page, table};
 pub use spec::{Fleet, GuestSpec, One, Options, Pattern, ReportMode, Scale};
+pub use vmferry_report::benches::density::{page, table};
 
 /// Between two looks at a guest: seldom enough to cost it nothing.
 const POLL: Duration = Duration::from_millis(20);
@@ -75,7 +75,7 @@ pub trait Guest: std::fmt::Debug {
 
 /// Runs the bench. `progress` is told what begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
-    let mut document = Document::new("density", Host::describe());
+    let mut document = Document::new("density", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
 
     let mut base = None;
@@ -89,7 +89,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         single(&spec, options.limit, base, ours)
     });
     let params = [("memory_bytes", options.one.0.into()), ("alloc_bytes", options.one.1.into())];
-    plain::add(&mut document, ("one", &params), &sides, Single::figures);
+    cases::add(&mut document, ("one", &params), &sides, Single::figures);
     report::add_slowdown(&mut document, &sides);
 
     let scale = options.scale;
@@ -102,7 +102,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         ("memory_bytes", scale.guest.into()),
         ("alloc_bytes", scale.alloc.into()),
     ];
-    plain::add(&mut document, ("fleet", &params), &sides, Filled::figures);
+    cases::add(&mut document, ("fleet", &params), &sides, Filled::figures);
 
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);

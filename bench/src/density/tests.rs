@@ -1,6 +1,7 @@
 //! Tests of the bench with guests of our own making: no VMM, no cgroup.
 
 use super::*;
+use vmferry_report::host::Host;
 
 /// Guests that leave so much of what they freed, and take so much longer with reports, in percent.
 #[derive(Clone, Copy)]
@@ -91,7 +92,7 @@ fn fleets_are_judged_by_what_was_published() {
     let side =
         |report, filled: Filled| SideRuns { side: Fleet(report), rounds: vec![Some(filled)], skipped: None };
     let sides = [side(ReportMode::Off, filled(3, true)), side(ReportMode::Sync, filled(8, true))];
-    plain::add(&mut document, ("fleet", &[]), &sides, Filled::figures);
+    cases::add(&mut document, ("fleet", &[]), &sides, Filled::figures);
     report::finish(&mut document, &Options::quick(None), &[]);
     let outcome = Outcome { document, failures: Vec::new() };
     assert_eq!(unmet(&outcome), ["guests that fit, sync"]);

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use crate::cases::Figures;
 use crate::reaper::to_f64;
-use crate::report::plain::Figures;
 use crate::result::MigrationResult;
 
 /// Free pages that became known.

@@ -1,10 +1,10 @@
 //! What is promised.
 
 use serde_json::Value;
+use vmferry_report::json::Document;
 
 use super::spec::{Asking, Give, InflateBy, Learn, Move, Way};
-use crate::json::Document;
-use crate::report::plain::{at_least, at_most, goal, metric};
+use crate::cases::{at_least, at_most, goal, metric};
 
 /// The free set is known after so many milliseconds at most, when the guest is asked, and when it keeps a map.
 const KNOWN_MS: (f64, f64) = (25.0, 1.0);

@@ -1,4 +1,4 @@
-//! `bench free-page`: how long it takes to know a guest's free pages, and what that saves when the guest moves.
+//! `vmferry-bench free-page`: how long it takes to know a guest's free pages, and what that saves when the guest moves.
 //!
 //! Three questions, each to all its sides in turn: an idle guest of 8 GiB, hardly touched, whose free pages the host is to know, by
 //! inflating a balloon, by hints on demand, by a map that the guest keeps; memory that was touched and is given back, by what it is
@@ -12,17 +12,17 @@ mod spec;
 
 use std::fmt::Display;
 
-use crate::host::{Host, available_memory};
-use crate::json::Document;
+use vmferry_report::json::Document;
+
+use crate::cases;
+use crate::host::{self, available_memory};
 use crate::qemu;
-use crate::report::plain;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use figures::{Given, Inflation, Learned, Moved};
-pub(crate) use report::section;
-pub use report::{page, table};
 pub use spec::{Asking, Drop, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
+pub use vmferry_report::benches::free_page::{page, table};
 
 /// Runs vmferry's own sides: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
@@ -51,7 +51,7 @@ pub trait OurRunner {
 
 /// Runs the bench. `progress` is told what begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
-    let mut document = Document::new("free-page", Host::describe());
+    let mut document = Document::new("free-page", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
 
     let spec = &options.learn;
@@ -61,13 +61,13 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         Learn::Qemu(pages) => Ok(qemu::inflate(spec.memory, spec.inflate, pages, tsc_khz)?),
     });
     let params = [("memory_bytes", spec.memory.into()), ("inflate_bytes", spec.inflate.into())];
-    plain::add(&mut document, ("learn", &params), &sides, Learned::figures);
+    cases::add(&mut document, ("learn", &params), &sides, Learned::figures);
 
     let sides = in_turn(&mut rounds, options, "drop", &options.drops, |side| {
         room_for(options.touched)?;
         Ok(ours.give(options.touched, side)?)
     });
-    plain::add(&mut document, ("drop", &[("bytes", options.touched.into())]), &sides, Given::figures);
+    cases::add(&mut document, ("drop", &[("bytes", options.touched.into())]), &sides, Given::figures);
 
     let spec = &options.moved;
     let sides = in_turn(&mut rounds, options, "move", &options.moves, |side| {
@@ -78,7 +78,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
         }
     });
     let params = [("memory_bytes", spec.memory.into()), ("workload", spec.workload().into())];
-    plain::add(&mut document, ("move", &params), &sides, Moved::figures);
+    cases::add(&mut document, ("move", &params), &sides, Moved::figures);
 
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);

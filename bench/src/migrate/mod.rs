@@ -1,4 +1,4 @@
-//! `bench migrate`: vmferry, QEMU and the floor move the same guest, in turn.
+//! `vmferry-bench migrate`: vmferry, QEMU and the floor move the same guest, in turn.
 //!
 //! Each case is a guest with a workload. In each round every side runs once: vmferry and QEMU with one
 //! channel and with two, vmferry encrypted as well, and the bare copy of the same bytes over as many streams. What is reported are
@@ -7,17 +7,17 @@
 mod report;
 mod spec;
 
+use vmferry_report::json::Document;
+
 use crate::floor::{self, ReceiverCommand};
-use crate::host::Host;
-use crate::json::Document;
+use crate::host;
 use crate::qemu::{self, QemuSpec};
 use crate::result::MigrationResult;
 use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
-pub(crate) use report::section;
-pub use report::table;
 pub use spec::{CaseSpec, Options, Side};
+pub use vmferry_report::benches::migrate::table;
 
 /// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
@@ -39,7 +39,7 @@ pub fn run(
     receiver: &ReceiverCommand,
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
-    let mut document = Document::new("migrate", Host::describe());
+    let mut document = Document::new("migrate", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
         let wanted = options.sides.iter().copied().filter(|side| options.wants(spec, *side));

@@ -2,6 +2,7 @@
 
 use super::*;
 use std::time::Duration;
+use vmferry_report::host::Host;
 
 /// A runner that gives what it is told to, in turn.
 struct Scripted {

@@ -1,4 +1,4 @@
-//! `bench plan`: what was predicted of a migration, and what it was.
+//! `vmferry-bench plan`: what was predicted of a migration, and what it was.
 //!
 //! Each case is a guest, a link and a way of moving; in each round it is predicted, moved, and compared. No other side takes part:
 //! what counts is how far the prediction was off, and whether it was right to say that it would converge.
@@ -6,8 +6,9 @@
 mod report;
 mod spec;
 
-use crate::host::Host;
-use crate::json::Document;
+use vmferry_report::json::Document;
+
+use crate::host;
 use crate::rounds::{Rounds, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
@@ -56,7 +57,7 @@ type CaseRuns = crate::rounds::SideRuns<(), Run>;
 
 /// Runs the bench; `progress` is told what begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
-    let mut document = Document::new("plan", Host::describe());
+    let mut document = Document::new("plan", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     let mut all = Vec::new();
     for spec in options.cases.iter().filter(|case| options.wants(case)) {

@@ -2,11 +2,11 @@
 
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::json;
+use vmferry_report::Spread;
+use vmferry_report::json::{Case, Document};
 
 use super::spec::CaseSpec;
 use super::{CaseRuns, Run};
-use crate::json::{Case, Document};
-use crate::stats::Spread;
 
 /// A figure of one run. None: it has no meaning for it.
 type Figure = fn(&Run) -> Option<f64>;

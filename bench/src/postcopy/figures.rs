@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use vmferry_report::Spread;
+
 use super::watch::{Waited, Waits};
 use super::{CaseSpec, Run};
 use crate::reaper::{WINDOW, to_f64};
 use crate::rtt::Floor;
-use crate::stats::Spread;
 
 /// By their names in the results.
 pub(super) type Figures = BTreeMap<String, f64>;

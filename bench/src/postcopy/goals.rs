@@ -1,10 +1,9 @@
 //! What is promised, and what was published.
 
 use serde_json::{Value, json};
+use vmferry_report::json::{Case, Document};
 
 use super::{Purpose, Side, Way};
-use crate::json::{Case, Document};
-use crate::report::tables::of_purpose;
 
 /// Ours, compared with `shared` at most.
 const OF_SHARED: f64 = 1.0 / 20.0;
@@ -55,7 +54,7 @@ const PREEMPT: Side = Side::Qemu { preempt: true };
 /// The sides of each case of a purpose, in order.
 fn compared(document: &Document, purpose: Purpose) -> Vec<Sides<'_>> {
     let mut all: Vec<Sides> = Vec::new();
-    for case in of_purpose(document, purpose) {
+    for case in document.with_purpose(&purpose.name()) {
         let Some(name) = case.params.get("case").and_then(Value::as_str) else { continue };
         match all.iter_mut().find(|sides| sides.name == name) {
             Some(sides) => sides.cases.push(case),

@@ -1,4 +1,4 @@
-//! `bench postcopy`: how long a guest waits for a page that has not arrived yet.
+//! `vmferry-bench postcopy`: how long a guest waits for a page that has not arrived yet.
 //!
 //! A guest that writes to most of its memory as fast as it can is moved by postcopy, by each side in turn: vmferry with each
 //! of its ways for urgent pages, and QEMU. All sides run the same guest file, and what a page took is taken from the guest's
@@ -8,25 +8,23 @@
 
 mod figures;
 mod goals;
-mod html;
 mod report;
 mod spec;
 mod watch;
 
 use std::time::Duration;
 
-use crate::host::Host;
-use crate::json::Document;
+use vmferry_report::json::Document;
+
+use crate::host;
 use crate::link::{Link, Shaped, Tools};
 use crate::qemu;
 use crate::rounds::{Rounds, Stop, enough_memory};
 use crate::rtt::{self, Floor, SourceCommand};
 
 pub use crate::rounds::{OurError, Outcome};
-pub use html::page;
-pub(crate) use html::section;
-pub use report::table;
 pub use spec::{CaseSpec, Options, Purpose, Side, Way};
+pub use vmferry_report::benches::postcopy::{page, table};
 pub use watch::{Heard, Own, Run, Vcpu};
 
 /// Looks at a guest this often: its page of statistics remembers the longest stalls of 160 ms.
@@ -140,7 +138,7 @@ fn run_with(
     tools: &Tools,
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
-    let mut document = Document::new("postcopy", Host::describe());
+    let mut document = Document::new("postcopy", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
         let sides = spec.sides.iter().copied().filter(|side| options.wants(spec, *side));

@@ -64,6 +64,13 @@ pub enum Purpose {
     Vcpus,
 }
 
+impl Purpose {
+    /// Returns the purpose as it is written in results.
+    pub(super) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+}
+
 /// A guest and the link that it moves over.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaseSpec {

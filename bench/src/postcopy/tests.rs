@@ -4,6 +4,7 @@ use super::*;
 use crate::result::MigrationResult;
 use std::collections::BTreeSet;
 use vmferry_guest_abi::Workload;
+use vmferry_report::host::Host;
 
 /// A runner whose guests wait for as long as the way makes them.
 struct Scripted(fn(Way) -> u64);

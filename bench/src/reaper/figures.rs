@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use vmferry_report::Spread;
+
 use super::series::{drop_s, to_f64, worst_ms_per_gb};
 use super::{CaseSpec, Run, WINDOW};
-use crate::stats::Spread;
 
 /// By their names in the results.
 pub(super) type Figures = BTreeMap<String, f64>;

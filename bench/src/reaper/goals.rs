@@ -1,11 +1,10 @@
 //! What is promised of `predict`, and what was published.
 
 use serde_json::{Value, json};
+use vmferry_report::json::{Case, Document};
 
 use super::spec::ENTRIES;
 use super::{Policy, Purpose, Side};
-use crate::json::{Case, Document};
-use crate::report::tables::of_purpose;
 
 /// The guest is to be at least this fast, compared with the log.
 const OF_LOG: f64 = 0.9;
@@ -71,7 +70,7 @@ impl Sides<'_> {
 /// The sides of each case that compares them, in order.
 fn compared(document: &Document) -> Vec<Sides<'_>> {
     let mut all: Vec<Sides> = Vec::new();
-    for case in of_purpose(document, Purpose::Compare) {
+    for case in document.with_purpose(&Purpose::Compare.name()) {
         let Some(name) = case.params.get("case").and_then(Value::as_str) else { continue };
         match all.iter_mut().find(|sides| sides.name == name) {
             Some(sides) => sides.cases.push(case),
@@ -98,7 +97,7 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
             goals.extend(of_rings(&sides, entries).into_iter().flatten());
         }
     }
-    for case in of_purpose(document, Purpose::Idle) {
+    for case in document.with_purpose(&Purpose::Idle.name()) {
         if case.params.get("policy").is_some_and(|policy| policy == Policy::Predict.name())
             && let Some(&got) = case.metrics.get("reaper_cpu_pct")
         {

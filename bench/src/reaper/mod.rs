@@ -1,4 +1,4 @@
-//! `bench reaper`: what finding dirty pages costs the guest, by tracker, policy and size of the rings.
+//! `vmferry-bench reaper`: what finding dirty pages costs the guest, by tracker, policy and size of the rings.
 //!
 //! A guest under stress is migrated over a link so slow that it takes several passes, by each side in turn, and its speed
 //! is watched before, during and after in windows of 100 ms. The question is guestperf's: for how long, and how deep, does
@@ -6,25 +6,23 @@
 
 mod figures;
 mod goals;
-mod html;
 mod report;
 mod series;
 mod spec;
 
 use std::time::Duration;
 
-use crate::host::Host;
-use crate::json::Document;
+use vmferry_report::json::Document;
+
+use crate::host;
 use crate::qemu::{self, QemuSpec};
 use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
-pub use html::page;
-pub(crate) use html::section;
-pub use report::table;
 pub(crate) use series::to_f64;
 pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};
 pub use spec::{CaseSpec, ENTRIES, Options, Policy, Purpose, SCALE, Side};
+pub use vmferry_report::benches::reaper::{page, table};
 
 /// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
 pub trait OurRunner {
@@ -81,7 +79,7 @@ type SideRuns = crate::rounds::SideRuns<Side, Run>;
 
 /// Runs the bench. `progress` is told what begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
-    let mut document = Document::new("reaper", Host::describe());
+    let mut document = Document::new("reaper", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     for spec in &options.cases {
         let wanted = spec.sides.iter().copied().filter(|side| options.wants(spec, *side));

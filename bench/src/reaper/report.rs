@@ -1,45 +1,16 @@
-//! From runs to the document, and from the document to tables for a terminal.
+//! From runs to the document.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
+use vmferry_report::Spread;
+use vmferry_report::json::{Case, Document, Series};
 
 use super::figures::{Figures, fault_us, figures, speed_before};
 use super::goals::{goals as verdicts, published};
 use super::spec::{ENTRIES, SCALE};
 use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
-use crate::json::{Case, Document, Series};
-use crate::report::tables::{
-    Column, GOALS, add_spreads, cells, goals, grid, head, host, list, number, of_purpose, text,
-};
-use crate::stats::Spread;
-
-/// Columns of the table: title, metric, digits, whether the spread is shown.
-pub(super) const COLUMNS: &[Column] = &[
-    ("drop s", "drop_s", 1, true),
-    ("worst ms/GB", "worst_ms_per_gb", 0, true),
-    ("writes/s during", "writes_during_per_s", 0, true),
-    ("guest kept", "guest_speed_kept", 3, false),
-    ("full exits", "full_exits", 0, false),
-    ("stall ms", "full_stall_ms", 1, false),
-    ("stall %", "full_stall_pct", 2, false),
-    ("reaper CPU %", "reaper_cpu_pct", 2, false),
-    ("passes", "passes", 0, false),
-    ("GB sent", "wire_gbytes", 2, false),
-    ("total ms", "total_ms", 0, true),
-    ("downtime ms", "downtime_ms", 0, false),
-];
-
-/// Columns of the table that says where the guest's time went.
-pub(super) const PARTS: &[Column] = &[
-    ("faults", "faults", 0, false),
-    ("lost %", "lost_pct", 1, true),
-    ("by faults", "fault_pct", 1, false),
-    ("by full rings", "full_stall_pct", 2, false),
-    ("by downtime", "downtime_pct", 1, false),
-    ("by the rest", "rest_pct", 1, false),
-    ("reaper, of a CPU", "reaper_cpu_pct", 2, false),
-];
+use crate::cases::add_spreads;
 
 /// Adds a case's sides to the document.
 pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSpec, sides: &[SideRuns]) {
@@ -83,7 +54,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option
     .param("case", spec.name.as_str())
     .param("side", runs.side.to_string())
     .param("line", runs.side.short())
-    .param("purpose", format!("{:?}", spec.purpose).to_lowercase())
+    .param("purpose", spec.purpose.name())
     .param("workload", spec.workload.as_str())
     .param("memory_bytes", spec.memory)
     .param("vcpus", spec.vcpus)
@@ -178,89 +149,4 @@ fn explain(case: &mut Case, fault_us: Option<f64>) {
     case.metric("fault_ms", faults * fault_us / 1e3);
     case.metric("fault_pct", fault_pct);
     case.metric("rest_pct", lost_pct - fault_pct - others);
-}
-
-/// What was run where, and under which conditions.
-pub(super) fn conditions(document: &Document) -> Vec<String> {
-    let mut lines = host(document);
-    let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
-    lines.push(format!(
-        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
-         its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
-         link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
-        scale
-    ));
-    lines.push(
-        "Drop: seconds below 80 % of the median before, in windows of 100 ms, downtime included. Worst: time for 1 GiB of \
-         pages at the speed of the slowest window, downtime excluded. Stall: vCPU time in front of full rings."
-            .into(),
-    );
-    if let Some(cost) = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64()) {
-        lines.push(format!(
-            "A write fault cost the guest {cost:.1} us here (an upper bound: what busy processors cost it is in there)."
-        ));
-    }
-    lines
-}
-
-/// The document as tables for a terminal.
-pub fn table(document: &Document) -> String {
-    let mut text = conditions(document).join("\n");
-    text.push('\n');
-    for (purpose, columns) in
-        [(Purpose::Compare, COLUMNS), (Purpose::Compare, PARTS), (Purpose::Idle, COLUMNS)]
-    {
-        let rows: Vec<_> = of_purpose(document, purpose).map(|case| cells(case, columns)).collect();
-        if !rows.is_empty() {
-            text.push_str(&format!("{}\n", grid(&head(columns), &rows)));
-        }
-    }
-    for (head, rows) in extra_tables(document) {
-        if !rows.is_empty() {
-            text.push_str(&format!("{}\n", grid(head, &rows)));
-        }
-    }
-    text.push_str(&document.skipped_text());
-    text.push_str(&document.failures_text());
-    text
-}
-
-/// What `predict` pays for the guest's speed; drops beside the published ones; goals.
-pub(super) fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
-    let mut paid = Vec::new();
-    let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
-    for (case, sizes) in cases.into_iter().flatten() {
-        for (entries, ratios) in sizes.as_object().into_iter().flatten() {
-            let ratio = |name: &str| number(&ratios[name]["median"], 2);
-            paid.push(vec![
-                format!("{case}/{entries}"),
-                ratio("writes_during_per_s"),
-                ratio("faults"),
-                ratio("passes"),
-                ratio("wire_gbytes"),
-                ratio("total_ms"),
-                ratio("downtime_ms"),
-            ]);
-        }
-    }
-    let drops = list(document, "published").map(|row| {
-        let mut cells = vec![text(&row["name"])];
-        let columns = ["published_to_bitmap", "to_log", "published_to_fixed", "to_fixed"];
-        cells.extend(columns.map(|name| number(&row[name], 2)));
-        cells
-    });
-    [
-        (&["predict to fixed", "writes/s", "faults", "passes", "GB sent", "total", "downtime"], paid),
-        (
-            &[
-                "drop, ratio",
-                "published to bitmap",
-                "predict to log",
-                "published to fixed",
-                "predict to fixed",
-            ],
-            drops.collect(),
-        ),
-        (&GOALS, goals(document)),
-    ]
 }

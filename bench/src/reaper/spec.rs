@@ -93,6 +93,13 @@ pub enum Purpose {
     Idle,
 }
 
+impl Purpose {
+    /// Returns the purpose as it is written in results.
+    pub(super) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+}
+
 /// A guest, its load, and the migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaseSpec {

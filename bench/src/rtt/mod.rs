@@ -1,4 +1,4 @@
-//! `bench rtt`: the floor of a remote fault.
+//! `vmferry-bench rtt`: the floor of a remote fault.
 //!
 //! How long a 4 KiB page takes that another process is asked for over TCP, alone and beside a bulk stream, and how long
 //! a fault takes that is resolved on the spot: no postcopy can be faster than their sum. Beside an unpaced stream the
@@ -16,10 +16,10 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use vmferry_report::json::Document;
 use vmferry_sys::SysError;
 
-use crate::host::Host;
-use crate::json::Document;
+use crate::host;
 use crate::link::{Link, LinkError, Shape, Shaped, Tools};
 use crate::rounds::{Outcome, Rounds, Stop};
 use contest::{Contest, Times};
@@ -28,8 +28,7 @@ use fault::Handler;
 use samples::Figures;
 
 pub use exchange::source_main;
-pub(crate) use report::section;
-pub use report::table;
+pub use vmferry_report::benches::rtt::table;
 
 /// The hidden subcommand that an executable must route to [`source_main`].
 pub const SOURCE_SUBCOMMAND: &str = "bench-rtt-source";
@@ -326,7 +325,7 @@ fn run_with(
     tools: &Tools,
     progress: &mut dyn FnMut(&str),
 ) -> Outcome {
-    let mut document = Document::new("rtt", Host::describe());
+    let mut document = Document::new("rtt", host::describe());
     let sides = sides(options);
     let mut links = Links::new(tools, &sides);
     let mut rounds = Rounds::new(options.repeats, progress);

@@ -1,4 +1,5 @@
 use super::*;
+use vmferry_report::host::Host;
 
 fn none(_: &str) {}
 

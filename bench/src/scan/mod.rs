@@ -1,4 +1,4 @@
-//! `bench scan`: ways through a dirty bitmap.
+//! `vmferry-bench scan`: ways through a dirty bitmap.
 //!
 //! A bitmap of each size, density and pattern is gone through byte by byte and word by word, as published, by our scanners,
 //! and by other crates, in turn; all must see the same. Beside that: an empty scan against the speed at which memory can
@@ -16,17 +16,17 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use vmferry_bitmap::Scanner;
+use vmferry_report::Spread;
+use vmferry_report::json::{Case, Document};
 
-use crate::host::{Host, available_memory};
-use crate::json::{Case, Document};
+use crate::host::{self, available_memory};
 use crate::rounds::MEMORY_RESERVE;
-use crate::stats::{Spread, turns};
+use crate::rounds::turns;
 use pattern::{Pattern, build, build_seeded};
 use read::Reader;
 use sides::{Forms, Seen, Side};
 
-pub(crate) use report::section;
-pub use report::table;
+pub use vmferry_report::benches::scan::table;
 
 /// Guests' memory by name, in GiB. 4 KiB pages.
 const MEMORIES: &[(&str, f64)] =
@@ -161,7 +161,7 @@ fn shapes(memory: &'static str, gib: f64) -> Vec<Shape> {
 /// # Panics
 /// If two sides do not see the same pages: then nothing that they measure means anything.
 pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
-    let mut document = Document::new("scan", Host::describe());
+    let mut document = Document::new("scan", host::describe());
     for &(memory, gib) in MEMORIES {
         if gib > options.largest_gib {
             document.cases.push(Case::skipped(memory, "larger than was asked for"));

@@ -1,13 +1,11 @@
-//! From cases to the summary and a table.
+//! From cases to the summary.
 
 use serde_json::{Value, json};
 use vmferry_bitmap::Scanner;
+use vmferry_report::Spread;
+use vmferry_report::json::{Case, Document};
 
 use super::Options;
-use crate::json::{Case, Document};
-use crate::report::html::Page;
-use crate::report::{plain, tables};
-use crate::stats::Spread;
 
 /// Which cases a figure of the summary is taken over.
 type Which = fn(&Case) -> bool;
@@ -111,120 +109,4 @@ pub(super) fn finish(document: &mut Document, options: &Options) {
     document.summary.insert("targets".into(), targets.into());
     document.summary.insert("scanner".into(), Scanner::best().name().into());
     document.summary.insert("rounds".into(), options.rounds.into());
-}
-
-/// A table of some kinds of cases: title, kinds, columns.
-type Kinds = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
-
-const TABLES: [Kinds; 4] = [
-    (
-        "Walks: times of others over ours",
-        &["bits", "runs"],
-        &[
-            ("ours us", "ours_us"),
-            ("/bytes", "ratio_to_bytes"),
-            ("/words", "ratio_to_words"),
-            ("/iterator", "ratio_to_iterator"),
-            ("/avx2", "ratio_to_avx2"),
-            ("/portable", "ratio_to_portable"),
-            ("/fixedbitset", "ratio_to_fixedbitset"),
-            ("/bitvec", "ratio_to_bitvec"),
-            ("/roaring", "ratio_to_roaring_from_words"),
-            ("/compressed", "ratio_to_roaring"),
-        ],
-    ),
-    (
-        "Empty bitmaps, beside reading them",
-        &["empty"],
-        &[
-            ("read us", "read_us"),
-            ("GB/s", "read_gbytes_per_s"),
-            ("bits: of it", "bits_of_read"),
-            ("runs: of it", "runs_of_read"),
-        ],
-    ),
-    (
-        "With a summary level",
-        &["summary"],
-        &[
-            ("summary us", "summary_us"),
-            ("/flat", "ratio_to_flat"),
-            ("/compressed", "ratio_to_roaring"),
-            ("/iterator", "ratio_to_summary_iterator"),
-        ],
-    ),
-    (
-        "What keeping a summary costs",
-        &["upkeep"],
-        &[
-            ("summary ns", "summary_ns"),
-            ("flat ns", "flat_ns"),
-            ("one pass us", "one_pass_us"),
-            ("two us", "two_passes_us"),
-            ("summary us", "summary_us"),
-            ("flat us", "flat_us"),
-            ("first / second", "ratio"),
-        ],
-    ),
-];
-
-fn head_and_rows(document: &Document, (_, kinds, columns): Kinds) -> (Vec<&'static str>, Vec<Vec<String>>) {
-    let head = ["case"].into_iter().chain(columns.iter().map(|(title, _)| *title)).collect();
-    let row = |case: &Case| {
-        let value = |metric: &&'static str| {
-            case.metrics.get(*metric).map_or("-".into(), |value| {
-                let digits = if *value < 10.0 { 2 } else { usize::from(*value < 100.0) };
-                format!("{value:.digits$}")
-            })
-        };
-        [case.name.clone()].into_iter().chain(columns.iter().map(|(_, metric)| value(metric))).collect()
-    };
-    (head, document.cases.iter().filter(|case| kinds.contains(&text(case, "kind"))).map(row).collect())
-}
-
-/// The document as a part of a page.
-pub(crate) fn section(page: &mut Page, document: &Document) {
-    tables::host(document).iter().for_each(|line| page.note(line));
-    page.note(NOTE);
-    for table in TABLES {
-        let (head, rows) = head_and_rows(document, table);
-        if !rows.is_empty() {
-            page.heading(table.0);
-            page.table(&head, &rows);
-        }
-    }
-    plain::targets(page, document);
-    plain::remarks(page, document);
-}
-
-/// What the tables have in them.
-const NOTE: &str = "Times of others over ours, medians of rounds. roaring: from a log of words; compressed: out of its own form.";
-
-/// The document as tables for a terminal.
-pub fn table(document: &Document) -> String {
-    let host = &document.host;
-    let scanner = document.summary.get("scanner").and_then(Value::as_str).unwrap_or("unknown");
-    let mut out = format!("{}, {} cores, Linux {}, scanner {scanner}\n", host.cpu, host.cores, host.kernel);
-    for (index, table) in TABLES.into_iter().enumerate() {
-        let (head, rows) = head_and_rows(document, table);
-        out.push_str(&format!("{}\n", tables::grid(&head, &rows)));
-        if index == 0 {
-            out.push_str(&format!("{NOTE}\n"));
-        }
-    }
-    out.push_str(&document.skipped_text());
-    for target in document.summary.get("targets").and_then(Value::as_array).into_iter().flatten() {
-        let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-");
-        let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
-        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
-        let case = document.summary.get(&format!("{}_case", text("name"))).and_then(Value::as_str);
-        let verdict = if met { "met" } else { "missed" };
-        out.push_str(&format!(
-            "{verdict:7} {} {}: {got:.2} {}\n",
-            text("name"),
-            text("want"),
-            case.map_or(String::new(), |case| format!("({case})"))
-        ));
-    }
-    out
 }

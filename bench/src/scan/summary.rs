@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use roaring::RoaringBitmap;
 use vmferry_bitmap::{Bitmap, SummaryBitmap};
+use vmferry_report::Spread;
+use vmferry_report::json::Case;
 
 use super::{Options, Shape, timing};
-use crate::json::Case;
-use crate::stats::{Spread, turns};
+use crate::rounds::turns;
 
 /// What is compared, by the names of its figures.
 const SIDES: [&str; 4] = ["summary", "summary_iterator", "flat", "roaring"];

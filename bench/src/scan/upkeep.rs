@@ -4,11 +4,12 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmferry_bitmap::{AtomicBitmap, Bitmap, SummaryBitmap};
+use vmferry_report::Spread;
+use vmferry_report::json::{Case, Document};
 
 use super::pattern::{Pattern, build};
 use super::{Options, timing, words_of};
-use crate::json::{Case, Document};
-use crate::stats::{Spread, turns};
+use crate::rounds::turns;
 
 /// Pages that are set in one go.
 const PAGES: usize = 1 << 14;

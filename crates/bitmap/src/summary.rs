@@ -17,7 +17,7 @@ pub(crate) const BLOCK_PAGES: u64 = BLOCK_WORDS as u64 * WORD_BITS;
 ///
 /// Its upkeep: setting a page sets a second bit, in a word that 262144 pages share and that is in a near cache; clearing
 /// single pages does nothing (a bit of the summary may stay set for nothing, and costs reading 512 bytes);
-/// clearing everything clears what the summary names. `vmferry bench scan` measures it.
+/// clearing everything clears what the summary names. `vmferry-bench scan` measures it.
 ///
 /// Invariant: where a bit of `summary` is clear, the words of `flat` that it stands for are zero.
 #[derive(Clone)]

@@ -1,9 +1,6 @@
 //! What can be said on the command line. Names are those of the contract: others build on them.
 
-mod bench;
 mod values;
-
-pub(crate) use bench::{BenchArgs, BenchName};
 
 use crate::choices::{
     AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
@@ -72,8 +69,6 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// What this host can do, and how to enable the rest
     Check(CheckArgs),
-    /// Measure: ours, QEMU and the floor in one run
-    Bench(BenchArgs),
     /// Make one page, to be looked at in a browser, of any results: of migrations (--json, --events) and benches (--json)
     Report(ReportArgs),
     /// Print what makes a shell complete vmferry's words
@@ -88,13 +83,6 @@ pub(crate) enum Command {
         #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
-    #[command(name = vmferry_bench::floor::RECEIVER_SUBCOMMAND, hide = true)]
-    FloorReceiver {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<String>,
-    },
-    #[command(name = vmferry_bench::rtt::SOURCE_SUBCOMMAND, hide = true)]
-    RttSource { arguments: Vec<String> },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

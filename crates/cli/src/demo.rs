@@ -3,24 +3,18 @@
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::choices::OnTimeoutArg;
-use crate::sandbox::SandboxArg;
 use crate::speed::{EVERY, Sample};
-use crate::tls::Certificates;
 use crate::{Status, guest, migrate, output, speed};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
-use std::net::Ipv4Addr;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_bench::density::Budget;
-use vmferry_bench::link::{End, Link};
+use vmferry_client::{Pair, Runner, Setup};
 use vmferry_guest_abi::Workload;
 
-/// How long a process may take to come up, and a guest to fill its memory.
+/// How long the guest may take to go on at the target.
 const START: Duration = Duration::from_secs(60);
 /// How long the guest is watched before and after.
 const WATCH: Duration = Duration::from_millis(1200);
@@ -29,231 +23,6 @@ const CHECK: Duration = Duration::from_secs(60);
 
 /// Entries of a dirty ring where nobody says how many.
 const DEFAULT_RING: u32 = 4096;
-
-/// A machine for two: what both `run`s of a demonstration or a measurement are started with.
-pub(crate) struct Setup<'a> {
-    pub(crate) guest: GuestKind,
-    pub(crate) memory: u64,
-    pub(crate) cpus: u32,
-    pub(crate) workload: String,
-    /// What else the guest is told.
-    pub(crate) guest_args: String,
-    /// Entries of each vCPU's dirty ring.
-    pub(crate) dirty_ring: Option<u32>,
-    /// Whether the processes that have the guest confine themselves.
-    pub(crate) sandbox: SandboxArg,
-    /// Whether the guest has a balloon; not beside QEMU's, which has none.
-    pub(crate) balloon: bool,
-    /// Between which ends they run. None: on loopback.
-    pub(crate) link: Option<&'a Link>,
-    /// In what memory they live. None: in the host's.
-    pub(crate) budget: Option<&'a Budget>,
-    /// Whether they speak TLS with each other, with certificates of an authority that is made for them.
-    pub(crate) encrypted: bool,
-}
-
-/// A `vmferry run` of our own.
-pub(crate) struct Runner {
-    child: Child,
-    pub(crate) client: Client,
-}
-
-impl Runner {
-    /// Starts one; it waits for a guest if `incoming`.
-    fn start(setup: &Setup<'_>, folder: &Path, name: &str, incoming: bool) -> Result<Self> {
-        let api = folder.join(format!("{name}.sock"));
-        let log = folder.join(format!("{name}.log"));
-        let mut command = Command::new(std::env::current_exe().context("cannot find this executable")?);
-        command.args(["run", "--die-with-parent", "--guest", &setup.guest.to_string()]);
-        command.args(["--memory", &setup.memory.to_string(), "--cpus", &setup.cpus.to_string()]);
-        command.arg("--api").arg(&api).args(["--sandbox", setup.sandbox.name()]);
-        command.args(["--balloon", if setup.balloon { "on" } else { "off" }]);
-        if let Some(entries) = setup.dirty_ring {
-            command.args(["--dirty-ring", &entries.to_string()]);
-        }
-        if incoming {
-            let address = setup.link.map_or(Ipv4Addr::LOCALHOST, |link| link.address(End::Destination));
-            command.args(["--incoming", &format!("tcp:{address}:0")]);
-            if !address.is_loopback() {
-                command.arg("--insecure");
-            }
-        } else {
-            command.args(["--workload", &setup.workload, "--guest-args", &setup.guest_args]);
-        }
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
-        if setup.encrypted {
-            command.args(Certificates::of(folder).options());
-        }
-        if let Some(link) = setup.link {
-            link.enter(if incoming { End::Destination } else { End::Source }, &mut command)?;
-        }
-        if let Some(budget) = setup.budget {
-            budget.enter(&mut command)?;
-        }
-        // A group of its own: Ctrl-C on the terminal is for the demonstration, which then tidies up.
-        command.process_group(0);
-        let mut child = command.spawn().context("cannot start another vmferry")?;
-        if let Some(Err(error)) = setup.budget.map(|budget| budget.adopt(child.id())) {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(error).context("a guest without the limit that it was to have");
-        }
-        let deadline = Instant::now() + START;
-        loop {
-            if let Ok(client) = Client::connect(&api) {
-                return Ok(Self { child, client });
-            }
-            if let Some(status) = child.try_wait()? {
-                let said = std::fs::read_to_string(&log).unwrap_or_default();
-                bail!("the {name} process ended ({status}): {}", said.trim());
-            }
-            if Instant::now() > deadline {
-                let _ = child.kill();
-                let _ = child.wait();
-                bail!("the {name} process did not come up within {START:?}");
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// How its process ended, if it did.
-    pub(crate) fn ended(&mut self) -> Result<Option<std::process::ExitStatus>> {
-        Ok(self.child.try_wait()?)
-    }
-
-    pub(crate) fn status(&mut self) -> Result<Value> {
-        self.client.call("status", json!({}))
-    }
-
-    /// Waits until `ready` finds what it wants in the status.
-    pub(crate) fn wait<T>(
-        &mut self,
-        what: &str,
-        within: Duration,
-        stop: &AtomicBool,
-        ready: impl Fn(&Value) -> Option<T>,
-    ) -> Result<T> {
-        let deadline = Instant::now() + within;
-        loop {
-            if let Some(found) = ready(&self.status()?) {
-                return Ok(found);
-            }
-            if stop.load(Ordering::Acquire) {
-                bail!("interrupted while waiting for {what}");
-            }
-            if Instant::now() > deadline {
-                bail!("{what} did not happen within {within:?}");
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    /// Where a waiting target listens.
-    fn incoming(&mut self, stop: &AtomicBool) -> Result<String> {
-        self.wait("the target listening", START, stop, |status| {
-            status["vm"]["incoming"].as_str().map(str::to_owned)
-        })
-    }
-
-    /// Waits until the guest runs its workload.
-    fn running(&mut self, stop: &AtomicBool) -> Result<()> {
-        self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"]
-            .as_str()
-        {
-            Some("running" | "corrupt") => Some(()),
-            _ => None,
-        })
-    }
-}
-
-impl Drop for Runner {
-    fn drop(&mut self) {
-        if self.client.call("quit", json!({})).is_ok() {
-            let deadline = Instant::now() + Duration::from_secs(5);
-            while Instant::now() < deadline {
-                if matches!(self.child.try_wait(), Ok(Some(_))) {
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// A guest that runs its workload in one process, and another process that waits for it.
-///
-/// When it is dropped, the source ends first, and the folder with their sockets is removed at last.
-pub(crate) struct Pair {
-    pub(crate) source: Runner,
-    pub(crate) target: Runner,
-    /// Where the target waits.
-    pub(crate) uri: String,
-    _folder: Folder,
-}
-
-impl Pair {
-    /// Brings both up; given up when `stop` is set.
-    pub(crate) fn start(setup: &Setup<'_>, stop: &AtomicBool) -> Result<Self> {
-        let folder = Folder::new()?;
-        if setup.encrypted {
-            Certificates::of(folder.path()).make()?;
-        }
-        let mut target = Runner::start(setup, folder.path(), "target", true)?;
-        let uri = target.incoming(stop)?;
-        let mut source = Runner::start(setup, folder.path(), "source", false)?;
-        source.running(stop)?;
-        Ok(Self { source, target, uri, _folder: folder })
-    }
-
-    /// Has the guest move.
-    pub(crate) fn migrate(&mut self, request: &MigrateRequest) -> Result<()> {
-        self.source.client.call("migrate", serde_json::to_value(request)?)?;
-        Ok(())
-    }
-}
-
-/// A guest that goes nowhere.
-pub(crate) struct Alone {
-    pub(crate) runner: Runner,
-    _folder: Folder,
-}
-
-impl Alone {
-    /// Starts one; what it does it may still have to begin.
-    pub(crate) fn start(setup: &Setup<'_>) -> Result<Self> {
-        let folder = Folder::new()?;
-        Ok(Self { runner: Runner::start(setup, folder.path(), "guest", false)?, _folder: folder })
-    }
-}
-
-/// A folder of our own for sockets and logs; removed when dropped.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Result<Self> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vmferry-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).with_context(|| format!("cannot make the folder {}", path.display()))?;
-        Ok(Self(path))
-    }
-
-    fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// The kind of guest to use: what was asked for, or KVM where it works.
 fn kind(asked: Option<GuestKind>) -> GuestKind {
@@ -278,19 +47,15 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         if quiet { eprintln!("{text}") } else { println!("{text}") }
     };
     let workload = fitting(&args.workload, args.memory);
+    let program = std::env::current_exe().context("cannot find this executable")?;
+    let guest = kind(args.guest).to_string();
     let setup = Setup {
-        sandbox: args.sandbox,
-        balloon: true,
-        guest: kind(args.guest),
-        memory: args.memory,
+        guest: &guest,
         cpus: args.cpus,
-        workload: workload.to_string(),
-        guest_args: String::new(),
         // The tracker has to be there from the start.
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
-        link: None,
-        budget: None,
-        encrypted: false,
+        sandbox: args.sandbox.name(),
+        ..Setup::new(&program, args.memory, workload.to_string())
     };
     say(format!(
         "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",

@@ -19,7 +19,6 @@ mod api;
 mod args;
 mod arriving;
 mod balloon;
-mod bench;
 mod check;
 mod choices;
 mod console;
@@ -95,14 +94,11 @@ fn main() -> ExitCode {
         Command::Switch(args) => api::simple(&args.api, "switch"),
         Command::Recover(args) => api::recover(&args),
         Command::Check(args) => check::check(&args),
-        Command::Bench(args) => bench::bench(&args),
         #[cfg(feature = "top")]
         Command::Top(args) => top::top(&args),
         Command::Report(args) => report::report(&args),
         Command::Completions { shell } => generate::completions(shell),
         Command::Man { folder } => generate::man(&folder),
-        Command::FloorReceiver { arguments } => bench::floor_receiver(&arguments),
-        Command::RttSource { arguments } => bench::rtt_source(&arguments),
     };
     match result {
         Ok(status) => ExitCode::from(status as u8),

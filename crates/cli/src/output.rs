@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use vmferry_client::printable;
 use vmferry_engine::{MigrationState, Report};
 
 /// `report` as that of a migration that failed for `why`.
@@ -66,11 +67,6 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
         cause => format!("{line}: {cause}"),
     });
     printable(&line)
-}
-
-/// Text of somebody else's, who must not move the terminal's cursor.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 /// A size for people.

@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use vmferry_bench::report::{input, page};
+use vmferry_report::{input, page};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {

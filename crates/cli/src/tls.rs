@@ -2,10 +2,7 @@
 
 use anyhow::{Context, Result};
 use clap::Args;
-use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use serde::{Deserialize, Serialize};
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use vmferry_engine::{Tls, TlsError};
 
@@ -89,57 +86,6 @@ impl TlsTexts {
             Some(name) => tls.expecting(name),
             None => Ok(tls),
         }
-    }
-}
-
-/// Of one host that speaks with itself, for as long as a measurement takes: an authority that nobody else has, and whose key is kept nowhere.
-pub(crate) struct Certificates {
-    certificate: PathBuf,
-    key: PathBuf,
-    authority: PathBuf,
-}
-
-impl Certificates {
-    /// Those in `folder`.
-    pub(crate) fn of(folder: &Path) -> Self {
-        let [certificate, key, authority] =
-            ["host.pem", "host.key", "authority.pem"].map(|name| folder.join(name));
-        Self { certificate, key, authority }
-    }
-
-    /// Makes them.
-    pub(crate) fn make(&self) -> Result<()> {
-        let mut params = CertificateParams::new(Vec::new())?;
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        let key = KeyPair::generate()?;
-        let authority = params.self_signed(&key)?.pem();
-        let issuer = Issuer::new(params, key);
-        let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()])?;
-        params.extended_key_usages =
-            vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
-        let key = KeyPair::generate()?;
-        let certificate = params.signed_by(&key, &issuer)?.pem();
-        for (path, text) in
-            [(&self.authority, authority), (&self.certificate, certificate), (&self.key, key.serialize_pem())]
-        {
-            let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-            file.and_then(|mut file| file.write_all(text.as_bytes()))
-                .with_context(|| format!("cannot write {}", path.display()))?;
-        }
-        Ok(())
-    }
-
-    /// What `run` is told to use them.
-    pub(crate) fn options(&self) -> [&std::ffi::OsStr; 6] {
-        let Self { certificate, key, authority } = self;
-        [
-            "--tls-cert".as_ref(),
-            certificate.as_ref(),
-            "--tls-key".as_ref(),
-            key.as_ref(),
-            "--tls-ca".as_ref(),
-            authority.as_ref(),
-        ]
     }
 }
 

@@ -6,10 +6,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use vmferry_client::PREFIX;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
-
-/// What our own commands begin with, so that no name of the protocol's will ever mean something else.
-pub(super) const PREFIX: &str = "x-vmferry-";
 
 /// The commands. Those that may overtake others never wait.
 const COMMANDS: &[Command] = &[

@@ -2,7 +2,6 @@
 
 mod alloc;
 mod audience;
-mod client;
 mod describe;
 mod devices;
 mod machine;
@@ -14,7 +13,6 @@ mod recover;
 mod shared;
 mod tell;
 
-pub(crate) use client::{Client, is_gone};
 pub(crate) use machine::Api;
 pub(crate) use shared::{Errand, Incoming, Order, Place, Shared};
 
@@ -28,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
+pub(crate) use vmferry_client::{Client, is_gone};
 use vmferry_engine::{Settings, Tls};
 
 /// What `migrate` is asked to do.

@@ -34,7 +34,7 @@ pub(super) fn findings() -> Vec<Finding> {
             "network_namespaces",
             "network namespaces",
             namespaces(),
-            "only `bench` needs them, for links of a given rate: be root, with iproute2 installed",
+            "only `vmferry-bench` needs them, for links of a given rate: be root, with iproute2 installed",
         ),
     ]
 }

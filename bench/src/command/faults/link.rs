@@ -1,0 +1,314 @@
+//! The link of a migration under test: it knows where the migration stands from the words that go over it, holds it there, and does harm
+//! to single channels.
+
+use super::plan::{Channel, Phase};
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role, ToSource, ToTarget, decode_control,
+};
+
+/// Bulk bytes after which the first pass is under way.
+const UNDER_WAY: u64 = 2 << 20;
+
+/// What is done to a channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::command) enum Harm {
+    Cut = 1,
+    Stall,
+    Corrupt,
+    Truncate,
+    /// Nothing is read any more, by either end's peer.
+    Deaf,
+}
+
+/// One connection.
+struct Wire {
+    channel: Mutex<Option<Channel>>,
+    /// What is to be done to the next bytes: 0 for nothing.
+    harm: AtomicU8,
+    ends: [TcpStream; 2],
+}
+
+#[derive(Default)]
+struct Stage {
+    wanted: Option<Phase>,
+    reached: bool,
+    /// The guest runs at the target, as its word over this link says.
+    running: bool,
+    first_pass: bool,
+}
+
+struct Shared {
+    wires: Mutex<Vec<Arc<Wire>>>,
+    stage: Mutex<Stage>,
+    changed: Condvar,
+    bulk: AtomicU64,
+    done: AtomicBool,
+}
+
+pub(in crate::command) struct Link {
+    at: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Link {
+    pub(in crate::command) fn to(target: SocketAddr) -> std::io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let at = listener.local_addr()?;
+        let shared = Arc::new(Shared {
+            wires: Mutex::default(),
+            stage: Mutex::default(),
+            changed: Condvar::new(),
+            bulk: AtomicU64::new(0),
+            done: AtomicBool::new(false),
+        });
+        let own = Arc::clone(&shared);
+        std::thread::Builder::new().name("link".into()).spawn(move || {
+            for client in listener.incoming().flatten() {
+                if own.done.load(Ordering::Acquire) {
+                    return;
+                }
+                // A target that is gone refuses; so does the link.
+                let Ok(server) = TcpStream::connect(target) else { continue };
+                let _ = own.carry(client, server);
+            }
+        })?;
+        Ok(Self { at, shared })
+    }
+
+    pub(in crate::command) fn uri(&self) -> String {
+        format!("tcp:{}", self.at)
+    }
+
+    /// From now on the link stands still when the migration is at `phase`.
+    pub(in crate::command) fn hold_at(&self, phase: Phase) {
+        let mut stage = lock(&self.shared.stage);
+        (stage.wanted, stage.reached) = (Some(phase), false);
+    }
+
+    /// Waits until it stands still.
+    pub(in crate::command) fn reached(&self, within: Duration) -> bool {
+        let stage = lock(&self.shared.stage);
+        let waited = self.shared.changed.wait_timeout_while(stage, within, |stage| !stage.reached);
+        waited.is_ok_and(|(stage, _)| stage.reached)
+    }
+
+    /// Lets it go on.
+    pub(in crate::command) fn release(&self) {
+        lock(&self.shared.stage).wanted = None;
+        self.shared.changed.notify_all();
+    }
+
+    /// Does `harm` to all channels of a kind that are open, or to all.
+    pub(in crate::command) fn harm(&self, harm: Harm, channel: Option<Channel>) {
+        for wire in lock(&self.shared.wires).iter() {
+            let of = *lock(&wire.channel);
+            if channel.is_some() && of != channel {
+                continue;
+            }
+            if harm == Harm::Cut {
+                wire.close();
+            } else {
+                wire.harm.store(harm as u8, Ordering::Release);
+            }
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.done.store(true, Ordering::Release);
+        self.release();
+        self.harm(Harm::Cut, None);
+        let _ = TcpStream::connect(self.at);
+    }
+}
+
+impl Wire {
+    fn close(&self) {
+        for end in &self.ends {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn carry(self: &Arc<Self>, client: TcpStream, server: TcpStream) -> std::io::Result<()> {
+        client.set_nodelay(true)?;
+        server.set_nodelay(true)?;
+        let ends = [client.try_clone()?, server.try_clone()?];
+        let wire = Arc::new(Wire { channel: Mutex::new(None), harm: AtomicU8::new(0), ends });
+        lock(&self.wires).push(Arc::clone(&wire));
+        for (from, into, to_target) in
+            [(client.try_clone()?, server.try_clone()?, true), (server, client, false)]
+        {
+            let (own, wire) = (Arc::clone(self), Arc::clone(&wire));
+            std::thread::Builder::new()
+                .name("wire".into())
+                .spawn(move || own.pump(&wire, from, into, to_target))?;
+        }
+        Ok(())
+    }
+
+    fn pump(&self, wire: &Wire, mut from: TcpStream, mut into: TcpStream, to_target: bool) {
+        let (mut words, mut buffer) = (Words::default(), vec![0; 64 << 10]);
+        while let Ok(read @ 1..) = from.read(&mut buffer) {
+            let bytes = &mut buffer[..read];
+            let channel = *lock(&wire.channel);
+            let channel = channel.or_else(|| {
+                let first = if to_target { Words::role(bytes) } else { None };
+                *lock(&wire.channel) = first;
+                first
+            });
+            if channel == Some(Channel::Bulk) && to_target {
+                let before = self.bulk.fetch_add(read as u64, Ordering::AcqRel);
+                self.bulk_goes(before + read as u64);
+            } else if channel == Some(Channel::Control) || !to_target {
+                words.take(bytes, to_target, &mut |word| self.said(word));
+            }
+            match wire.harm.load(Ordering::Acquire) {
+                harm if harm == Harm::Stall as u8 => {
+                    // Read on, so that nobody notices by a full socket alone; nothing of it arrives.
+                    continue;
+                }
+                // The connection stays: its ends are kept.
+                harm if harm == Harm::Deaf as u8 => return,
+                harm if harm == Harm::Corrupt as u8 => {
+                    wire.harm.store(0, Ordering::Release);
+                    bytes[read / 2] ^= 0x10;
+                }
+                harm if harm == Harm::Truncate as u8 => {
+                    let _ = into.write_all(&bytes[..read / 2]);
+                    wire.close();
+                    return;
+                }
+                _ => {}
+            }
+            if into.write_all(bytes).is_err() {
+                break;
+            }
+        }
+        if wire.harm.load(Ordering::Acquire) != Harm::Stall as u8 {
+            let _ = into.shutdown(Shutdown::Write);
+        }
+    }
+
+    fn bulk_goes(&self, bytes: u64) {
+        let stage = lock(&self.stage);
+        let here = match stage.wanted {
+            Some(Phase::FirstPass) => stage.first_pass && bytes > UNDER_WAY,
+            // However few: a guest that hardly gets to write on a busy host leaves little for then, and most of that may go by the
+            // urgent channels.
+            Some(Phase::Postcopy) => stage.running && bytes > 0,
+            _ => false,
+        };
+        self.stop_here(stage, here);
+    }
+
+    fn said(&self, word: Word) {
+        let mut stage = lock(&self.stage);
+        stage.running |= word == Word::Running;
+        stage.first_pass |= word == Word::Pass(0);
+        if word == Word::Running {
+            self.bulk.store(0, Ordering::Release);
+        }
+        let here = match stage.wanted {
+            Some(Phase::Setup) => word == Word::Setup,
+            Some(Phase::LaterPass) => matches!(word, Word::Pass(1..)),
+            Some(Phase::Switchover) => word == Word::StateEnd,
+            Some(Phase::Commit) => word == Word::Commit,
+            Some(Phase::Answer) => word == Word::Running,
+            Some(Phase::Recovery) => word == Word::Resume,
+            _ => false,
+        };
+        self.stop_here(stage, here);
+    }
+
+    /// Whoever carries something now waits until the link is let go on, for ten seconds at most.
+    fn stop_here(&self, mut stage: MutexGuard<'_, Stage>, here: bool) {
+        if here && !stage.reached {
+            stage.reached = true;
+            self.changed.notify_all();
+        }
+        if stage.reached && stage.wanted.is_some() {
+            let longest = Duration::from_secs(10);
+            let _ = self.changed.wait_timeout_while(stage, longest, |stage| stage.wanted.is_some());
+        }
+    }
+}
+
+/// What was said on a control channel, as far as it matters here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Word {
+    Setup,
+    Pass(u32),
+    StateEnd,
+    Commit,
+    Running,
+    Resume,
+}
+
+/// One direction of a control channel.
+#[derive(Default)]
+struct Words {
+    greeted: bool,
+    bytes: Vec<u8>,
+}
+
+impl Words {
+    fn role(bytes: &[u8]) -> Option<Channel> {
+        let hello = Hello::decode(bytes.first_chunk::<HELLO_BYTES>()?).ok()?;
+        match hello.role {
+            Role::Control => Some(Channel::Control),
+            Role::Bulk => Some(Channel::Bulk),
+            Role::Urgent => Some(Channel::Urgent),
+            _ => None,
+        }
+    }
+
+    fn take(&mut self, bytes: &[u8], to_target: bool, said: &mut dyn FnMut(Word)) {
+        self.bytes.extend(bytes);
+        if !self.greeted && self.bytes.len() >= HELLO_BYTES {
+            self.greeted = true;
+            self.bytes.drain(..HELLO_BYTES);
+        }
+        while self.greeted
+            && let Some(header) = self.bytes.first_chunk()
+        {
+            let Ok(header) = ControlHeader::decode(header) else {
+                // Another channel's: requests, echoes.
+                self.bytes.clear();
+                return;
+            };
+            let end = CONTROL_HEADER_BYTES + header.len;
+            let Some(body) = self.bytes.get(CONTROL_HEADER_BYTES..end) else { return };
+            let word = if to_target {
+                match decode_control::<ToTarget>(header, body) {
+                    Ok(ToTarget::Setup { .. }) => Some(Word::Setup),
+                    Ok(ToTarget::Pass { pass, .. }) => Some(Word::Pass(pass)),
+                    Ok(ToTarget::StateEnd { .. }) => Some(Word::StateEnd),
+                    Ok(ToTarget::Commit) => Some(Word::Commit),
+                    _ => None,
+                }
+            } else {
+                match decode_control::<ToSource>(header, body) {
+                    Ok(ToSource::Running { .. }) => Some(Word::Running),
+                    Ok(ToSource::Resume { .. }) => Some(Word::Resume),
+                    _ => None,
+                }
+            };
+            self.bytes.drain(..end);
+            if let Some(word) = word {
+                said(word);
+            }
+        }
+    }
+}

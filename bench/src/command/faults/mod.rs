@@ -1,0 +1,188 @@
+//! `vmferry-bench faults`: every fault at every moment of a migration, with real processes and a
+//! loaded guest, and what became of the guest.
+
+mod disk;
+mod link;
+mod plan;
+mod run;
+
+use super::args::BenchArgs;
+use super::{Finished, no_kvm};
+use crate::density::Budget;
+use crate::etcd::Etcd;
+use crate::host;
+use anyhow::Result;
+pub(super) use link::{Harm, Link};
+pub(super) use plan::{Channel, Phase};
+use plan::{End, FAULTS, Fault, NOT_DONE};
+use run::{Case, Ran};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use vmferry_report::json::{Case as Line, Document};
+
+const GUESTS: [&str; 2] = ["process", "kvm"];
+const MODES: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
+
+/// All cases, or with `quick` each fault at each phase once, by a mode and a guest that the seed
+/// chooses.
+fn cases(args: &BenchArgs) -> Vec<Case> {
+    let mut all = Vec::new();
+    for guest in GUESTS {
+        for mode in MODES {
+            for phase in Phase::of(mode) {
+                let fits = FAULTS.into_iter().filter(|fault| fault.fits(mode, *phase));
+                for fault in fits {
+                    let case = Case { guest, mode, phase: *phase, fault, fenced: false };
+                    all.push(case);
+                    if phase.fenced() {
+                        all.push(Case { fenced: true, ..case });
+                    }
+                }
+            }
+        }
+    }
+    if args.quick {
+        let mut groups: BTreeMap<String, Vec<Case>> = BTreeMap::new();
+        for case in all {
+            groups.entry(format!("{}/{}/{}", case.phase, case.fault, case.fenced)).or_default().push(case);
+        }
+        let mut seed = args.seed;
+        let mut pick = |among: &[Case]| {
+            // Knuth's constants for a linear congruence of 64 bits: a seed chooses the same
+            // everywhere.
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            usize::try_from(seed >> 33).ok().and_then(|number| among.get(number % among.len())).copied()
+        };
+        all = groups.values().filter_map(|among| pick(among)).collect();
+    }
+    let wanted =
+        |name: &str| args.only.is_empty() || args.only.iter().any(|only| name.contains(only.as_str()));
+    all.retain(|case| wanted(&case.to_string()));
+    all
+}
+
+/// Started when the first case needs it: it writes to the disk.
+type LazyEtcd = OnceLock<Result<Etcd, String>>;
+
+/// What makes a case impossible here.
+fn impossible(case: Case, etcd: &LazyEtcd) -> Option<String> {
+    if case.guest == "kvm"
+        && let Some(why) = no_kvm()
+    {
+        return Some(why);
+    }
+    if case.fenced {
+        let etcd = etcd.get_or_init(|| Etcd::start().map_err(|why| why.to_string()));
+        if let Err(why) = etcd {
+            return Some(why.clone());
+        }
+    }
+    match case.fault {
+        Fault::Clock if !rustix::process::geteuid().is_root() => {
+            Some("a time namespace needs root".to_owned())
+        }
+        Fault::PressSource | Fault::PressTarget => Budget::new(1 << 30).err().map(|why| why.to_string()),
+        _ if case.phase == Phase::Save => disk::impossible(),
+        _ => None,
+    }
+}
+
+/// What is said of a case that was run.
+struct Told {
+    line: Line,
+    row: String,
+    end: Option<End>,
+    failure: Option<String>,
+}
+
+fn words(ends: &[End]) -> String {
+    ends.iter().map(End::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+fn one(case: Case, etcd: &LazyEtcd) -> Told {
+    let name = case.to_string();
+    if let Some(why) = impossible(case, etcd) {
+        return Told { line: Line::skipped(&name, why), row: String::new(), end: None, failure: None };
+    }
+    let allowed = case.fault.allowed(case.mode, case.phase, case.fenced);
+    let line = Line::new(&name)
+        .param("guest", case.guest)
+        .param("mode", case.mode)
+        .param("phase", case.phase.to_string())
+        .param("fault", case.fault.to_string())
+        .param("fence", case.fenced);
+    let fence = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.fence()));
+    let ran = if case.phase == Phase::Save {
+        disk::run(case).map(|ran| (ran, 1))
+    } else {
+        run::run(case, fence.as_deref().filter(|_| case.fenced))
+    };
+    match ran {
+        Ok((Ran { end, took, killed }, attempt)) => {
+            let allowed = if killed { case.fault.allowed_if_killed(case.phase) } else { allowed };
+            let text = words(allowed);
+            let mut line = line
+                .param("killed_for_memory", killed)
+                .param("allowed", text.clone())
+                .param("outcome", end.to_string())
+                .param("attempt", attempt);
+            line.metric("decided_ms", took.as_secs_f64() * 1e3);
+            let failure = (!allowed.contains(&end)).then(|| format!("{name}: {end}, allowed is {text}"));
+            let took = format!("{:.1} s", took.as_secs_f64());
+            Told { line, row: format!("{name:<42} {end:<8} {took:>7}  {text}\n"), end: Some(end), failure }
+        }
+        Err(error) => {
+            let text = words(allowed);
+            Told {
+                line: line.param("allowed", text.clone()).param("outcome", "broken"),
+                row: format!("{name:<42} {:<8} {:>7}  {text}\n", "BROKEN", ""),
+                end: None,
+                failure: Some(format!("{name}: {error:#}")),
+            }
+        }
+    }
+}
+
+/// All of them, `jobs` at a time: most of a case is waiting for what somebody's patience is.
+fn all(cases: &[Case], jobs: usize) -> Vec<Told> {
+    let (etcd, next) = (LazyEtcd::new(), AtomicUsize::new(0));
+    let told: Vec<OnceLock<Told>> = cases.iter().map(|_| OnceLock::new()).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    let Some((case, told)) = cases.get(number).zip(told.get(number)) else { break };
+                    eprintln!("faults: {}/{} {case}", number + 1, cases.len());
+                    let first = told.set(one(*case, &etcd));
+                    assert!(first.is_ok(), "{case} is told twice");
+                }
+            });
+        }
+    });
+    told.into_iter().filter_map(OnceLock::into_inner).collect()
+}
+
+pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    let cases = cases(args);
+    let mut document = Document::new("faults", host::describe());
+    let (mut failures, mut counts) = (Vec::new(), BTreeMap::<String, u64>::new());
+    let mut table = format!("{:<42} {:<8} {:>7}  allowed\n", "case", "guest", "after");
+    for Told { line, row, end, failure } in all(&cases, args.jobs.into()) {
+        document.cases.push(line);
+        table.push_str(&row);
+        end.into_iter().for_each(|end| *counts.entry(end.to_string()).or_default() += 1);
+        failures.extend(failure);
+    }
+    for (what, why) in NOT_DONE {
+        document.cases.push(Line::skipped(what, why));
+    }
+    document.summary.insert("seed".into(), json!(args.seed));
+    document.summary.insert("jobs".into(), json!(args.jobs));
+    document.summary.insert("outcomes".into(), json!(counts));
+    document.summary.insert("failures".into(), json!(failures));
+    let table = format!("{table}{}{}", document.skipped_text(), document.failures_text());
+    Ok(Finished { document, table, page: None, failures })
+}

@@ -1,0 +1,318 @@
+//! Our side of `vmferry-bench free-page`: guests whose free pages become known, and that move without them.
+
+use super::args::BenchArgs;
+use super::request::MigrateRequest;
+use super::{Finished, no_kvm, program};
+use crate::free_page::{
+    self, Asking, Drop, Give, Given, Inflation, LearnSpec, Learned, MoveSpec, Moved, Options, OurError,
+    OurRunner, Outcome, Way,
+};
+use crate::host::available_memory;
+use crate::warm::Warm;
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use vmferry_client::{Pair, Setup};
+use vmferry_core::{Gpa, PageSet};
+use vmferry_guest_abi::{AllocSnapshot, GuestArgs, HintMode, Inflation as Inflate, ReportMode, StatsSink};
+use vmferry_vmm::{BalloonHandle, DropWay, HIGH_RAM_START, Vm, VmHandle, VmOptions};
+
+/// How long a guest may take for what it is to do.
+const LIMIT: Duration = Duration::from_secs(120);
+/// Between two looks at a guest that has much to do.
+const POLL: Duration = Duration::from_millis(2);
+/// Between two looks for hints.
+const HINT_POLL: Duration = Duration::from_micros(200);
+/// An idle guest lies still for so long before it is asked, so that it is asked while it sleeps, as usual.
+const SETTLE: Duration = Duration::from_millis(50);
+/// Beside what a guest touches: its image, its tables, and what it must keep.
+const BESIDE: u64 = 128 << 20;
+
+pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    let available = available_memory();
+    let mut options = if args.quick { Options::quick(available) } else { Options::full(available) };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let mut progress = |what: &str| eprintln!("free-page: {what}");
+    let Outcome { document, failures } = free_page::run(&options, &mut Ours, &mut progress);
+    let (table, page) = (free_page::table(&document), free_page::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
+}
+
+struct Ours;
+
+/// What `run` came to, if this host has KVM.
+fn on_kvm<T>(run: impl FnOnce() -> Result<T>) -> Result<T, OurError> {
+    match no_kvm() {
+        Some(why) => Err(OurError::Unavailable(why)),
+        None => run().map_err(|error| OurError::Failed(error.into())),
+    }
+}
+
+impl OurRunner for Ours {
+    fn tsc_khz(&mut self) -> Option<u32> {
+        Vm::new(VmOptions::new(16 << 20, 1)).ok().map(|vm| vm.tsc_khz())
+    }
+
+    fn learn(&mut self, spec: &LearnSpec, way: Way) -> Result<Learned, OurError> {
+        on_kvm(|| match way {
+            Way::Inflate(by, give) => inflate(spec, Inflate { bytes: spec.inflate, by }, give),
+            Way::Hints => ask(spec),
+            Way::Map => read(spec),
+        })
+    }
+
+    fn give(&mut self, touched: u64, how: Drop) -> Result<Given, OurError> {
+        on_kvm(|| give(touched, how))
+    }
+
+    fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError> {
+        on_kvm(|| migrate(spec, asking))
+    }
+}
+
+/// A guest in this process.
+struct Guest {
+    vm: Vm,
+    handle: VmHandle,
+    balloon: BalloonHandle,
+}
+
+impl Guest {
+    fn boot(memory: u64, workload: &str, how: Drop, set: impl FnOnce(&mut GuestArgs)) -> Result<Self> {
+        let mut options = VmOptions::new(memory, 1);
+        options.huge_pages = how.huge;
+        // Nobody else asks it anything.
+        options.stats_every = None;
+        options.drop_way = match how.give {
+            Give::DontNeed => DropWay::DontNeed,
+            Give::Free => DropWay::Free,
+            Give::Nothing => DropWay::Nothing,
+        };
+        let mut vm = Vm::new(options)?;
+        let mut args = GuestArgs::new(workload.parse()?);
+        (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
+        args.report = ReportMode::Off;
+        set(&mut args);
+        vm.load_kernel(vmferry_guest_image::ELF, &args.to_string())?;
+        vm.start()?;
+        let handle = vm.handle();
+        let balloon = handle.balloon().context("this VM has no balloon")?;
+        Ok(Self { vm, handle, balloon })
+    }
+
+    /// Waits until the guest says of its allocator what `done` wants to hear.
+    fn wait(&self, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> Result<AllocSnapshot> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Ok(now) = self.handle.alloc_stats()
+                && done(&now)
+            {
+                return Ok(now);
+            }
+            if let Some(exit) = self.handle.exit() {
+                bail!("the guest ended before {what}: {exit}");
+            }
+            if Instant::now() > deadline {
+                bail!("{what} did not come within {LIMIT:?}");
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// An idle guest that has come to rest.
+    fn idle(spec: &LearnSpec, hints: HintMode) -> Result<(Self, AllocSnapshot)> {
+        let guest = Self::boot(spec.memory, "idle,data=4K", USUAL, |args| args.hints = hints)?;
+        guest.wait("its first report", |now| now.guest.free_pages > 0)?;
+        std::thread::sleep(SETTLE);
+        let now = guest.wait("its next report", |_| true)?;
+        Ok((guest, now))
+    }
+
+    fn no_pages(&self) -> PageSet {
+        PageSet::empty(self.vm.ram().layout())
+    }
+
+    /// How many of `pages` lie beyond the hole.
+    fn high(&self, pages: &PageSet) -> u64 {
+        let regions = self.vm.ram().layout().regions().iter();
+        let high = regions.filter(|region| region.gpa >= Gpa(HIGH_RAM_START));
+        high.filter_map(|region| pages.region(region.id)).map(|map| map.count()).sum()
+    }
+
+    /// All that it said to be free must have come, but for `kept`, and nothing else worth mentioning.
+    fn learned(
+        &self,
+        total: Duration,
+        pages: &PageSet,
+        before: &AllocSnapshot,
+        kept: u64,
+    ) -> Result<Learned> {
+        let (count, free) = (pages.count(), before.guest.free_pages);
+        if (count + kept).abs_diff(free) > free / 100 {
+            bail!("the guest has {free} free pages, and named {count}");
+        }
+        let high_pages = Some(self.high(pages));
+        Ok(Learned { total, pages: count, high_pages, free_pages: free, ..Learned::default() })
+    }
+}
+
+/// As a VM is usually made.
+const USUAL: Drop = Drop { give: Give::DontNeed, huge: true };
+
+fn inflate(spec: &LearnSpec, inflate: Inflate, give: Give) -> Result<Learned> {
+    let how = Drop { give, ..USUAL };
+    let guest = Guest::boot(spec.memory, "idle,data=4K", how, |args| args.inflate = Some(inflate))?;
+    let after = guest.wait("the end of the inflation", |now| now.guest.inflate_us != 0)?.guest;
+    let wanted = inflate.bytes / 4096;
+    let figures = guest.balloon.status().figures;
+    if (after.inflate_pages, figures.inflated_pages) != (wanted, wanted) {
+        bail!(
+            "the guest gave {} of {wanted} pages, and {} arrived",
+            after.inflate_pages,
+            figures.inflated_pages
+        );
+    }
+    let ns = Duration::from_nanos;
+    let parts = Inflation {
+        requests: after.inflate_requests,
+        alloc: ns(after.inflate_alloc_ns),
+        send: ns(after.inflate_send_ns),
+        host: Some(ns(figures.inflate_ns)),
+        madvise: Some(ns(figures.drop_ns)),
+    };
+    Ok(Learned {
+        total: ns(after.inflate_ns),
+        pages: wanted,
+        free_pages: after.free_pages + wanted,
+        inflation: Some(parts),
+        ..Learned::default()
+    })
+}
+
+/// Hints on demand, from asking until the last has come.
+fn ask(spec: &LearnSpec) -> Result<Learned> {
+    let (guest, before) = Guest::idle(spec, HintMode::Demand)?;
+    let start = Instant::now();
+    let mut pages = guest.no_pages();
+    let question = guest.balloon.ask_hints()?;
+    loop {
+        let hints = guest.balloon.take_hints(question, &mut pages).context("the question was closed")?;
+        if hints.ended {
+            break;
+        }
+        if start.elapsed() > LIMIT {
+            bail!("the hints did not end within {LIMIT:?}");
+        }
+        std::thread::sleep(HINT_POLL);
+    }
+    let total = start.elapsed();
+    guest.balloon.end_hints();
+    // It isolates what it names, and keeps some for itself.
+    let learned = guest.learned(total, &pages, &before, before.guest.low_pages)?;
+    let walk = guest.wait("its word about the walk", |now| now.guest.hint_walks > 0)?.guest.hint_last_ns;
+    Ok(Learned { walk: Some(Duration::from_nanos(walk)), ..learned })
+}
+
+/// The map, from asking for it until it is a set of pages.
+fn read(spec: &LearnSpec) -> Result<Learned> {
+    let (guest, before) = Guest::idle(spec, HintMode::Incremental)?;
+    let start = Instant::now();
+    let mut pages = guest.no_pages();
+    guest.balloon.read_map(&mut pages)?;
+    let total = start.elapsed();
+    guest.learned(total, &pages, &before, 0)
+}
+
+fn give(touched: u64, how: Drop) -> Result<Given> {
+    let memory = (touched / 8 * 9 + BESIDE).next_multiple_of(2 << 20);
+    let workload = format!("idle,data=4K,alloc={touched},rounds=1");
+    let guest = Guest::boot(memory, &workload, how, |_| {})?;
+    guest.wait("the end of its allocations", AllocSnapshot::done)?;
+    let pages = touched / 4096;
+    let before = resident()?;
+    guest.balloon.set_target(memory - touched);
+    guest.wait("the inflation", |now| now.guest.balloon_pages == pages)?;
+    let figures = guest.balloon.status().figures;
+    let returned = before.saturating_sub(resident()?);
+    Ok(Given { pages, madvise: Duration::from_nanos(figures.drop_ns), returned })
+}
+
+/// This process's resident memory in bytes.
+fn resident() -> Result<u64> {
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+    let field = |name: &str| {
+        let line = rollup.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    };
+    // What went by MADV_FREE is there until it is needed, and no longer the guest's.
+    let (rss, free) = (field("Rss:").context("no Rss")?, field("LazyFree:").unwrap_or(0));
+    Ok((rss - free.min(rss)) << 10)
+}
+
+fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
+    let stop = AtomicBool::new(false);
+    let hints = match asking {
+        Asking::Nobody => "off",
+        Asking::Hints => "demand",
+        Asking::Map => "incremental",
+    };
+    let setup = Setup {
+        // Nothing goes back to the host before: it is to have all that was ever touched.
+        guest_args: format!("report=off hints={hints}"),
+        ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
+    };
+    let mut pair = Pair::start(&setup, &stop)?;
+    let freed = freed(&mut pair)?;
+    let warm = Warm::hold(spec.memory);
+    std::thread::sleep(SETTLE);
+    let free_pages = if asking == Asking::Nobody { "off" } else { "on" };
+    let request = MigrateRequest {
+        channels: 1,
+        timeout_ms: Some(120_000),
+        free_pages,
+        ..MigrateRequest::to(&pair.uri)
+    };
+    drop(warm);
+    pair.migrate(&request)?;
+    let report = super::quietly(&mut pair.source)?;
+    check(&mut pair, &stop)?;
+    let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
+    let skipped = report["bytes"]["free_pages_skipped"].as_u64();
+    if asking != Asking::Nobody && skipped == Some(0) {
+        bail!("nothing was left out: {}", report["free_pages"]);
+    }
+    let mut result = super::postcopy::result(&report)?;
+    result.passes = report["passes"].as_array().map(|passes| passes.len() as u64);
+    Ok(Moved { result, first_page: time(&report["setup_ms"]), skipped_pages: skipped, freed })
+}
+
+/// Waits until the guest has freed what it allocates; says how much that was, in bytes.
+fn freed(pair: &mut Pair) -> Result<u64> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let alloc = pair.source.client.call("alloc", json!({}))?;
+        if alloc["done"] == true {
+            let vcpus = alloc["vcpus"].as_array().into_iter().flatten();
+            return Ok(vcpus.filter_map(|vcpu| vcpu["freed_bytes"].as_u64()).sum());
+        }
+        if Instant::now() > deadline {
+            bail!("the guest did not free its memory within {LIMIT:?}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The guest finds all that it has in use as it left it.
+fn check(pair: &mut Pair, stop: &AtomicBool) -> Result<()> {
+    pair.target.client.call("verify-guest", json!({ "request": 1 }))?;
+    let after = pair.target.wait("the guest checking its pages", LIMIT, stop, |status| {
+        let guest = &status["vm"]["guest"];
+        (guest["verify_done"].as_u64()? == 1 || guest["corrupt"].as_u64()? > 0).then(|| guest.clone())
+    })?;
+    if after["corrupt"].as_u64() != Some(0) {
+        bail!("the guest found damaged pages after the move: {after}");
+    }
+    Ok(())
+}

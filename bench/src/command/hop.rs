@@ -1,0 +1,135 @@
+//! Guests that move from one machine to the next within this process, which is both sides.
+
+use anyhow::{Result, bail, ensure};
+use std::time::{Duration, Instant};
+use vmferry_engine::{
+    Arrival, Listener, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri, migrate, receive,
+};
+use vmferry_guest_abi::{GuestArgs, State, StatsError, StatsSink, StatsSnapshot};
+use vmferry_process::{ProcessGuest, ProcessOptions};
+use vmferry_vmm::{Vm, VmOptions};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Description of the machines between which a guest moves.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kind {
+    /// Whether the guest runs under KVM. Otherwise it is the threads of this process.
+    pub(super) kvm: bool,
+    /// Memory of the guest in bytes.
+    pub(super) memory: u64,
+}
+
+/// A machine in this process.
+#[derive(Debug)]
+pub(super) enum Machine {
+    Kvm(Box<Vm>),
+    Process(Box<ProcessGuest>),
+}
+
+impl Kind {
+    /// Starts a guest, and waits until it does its work.
+    pub(super) fn running(self, load: &str) -> Result<Machine> {
+        let machine = if self.kvm {
+            let mut vm = Vm::new(self.vm_options())?;
+            let mut args = GuestArgs::new(load.parse()?);
+            (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
+            vm.load_kernel(vmferry_guest_image::ELF, &args.to_string())?;
+            vm.start()?;
+            Machine::Kvm(Box::new(vm))
+        } else {
+            let mut guest = ProcessGuest::new(ProcessOptions::new(self.memory, 1), load.parse()?)?;
+            guest.start()?;
+            Machine::Process(Box::new(guest))
+        };
+        let runs = || machine.stats().is_ok_and(|stats| stats.state >= State::Running);
+        wait("the guest filling its memory", runs)?;
+        Ok(machine)
+    }
+
+    /// Makes a machine that a guest can move to.
+    fn waiting(self) -> Result<Machine> {
+        Ok(if self.kvm {
+            let mut options = self.vm_options();
+            options.incoming = true;
+            Machine::Kvm(Box::new(Vm::new(options)?))
+        } else {
+            Machine::Process(Box::new(ProcessGuest::new_incoming(ProcessOptions::new(self.memory, 1))?))
+        })
+    }
+
+    /// Returns the options of a VM that `vmferry run` makes.
+    fn vm_options(self) -> VmOptions {
+        let mut options = VmOptions::new(self.memory, 1);
+        options.rng = true;
+        options
+    }
+}
+
+impl Machine {
+    fn source(&mut self) -> &mut dyn SourceVm {
+        match self {
+            Self::Kvm(vm) => &mut **vm,
+            Self::Process(guest) => &mut **guest,
+        }
+    }
+
+    fn target(&mut self) -> &mut dyn TargetVm {
+        match self {
+            Self::Kvm(vm) => &mut **vm,
+            Self::Process(guest) => &mut **guest,
+        }
+    }
+
+    /// Returns the guest's own statistics.
+    pub(super) fn stats(&self) -> Result<StatsSnapshot, StatsError> {
+        match self {
+            Self::Kvm(vm) => vm.handle().stats(),
+            Self::Process(guest) => guest.handle().stats(),
+        }
+    }
+
+    /// Asks the guest to check all its pages. Returns `false` if the guest cannot be asked now.
+    pub(super) fn request_verify(&self, request: u64) -> bool {
+        match self {
+            Self::Kvm(vm) => vm.handle().request_verify(request),
+            Self::Process(guest) => guest.handle().request_verify(request),
+        }
+    }
+}
+
+/// Moves the guest into a new machine of the same kind. The old machine is dropped.
+pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Result<(Machine, Report)> {
+    let mut target = kind.waiting()?;
+    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false)?;
+    let uri = listener.uri()?;
+    let arrival = Arrival::new(settings.peer_timeout).stay_awake(false);
+    let monitor = Monitor::new();
+    let report = std::thread::scope(|scope| {
+        let taking = scope.spawn(|| {
+            let mut received = receive(target.target(), &listener, &arrival)?;
+            let rest = received.rest.take();
+            anyhow::Ok(rest.map(|rest| rest.finish(&listener, &arrival)))
+        });
+        let report = migrate(source.source(), &uri, None, settings, &monitor);
+        if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
+            arrival.abandon();
+        }
+        match taking.join() {
+            Ok(taken) => taken.and_then(|_| Ok(report?)),
+            Err(_) => bail!("the target's thread panicked"),
+        }
+    })?;
+    ensure!(report.state == MigrationState::Completed, "it ended as {:?}: {:?}", report.state, report.error);
+    Ok((target, report))
+}
+
+/// Waits until `done` returns `true`.
+pub(super) fn wait(what: &str, mut done: impl FnMut() -> bool) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}

@@ -1,0 +1,97 @@
+//! Many guests on one host that move at once, and one that is very large.
+
+use super::stand::{Stand, kept, most, until};
+use crate::command::request::MigrateRequest;
+use anyhow::{Result, ensure};
+use std::time::{Duration, Instant};
+use vmferry_report::json::Case;
+
+/// How many guests are under way at once.
+const AT_ONCE: usize = 8;
+/// What each does: little, of much memory.
+const LOAD: &str = "uniform,ws=4M,data=16M,rate=1k,fill=random";
+/// As fast as the host lets it, in a small part of its memory.
+const LARGE_LOAD: &str = "uniform,ws=128M,data=256M,rate=0,fill=random";
+
+/// 64 guests of 256 MB; 16 if it is to be quick.
+pub(super) fn fleet(kind: &'static str, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
+    let count = if quick { 16 } else { 64 };
+    case.params.insert("guests".into(), count.into());
+    case.params.insert("at_once".into(), AT_ONCE.into());
+    let mut waiting = Vec::new();
+    for _ in 0..count {
+        waiting.push(Stand::new(kind, "256M", LOAD)?);
+    }
+    let (before, watched) = (all_writes(&mut waiting)?, Instant::now());
+    std::thread::sleep(Duration::from_secs(2));
+    let speed = (all_writes(&mut waiting)? - before) / watched.elapsed().as_secs_f64();
+    let (began, writes) = (Instant::now(), all_writes(&mut waiting)?);
+    let (mut moving, mut arrived) = (Vec::<Stand>::new(), Vec::new());
+    while !(waiting.is_empty() && moving.is_empty()) {
+        while moving.len() < AT_ONCE
+            && let Some(mut next) = waiting.pop()
+        {
+            let request = MigrateRequest { downtime_limit_ms: 1000, ..Stand::request(&next.uri) };
+            next.ask(&request)?;
+            moving.push(next);
+        }
+        let mut still = Vec::new();
+        for mut stand in moving {
+            match stand.look()? {
+                Some(report) => {
+                    ensure!(report["outcome"] == "completed", "a guest did not move: {}", report["error"]);
+                    arrived.push((stand, report));
+                }
+                None => still.push(stand),
+            }
+        }
+        moving = still;
+        ensure!(began.elapsed() < Duration::from_secs(600), "the fleet did not arrive");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let took = began.elapsed();
+    case.metric("all_moved_s", took.as_secs_f64());
+    let after: f64 = arrived.iter_mut().map(|(stand, _)| there(stand)).sum::<Result<f64>>()?;
+    kept(case, wrong, speed, (after - writes) / took.as_secs_f64());
+    for (stand, report) in &mut arrived {
+        stand.arrived(report, case, wrong)?;
+    }
+    Ok(())
+}
+
+/// What all have written so far.
+fn all_writes(stands: &mut [Stand]) -> Result<f64> {
+    stands.iter_mut().map(|stand| Ok(writes(stand.source.status()).unwrap_or(0.0))).sum()
+}
+
+/// What a guest has written that has moved.
+fn there(stand: &mut Stand) -> Result<f64> {
+    let mut count = None;
+    until("the guest's statistics at the target", || {
+        count = writes(stand.target.status());
+        Ok(count.is_some())
+    })?;
+    Ok(count.unwrap_or(0.0))
+}
+
+fn writes(status: Option<serde_json::Value>) -> Option<f64> {
+    status?["vm"]["guest"]["writes"].as_f64()
+}
+
+/// A guest of 16 GB, of which little was ever touched, and that writes as fast as it can; of 4 GB if it is to be quick.
+pub(super) fn large(mode: &str, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
+    let memory = if quick { "4G" } else { "16G" };
+    case.params.insert("memory".into(), memory.into());
+    let mut stand = Stand::new("process", memory, LARGE_LOAD)?;
+    let mode = if mode == "precopy" { "precopy" } else { "hybrid" };
+    let request = MigrateRequest { mode, timeout_ms: Some(15_000), ..Stand::request(&stand.uri) };
+    stand.ask(&request)?;
+    let report = stand.ended()?;
+    ensure!(report["outcome"] == "completed", "it ended as {}: {}", report["outcome"], report["error"]);
+    for name in ["before_writes_per_s", "during_writes_per_s"] {
+        if let Some(speed) = report["guest"][name].as_f64() {
+            most(case, name, speed);
+        }
+    }
+    stand.arrived(&report, case, wrong)
+}

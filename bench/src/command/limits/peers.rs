@@ -1,0 +1,179 @@
+//! Peers that mean harm: they accept and never read, connect and say nothing, or a byte a second.
+
+use super::stand::{LOAD, Stand, bounded, kept, speed};
+use crate::command::faults::{Channel, Harm, Link, Phase};
+use crate::command::sample::Sample;
+use crate::command::side::PATIENCE;
+use anyhow::{Result, bail, ensure};
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmferry_report::json::Case;
+use vmferry_wire::{FEATURES, Hello, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN};
+
+/// A target that accepts, reads nothing and says nothing.
+pub(super) fn no_answer(case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut stand = Stand::new("process", "64M", LOAD)?;
+    let before = speed(&mut stand.source)?;
+    stand.ask(&Stand::request(&format!("tcp:{}", listener.local_addr()?)))?;
+    let during = speed(&mut stand.source)?;
+    kept(case, wrong, before, during);
+    given_up(&mut stand, case, wrong)?;
+    stand.move_it(case, wrong)
+}
+
+/// Both sides find that nobody reads any more on their control channel as it is set up, or later, or on the channels with pages.
+pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+    let (phase, channel) = match what {
+        "setup" => (Phase::Setup, None),
+        "control" => (Phase::FirstPass, Some(Channel::Control)),
+        _ => (Phase::FirstPass, Some(Channel::Bulk)),
+    };
+    let mut stand = Stand::new("process", "64M", LOAD)?;
+    let link = Link::to(stand.target.address()?)?;
+    let before = speed(&mut stand.source)?;
+    link.hold_at(phase);
+    stand.ask(&Stand::request(&link.uri()))?;
+    ensure!(link.reached(PATIENCE), "it never came to {phase}");
+    link.harm(Harm::Deaf, channel);
+    link.release();
+    let during = speed(&mut stand.source)?;
+    kept(case, wrong, before, during);
+    bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
+    given_up(&mut stand, case, wrong)?;
+    stand.another_target()?;
+    stand.move_it(case, wrong)
+}
+
+/// The source gives up, keeps its guest, and nothing of the attempt.
+fn given_up(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+    let began = Instant::now();
+    let report = stand.ended()?;
+    case.metric("given_up_ms", began.elapsed().as_secs_f64() * 1e3);
+    ensure!(report["outcome"] == "failed", "it ended as {}: {}", report["outcome"], report["error"]);
+    ensure!(report["vm"]["place"] == "running", "the guest is {}", report["vm"]["place"]);
+    stand.source.whole()?;
+    let now = Sample::of(stand.source.pid())?;
+    bounded(case, wrong, "source", &now, stand.before.rss_kib);
+    if now.descriptors > stand.before.descriptors {
+        wrong.push(format!("{} descriptors are left, of {}", now.descriptors, stand.before.descriptors));
+    }
+    Ok(())
+}
+
+/// What strangers do who connect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Bad {
+    /// Nothing.
+    Silent,
+    /// A byte of a hello each second.
+    Trickle,
+    /// They say the hello of a migration, and announce no guest.
+    Hello,
+}
+
+/// Strangers at a target that waits, and then the source that it waits for.
+pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
+    let count = if quick { 100 } else { 400 };
+    case.params.insert("strangers".into(), count.into());
+    let mut stand = Stand::new("process", "64M", LOAD)?;
+    let before = speed(&mut stand.source)?;
+    let strangers = Strangers::new(bad, &stand.uri, count)?;
+    let during = speed(&mut stand.source)?;
+    kept(case, wrong, before, during);
+    bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
+    if bad == Bad::Hello {
+        // One of them is being waited for, and says so to others; for five seconds at most.
+        after_the_stranger(&mut stand, case, wrong)?;
+    } else {
+        stand.move_it(case, wrong)?;
+    }
+    drop(strangers);
+    Ok(())
+}
+
+fn after_the_stranger(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+    let began = Instant::now();
+    loop {
+        stand.ask(&Stand::request(&stand.uri))?;
+        let report = stand.ended()?;
+        if report["outcome"] == "completed" {
+            case.metric("kept_out_ms", began.elapsed().as_secs_f64() * 1e3);
+            return stand.arrived(&report, case, wrong);
+        }
+        if began.elapsed() > PATIENCE {
+            bail!("strangers keep the source out: {}", report["error"]);
+        }
+    }
+}
+
+/// Connections that are held open for as long as this lives.
+struct Strangers {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Strangers {
+    fn new(bad: Bad, uri: &str, count: usize) -> Result<Self> {
+        let at = uri.strip_prefix("tcp:").unwrap_or(uri);
+        let mut streams = Vec::new();
+        for number in 0..count {
+            let mut stream = TcpStream::connect(at)?;
+            stream.set_nonblocking(true)?;
+            let hello = hello(u8::try_from(number % 251).unwrap_or_default());
+            if bad == Bad::Hello {
+                // Who was refused has been closed.
+                let _ = stream.write_all(&hello);
+            }
+            streams.push((stream, hello));
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let ends = Arc::clone(&stop);
+        let thread = std::thread::Builder::new().name("strangers".into()).spawn(move || {
+            for second in 0.. {
+                for (stream, hello) in &mut streams {
+                    if bad == Bad::Trickle
+                        && let Some(byte) = hello.get(second..=second)
+                    {
+                        let _ = stream.write_all(byte);
+                    }
+                }
+                let next = Instant::now() + Duration::from_secs(1);
+                while Instant::now() < next {
+                    if ends.load(Ordering::Acquire) {
+                        return;
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            }
+        })?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn hello(id: u8) -> Vec<u8> {
+    let hello = Hello {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+        features: FEATURES,
+        migration: MigrationId([id; 16]),
+        role: Role::Control,
+        index: 0,
+        token: Token::NONE,
+        fence: 0,
+    };
+    hello.encode().to_vec()
+}

@@ -1,0 +1,268 @@
+//! The command `vmferry-bench`: which benches it runs, and the side of each bench that is
+//! vmferry's.
+
+mod args;
+mod density;
+mod faults;
+mod fence;
+mod free_page;
+mod hop;
+mod limits;
+mod places;
+mod plan;
+mod postcopy;
+mod program;
+mod reaper;
+mod request;
+mod sample;
+mod side;
+mod soak;
+
+use crate::cpu::CpuMeter;
+use crate::floor::{RECEIVER_SUBCOMMAND, ReceiverCommand, receiver_main};
+use crate::migrate::{CaseSpec, Options, OurError, OurRunner, Outcome};
+use crate::result::MigrationResult;
+use crate::rtt::SOURCE_SUBCOMMAND;
+use crate::warm::Warm;
+use crate::{rtt, scan};
+use anyhow::{Context, Result, bail};
+use args::{BenchArgs, BenchName};
+use clap::Parser;
+use places::Certificates;
+use request::MigrateRequest;
+use serde_json::{Value, json};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use vmferry_client::{Pair, Place, Runner, SameHost, Setup};
+use vmferry_report::json::Document;
+
+/// How long the guest is watched on the target.
+const AFTER: Duration = Duration::from_millis(1000);
+
+/// What a bench came to.
+struct Finished {
+    document: Document,
+    table: String,
+    /// A page with charts, from benches that draw one.
+    page: Option<String>,
+    failures: Vec<String>,
+}
+
+/// Runs the command. Two subcommands are for processes that benches start out of this executable.
+pub fn main() -> ExitCode {
+    let first = std::env::args_os().nth(1);
+    let rest = || std::env::args().skip(2).collect::<Vec<String>>();
+    let result = match first.as_deref().and_then(OsStr::to_str) {
+        Some(RECEIVER_SUBCOMMAND) => receiver_main(&rest()).map_err(Into::into),
+        Some(SOURCE_SUBCOMMAND) => rtt::source_main(&rest()).map_err(Into::into),
+        _ => bench(&BenchArgs::parse()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vmferry-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the benches that `args` name, and writes their results.
+///
+/// # Errors
+/// If a bench cannot run, or if anything in it failed.
+fn bench(args: &BenchArgs) -> Result<()> {
+    // The guests of `soak` and `free-page` run in this process, with the memory that the command
+    // would have.
+    vmferry_sys::share_one_heap();
+    let draws = |name| {
+        matches!(name, BenchName::Reaper | BenchName::FreePage | BenchName::Density | BenchName::Postcopy)
+    };
+    if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
+        bail!("scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; leave --html out");
+    }
+    if let Some(path) = &args.vmferry {
+        program::name(path);
+    }
+    // Opened first: a bench should not end without its results because of a typing mistake.
+    let mut out = args.json.as_deref().map(open).transpose()?;
+    let mut html = args.html.as_deref().map(open).transpose()?;
+    let mut failures = 0;
+    for bench in wanted(args.name) {
+        let finished = bench(args)?;
+        if let Some(out) = &mut out {
+            finished.document.write(out)?;
+        }
+        if let (Some(html), Some(page)) = (&mut html, &finished.page) {
+            html.write_all(page.as_bytes())?;
+        }
+        if args.json.as_deref() != Some(Path::new("-")) {
+            writeln!(std::io::stdout(), "{}", finished.table).context("cannot write the table")?;
+        }
+        for failure in &finished.failures {
+            eprintln!("vmferry-bench: {failure}");
+        }
+        failures += finished.failures.len();
+    }
+    match failures {
+        0 => Ok(()),
+        1 => bail!("1 failure, see above"),
+        count => bail!("{count} failures, see above"),
+    }
+}
+
+/// A bench.
+type Bench = fn(&BenchArgs) -> Result<Finished>;
+
+fn wanted(name: BenchName) -> &'static [Bench] {
+    match name {
+        BenchName::Scan => &[scan],
+        BenchName::Migrate => &[migrate],
+        BenchName::Reaper => &[reaper::bench],
+        BenchName::FreePage => &[free_page::bench],
+        BenchName::Density => &[density::bench],
+        BenchName::Postcopy => &[postcopy::bench],
+        BenchName::Rtt => &[rtt],
+        BenchName::Plan => &[plan::bench],
+        BenchName::Faults => &[faults::bench],
+        BenchName::Soak => &[soak::bench],
+        BenchName::Limits => &[limits::bench],
+        BenchName::Fence => &[fence::bench],
+        BenchName::All => &[
+            scan,
+            rtt,
+            migrate,
+            plan::bench,
+            free_page::bench,
+            density::bench,
+            reaper::bench,
+            postcopy::bench,
+        ],
+    }
+}
+
+/// Opens a file for results, or standard output for `-`.
+fn open(path: &Path) -> Result<Box<dyn Write>> {
+    if path == Path::new("-") {
+        return Ok(Box::new(std::io::stdout()));
+    }
+    Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
+}
+
+/// Returns why this host cannot run a KVM guest; `None` if it can.
+fn no_kvm() -> Option<String> {
+    vmferry_vmm::open_kvm().err().map(|error| error.to_string())
+}
+
+fn scan(args: &BenchArgs) -> Result<Finished> {
+    let options = if args.quick { scan::Options::quick() } else { scan::Options::full() };
+    let document = scan::run(&options, &mut |what| eprintln!("scan: {what}"));
+    Ok(Finished { table: scan::table(&document), document, page: None, failures: Vec::new() })
+}
+
+fn rtt(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { rtt::Options::quick() } else { rtt::Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let source = rtt::SourceCommand::this_executable()?;
+    let Outcome { document, failures } = rtt::run(&options, &source, &mut |what| eprintln!("rtt: {what}"));
+    Ok(Finished { table: rtt::table(&document), document, page: None, failures })
+}
+
+fn migrate(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { Options::quick() } else { Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let receiver = ReceiverCommand::this_executable()?;
+    let mut progress = |what: &str| eprintln!("migrate: {what}");
+    let Outcome { document, failures } = crate::migrate::run(&options, &mut Ours, &receiver, &mut progress);
+    Ok(Finished { table: crate::migrate::table(&document), document, page: None, failures })
+}
+
+struct Ours;
+
+impl OurRunner for Ours {
+    fn run(&mut self, spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult, OurError> {
+        if let Some(why) = no_kvm() {
+            return Err(OurError::Unavailable(why));
+        }
+        move_once(spec, channels, encrypted).map_err(|error| OurError::Failed(error.into()))
+    }
+}
+
+fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult> {
+    let stop = AtomicBool::new(false);
+    let certificates = encrypted.then(Certificates::new).transpose()?;
+    let setup = Setup {
+        cpus: spec.vcpus,
+        // QEMU has none in this bench.
+        balloon: false,
+        place: certificates.as_ref().map_or(&SameHost as &dyn Place, |own| own),
+        ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
+    };
+    let mut pair = Pair::start(&setup, &stop)?;
+    let warm = Warm::hold(spec.memory);
+    std::thread::sleep(spec.settle);
+    let request = MigrateRequest {
+        channels: u16::try_from(channels)?,
+        downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
+        timeout_ms: Some(120_000),
+        ..MigrateRequest::to(&pair.uri)
+    };
+    let is_vcpu = |name: &str| name.starts_with("vcpu");
+    let meters = (CpuMeter::start(pair.source.pid(), is_vcpu)?, CpuMeter::start(pair.target.pid(), is_vcpu)?);
+    drop(warm);
+    pair.migrate(&request)?;
+    let report = quietly(&mut pair.source)?;
+    let (cpu_source, cpu_destination) = (meters.0.used()?, meters.1.used()?);
+    let arrived = pair.target.status()?["vm"]["guest"].clone();
+    std::thread::sleep(AFTER);
+    let later = pair.target.status()?["vm"]["guest"].clone();
+    if later["corrupt"].as_u64() != Some(0) {
+        bail!("the guest found damaged pages after the move: {later}");
+    }
+    let number = |value: &Value| value.as_f64();
+    let time = |value: &Value| number(value).map(|ms| Duration::from_secs_f64(ms / 1e3));
+    let busy = |value: &Value| number(value).filter(|speed| *speed > 0.0);
+    Ok(MigrationResult {
+        total: time(&report["total_ms"]).context("no total time")?,
+        downtime: time(&report["downtime_ms"]).context("no downtime")?,
+        data_bytes: report["bytes"]["raw_pages"].as_u64().context("no count of pages")? * 4096,
+        wire_bytes: report["bytes"]["wire"].as_u64(),
+        passes: report["passes"].as_array().map(|passes| passes.len() as u64),
+        cpu_source,
+        cpu_destination,
+        writes_before: busy(&report["guest"]["before_writes_per_s"]),
+        writes_during: busy(&report["guest"]["during_writes_per_s"]),
+        writes_after: after(&arrived, &later),
+        stall_max: later["stall_max_us"].as_u64().map(Duration::from_micros),
+    })
+}
+
+fn after(arrived: &Value, later: &Value) -> Option<f64> {
+    let difference = |name: &str| Some(later[name].as_f64()? - arrived[name].as_f64()?);
+    let (writes, us) = (difference("writes")?, difference("t_us")?);
+    (writes > 0.0 && us > 0.0).then(|| writes * 1e6 / us)
+}
+
+/// Waits for the end of a migration without showing it.
+fn quietly(source: &mut Runner) -> Result<Value> {
+    let deadline = Instant::now() + Duration::from_secs(130);
+    while Instant::now() < deadline {
+        let status = source.client.call("status", json!({}))?;
+        if status["outcome"].is_null() {
+            // Rarely enough that asking costs the migration nothing.
+            std::thread::sleep(Duration::from_millis(20));
+            continue;
+        }
+        if status["outcome"] != "completed" {
+            bail!("the migration ended as {}: {}", status["outcome"], status["error"]);
+        }
+        return Ok(status);
+    }
+    bail!("the migration did not end in time")
+}

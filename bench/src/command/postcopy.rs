@@ -1,0 +1,193 @@
+//! Our side of `vmferry-bench postcopy`: a guest that is watched while it waits for its pages.
+
+use super::args::BenchArgs;
+use super::request::MigrateRequest;
+use super::{Finished, no_kvm, program};
+use crate::postcopy::{
+    self, CaseSpec, Heard, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch, Way,
+};
+use crate::result::MigrationResult;
+use crate::rtt::SourceCommand;
+use crate::warm::Warm;
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+use vmferry_client::{Pair, Runner, Setup};
+
+/// How long a migration may take before it is taken for stuck.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How long the guest may take to report from the target.
+const REPORT: Duration = Duration::from_secs(10);
+/// Between two looks while the guest is being switched: the moment at which it runs is known no better.
+const SWITCH_POLL: Duration = Duration::from_millis(2);
+
+pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { Options::quick() } else { Options::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let mut progress = |what: &str| eprintln!("postcopy: {what}");
+    let source = SourceCommand::this_executable()?;
+    let Outcome { document, failures } = postcopy::run(&options, &mut Ours, &source, &mut progress);
+    let (table, page) = (postcopy::table(&document), postcopy::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
+}
+
+struct Ours;
+
+impl OurRunner for Ours {
+    fn run(&mut self, spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run, OurError> {
+        if let Some(why) = no_kvm() {
+            return Err(OurError::Unavailable(why));
+        }
+        move_once(spec, way, watch).map_err(|error| OurError::Failed(error.into()))
+    }
+}
+
+/// What the guest at one side was heard to say, on the clock of the command.
+struct Ear {
+    zero: Instant,
+    heard: Vec<Heard>,
+}
+
+impl Ear {
+    /// Asks once. A guest that is just being stopped or moved has no answer.
+    fn listen(&mut self, at: &mut Runner) -> Result<Option<&Heard>> {
+        let Ok(mut answer) = at.client.call("stalls", json!({})) else { return Ok(None) };
+        if answer["corrupt"] != 0 {
+            bail!("the guest found {} damaged pages", answer["corrupt"]);
+        }
+        let vcpus: Vec<Vcpu> =
+            serde_json::from_value(answer["vcpus"].take()).context("the guest's stalls do not fit")?;
+        let heard = Heard { at: since(self.zero), vcpus };
+        self.heard.push(heard);
+        Ok(self.heard.last())
+    }
+}
+
+fn since(zero: Instant) -> f64 {
+    zero.elapsed().as_secs_f64()
+}
+
+fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
+    let stop = AtomicBool::new(false);
+    let setup = Setup {
+        cpus: spec.vcpus,
+        // QEMU has none in this bench.
+        balloon: false,
+        place: watch.link,
+        ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
+    };
+    let mut pair = Pair::start(&setup, &stop)?;
+    let warm = Warm::hold(spec.memory);
+    let zero = Instant::now();
+    let mut here = Ear { zero, heard: Vec::new() };
+    while zero.elapsed() < watch.before {
+        here.listen(&mut pair.source)?;
+        std::thread::sleep(POLL);
+    }
+    drop(warm);
+    here.listen(&mut pair.source)?;
+    let start = Instant::now();
+    pair.migrate(&request(way, &pair.uri))?;
+    let mut there = Ear { zero: start, heard: Vec::new() };
+    let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
+    let before = (start - zero).as_secs_f64();
+    here.heard.iter_mut().for_each(|heard| heard.at -= before);
+    watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
+    let arrived = pair.target.status()?;
+    Ok(Run {
+        own: own(&report).or_else(|| own(&arrived["vm"]["received"])).or_else(|| own(&arrived)),
+        result: result(&report)?,
+        source: here.heard,
+        target: there.heard,
+        switched,
+        end,
+    })
+}
+
+/// Watches the guest until the source knows that everything is done. Gives its report, when the guest ran on the target, and
+/// when it was done, in seconds since `start`.
+fn follow(
+    source: &mut Runner,
+    target: &mut Runner,
+    (here, there): (&mut Ear, &mut Ear),
+    start: Instant,
+) -> Result<(Value, f64, f64)> {
+    let mut switched = None;
+    loop {
+        let status = source.status()?;
+        let outcome = &status["outcome"];
+        if outcome == "completed" {
+            return Ok((status, switched.unwrap_or_else(|| since(start)), since(start)));
+        }
+        if !outcome.is_null() {
+            bail!("the migration ended as {outcome}: {}", status["error"]);
+        }
+        if start.elapsed() > LIMIT {
+            bail!("the migration did not end within {LIMIT:?}");
+        }
+        if status["state"] == "postcopy" {
+            switched.get_or_insert_with(|| since(start));
+            there.listen(target)?;
+            std::thread::sleep(POLL);
+        } else {
+            here.listen(source)?;
+            std::thread::sleep(SWITCH_POLL);
+        }
+    }
+}
+
+/// Watches the guest on the target until it is as fast as before, or for so long.
+fn watch_on(
+    target: &mut Runner,
+    there: &mut Ear,
+    mut back: SpeedBack,
+    end: f64,
+    after: Duration,
+) -> Result<()> {
+    // At least one report of each vCPU after the end.
+    let (least, most) = (end + 2.0 * POLL.as_secs_f64(), end + after.as_secs_f64());
+    loop {
+        let zero = there.zero;
+        if let Some(heard) = there.listen(target)? {
+            let done = back.is_back(heard);
+            if heard.at > least && (done || heard.at > most) {
+                return Ok(());
+            }
+        }
+        if since(zero) > most + REPORT.as_secs_f64() {
+            bail!("the guest did not report from the target within {REPORT:?}");
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// The published ways have one channel of each kind; ours is what `migrate` does of its own accord.
+fn request(way: Way, uri: &str) -> MigrateRequest {
+    let usual = MigrateRequest { mode: "postcopy", insecure: true, ..MigrateRequest::to(uri) };
+    let urgent = match way {
+        Way::Shared => "shared",
+        Way::Interleaved => "interleaved",
+        Way::Dedicated => "dedicated",
+        Way::Ours => return usual,
+    };
+    MigrateRequest { urgent, pace: "off", channels: 1, urgent_channels: 1, ..usual }
+}
+
+/// The target's account of its faults, wherever it stands.
+fn own(status: &Value) -> Option<postcopy::Own> {
+    let postcopy = status.get("postcopy").filter(|postcopy| postcopy["faults"].is_number())?;
+    serde_json::from_value(postcopy.clone()).ok()
+}
+
+pub(super) fn result(report: &Value) -> Result<MigrationResult> {
+    let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
+    Ok(MigrationResult {
+        total: time(&report["total_ms"]).context("no total time")?,
+        downtime: time(&report["downtime_ms"]).context("no downtime")?,
+        data_bytes: report["bytes"]["raw_pages"].as_u64().unwrap_or(0) * 4096,
+        wire_bytes: report["bytes"]["wire"].as_u64(),
+        ..MigrationResult::default()
+    })
+}

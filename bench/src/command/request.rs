@@ -1,0 +1,65 @@
+//! Requests of migrations, as the control socket takes them.
+
+use serde::Serialize;
+use std::time::Duration;
+use vmferry_engine::Settings;
+
+/// Arguments of `x-vmferry-migrate`. The process refuses a value that it does not know.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct MigrateRequest {
+    pub(super) uri: String,
+    /// `precopy`, `postcopy` or `hybrid`.
+    pub(super) mode: &'static str,
+    /// `shared`, `interleaved` or `dedicated`.
+    pub(super) urgent: &'static str,
+    pub(super) urgent_channels: u16,
+    /// `auto` or `off`.
+    pub(super) pace: &'static str,
+    pub(super) reconnect_for_ms: u64,
+    pub(super) tracker: Option<&'static str>,
+    pub(super) reaper: Option<String>,
+    pub(super) channels: u16,
+    pub(super) downtime_limit_ms: u64,
+    /// Bytes per second.
+    pub(super) max_bandwidth: Option<u64>,
+    pub(super) timeout_ms: Option<u64>,
+    /// `cancel`, `switch` or `postcopy`.
+    pub(super) on_timeout: &'static str,
+    /// `off`, `all` or `writers`.
+    pub(super) auto_converge: &'static str,
+    /// Whether the migration is predicted first, and the prediction is scored.
+    pub(super) plan: bool,
+    /// `on` or `off`.
+    pub(super) free_pages: &'static str,
+    pub(super) insecure: bool,
+    pub(super) peer_timeout_ms: u64,
+}
+
+impl MigrateRequest {
+    /// Returns a request with the settings that `vmferry migrate` has without options.
+    pub(super) fn to(uri: &str) -> Self {
+        let settings = Settings::default();
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            uri: uri.into(),
+            mode: "precopy",
+            urgent: "dedicated",
+            urgent_channels: settings.urgent_channels,
+            pace: "auto",
+            reconnect_for_ms: millis(settings.reconnect_for),
+            tracker: None,
+            reaper: None,
+            channels: settings.channels,
+            downtime_limit_ms: millis(settings.downtime_limit),
+            max_bandwidth: None,
+            timeout_ms: None,
+            on_timeout: "cancel",
+            auto_converge: "off",
+            plan: false,
+            free_pages: "on",
+            insecure: false,
+            peer_timeout_ms: millis(settings.peer_timeout),
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! The command `vmferry-bench`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vmferry_bench::command::main()
+}

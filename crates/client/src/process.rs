@@ -1,0 +1,421 @@
+//! Processes `vmferry run`, started with the options that operators use.
+
+use crate::Client;
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Longest time that a process may take to come up, and a guest to fill its memory.
+const START: Duration = Duration::from_secs(60);
+/// Longest time that a process may take to end after `quit`.
+const QUIT: Duration = Duration::from_secs(5);
+
+/// Role of a process in a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The process that starts the guest.
+    Source,
+    /// The process that waits for the guest.
+    Target,
+}
+
+/// Surroundings that processes are started in: a network, a limit of memory, credentials.
+///
+/// Every method has a default that changes nothing.
+pub trait Place: std::fmt::Debug {
+    /// Returns the address at which a process listens.
+    fn address(&self, role: Role) -> Ipv4Addr {
+        let _ = role;
+        Ipv4Addr::LOCALHOST
+    }
+
+    /// Returns further options of the process.
+    fn options(&self, role: Role) -> Vec<OsString> {
+        let _ = role;
+        Vec::new()
+    }
+
+    /// Prepares `command`, which has not been started yet.
+    ///
+    /// # Errors
+    /// If the process cannot be started there.
+    fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
+        let _ = (role, command);
+        Ok(())
+    }
+
+    /// Checks process `pid` right after its start. The process is ended if this fails.
+    ///
+    /// # Errors
+    /// If the process is not where it must be.
+    fn started(&self, role: Role, pid: u32) -> io::Result<()> {
+        let _ = (role, pid);
+        Ok(())
+    }
+}
+
+/// Place of processes that run like this one, and connect over loopback.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SameHost;
+
+impl Place for SameHost {}
+
+/// Description of a guest and of the processes that run it.
+#[derive(Debug, Clone)]
+pub struct Setup<'a> {
+    /// Executable `vmferry`.
+    pub program: &'a Path,
+    /// Kind of guest, as `--guest` takes it.
+    pub guest: &'a str,
+    /// Memory of the guest in bytes.
+    pub memory: u64,
+    /// Number of vCPUs.
+    pub cpus: u32,
+    /// Work of the guest, as `--workload` takes it.
+    pub workload: String,
+    /// Further arguments of the guest, as `--guest-args` takes them.
+    pub guest_args: String,
+    /// Entries of each vCPU's dirty ring.
+    pub dirty_ring: Option<u32>,
+    /// Confinement of the processes, as `--sandbox` takes it.
+    pub sandbox: &'a str,
+    /// Whether the guest has a balloon.
+    pub balloon: bool,
+    /// Surroundings of the processes.
+    pub place: &'a dyn Place,
+}
+
+impl<'a> Setup<'a> {
+    /// Returns a KVM guest with one vCPU and a balloon, in confined processes on this host.
+    pub fn new(program: &'a Path, memory: u64, workload: impl Into<String>) -> Self {
+        Self {
+            program,
+            guest: "kvm",
+            memory,
+            cpus: 1,
+            workload: workload.into(),
+            guest_args: String::new(),
+            dirty_ring: None,
+            sandbox: "on",
+            balloon: true,
+            place: &SameHost,
+        }
+    }
+
+    /// Returns the command of one process. Its control socket is at `api`.
+    fn command(&self, role: Role, api: &Path) -> io::Result<Command> {
+        let mut command = Command::new(self.program);
+        command.args(["run", "--die-with-parent", "--guest", self.guest]);
+        command.args(["--memory", &self.memory.to_string(), "--cpus", &self.cpus.to_string()]);
+        command.arg("--api").arg(api).args(["--sandbox", self.sandbox]);
+        command.args(["--balloon", if self.balloon { "on" } else { "off" }]);
+        if let Some(entries) = self.dirty_ring {
+            command.args(["--dirty-ring", &entries.to_string()]);
+        }
+        match role {
+            Role::Source => {
+                command.args(["--workload", &self.workload, "--guest-args", &self.guest_args]);
+            }
+            Role::Target => {
+                let address = self.place.address(role);
+                command.args(["--incoming", &format!("tcp:{address}:0")]);
+                if !address.is_loopback() {
+                    command.arg("--insecure");
+                }
+            }
+        }
+        command.args(self.place.options(role));
+        self.place.enter(role, &mut command)?;
+        // Ctrl-C on the terminal must reach only this process, which then ends the others.
+        command.process_group(0);
+        Ok(command)
+    }
+}
+
+/// A running process `vmferry run`. It is ended when this value is dropped.
+#[derive(Debug)]
+pub struct Runner {
+    child: Child,
+    /// Connection to its control socket.
+    pub client: Client,
+}
+
+impl Runner {
+    /// Starts a process, and waits until its control socket answers.
+    fn start(setup: &Setup<'_>, role: Role, folder: &Path, name: &str) -> Result<Self> {
+        let api = folder.join(format!("{name}.sock"));
+        let log = folder.join(format!("{name}.log"));
+        let mut command =
+            setup.command(role, &api).with_context(|| format!("cannot start the {name} process"))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
+        let mut child =
+            command.spawn().with_context(|| format!("cannot start {}", setup.program.display()))?;
+        match Self::reached(&mut child, setup.place, role, &api, name) {
+            Ok(Some(client)) => Ok(Self { child, client }),
+            Ok(None) => {
+                let status = child.wait()?;
+                let said = std::fs::read_to_string(&log).unwrap_or_default();
+                bail!("the {name} process ended ({status}): {}", said.trim())
+            }
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns a connection to the process; `None` if the process has ended.
+    fn reached(
+        child: &mut Child,
+        place: &dyn Place,
+        role: Role,
+        api: &Path,
+        name: &str,
+    ) -> Result<Option<Client>> {
+        place
+            .started(role, child.id())
+            .with_context(|| format!("the {name} process is in the wrong place"))?;
+        let deadline = Instant::now() + START;
+        loop {
+            if let Ok(client) = Client::connect(api) {
+                return Ok(Some(client));
+            }
+            if child.try_wait()?.is_some() {
+                return Ok(None);
+            }
+            if Instant::now() > deadline {
+                bail!("the {name} process did not come up within {START:?}");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Returns the process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Returns how the process ended; `None` while it runs.
+    ///
+    /// # Errors
+    /// If the kernel does not tell.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
+    }
+
+    /// Returns the status of the guest and of its migration.
+    ///
+    /// # Errors
+    /// If the process does not answer.
+    pub fn status(&mut self) -> Result<Value> {
+        self.client.call("status", json!({}))
+    }
+
+    /// Waits until `ready` returns a value for the status. `what` names the event in errors.
+    ///
+    /// # Errors
+    /// If the process does not answer, if `stop` is set, or if the event does not happen in time.
+    pub fn wait<T>(
+        &mut self,
+        what: &str,
+        within: Duration,
+        stop: &AtomicBool,
+        ready: impl Fn(&Value) -> Option<T>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(found) = ready(&self.status()?) {
+                return Ok(found);
+            }
+            if stop.load(Ordering::Acquire) {
+                bail!("interrupted while waiting for {what}");
+            }
+            if Instant::now() > deadline {
+                bail!("{what} did not happen within {within:?}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Waits until the target listens, and returns its URI.
+    fn incoming(&mut self, stop: &AtomicBool) -> Result<String> {
+        self.wait("the target listening", START, stop, |status| {
+            status["vm"]["incoming"].as_str().map(str::to_owned)
+        })
+    }
+
+    /// Waits until the guest runs its workload.
+    fn running(&mut self, stop: &AtomicBool) -> Result<()> {
+        self.wait("the guest filling its memory", START, stop, |status| match status["vm"]["guest"]["state"]
+            .as_str()
+        {
+            Some("running" | "corrupt") => Some(()),
+            _ => None,
+        })
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        if self.client.call("quit", json!({})).is_ok() {
+            let deadline = Instant::now() + QUIT;
+            while Instant::now() < deadline {
+                if matches!(self.child.try_wait(), Ok(Some(_))) {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A process whose guest runs its workload, and another process that waits for the guest.
+///
+/// Both processes end when this value is dropped, the source first.
+#[derive(Debug)]
+pub struct Pair {
+    /// Process that started the guest.
+    pub source: Runner,
+    /// Process that waits for the guest.
+    pub target: Runner,
+    /// URI at which the target listens.
+    pub uri: String,
+    // Dropped last: the sockets of both processes are in it.
+    _folder: Folder,
+}
+
+impl Pair {
+    /// Starts both processes, and waits until the guest runs its workload.
+    ///
+    /// # Errors
+    /// If a process does not come up, or if `stop` is set meanwhile.
+    pub fn start(setup: &Setup<'_>, stop: &AtomicBool) -> Result<Self> {
+        let folder = Folder::new()?;
+        let mut target = Runner::start(setup, Role::Target, folder.path(), "target")?;
+        let uri = target.incoming(stop)?;
+        let mut source = Runner::start(setup, Role::Source, folder.path(), "source")?;
+        source.running(stop)?;
+        Ok(Self { source, target, uri, _folder: folder })
+    }
+
+    /// Starts the migration that `request` describes. The source reports its progress in the
+    /// status.
+    ///
+    /// # Errors
+    /// If the source refuses the request.
+    pub fn migrate(&mut self, request: &impl Serialize) -> Result<()> {
+        self.source.client.call("migrate", serde_json::to_value(request)?)?;
+        Ok(())
+    }
+}
+
+/// A process with a guest that does not move.
+#[derive(Debug)]
+pub struct Alone {
+    /// The process.
+    pub runner: Runner,
+    // Dropped last: the socket of the process is in it.
+    _folder: Folder,
+}
+
+impl Alone {
+    /// Starts the process, and does not wait for the guest.
+    ///
+    /// # Errors
+    /// If the process does not come up.
+    pub fn start(setup: &Setup<'_>) -> Result<Self> {
+        let folder = Folder::new()?;
+        Ok(Self { runner: Runner::start(setup, Role::Source, folder.path(), "guest")?, _folder: folder })
+    }
+}
+
+/// A folder for sockets and logs. It is removed when this value is dropped.
+#[derive(Debug)]
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("vmferry-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).with_context(|| format!("cannot make the folder {}", path.display()))?;
+        Ok(Self(path))
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A place with a network of its own.
+    #[derive(Debug)]
+    struct Elsewhere;
+
+    impl Place for Elsewhere {
+        fn address(&self, _: Role) -> Ipv4Addr {
+            Ipv4Addr::new(192, 0, 2, 2)
+        }
+
+        fn options(&self, role: Role) -> Vec<OsString> {
+            vec![format!("--role={role:?}").into()]
+        }
+    }
+
+    fn words(setup: &Setup<'_>, role: Role) -> String {
+        let command = setup.command(role, Path::new("/x/api")).unwrap();
+        command.get_args().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn source_gets_the_workload_and_target_the_address() {
+        let setup = Setup { dirty_ring: Some(4096), ..Setup::new(Path::new("vmferry"), 4096, "idle") };
+        let common = "--memory 4096 --cpus 1 --api /x/api --sandbox on --balloon on --dirty-ring 4096";
+        let (source, target) = (words(&setup, Role::Source), words(&setup, Role::Target));
+        assert!(source.contains(common) && source.ends_with("--workload idle --guest-args "), "{source}");
+        assert!(target.contains(common) && target.ends_with("--incoming tcp:127.0.0.1:0"), "{target}");
+    }
+
+    #[test]
+    fn target_on_another_network_accepts_unencrypted_connections() {
+        let setup = Setup { place: &Elsewhere, ..Setup::new(Path::new("vmferry"), 4096, "idle") };
+        let target = words(&setup, Role::Target);
+        assert!(target.ends_with("--incoming tcp:192.0.2.2:0 --insecure --role=Target"), "{target}");
+        assert!(!words(&setup, Role::Source).contains("--insecure"));
+    }
+
+    #[test]
+    fn process_that_ends_early_is_reported_with_its_last_words() {
+        // `cat` has no such options, and says so.
+        let error = Alone::start(&Setup::new(Path::new("cat"), 4096, "idle")).unwrap_err();
+        let said = format!("{error:#}");
+        assert!(said.contains("the guest process ended (exit status: 1): "), "{said}");
+        assert!(said.contains("die-with-parent"), "{said}");
+    }
+
+    #[test]
+    fn missing_executable_is_named() {
+        let error = Alone::start(&Setup::new(Path::new("/nonexistent/vmferry"), 4096, "idle")).unwrap_err();
+        assert!(format!("{error:#}").contains("cannot start /nonexistent/vmferry"), "{error:#}");
+    }
+}

@@ -1,0 +1,83 @@
+//! `vmferry-bench migrate`: whole migrations, and the floor.
+
+use crate::html::Page;
+use crate::json::Document;
+use crate::plain;
+use crate::tables::{Column, cells, grid, head, host};
+use comfy_table::{Table, presets};
+use serde_json::Value;
+
+/// The columns of the table of sides.
+const COLUMNS: &[Column] = &[
+    ("total ms", "total_ms", 0, true),
+    ("downtime ms", "downtime_ms", 0, true),
+    ("GB/s", "gbytes_per_s", 2, true),
+    ("of floor", "of_floor", 2, true),
+    ("guest kept", "guest_speed_kept", 2, true),
+    ("CPU ms/GB", "cpu_ms_per_gb", 0, true),
+    ("GB/core s", "gbytes_per_core_s", 2, true),
+    ("stall ms", "guest_stall_max_ms", 0, true),
+];
+
+/// What they are.
+const NOTE: &str = "GB/s: guest data by total time. Of floor: against a\nbare copy over as many streams. Stall: the longest \
+                    a vCPU saw. CPU: both processes without their vCPUs.";
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let host = &document.host;
+    let mut text = format!(
+        "{} cores, {} GiB, Linux {}, {}, QEMU {}, TCP {}\n",
+        host.cores,
+        host.memory_bytes >> 30,
+        host.kernel,
+        host.kvm,
+        host.qemu.as_deref().unwrap_or("not installed"),
+        host.congestion_control
+    );
+    text.extend(host.busy_text());
+    text.push_str(&sides_table(document).to_string());
+    text.push_str(&format!("\nMedians, and how far the farthest round lies from them. {NOTE}\n"));
+    text.push_str(&document.skipped_text());
+    if let Some(targets) = targets_table(document) {
+        text.push_str(&targets.to_string());
+        text.push('\n');
+    }
+    text.push_str(&document.failures_text());
+    text
+}
+
+fn sides_table(document: &Document) -> Table {
+    grid(&head(COLUMNS), &rows(document))
+}
+
+fn rows(document: &Document) -> Vec<Vec<String>> {
+    document.cases.iter().map(|case| cells(case, COLUMNS)).collect()
+}
+
+/// The document as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    for line in host(document) {
+        page.note(&line);
+    }
+    page.note(NOTE);
+    page.table(&head(COLUMNS), &rows(document));
+    plain::targets(page, document);
+    plain::remarks(page, document);
+}
+
+/// None when no target could be looked at.
+fn targets_table(document: &Document) -> Option<Table> {
+    let targets = document.summary.get("targets")?.as_array().filter(|targets| !targets.is_empty())?;
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["target", "want", "got", ""]);
+    for target in targets {
+        let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-").to_owned();
+        let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
+        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
+        let verdict = if met { "met" } else { "missed" };
+        table.add_row([text("name"), text("want"), format!("{got:.2}"), verdict.into()]);
+    }
+    Some(table)
+}

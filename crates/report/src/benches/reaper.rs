@@ -1,0 +1,260 @@
+//! `vmferry-bench reaper`: what finding dirty pages costs the guest.
+
+use crate::html::Page;
+use crate::json::{Case, Document, Series};
+use crate::svg::{Chart, Line, Tone};
+use crate::tables::{Column, GOALS, cells, goals, grid, head, host, list, number, text};
+use crate::to_f64;
+use serde_json::Value;
+
+/// Columns of the table: title, metric, digits, whether the spread is shown.
+const COLUMNS: &[Column] = &[
+    ("drop s", "drop_s", 1, true),
+    ("worst ms/GB", "worst_ms_per_gb", 0, true),
+    ("writes/s during", "writes_during_per_s", 0, true),
+    ("guest kept", "guest_speed_kept", 3, false),
+    ("full exits", "full_exits", 0, false),
+    ("stall ms", "full_stall_ms", 1, false),
+    ("stall %", "full_stall_pct", 2, false),
+    ("reaper CPU %", "reaper_cpu_pct", 2, false),
+    ("passes", "passes", 0, false),
+    ("GB sent", "wire_gbytes", 2, false),
+    ("total ms", "total_ms", 0, true),
+    ("downtime ms", "downtime_ms", 0, false),
+];
+
+/// Columns of the table that says where the guest's time went.
+const PARTS: &[Column] = &[
+    ("faults", "faults", 0, false),
+    ("lost %", "lost_pct", 1, true),
+    ("by faults", "fault_pct", 1, false),
+    ("by full rings", "full_stall_pct", 2, false),
+    ("by downtime", "downtime_pct", 1, false),
+    ("by the rest", "rest_pct", 1, false),
+    ("reaper, of a CPU", "reaper_cpu_pct", 2, false),
+];
+
+/// When the guest falls below this share of its highest speed, only a logarithmic axis shows both.
+const DEEP: f64 = 0.1;
+
+/// Sizes of rings that have a chart.
+const ENTRIES: [u64; 2] = [4096, 65536];
+
+/// What was run where, and under which conditions.
+fn conditions(document: &Document) -> Vec<String> {
+    let mut lines = host(document);
+    let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
+    lines.push(format!(
+        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
+         its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
+         link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
+        scale
+    ));
+    lines.push(
+        "Drop: seconds below 80 % of the median before, in windows of 100 ms, downtime included. Worst: time for 1 GiB of \
+         pages at the speed of the slowest window, downtime excluded. Stall: vCPU time in front of full rings."
+            .into(),
+    );
+    if let Some(cost) = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64()) {
+        lines.push(format!(
+            "A write fault cost the guest {cost:.1} us here (an upper bound: what busy processors cost it is in there)."
+        ));
+    }
+    lines
+}
+
+/// The document as tables for a terminal.
+pub fn table(document: &Document) -> String {
+    let mut text = conditions(document).join("\n");
+    text.push('\n');
+    for (purpose, columns) in [("compare", COLUMNS), ("compare", PARTS), ("idle", COLUMNS)] {
+        let rows: Vec<_> = document.with_purpose(purpose).map(|case| cells(case, columns)).collect();
+        if !rows.is_empty() {
+            text.push_str(&format!("{}\n", grid(&head(columns), &rows)));
+        }
+    }
+    for (head, rows) in extra_tables(document) {
+        if !rows.is_empty() {
+            text.push_str(&format!("{}\n", grid(head, &rows)));
+        }
+    }
+    text.push_str(&document.skipped_text());
+    text.push_str(&document.failures_text());
+    text
+}
+
+/// What `predict` pays for the guest's speed; drops beside the published ones; goals.
+fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
+    let mut paid = Vec::new();
+    let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
+    for (case, sizes) in cases.into_iter().flatten() {
+        for (entries, ratios) in sizes.as_object().into_iter().flatten() {
+            let ratio = |name: &str| number(&ratios[name]["median"], 2);
+            paid.push(vec![
+                format!("{case}/{entries}"),
+                ratio("writes_during_per_s"),
+                ratio("faults"),
+                ratio("passes"),
+                ratio("wire_gbytes"),
+                ratio("total_ms"),
+                ratio("downtime_ms"),
+            ]);
+        }
+    }
+    let drops = list(document, "published").map(|row| {
+        let mut cells = vec![text(&row["name"])];
+        let columns = ["published_to_bitmap", "to_log", "published_to_fixed", "to_fixed"];
+        cells.extend(columns.map(|name| number(&row[name], 2)));
+        cells
+    });
+    [
+        (&["predict to fixed", "writes/s", "faults", "passes", "GB sent", "total", "downtime"], paid),
+        (
+            &[
+                "drop, ratio",
+                "published to bitmap",
+                "predict to log",
+                "published to fixed",
+                "predict to fixed",
+            ],
+            drops.collect(),
+        ),
+        (&GOALS, goals(document)),
+    ]
+}
+
+/// A page with the tables and a chart for each case and size of rings.
+pub fn page(document: &Document) -> String {
+    let mut page = Page::new("vmferry-bench reaper: what finding dirty pages costs the guest");
+    section(&mut page, document);
+    page.finish()
+}
+
+/// The same as a part of a page.
+pub(crate) fn section(page: &mut Page, document: &Document) {
+    for line in conditions(document) {
+        page.note(&line);
+    }
+    for failure in document.summary.get("failures").and_then(Value::as_array).into_iter().flatten() {
+        page.paragraph(&format!("Failed: {}", failure.as_str().unwrap_or_default()));
+    }
+    page.heading("The guest's speed");
+    page.note(
+        "Each line is the round with the median speed, in windows of 100 ms. Time runs from the command to migrate; a mark \
+         at the upper edge is the end of that migration.",
+    );
+    for (name, entries, cases) in groups(document) {
+        let chart = chart(name, entries, &cases);
+        page.figure(&chart, &caption(&cases));
+    }
+    let titles = [
+        ("compare", COLUMNS, "Figures"),
+        ("compare", PARTS, "Where the guest's time went, in percent of vCPU time"),
+        ("idle", COLUMNS, "An idle guest"),
+    ];
+    for (purpose, columns, title) in titles {
+        let rows: Vec<_> = document.with_purpose(purpose).map(|case| cells(case, columns)).collect();
+        if !rows.is_empty() {
+            page.heading(title);
+            let head: Vec<&str> = ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect();
+            page.table(&head, &rows);
+        }
+    }
+    let titles = [
+        "What the better speed costs in migration time: predict to fixed",
+        "Drops beside the published ones",
+        "Goals",
+    ];
+    for (title, (head, rows)) in titles.into_iter().zip(extra_tables(document)) {
+        if !rows.is_empty() {
+            page.heading(title);
+            page.table(head, &rows);
+        }
+    }
+    let skipped: Vec<&Case> = document.cases.iter().filter(|case| case.skipped.is_some()).collect();
+    if !skipped.is_empty() {
+        page.heading("Skipped");
+        for case in skipped {
+            page.note(&format!("{}: {}", case.name, case.skipped.as_deref().unwrap_or_default()));
+        }
+    }
+}
+
+/// The cases of a chart: of each case name and size of rings, those with that size and those without rings.
+fn groups(document: &Document) -> Vec<(&str, u64, Vec<&Case>)> {
+    let mut names: Vec<&str> = Vec::new();
+    for case in document.with_purpose("compare") {
+        if let Some(name) = case.params.get("case").and_then(Value::as_str)
+            && !names.contains(&name)
+        {
+            names.push(name);
+        }
+    }
+    let mut groups = Vec::new();
+    for name in names {
+        for entries in ENTRIES {
+            let own = |case: &&Case| {
+                let size = case.params.get("ring_entries").and_then(Value::as_u64);
+                case.params.get("case").is_some_and(|own| own == name)
+                    && case.series.is_some()
+                    && size.is_none_or(|size| size == entries)
+            };
+            let cases: Vec<&Case> = document.with_purpose("compare").filter(own).collect();
+            if cases.iter().any(|case| case.params.get("ring_entries").is_some_and(|size| !size.is_null())) {
+                groups.push((name, entries, cases));
+            }
+        }
+    }
+    groups
+}
+
+fn chart(name: &str, entries: u64, cases: &[&Case]) -> Chart {
+    let lines: Vec<Line> = cases.iter().filter_map(|case| line(case)).collect();
+    let highest = lines.iter().flat_map(|line| &line.points).map(|(_, y)| *y).fold(0.0, f64::max);
+    let deepest = cases.iter().filter_map(|case| case.metrics.get("writes_during_per_s").copied());
+    let deepest = deepest.fold(f64::INFINITY, f64::min);
+    Chart {
+        title: format!("{name}, rings of {entries} entries"),
+        x_label: "seconds since the command to migrate".into(),
+        y_label: "guest writes per second".into(),
+        log_y: deepest < highest * DEEP,
+        ranges: [None; 2],
+        start: Some((0.0, "migration starts".into())),
+        end_name: "migration ends".into(),
+        bands: Vec::new(),
+        lines,
+    }
+}
+
+fn line(case: &Case) -> Option<Line> {
+    let series: &Series = case.series.as_ref()?;
+    let name = case.params.get("line").and_then(Value::as_str).unwrap_or(&case.name);
+    let tone = match name {
+        "fixed" => Tone::Vermilion,
+        "gears" => Tone::Amber,
+        "aimd" => Tone::Green,
+        "predict" => Tone::Blue,
+        "QEMU bitmap" => Tone::Purple,
+        "QEMU ring" => Tone::Brown,
+        _ => Tone::Grey,
+    };
+    let mut at = series.from_s + series.step_s / 2.0;
+    let mut points = Vec::with_capacity(series.values.len());
+    for value in &series.values {
+        points.push((at, to_f64(*value)));
+        at += series.step_s;
+    }
+    Some(Line { name: name.into(), tone, points, end: Some(series.end_s) })
+}
+
+fn caption(cases: &[&Case]) -> String {
+    let Some(case) = cases.first() else { return String::new() };
+    let number = |name: &str| case.params.get(name).and_then(Value::as_u64).unwrap_or(0);
+    format!(
+        "{} vCPU(s), workload {}, link capped at {} MB/s, timeout {} s.",
+        number("vcpus"),
+        case.params.get("workload").and_then(Value::as_str).unwrap_or("-"),
+        number("max_bandwidth_bytes_per_s") / 1_000_000,
+        number("timeout_ms") / 1000
+    )
+}
