@@ -92,8 +92,8 @@ pub use vmferry_engine::{
     Listener, MappedMemory, MigrateError, MigrationMode, MigrationState, Monitor, OnTimeout, Pace,
     PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress, ReceiveFailure, Received, Refusal,
     RefusalCode, Report, Rest, RestState, RestWatch, RestoreError, Settings, Sockets, SwitchoverBandwidth,
-    ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy, save,
-    save_copy,
+    ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy,
+    save, save_copy,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

@@ -42,7 +42,7 @@ use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, Migratio
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until that has ended, one way or the other. A
 /// [`Uri`](crate::Uri) is a connector.
 ///
-/// The guest, which has to run when this is called, runs on while its memory is sent, is stopped once or more to learn what that takes,
+/// The guest, unless its operator has paused it, runs on while its memory is sent, is stopped once or more to learn what that takes,
 /// stops for the downtime, and then runs either on the target ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here
 /// again (`Cancelled`, `Failed`; or is this side's and [stands still](Report::stands_still)); in the one case in which nobody can know
 /// (`Unknown`), it stays stopped here. Which it was is in the report.
