@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
+    Connect, MigrateError, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save,
+    save_copy,
 };
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
@@ -153,7 +154,7 @@ fn move_away(
     let here = machine.place();
     let place = result.as_ref().map_or(here, |report| place_after(report, request.keep_running, here));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
-    let told = result.map_err(|error| error.to_string());
+    let told = result.map_err(|error| advised(&error, uri));
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
     let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
     report["guest"] = start.document(&report, after.as_ref());
@@ -167,6 +168,16 @@ fn move_away(
     }
     shared.end_migration(report, place);
     (place, if lost { Status::Lost } else { Status::Done })
+}
+
+/// Returns the text of `error`, with what the user of the command can do about it.
+fn advised(error: &MigrateError, uri: &Uri) -> String {
+    match (error, uri) {
+        (MigrateError::Connect { .. }, Uri::Tcp { .. } | Uri::Unix(_)) => {
+            format!("{error} (start it with: vmferry run --incoming {uri})")
+        }
+        _ => error.to_string(),
+    }
 }
 
 /// Place of the guest after a migration. It is `here` if it is this side's.

@@ -528,7 +528,10 @@ fn what_cannot_begin_says_why_at_once() {
     // What waited for its peer would wait longer than this test.
     let quick = || Settings { peer_timeout: PATIENCE * 2, ..quick() };
     let nobody = fails(&unix_uri(), &quick());
-    assert!(nobody.contains("cannot connect") && nobody.contains("--incoming"), "{nobody}");
+    assert!(
+        nobody.contains("cannot connect") && nobody.contains("does the target wait for a guest"),
+        "{nobody}"
+    );
     let far = fails(&Uri::Tcp { host: "192.0.2.1".into(), port: 9 }, &quick());
     assert!(far.contains("--insecure"), "{far}");
     let none = fails(&unix_uri(), &Settings { channels: 0, ..quick() });
