@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Description of the machines between which a guest moves.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Kind {
-    /// Whether the guest runs under KVM. Otherwise it is the threads of this process.
+    /// True if the guest runs under KVM. Otherwise it is the threads of this process.
     pub(super) kvm: bool,
     /// Memory of the guest in bytes.
     pub(super) memory: u64,

@@ -28,7 +28,7 @@ pub(super) struct MigrateRequest {
     pub(super) on_timeout: &'static str,
     /// `off`, `all` or `writers`.
     pub(super) auto_converge: &'static str,
-    /// Whether the migration is predicted first, and the prediction is scored.
+    /// The migration is predicted first, and the prediction is scored.
     pub(super) plan: bool,
     /// `on` or `off`.
     pub(super) free_pages: &'static str,

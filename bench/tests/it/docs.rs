@@ -1,4 +1,4 @@
-//! What the pages of the documentation say of `vmferry-bench`.
+//! The pages of the documentation name only benches and options of `vmferry-bench` that exist.
 
 use crate::VMFERRY_BENCH;
 use std::path::{Path, PathBuf};

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Runner, Setup};
 use vmferry_guest_abi::Workload;
 
-/// How long the guest may take to go on at the target.
+/// Longest time that the guest may take to go on at the target.
 const START: Duration = Duration::from_secs(60);
 /// How long the guest is watched before and after.
 const WATCH: Duration = Duration::from_millis(1200);

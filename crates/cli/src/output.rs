@@ -158,17 +158,6 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     let part = |name: &str| {
         format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
     };
-    let parts = [
-        "pause_ms",
-        "send_state_ms",
-        "last_harvest_ms",
-        "list_pages_ms",
-        "last_pages_ms",
-        "target_prepare_ms",
-        "device_state_ms",
-        "commit_ms",
-        "resume_ms",
-    ];
     writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
     // A guest that was never stopped had no downtime, rather than one of nothing.
     if report["outcome"] == "completed" || report["downtime_ms"].as_f64().is_some_and(|ms| ms > 0.0) {
@@ -177,7 +166,7 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
             "downtime     {} (predicted {}): {}",
             ms(&report["downtime_ms"]),
             ms(&report["predicted_downtime_ms"]),
-            parts.map(part).join(", ")
+            vmferry_report::migration::DOWNTIME_PARTS.map(part).join(", ")
         )?;
     }
     if let times @ 1.. = count(&report["put_off"]) {

@@ -87,7 +87,7 @@ pub struct Setup<'a> {
     pub dirty_ring: Option<u32>,
     /// Confinement of the processes, as `--sandbox` takes it.
     pub sandbox: &'a str,
-    /// Whether the guest has a balloon.
+    /// The guest has a balloon.
     pub balloon: bool,
     /// Surroundings of the processes.
     pub place: &'a dyn Place,

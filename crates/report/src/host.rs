@@ -13,7 +13,7 @@ pub struct Host {
     pub memory_bytes: u64,
     /// Kernel release.
     pub kernel: String,
-    /// Which KVM: `kvm_intel`, `kvm_amd`, `kvm_pvm`, or `none: ` and the reason.
+    /// Kind of KVM: `kvm_intel`, `kvm_amd`, `kvm_pvm`, or `none: ` and the reason.
     pub kvm: String,
     /// QEMU's version. None: not installed.
     pub qemu: Option<String>,
@@ -24,7 +24,7 @@ pub struct Host {
     /// Load average of the minute before the run: other work on the host shows here, and spoils
     /// what follows.
     pub load_1m: f64,
-    /// When the run started, UTC, RFC 3339.
+    /// Time at which the run started: UTC, RFC 3339.
     pub date: String,
 }
 

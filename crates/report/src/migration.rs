@@ -86,8 +86,8 @@ pub struct Sample {
     writes: Option<f64>,
 }
 
-/// The parts of the downtime, in their order.
-const PARTS: [&str; 9] = [
+/// Names of the parts of the downtime in a report, in their order.
+pub const DOWNTIME_PARTS: [&str; 9] = [
     "pause_ms",
     "send_state_ms",
     "last_harvest_ms",
@@ -123,7 +123,7 @@ impl Migration {
             ..Self::default()
         };
         migration.flatten("", value, 0);
-        let parts = PARTS.map(|name| Some((name, migration.figure(&format!("downtime.{name}"))?)));
+        let parts = DOWNTIME_PARTS.map(|name| Some((name, migration.figure(&format!("downtime.{name}"))?)));
         migration.downtime = parts.into_iter().flatten().collect();
         migration.passes = passes(value, migration.figure("setup_ms").unwrap_or(0.0));
         migration.phases = phases(value, &migration);

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
 const BACKLOG: i32 = 1024;
-/// How long an attempt to accept may take.
+/// Longest time that an attempt to accept may take.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Takes the connections of a source, for a [`Listener`](crate::Listener).

@@ -51,8 +51,8 @@ impl<'a> Dialer<'a> {
         })
     }
 
-    /// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends whatever
-    /// is waited for of the target; what it has said against the migration by then is told all the same.
+    /// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends
+    /// each wait for the target. A reason against the migration that the target has sent by then is reported all the same.
     pub(crate) fn open(
         &self,
         (migration, role, index, token): (MigrationId, Role, u16, Token),
@@ -145,7 +145,7 @@ impl<'a> Dialer<'a> {
         self.ready(socket, monitor)
     }
 
-    /// Makes `socket` ready for a channel. A cancel ends whatever is waited for on it.
+    /// Makes `socket` ready for a channel. A cancel ends each wait on it.
     fn ready(&self, socket: Socket, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
         let watched = || monitor.map_or(Ok(()), |monitor| monitor.opening(&socket));
         socket.set_nonblocking(false).and_then(|()| watched()).map_err(|source| self.unusable(source))?;

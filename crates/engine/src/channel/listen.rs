@@ -17,10 +17,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
 
-/// How long the listener waits after an attempt to accept failed.
+/// Time that the listener waits after an attempt to accept failed.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Why a connection that begins as TLS does is refused by a side that has no certificate.
+/// Reason for which a side without a certificate refuses a connection that begins as TLS does.
 const NO_CERTIFICATE: &str = if cfg!(feature = "tls") {
     "it wants an encrypted connection, for which this side has no certificate"
 } else {
@@ -177,7 +177,7 @@ impl Listener {
         })
     }
 
-    /// Whether no source can come any more: no more connections come, and all that came have ended. It is known when
+    /// Returns true if no source can come any more: no more connections come, and all that came have ended. It is known when
     /// [`serve`](Self::serve) has returned.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)

@@ -9,7 +9,7 @@ use std::net::ToSocketAddrs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How often a listener is tried whose queue is full.
+/// Time between two attempts to connect to a listener whose queue is full.
 const AGAIN: Duration = Duration::from_millis(10);
 
 /// Connects to a TCP port or a Unix socket. For [`Uri::Fd`] the caller has the sockets, and hands them
@@ -78,7 +78,7 @@ fn reach_path(path: &Path, attempt: &Attempt<'_>) -> io::Result<Socket> {
     let socket = watched(Domain::UNIX, attempt)?;
     socket.set_nonblocking(true)?;
     let began = Instant::now();
-    // A listener whose queue is full lets us wait, but not for ever; and nobody else could end that wait (unix(7)).
+    // A listener whose queue is full would block the call, and no other thread could end that wait (unix(7)).
     while let Err(error) = socket.connect(&address) {
         let full = error.kind() == io::ErrorKind::WouldBlock;
         if full && began.elapsed() >= attempt.timeout() {

@@ -15,7 +15,7 @@ const CURVE_SPREAD: f64 = 0.02;
 const UNSEEN_SPREAD: f64 = 0.10;
 /// How far fixed costs are off.
 const FIXED_SPREAD: f64 = 0.15;
-/// How far what comes is off from what the model makes of figures that are right, as `vmferry-bench plan` finds it.
+/// Error of the model with figures that are right, as `vmferry-bench plan` finds it.
 const TOTAL_OFF: f64 = 0.04;
 const DOWNTIME_OFF: f64 = 0.25;
 /// What the steps of the switchover wait for processors, on both hosts, all together: the mean, in seconds.

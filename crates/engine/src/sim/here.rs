@@ -88,7 +88,7 @@ pub(super) struct Here {
     pub(super) wanted: RunState,
     /// Bytes that were sent of each stream of device state, and whether it has ended.
     pub(super) streams: Vec<(u64, bool)>,
-    /// What the streams have to report.
+    /// Report of the streams.
     pub(super) streamed: Option<Event>,
     pub(super) jobs: Vec<Job>,
     pub(super) bytes: u64,
@@ -118,6 +118,34 @@ fn auto(rng: &mut Rng) -> Option<Auto> {
     })
 }
 
+/// The settings of a migration.
+fn settings(rng: &mut Rng) -> Settings {
+    let channels = 1 + u16::try_from(rng.below(4)).expect("small");
+    let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
+    let auto = auto(rng);
+    // What changes a course is a downtime that hardly ever fits.
+    let strict = auto.is_some() && rng.per_mille(700);
+    Settings {
+        mode: if strict { MigrationMode::Precopy } else { mode },
+        urgent: [UrgentPath::Shared, UrgentPath::Interleaved, UrgentPath::Dedicated][rng.index(3)],
+        urgent_channels: 1 + u16::try_from(rng.below(2)).expect("small"),
+        pace: if rng.per_mille(500) { Pace::Auto } else { Pace::Off },
+        reconnect_for: Duration::from_micros(1 + rng.below(20_000_000)),
+        channels,
+        downtime_limit: Duration::from_micros(1 + rng.below(if strict { 4_000 } else { 100_000 })),
+        timeout: Some(Duration::from_micros(200_000 + rng.below(3_000_000))),
+        on_timeout: match rng.below(10) {
+            0..=4 => OnTimeout::Switch,
+            5..=7 => OnTimeout::Cancel,
+            _ => OnTimeout::Postcopy,
+        },
+        verify: rng.per_mille(500),
+        auto,
+        fence: fence::choose(rng),
+        ..Settings::default()
+    }
+}
+
 /// What both machines are.
 pub(super) fn machine(pages: usize) -> MachineConfig {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (pages as u64) << 12 };
@@ -133,30 +161,8 @@ pub(super) fn machine(pages: usize) -> MachineConfig {
 impl Here {
     pub(super) fn new(rng: &mut Rng, memory: &Memory, defect: Defect) -> Self {
         let pages = memory.pages.len();
-        let channels = 1 + u16::try_from(rng.below(4)).expect("small");
-        let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
-        let auto = auto(rng);
-        // What changes a course is a downtime that hardly ever fits.
-        let strict = auto.is_some() && rng.per_mille(700);
-        let settings = Settings {
-            mode: if strict { MigrationMode::Precopy } else { mode },
-            urgent: [UrgentPath::Shared, UrgentPath::Interleaved, UrgentPath::Dedicated][rng.index(3)],
-            urgent_channels: 1 + u16::try_from(rng.below(2)).expect("small"),
-            pace: if rng.per_mille(500) { Pace::Auto } else { Pace::Off },
-            reconnect_for: Duration::from_micros(1 + rng.below(20_000_000)),
-            channels,
-            downtime_limit: Duration::from_micros(1 + rng.below(if strict { 4_000 } else { 100_000 })),
-            timeout: Some(Duration::from_micros(200_000 + rng.below(3_000_000))),
-            on_timeout: match rng.below(10) {
-                0..=4 => OnTimeout::Switch,
-                5..=7 => OnTimeout::Cancel,
-                _ => OnTimeout::Postcopy,
-            },
-            verify: rng.per_mille(500),
-            auto,
-            fence: fence::choose(rng),
-            ..Settings::default()
-        };
+        let settings = settings(rng);
+        let channels = settings.channels;
         let (session, first) =
             Session::begin(settings.session(), machine(pages), pages as u64, Duration::ZERO);
         let streams = if rng.per_mille(300) { 1 + u32::try_from(rng.below(2)).expect("small") } else { 0 };

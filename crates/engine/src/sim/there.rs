@@ -286,24 +286,8 @@ impl World {
                 self.end_lazily();
                 None
             }
-            Action::OpenStream(name) => {
-                let next = self.there.streams.len() == usize::try_from(name.instance).expect("few");
-                self.promise(next, |_| "streams are opened in another order".into());
-                self.there.streams.push((0, false));
-                None
-            }
-            Action::WriteStream { stream, bytes } => {
-                let (came, ended) = &mut self.there.streams[usize::try_from(stream).expect("few")];
-                let wanted = (*came..).map(|at| at.to_le_bytes()[0]);
-                let right = !*ended && bytes.iter().copied().zip(wanted).all(|(is, wanted)| is == wanted);
-                *came += bytes.len() as u64;
-                self.promise(right, |_| "a stream has other bytes than were sent".into());
-                None
-            }
-            Action::FinishStream { stream } => {
-                let ended = &mut self.there.streams[usize::try_from(stream).expect("few")].1;
-                let once = !std::mem::replace(ended, true);
-                self.promise(once, |_| "a stream ends twice".into());
+            part @ (Action::OpenStream(_) | Action::WriteStream { .. } | Action::FinishStream { .. }) => {
+                self.take_stream(part);
                 None
             }
             Action::CountDamaged { pass } => {
@@ -325,6 +309,30 @@ impl World {
                 return Err(Idle);
             }
         })
+    }
+
+    /// Takes a part of a stream of device state, which must be the one that was sent.
+    fn take_stream(&mut self, part: Action) {
+        match part {
+            Action::OpenStream(name) => {
+                let next = self.there.streams.len() == usize::try_from(name.instance).expect("few");
+                self.promise(next, |_| "streams are opened in another order".into());
+                self.there.streams.push((0, false));
+            }
+            Action::WriteStream { stream, bytes } => {
+                let (came, ended) = &mut self.there.streams[usize::try_from(stream).expect("few")];
+                let wanted = (*came..).map(|at| at.to_le_bytes()[0]);
+                let right = !*ended && bytes.iter().copied().zip(wanted).all(|(is, wanted)| is == wanted);
+                *came += bytes.len() as u64;
+                self.promise(right, |_| "a stream has other bytes than were sent".into());
+            }
+            Action::FinishStream { stream } => {
+                let ended = &mut self.there.streams[usize::try_from(stream).expect("few")].1;
+                let once = !std::mem::replace(ended, true);
+                self.promise(once, |_| "a stream ends twice".into());
+            }
+            other => panic!("{other:?} is no part of a stream"),
+        }
     }
 
     fn suspects(&self) -> Vec<RunName> {
@@ -369,7 +377,9 @@ impl World {
             _ if failed || !self.commit_lazily() => Event::StartFailed(why),
             step => {
                 let as_wanted = step == Action::Start { wanted: self.here.wanted };
-                self.promise(as_wanted, |_| "the operator's pause is lost, or nobody's is kept".into());
+                self.promise(as_wanted, |_| {
+                    "the operator's pause is lost, or a running guest is paused".into()
+                });
                 self.start();
                 Event::Started { micros: 9, cpu_us: 9 }
             }

@@ -27,7 +27,7 @@ pub use vmferry_protocol::source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,
 };
 
-use crate::channel::{Connect, Dialer, Pacer};
+use crate::channel::{Connect, Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
@@ -36,7 +36,7 @@ use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use vmferry_core::{Layout, SourceVm, TrackerKind};
+use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind};
 use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until that has ended, one way or the other. A
@@ -66,13 +66,7 @@ pub fn migrate(
     let dialer = Dialer::new(connector, settings);
     dialer.check()?;
     let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
-    let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
-    if streams.len() > MAX_STREAMS {
-        let count = streams.len();
-        return Err(MigrateError::Vm(format!(
-            "the VM has {count} streams of device state, and {MAX_STREAMS} can be sent"
-        )));
-    }
+    let streams = streams(vm)?;
     let migration = MigrationId(random()?);
     let known = Report {
         id: migration.to_string(),
@@ -81,17 +75,7 @@ pub fn migrate(
         ..Report::default()
     };
     monitor.begin(clock.began, known.clone());
-    let channel = (migration, Role::Control, 0, Token::NONE);
-    // Opened before the hello: the target's limit for announcing a guest begins there, and an arbiter
-    // may take longer than that.
-    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
-    let control = dialer.open(channel, Some(monitor)).inspect_err(|_| {
-        // No target reads the register of a guest that was never announced.
-        if let Some(fence) = &settings.fence {
-            Asker::new(Arc::clone(fence), migration).close();
-        }
-    });
-    let control = match control {
+    let control = match open_control(&dialer, settings, migration, monitor) {
         Err(why @ MigrateError::Cancelled { .. }) => {
             monitor.update(|progress| progress.state = MigrationState::Cancelled);
             return Ok(Report {
@@ -104,10 +88,12 @@ pub fn migrate(
         }
         control => control?,
     };
-    if !streams.is_empty() && control.features & FEATURE_STREAMS == 0 {
+    if let Some(stream) = streams.first()
+        && control.features & FEATURE_STREAMS == 0
+    {
         return Err(MigrateError::Vm(format!(
             "the VM sends device state as streams, such as {}, and the target's version takes none: update the target",
-            streams[0].name()
+            stream.name()
         )));
     }
     let context = driver::Context {
@@ -129,6 +115,36 @@ pub fn migrate(
     report.pace = monitor.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
+}
+
+/// Returns the VM's streams of device state, if the wire carries that many.
+fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
+    let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
+    if streams.len() > MAX_STREAMS {
+        let count = streams.len();
+        return Err(MigrateError::Vm(format!(
+            "the VM has {count} streams of device state, and {MAX_STREAMS} can be sent"
+        )));
+    }
+    Ok(streams)
+}
+
+/// Opens the register at the arbiter, if there is one, and then the control channel.
+fn open_control(
+    dialer: &Dialer<'_>,
+    settings: &Settings,
+    migration: MigrationId,
+    monitor: &Monitor,
+) -> Result<Stream, MigrateError> {
+    // Before the hello: the target's limit for announcing a guest begins there, and an arbiter may
+    // take longer than that.
+    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
+    dialer.open((migration, Role::Control, 0, Token::NONE), Some(monitor)).inspect_err(|_| {
+        // No target reads the register of a guest that was never announced.
+        if let Some(fence) = &settings.fence {
+            Asker::new(Arc::clone(fence), migration).close();
+        }
+    })
 }
 
 fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {

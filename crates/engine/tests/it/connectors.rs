@@ -24,7 +24,7 @@ use vmferry_testkit::{Need, skip, wait};
 struct Daemon {
     /// One connection carries all channels.
     one_for_all: bool,
-    /// What the acceptor returns next. Each element has one byte in `door`.
+    /// Results that the acceptor returns next. Each element has one byte in `door`.
     waiting: Mutex<VecDeque<io::Result<Option<OwnedFd>>>>,
     door: UnixStream,
     knock: UnixStream,

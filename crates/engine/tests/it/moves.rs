@@ -1,6 +1,6 @@
 //! Migrations that go well, those that are cancelled, and those whose VM fails.
 
-use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
+use crate::rig::{Ended, attempt, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, device_byte, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -92,16 +92,20 @@ fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
     assert!(calls > 1 && trials > 0, "{calls} pauses, {trials} of them trials");
 }
 
+/// Migrates the guest of `source` to `target` over a Unix socket.
+fn between(source: &mut Toy, target: &mut Toy, settings: &Settings) -> Ended {
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    attempt(source, target, &listener, &uri, settings, &Monitor::new())
+}
+
 #[test]
 fn guest_that_its_operator_has_paused_stays_paused_on_the_target() {
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
         let mut source = Toy::new(Options { paused: true, lazy: true, ..Options::default() }, true);
         source.halt();
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
-        let settings = Settings { mode, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
         assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
         assert!(ended.received.unwrap().paused, "{mode}");
         assert_eq!(target.started(), Some(RunState::Paused), "{mode}");
@@ -118,9 +122,7 @@ fn paused_guest_that_cannot_be_moved_stays_paused() {
     source.halt();
     let mut target = source.target();
     target.fail(Method::Load, 0);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
     assert!(source.called(Method::Resume) > 0, "the engine gives the guest back");
     assert!(!source.running() && !target.running(), "it runs");
@@ -134,10 +136,7 @@ fn target_prepares_itself_with_the_state_of_the_trial_pause() {
         let mut target = source.target();
         // The guest writes meanwhile, and what it writes must not be lost.
         target.takes(Method::Prepare, Duration::from_millis(200));
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
-        let settings = Settings { mode, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
         assert_eq!(target.lost(), [], "{mode}: the guest misses pages");
@@ -163,10 +162,7 @@ fn device_state_without_a_limit_goes_as_a_stream() {
         let stream = Some((LEAST, 10_000));
         let mut source = Toy::new(Options { stream, lazy: true, ..Options::default() }, true);
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
-        let settings = Settings { mode, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Completed), "{mode}: {}", ended.error());
         let came = target.device().expect("the stream has ended");
@@ -180,9 +176,7 @@ fn guest_whose_device_state_is_not_taken_goes_on() {
     let mut source = Toy::new(Options { stream: Some((9, 0)), ..Options::default() }, true);
     let mut target = source.target();
     target.fail(Method::Stream, 0);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     check_owner(&source, &target, &ended);
     assert!(ended.error().contains("injected failure of Stream"), "{}", ended.error());
 }
@@ -192,9 +186,7 @@ fn guest_whose_target_cannot_prepare_itself_goes_on() {
     let mut source = Toy::new(Options { wants_trial: true, ..Options::default() }, true);
     let mut target = source.target();
     target.fail(Method::Prepare, 0);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     check_owner(&source, &target, &ended);
     assert!(ended.error().contains("could not prepare itself for the guest"), "{}", ended.error());
 }
@@ -481,9 +473,7 @@ fn a_lost_page_is_found_by_verification_and_by_the_guest() {
 
     let mut source = Toy::new(options, true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     assert_eq!(ended.state(), Some(MigrationState::Completed));
     assert_eq!(target.arrived_equal(), Some(false));
     target.halt();
@@ -550,9 +540,7 @@ fn what_cannot_begin_says_why_at_once() {
 fn device_state_that_is_too_large_is_named() {
     let mut source = Toy::new(Options { ballast: 5 << 20, ..Options::default() }, true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     check_owner(&source, &target, &ended);
     let error = ended.error();
     assert!(error.contains("ballast") && error.contains("4095 KiB") && !error.contains("link"), "{error}");

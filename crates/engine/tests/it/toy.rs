@@ -308,7 +308,7 @@ impl Toy {
         self.board.trial.get().map(Vec::as_slice)
     }
 
-    /// How its guest was started that came from elsewhere.
+    /// State in which its guest, which came from elsewhere, was started.
     pub(crate) fn started(&self) -> Option<RunState> {
         self.board.started.get().copied()
     }

@@ -716,7 +716,7 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     assert_eq!(session.handle(now, streamed.clone()), [Action::Harvest]);
     assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
     assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
-    // What is left takes 50 ms.
+    // The 5 MiB that are left take 50 ms.
     let predicted = session.predicted_downtime().unwrap();
     assert!(predicted >= 50 * MS && predicted < 60 * MS, "{predicted:?}");
     session.handle(now, PAUSED);

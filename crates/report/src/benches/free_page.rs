@@ -45,7 +45,7 @@ const GROUPS: &[Group] = &[
     ),
 ];
 
-/// What was run where, and under which conditions.
+/// The host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = tables::host(document);
     if let Some(why) = document.summary.get("smaller").and_then(Value::as_str) {

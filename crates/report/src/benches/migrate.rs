@@ -19,7 +19,7 @@ const COLUMNS: &[Column] = &[
     ("stall ms", "guest_stall_max_ms", 0, true),
 ];
 
-/// What they are.
+/// Explanation of the figures.
 const NOTE: &str = "GB/s: guest data by total time. Of floor: against a\nbare copy over as many streams. Stall: the longest \
                     a vCPU saw. CPU: both processes without their vCPUs.";
 

@@ -41,7 +41,7 @@ const BESIDE: &[Column] = &[
     ("speed after", "after_of_before", 2, false),
 ];
 
-/// What was run where, and under which conditions.
+/// The host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = host(document);
     let wait_min = document.summary.get("wait_min_us").and_then(Value::as_f64).unwrap_or(0.0);

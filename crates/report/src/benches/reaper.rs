@@ -34,19 +34,19 @@ const PARTS: &[Column] = &[
     ("reaper, of a CPU", "reaper_cpu_pct", 2, false),
 ];
 
-/// When the guest falls below this share of its highest speed, only a logarithmic axis shows both.
+/// Share of its highest speed. Below it, only a logarithmic axis shows both.
 const DEEP: f64 = 0.1;
 
 /// Sizes of rings that have a chart.
 const ENTRIES: [u64; 2] = [4096, 65536];
 
-/// What was run where, and under which conditions.
+/// The host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = host(document);
     let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
         "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
-         its timeout the guest is moved whatever the downtime: total and downtime of a guest that dirties faster than the \
+         its timeout the guest is moved without regard to the downtime: total and downtime of a guest that dirties faster than the \
          link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
         scale
     ));

@@ -20,7 +20,7 @@ const COLUMNS: &[Column] = &[
     ("Jain", "jain", 3, true),
 ];
 
-/// What they are.
+/// Explanation of the figures.
 const NOTE: &str = "1 ms between requests, but back to back. / idle: the\nmeans compared. Share: of the shaped link, or of what \
                     loopback carries unpaced. Other: the second stream; of\nfound-changing, the same stream while its link had \
                     half of its rate.";

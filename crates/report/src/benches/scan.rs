@@ -93,7 +93,7 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     plain::remarks(page, document);
 }
 
-/// What the tables have in them.
+/// Explanation of the tables.
 const NOTE: &str = "Times of others over ours, medians of rounds. roaring: from a log of words; compressed: out of its own form.";
 
 /// The document as tables for a terminal.

@@ -57,7 +57,7 @@ pub(crate) struct Board {
     pub(super) device: Arc<Mutex<(Vec<u8>, bool)>>,
     /// The state that it prepared itself with.
     pub(super) trial: OnceLock<Vec<Section>>,
-    /// How its guest was started that came from elsewhere.
+    /// State in which its guest, which came from elsewhere, was started.
     pub(super) started: OnceLock<RunState>,
 }
 
