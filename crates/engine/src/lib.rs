@@ -16,6 +16,7 @@ mod mapped;
 mod model;
 mod monitor;
 pub mod plan;
+mod reason_wait;
 mod report;
 mod scratch;
 #[cfg(any(test, feature = "sim"))]

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | 1 | cancel | level, told once | a target that never stops talking must not keep it away |
 //! | 2 | the arbiter's answer | queue | the guest may stand still until it is heard |
-//! | 3 | a lost link whose last words did not come | timer | |
+//! | 3 | a lost link, after the wait for the target's reason | timer, then what is queued | bounded, see [`ReasonWait`] |
 //! | 4 | the operator's other requests | edges | |
 //! | 5 | the end of a round of the streams of device state | edge | |
 //! | 6 | the clock | timer | by the clock and not only when nothing comes, so that no peer stops all timeouts |
@@ -14,6 +14,7 @@ use super::sender::SenderError;
 use super::session::Session;
 use crate::channel::SendError;
 use crate::fence::{ArbiterError, Ruling};
+use crate::reason_wait::ReasonWait;
 use crate::run::Host;
 use std::time::Duration;
 use vmferry_protocol::source::Event;
@@ -21,8 +22,6 @@ use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
 /// Interval at which the session looks at the clock.
 pub(crate) const TICK: Duration = Duration::from_millis(20);
-/// Time for which a lost channel waits for the target's reason, before the link is blamed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What a thread of the source's host reports.
 #[derive(Debug)]
@@ -69,8 +68,8 @@ pub(crate) trait Sources: Host<Session = Session> {
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     cancel_told: bool,
-    /// A lost link, and until when the target's own word on it is waited for.
-    held: Option<(Duration, String)>,
+    /// A lost link, while the target's reason is waited for.
+    held: Option<ReasonWait>,
     ticked: Duration,
     /// The number of the present set of channels.
     generation: u64,
@@ -105,7 +104,7 @@ impl Inbox {
 
     /// The link is lost. The target's own word on it, if it left one, says more.
     pub(crate) fn hold(&mut self, now: Duration, why: String) {
-        self.held.get_or_insert((now + LAST_WORDS, why));
+        self.held.get_or_insert_with(|| ReasonWait::new(now, why));
     }
 
     /// Returns true while the target's own word on a lost link is waited for.
@@ -134,8 +133,8 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
     if let Some(answer) = host.answer() {
         return Ok(Event::ArbiterAnswered(answer));
     }
-    if let Some((_, why)) = host.inbox().held.take_if(|(deadline, _)| now >= *deadline) {
-        return Ok(Event::PeerLost(why));
+    if let Some(event) = end_of_wait(host, now) {
+        return Ok(event);
     }
     if let Some(request) = host.request() {
         return Ok(request);
@@ -149,10 +148,28 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
         return Ok(Event::Tick);
     }
     Ok(match host.receive(tick)? {
-        Some((generation, input)) if generation == host.inbox().generation => happened(host, input),
-        // Nothing came, or something of channels that are closed, or a wake.
-        _ => Event::Tick,
+        Some(input) => taken(host, input),
+        None => Event::Tick,
     })
+}
+
+/// Ends the wait for the target's reason if its time is over at `now` and no reason is queued.
+///
+/// Returns `None` while there is no wait, or time is left.
+fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
+    let wait = host.inbox().held.as_mut().filter(|wait| wait.is_over(now))?;
+    // The time is over, so a host that would have to wait has nothing.
+    if wait.may_take()
+        && let Ok(Some(input)) = host.receive(now)
+    {
+        return Some(taken(host, input));
+    }
+    host.inbox().held.take().map(|wait| Event::PeerLost(wait.into_why()))
+}
+
+fn taken(host: &mut impl Sources, (generation, input): Numbered) -> Event {
+    // An input of channels that are closed does not count.
+    if generation == host.inbox().generation { happened(host, input) } else { Event::Tick }
 }
 
 fn happened(host: &mut impl Sources, input: Input) -> Event {
@@ -210,3 +227,6 @@ fn channel_failed(host: &mut impl Sources, error: SenderError) -> Event {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,13 +6,14 @@
 //! | 2 | no guest was announced in time | timer | likewise |
 //! | 3 | the arbiter's answer | queue | the guest may stand still until it is heard |
 //! | 4 | what was found while something else was done | queue | it is older than all inputs |
-//! | 5 | a lost channel whose source left no last word | timer | |
+//! | 5 | a lost channel, after the wait for the source's reason | timer, then what is queued | bounded, see [`ReasonWait`] |
 //! | 6 | a link that is up and brings nothing | timer | |
 //! | 7 | inputs of the channels, and connections | bounded queue | |
 
 use super::receiver::ReceiveError;
 use super::session::{Event, Session};
 use crate::fence::Ruled;
+use crate::reason_wait::ReasonWait;
 use crate::run::Host;
 use std::io;
 use std::time::Duration;
@@ -22,8 +23,6 @@ use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget};
 const TICK: Duration = Duration::from_millis(50);
 /// Time within which a source must announce its guest. Until then it keeps other sources out.
 pub(crate) const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for which a lost channel waits for the source's reason, before the link is blamed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What a thread of the target's host reports. `C` is a connection.
 #[derive(Debug)]
@@ -87,8 +86,8 @@ pub(crate) trait Sources: Host<Session = Session> {
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     began: Duration,
-    /// A lost channel, and until when the source's own word on it is waited for.
-    held: Option<(Duration, String)>,
+    /// A lost channel, while the source's reason is waited for.
+    held: Option<ReasonWait>,
     /// The reader of the control channel has ended: no last word is to be waited for.
     control_lost: bool,
 }
@@ -127,17 +126,34 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
     if let Some(event) = host.found() {
         return Ok(Some(event));
     }
-    if let Some((_, why)) = host.inbox().held.take_if(|(deadline, _)| now >= *deadline) {
-        return Ok(needs_channels(host.session()).then_some(Event::PeerLost(why)));
+    if host.inbox().held.as_ref().is_some_and(|wait| wait.is_over(now)) {
+        return Ok(end_of_wait(host, now));
     }
     if let Some(why) = host.stalled() {
         return Ok(Some(lost(host, why)));
     }
-    let Some((attempt, input)) = host.receive(now + TICK)? else { return Ok(None) };
-    if attempt != host.attempt() && !matches!(input, Input::Connected(_)) {
-        return Ok(None);
+    let Some(input) = host.receive(now + TICK)? else { return Ok(None) };
+    Ok(taken(host, input))
+}
+
+/// Goes on with the wait for the source's reason after its time is over at `now`: takes an input
+/// that is queued. Ends the wait if no input is queued.
+fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
+    // The time is over, so a host that would have to wait has nothing.
+    if host.inbox().held.as_mut().is_some_and(ReasonWait::may_take)
+        && let Ok(Some(input)) = host.receive(now)
+    {
+        return taken(host, input);
     }
-    Ok(happened(host, input))
+    let wait = host.inbox().held.take()?;
+    needs_channels(host.session()).then(|| Event::PeerLost(wait.into_why()))
+}
+
+fn taken<H: Sources>(host: &mut H, (attempt, input): Numbered<H::Connection>) -> Option<Event> {
+    if attempt != host.attempt() && !matches!(input, Input::Connected(_)) {
+        return None;
+    }
+    happened(host, input)
 }
 
 fn happened<H: Sources>(host: &mut H, input: Input<H::Connection>) -> Option<Event> {
@@ -193,7 +209,7 @@ fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &Rece
         && matches!(link.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset)
     {
         let (now, why) = (host.now(), format!("the source {} broke off", host.peer()));
-        host.inbox().held.get_or_insert((now + LAST_WORDS, why));
+        host.inbox().held.get_or_insert_with(|| ReasonWait::new(now, why));
         return None;
     }
     let detail = format!("{role:?} channel {channel} from {}: {error}", host.peer());
@@ -204,3 +220,6 @@ fn lost<H: Sources>(host: &mut H, why: String) -> Event {
     host.note_loss(&why);
     Event::PeerLost(why)
 }
+
+#[cfg(test)]
+mod tests;
