@@ -172,7 +172,7 @@ fn trace() {
             regs.r8 = set - 1;
             vcpu.set_regs(&regs).unwrap();
         }
-        let mut record = |_: &AtomicU64| {
+        let mut record = |_: &[AtomicU64]| {
             for _ in 0..40 {
                 std::thread::sleep(Duration::from_millis(20));
                 tracker.harvest(&mut PageSet::empty(&layout)).unwrap();
@@ -183,7 +183,7 @@ fn trace() {
         };
         match sets {
             Some(_) => running(&mut guest, record).0,
-            None => record(&AtomicU64::new(0)),
+            None => record(&[]),
         }
     }
 }

@@ -198,7 +198,7 @@ mod tests {
         let asker = Asker::new(Arc::new(Clumsy), MigrationId([7; 16]));
         let (woken, wake) = mpsc::channel();
         asker.ask(Word::Look, Duration::ZERO, move || woken.send(()).unwrap());
-        wake.recv_timeout(Duration::from_secs(60)).expect("nothing wakes the session");
+        wake.recv_timeout(vmferry_testkit::PATIENCE).expect("nothing wakes the session");
         let Some((Word::Look, Err(ArbiterError::Unreachable(why)))) = asker.answer() else {
             panic!("no answer")
         };

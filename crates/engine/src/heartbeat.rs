@@ -149,7 +149,9 @@ mod tests {
     use super::*;
     use crate::channel::{read_message, test_pair};
 
-    const TIMEOUT: Duration = Duration::from_millis(200);
+    /// A side is spoken for during three of these: longer than a thread stands still on a starved
+    /// host.
+    const TIMEOUT: Duration = Duration::from_secs(1);
 
     #[test]
     fn messages_are_due_at_intervals_and_not_without_end() {
@@ -217,7 +219,9 @@ mod tests {
     fn a_panic_ends_it_and_a_peer_that_is_gone_is_no_trouble() {
         let (here, there) = test_pair();
         let here = Arc::new(here);
-        let heart = Heartbeat::of_source(TIMEOUT).unwrap();
+        // A thread that stood still for three times the timeout would send nothing, and find no
+        // peer gone.
+        let heart = Heartbeat::of_source(vmferry_testkit::PATIENCE).unwrap();
         let work = std::panic::AssertUnwindSafe(|| heart.during(&here, || panic!("on purpose")));
         assert!(std::panic::catch_unwind(work).is_err());
         assert!(heart.0.lock().busy.is_none());

@@ -122,6 +122,6 @@ mod tests {
         assert!(!ending.wait(Duration::ZERO));
         ending.end();
         ending.end();
-        assert!(ending.wait(Duration::from_secs(60)) && ending.wait(Duration::ZERO));
+        assert!(ending.wait(vmferry_testkit::PATIENCE) && ending.wait(Duration::ZERO));
     }
 }

@@ -187,18 +187,22 @@ pub(crate) fn run(vcpu: &mut VcpuFd, ring: &RingVcpu, stop: &AtomicBool, stretch
 }
 
 /// Lets all vCPUs run until `meanwhile` returns, and then stops them. Says how many writes they made.
-pub(crate) fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&AtomicU64) -> T) -> (T, u64) {
-    let (stop, stretches) = (AtomicBool::new(false), AtomicU64::new(0));
+///
+/// `meanwhile` is given the number of stretches that each vCPU has made.
+pub(crate) fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&[AtomicU64]) -> T) -> (T, u64) {
+    let stop = AtomicBool::new(false);
+    let stretches: Vec<_> = guest.vcpus.iter().map(|_| AtomicU64::new(0)).collect();
     let rings = guest.rings.clone();
     let result = std::thread::scope(|scope| {
         for (index, vcpu) in guest.vcpus.iter_mut().enumerate() {
             let ring = rings.vcpu(index);
-            let (stop, stretches) = (&stop, &stretches);
+            let (stop, stretches) = (&stop, &stretches[index]);
             scope.spawn(move || run(vcpu, &ring, stop, stretches));
         }
         let result = meanwhile(&stretches);
         stop.store(true, Ordering::Release);
         result
     });
-    (result, stretches.into_inner() * STRETCH)
+    let stretches: u64 = stretches.into_iter().map(AtomicU64::into_inner).sum();
+    (result, stretches * STRETCH)
 }

@@ -16,7 +16,7 @@ use vmferry_wire::{
 };
 
 /// Time after which a test that waits has failed.
-const HANG: Duration = Duration::from_secs(60);
+const HANG: Duration = vmferry_testkit::PATIENCE;
 /// Most times that a driver reads the stop flag in a test: ten times a second, and once an event.
 const MOST_LOOKS: u64 = 1000;
 

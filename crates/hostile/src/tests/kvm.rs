@@ -15,7 +15,7 @@ const CPUS: u32 = 2;
 /// Longest time that a guest with changed state runs.
 const RUN: Duration = Duration::from_millis(2);
 /// A step that takes longer hangs. A vCPU that does not stop is reported by the VM after 10 s.
-const HANGS: Duration = Duration::from_secs(60);
+const HANGS: Duration = vmferry_testkit::PATIENCE;
 
 fn options(incoming: bool) -> VmOptions {
     let mut options = VmOptions::new(MEMORY, CPUS);

@@ -299,9 +299,10 @@ impl DiskGuest {
     }
 }
 
-/// Waits until `done` returns true. Feature `hostile` has no development dependencies, and so no `vmferry_testkit::wait`.
+/// Waits until `done` returns true. Feature `hostile` has no development dependencies, and so no
+/// `vmferry_testkit::wait`; the limit is the same.
 pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(180);
     while !done() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
         std::thread::sleep(Duration::from_micros(200));

@@ -6,7 +6,9 @@ use crate::hostile::{Choices, STEPS, chain, moved, registers, scribble};
 use crate::testing::{Driver, WRITE, memory};
 use std::time::{Duration, Instant};
 
-const SOON: Duration = Duration::from_secs(60);
+/// Guard against hangs, as `vmferry_testkit::PATIENCE`: feature `hostile` has no development
+/// dependencies.
+const SOON: Duration = Duration::from_secs(180);
 
 /// Does to it what `bytes` say.
 ///
