@@ -1,6 +1,7 @@
 //! A process guest whose free pages stay behind: it takes and gives up pages of its heap all the time, moves in every mode, and
 //! finds each page in use as it left it.
 
+use crate::gate::Gated;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
     migrate, receive,
@@ -43,7 +44,7 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
                 assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
             }
         });
-        migrate(&mut source, &uri, None, &settings, &Monitor::new()).expect("a migration")
+        migrate(&mut Gated::new(&mut source), &uri, None, &settings, &Monitor::new()).expect("a migration")
     });
     let what = format!("{mode} memfd {memfd} free pages {free_pages}");
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);

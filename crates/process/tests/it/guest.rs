@@ -275,7 +275,7 @@ fn the_engine_moves_it_and_every_page_agrees() {
     let mut target = ProcessGuest::new_incoming(options(false)).unwrap();
     let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-process-test-{}", std::process::id())));
     let listener = Listener::bind(&uri, false).unwrap();
-    let settings = Settings { verify: true, ..Settings::default() };
+    let settings = Settings { verify: true, peer_timeout: vmferry_testkit::PATIENCE, ..Settings::default() };
     let report = std::thread::scope(|scope| {
         let target = scope.spawn(|| receive(&mut target, &listener, &Arrival::new(settings.peer_timeout)));
         let report = migrate(&mut source, &uri, None, &settings, &Monitor::new());

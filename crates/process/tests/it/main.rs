@@ -8,6 +8,7 @@ mod cuts;
 mod encrypted;
 mod evil;
 mod free_pages;
+mod gate;
 mod guest;
 mod hostile;
 mod lazy;
