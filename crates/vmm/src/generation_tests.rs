@@ -13,10 +13,9 @@ use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationState, Monitor, Settings, Uri, migrate, receive, restore,
     restore_lazy, save, save_copy,
 };
-use vmferry_testkit::{Need, skip};
+use vmferry_testkit::{Need, PATIENCE, skip};
 
 const MEMORY: u64 = 8 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Vector of the interrupt, and the bit of it in the third word of the local APIC's requests.
 const VECTOR: u8 = 0x41;
 const REQUESTS: usize = 0x220;
@@ -147,10 +146,11 @@ fn guest_that_moves_keeps_its_id() {
     let (path, uri) = (path("moved"), Uri::Unix(path("socket")));
     let mut target = incoming();
     let listener = Listener::bind(&uri, false).unwrap();
-    let arrival = Arrival::new(Duration::from_secs(10));
+    let arrival = Arrival::new(PATIENCE);
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
-        let report = migrate(&mut source, &uri, None, &Settings::default(), &Monitor::new()).unwrap();
+        let settings = Settings { peer_timeout: PATIENCE, ..Settings::default() };
+        let report = migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         receiving.join().unwrap().unwrap();
     });

@@ -7,7 +7,7 @@ use shuttle::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc::{Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_testkit::{Need, skip};
 
@@ -91,7 +91,7 @@ fn word(vm: &Vm, gpa: u64) -> u32 {
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !done() {
-        assert!(begin.elapsed() < Duration::from_secs(60), "waited in vain for {what}");
+        assert!(begin.elapsed() < vmferry_testkit::PATIENCE, "waited in vain for {what}");
         std::thread::yield_now();
     }
 }

@@ -2,6 +2,7 @@
 //! Linux guests.)
 
 use crate::confined::kvm;
+use crate::patient;
 use std::path::PathBuf;
 use vmferry_engine::{
     Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, Uri, migrate, receive,
@@ -18,9 +19,13 @@ struct Temp(PathBuf);
 
 impl Temp {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("vmferry-disks-{}-{name}", std::process::id()));
-        std::fs::write(&path, [7; 1 << 16]).unwrap();
-        Self(path)
+        let name = format!("vmferry-disks-{}-{name}", std::process::id());
+        // In memory, if that can be: a flush to a busy disk may take longer than a VM waits for
+        // one.
+        let places = ["/dev/shm".into(), std::env::temp_dir()];
+        let path = places.map(|place: PathBuf| place.join(&name));
+        let path = path.into_iter().find(|path| std::fs::write(path, [7; 1 << 16]).is_ok());
+        Self(path.expect("a place for a disk"))
     }
 
     fn options(&self, incoming: bool) -> VmOptions {
@@ -72,7 +77,7 @@ fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     // Of this disk's: tests run beside each other.
     let uri = Uri::Unix(format!("{}-{mode:?}.sock", disk.0.display()).into());
     let listener = Listener::bind(&uri, false).unwrap();
-    let settings = Settings { mode, ..Settings::default() };
+    let settings = Settings { mode, ..patient() };
     let arrival = Arrival::new(PATIENCE);
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
@@ -172,7 +177,7 @@ fn another_disk_is_refused_before_anything_moves() {
     let arrival = Arrival::new(PATIENCE);
     let why = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
-        let report = migrate(&mut vm, &uri, None, &Settings::default(), &Monitor::new()).unwrap();
+        let report = migrate(&mut vm, &uri, None, &patient(), &Monitor::new()).unwrap();
         arrival.stop();
         receiving.join().unwrap();
         report.error.unwrap()

@@ -4,14 +4,15 @@ mod stalls;
 mod throttled;
 
 use crate::confined::kvm;
+use crate::patient;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, FillState, GuestMemory, Listener, MachineConfig, MigrateError,
-    MigrationState, Monitor, Protect, Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError,
-    migrate, receive, restore, restore_lazy, save,
+    MigrationState, Monitor, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, Uri,
+    VmError, migrate, receive, restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
 use vmferry_testkit::{Need, PATIENCE, skip, wait, wait_for};
@@ -157,6 +158,95 @@ impl SourceVm for Withholding {
     }
 }
 
+/// A tracker whose harvest waits until the guest has dirtied some pages.
+///
+/// A guest that a starved host does not let run dirties nothing. It would converge where it has to
+/// outrun its link.
+struct Outrunning {
+    tracker: Box<dyn DirtyTracker>,
+    /// Number of pages that a harvest waits for. It is 0 while the guest is paused.
+    least: Arc<AtomicU64>,
+}
+
+impl DirtyTracker for Outrunning {
+    fn kind(&self) -> TrackerKind {
+        self.tracker.kind()
+    }
+    fn start(&mut self) -> Result<(), VmError> {
+        self.tracker.start()
+    }
+    fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+        let least = self.least.load(Ordering::Relaxed);
+        wait_for("writes of the guest", || {
+            self.tracker.harvest(dirty).unwrap();
+            if dirty.count() >= least { Ok(()) } else { Err(dirty.count()) }
+        });
+        Ok(())
+    }
+    fn protector(&self) -> Arc<dyn Protect> {
+        self.tracker.protector()
+    }
+    fn ring(&self) -> Option<RingFigures> {
+        self.tracker.ring()
+    }
+    fn stop(&mut self) -> Result<(), VmError> {
+        self.tracker.stop()
+    }
+}
+
+/// A source whose guest outruns its link, until it was held for some time by the throttle.
+struct UntilHeld {
+    vm: Vm,
+    /// Number of pages that each harvest finds.
+    outruns: u64,
+    least: Arc<AtomicU64>,
+}
+
+impl UntilHeld {
+    fn new(vm: Vm, outruns: u64) -> Self {
+        Self { vm, outruns, least: Arc::new(AtomicU64::new(outruns)) }
+    }
+}
+
+impl SourceVm for UntilHeld {
+    fn config(&self) -> MachineConfig {
+        SourceVm::config(&self.vm)
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        SourceVm::memory(&self.vm)
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        let (tracker, least) = (self.vm.tracker(kind)?, Arc::clone(&self.least));
+        Ok(Box::new(Outrunning { tracker, least }))
+    }
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        SourceVm::throttle(&mut self.vm, shares)?;
+        if shares[0] > NOTICEABLE {
+            wait("holds of the guest", || self.vm.throttled()[0] > HELD);
+            self.outruns = 0;
+            self.least.store(0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+    fn throttled(&self) -> Vec<Duration> {
+        SourceVm::throttled(&self.vm)
+    }
+    fn pause(&mut self) -> Result<(), VmError> {
+        self.least.store(0, Ordering::Relaxed);
+        SourceVm::pause(&mut self.vm)
+    }
+    fn save(&mut self) -> Result<Vec<Section>, VmError> {
+        SourceVm::save(&mut self.vm)
+    }
+    fn release(&mut self) -> Result<(), VmError> {
+        SourceVm::release(&mut self.vm)
+    }
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.least.store(self.outruns, Ordering::Relaxed);
+        SourceVm::resume(&mut self.vm)
+    }
+}
+
 /// Moves `source` into a fresh VM by the engine, over a Unix socket.
 fn moved(source: &mut dyn SourceVm, name: &str, kind: TrackerKind, verify: bool) -> (Report, Vm) {
     moved_with(source, name, kind, verify, VmOptions::new(MEMORY, 1))
@@ -175,7 +265,7 @@ fn moved_with(
     let uri = Uri::Unix(path);
     let listener = Listener::bind(&uri, false).unwrap();
     // Slow enough for some passes.
-    let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..Settings::default() };
+    let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..patient() };
     let arrival = Arrival::new(PATIENCE);
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
@@ -279,6 +369,11 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
     }
 }
 
+/// Share from which on a guest counts as slowed.
+const NOTICEABLE: f64 = 0.1;
+/// Time for which a guest that is slowed was held at least.
+const HELD: Duration = Duration::from_millis(20);
+
 /// A guest that dirties more than the link carries goes nowhere, unless it is slowed.
 #[test]
 fn a_guest_is_slowed_until_it_converges() {
@@ -290,7 +385,9 @@ fn a_guest_is_slowed_until_it_converges() {
         (AutoConverge::Off, MigrationState::Cancelled, Duration::from_secs(2)),
         (AutoConverge::All, MigrationState::Completed, PATIENCE),
     ] {
-        let mut source = running_work(VmOptions::new(MEMORY, 1), "sequential,ws=2M,rate=12k,fill=random");
+        // Five times what the downtime allows.
+        let vm = running_work(VmOptions::new(MEMORY, 1), "sequential,ws=2M,rate=12k,fill=random");
+        let mut source = UntilHeld::new(vm, 256);
         let mut options = VmOptions::new(MEMORY, 1);
         options.incoming = true;
         let mut target = Vm::new(options).unwrap();
@@ -306,7 +403,7 @@ fn a_guest_is_slowed_until_it_converges() {
             max_bandwidth: Some(4 << 20),
             downtime_limit: Duration::from_millis(50),
             timeout: Some(timeout),
-            ..Settings::default()
+            ..patient()
         };
         let arrival = Arrival::new(PATIENCE);
         let report = std::thread::scope(|scope| {
@@ -319,11 +416,12 @@ fn a_guest_is_slowed_until_it_converges() {
         match (auto_converge, report.throttle) {
             (AutoConverge::Off, None) => {
                 assert_eq!(source.throttled(), [Duration::ZERO]);
-                let before = stats(&source.handle()).unwrap().writes();
-                wait("the guest going on", || stats(&source.handle()).unwrap().writes() > before + 1000);
+                let before = stats(&source.vm.handle()).unwrap().writes();
+                wait("the guest going on", || stats(&source.vm.handle()).unwrap().writes() > before + 1000);
             }
             (AutoConverge::All, Some(throttle)) => {
-                assert!(throttle.highest_share > 0.1 && throttle.held_ms[0] > 20.0, "{throttle:?}");
+                let held = Duration::from_secs_f64(throttle.held_ms[0] / 1e3);
+                assert!(throttle.highest_share > NOTICEABLE && held > HELD, "{throttle:?}");
                 assert_eq!(corrupt_after_a_check(&target), 0);
             }
             other => panic!("{other:?}"),

@@ -1,6 +1,8 @@
 //! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
 
-use super::{MEMORY, corrupt_after_a_check, kvm, stats, wait};
+use super::{MEMORY, Outrunning, corrupt_after_a_check, kvm, stats, wait};
+use crate::patient;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
@@ -28,6 +30,9 @@ const MEASURED_US: u64 = 2_000_000;
 /// A source that notes what its guest had done whenever it was throttled anew or stopped.
 struct Noting {
     vm: Vm,
+    /// Number of pages that each harvest of the running guest finds, and waits for.
+    outruns: u64,
+    least: Arc<AtomicU64>,
     notes: Arc<Mutex<Vec<Note>>>,
 }
 
@@ -74,12 +79,14 @@ fn throttled(notes: &[Note]) -> ([Work; 2], Duration) {
     (work, light_held)
 }
 
-/// Whether the guest was throttled for as long as is measured.
+/// Whether the guest was throttled for as long as is measured, and the host let the light vCPU run
+/// for some of that time.
 fn measured(notes: &Mutex<Vec<Note>>, handle: &VmHandle) -> bool {
     let mut notes = notes.lock().unwrap().clone();
     let (Some(last), Some(stats)) = (notes.last(), stats(handle)) else { return false };
     notes.push(Note { shares: Vec::new(), stats, light_held: last.light_held });
-    throttled(&notes).0[0].us >= MEASURED_US
+    let ([heavy, light], _) = throttled(&notes);
+    heavy.us >= MEASURED_US && light.running_us() >= MEASURED_US / 4
 }
 
 impl SourceVm for Noting {
@@ -90,7 +97,9 @@ impl SourceVm for Noting {
         SourceVm::memory(&self.vm)
     }
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
-        self.vm.tracker(kind)
+        self.least.store(self.outruns, Ordering::Relaxed);
+        let (tracker, least) = (self.vm.tracker(kind)?, Arc::clone(&self.least));
+        Ok(Box::new(Outrunning { tracker, least }))
     }
     fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
         self.note(shares);
@@ -102,6 +111,7 @@ impl SourceVm for Noting {
     fn pause(&mut self) -> Result<(), VmError> {
         let shares = self.notes.lock().unwrap().last().map(|note| note.shares.clone()).unwrap_or_default();
         self.note(&shares);
+        self.least.store(0, Ordering::Relaxed);
         SourceVm::pause(&mut self.vm)
     }
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
@@ -111,6 +121,7 @@ impl SourceVm for Noting {
         SourceVm::release(&mut self.vm)
     }
     fn resume(&mut self) -> Result<(), VmError> {
+        self.least.store(self.outruns, Ordering::Relaxed);
         SourceVm::resume(&mut self.vm)
     }
 }
@@ -136,9 +147,14 @@ impl Work {
         self.writes as f64 * 1e6 / self.us as f64
     }
 
+    /// Time in which it could go on.
+    fn running_us(self) -> u64 {
+        self.us.saturating_sub(self.stalled_us)
+    }
+
     /// Writes a second of the time in which it could go on.
     fn per_running_second(self) -> f64 {
-        self.writes as f64 * 1e6 / (self.us - self.stalled_us) as f64
+        self.writes as f64 * 1e6 / self.running_us() as f64
     }
 }
 
@@ -209,7 +225,10 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
         return skip(Need::Kvm, "no dirty rings, which tell vCPUs apart");
     }
     let notes = Arc::<Mutex<Vec<Note>>>::default();
-    let mut source = Noting { vm: running(), notes: Arc::clone(&notes) };
+    // What the link carries in 30 ms: also a guest that has 3 % of its time dirties that much while
+    // its pages are sent.
+    let (outruns, least) = (64, Arc::default());
+    let mut source = Noting { vm: running(), outruns, least, notes: Arc::clone(&notes) };
     let handle = source.vm.handle();
     let before = at_full_speed(&handle);
     let settings = Settings {
@@ -217,7 +236,7 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
         max_bandwidth: Some(LINK),
         // Never reached: the cancel ends it.
         downtime_limit: Duration::from_millis(1),
-        ..Settings::default()
+        ..patient()
     };
     // The guest writes too much for the link until it was throttled for long enough.
     let (report, _) = attempt(&mut source, &settings, |monitor| {
@@ -228,7 +247,8 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     let throttle = report.throttle.expect("the guest outran its link and was throttled");
     let ([heavy, light], light_held) = throttled(&notes.lock().unwrap());
     // It runs on here, and moves over a link that is fast enough.
-    let (report, target) = attempt(&mut source, &Settings::default(), |_| ());
+    source.outruns = 0;
+    let (report, target) = attempt(&mut source, &patient(), |_| ());
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
     assert_eq!(corrupt_after_a_check(&target.unwrap()), 0);
 
@@ -239,9 +259,11 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
         kept(light, 1)
     ));
     assert!(heavy.us >= MEASURED_US, "the heavy vCPU was throttled for {heavy:?} only: {throttle:?}");
-    // The host held the one and never the other.
-    let held = throttle.held_ms[0] * 1e3;
-    assert!(held > heavy.us as f64 / 5.0, "held for {held:.0} of {} us: {throttle:?}", heavy.us);
+    // The host held the one and never the other. The vCPU is held for at least as long as it runs.
+    // The bound is far below that: on a starved host the thread that brings the vCPU out of the
+    // guest may be late, and the time in which the host runs neither does not count.
+    let (held, ran) = (throttle.held_ms[0] * 1e3, heavy.running_us());
+    assert!(held * 20.0 > ran as f64, "held for {held:.0} us, and it ran for {ran} us: {throttle:?}");
     assert_eq!(light_held, Duration::ZERO, "the light vCPU was held: {throttle:?}");
     // By the guest's own counts and clock.
     assert!(heavy.per_second() < HEAVY as f64 / 2.0, "the heavy vCPU kept its speed: {heavy:?}");
