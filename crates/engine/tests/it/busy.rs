@@ -1,6 +1,6 @@
 //! Guests whose I/O does not come to rest when they are stopped: they go on, and are moved when it does.
 
-use crate::rig::{Ended, attempt, check_owner, unix_uri};
+use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
 use std::time::Duration;
 use vmferry_engine::{Listener, MigrationMode, MigrationState, Monitor, Settings};
@@ -13,7 +13,7 @@ fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
     source.busy(busy);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let settings = Settings { mode, verify: true, ..Settings::default() };
+    let settings = Settings { mode, verify: true, ..quick() };
     let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
     check_owner(&source, &target, &ended);
     (source, target, ended)
@@ -69,7 +69,7 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     source.busy(&[true; 20]);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let settings = Settings { mode: MigrationMode::Postcopy, ..Settings::default() };
+    let settings = Settings { mode: MigrationMode::Postcopy, ..quick() };
     let monitor = Monitor::new();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {

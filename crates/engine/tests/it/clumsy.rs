@@ -83,7 +83,7 @@ fn a_panic_after_the_end_does_not_take_the_report() {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
     let watched = Monitor::watched(|_| panic!("a clumsy watcher"));
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &Settings::default(), &watched);
+    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &watched);
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Completed));
     assert_eq!(source.called(Method::TrackerStop), 1);

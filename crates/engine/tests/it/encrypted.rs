@@ -138,7 +138,7 @@ fn a_channel_of_another_host_is_not_of_this_migration() {
     let machine = TargetVm::config(&target);
     let listener = Listener::bind_encrypted(&loopback(), host(&authority, "127.0.0.1")).unwrap();
     let Ok(Uri::Tcp { port, .. }) = listener.uri() else { panic!("no port") };
-    let arrival = Arrival::new(Duration::from_secs(10));
+    let arrival = Arrival::new(vmferry_testkit::PATIENCE);
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         let one = ByHand::new(&authority, "source", port);

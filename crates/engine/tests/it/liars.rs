@@ -5,10 +5,11 @@ use crate::rig::{socket_path, unix_uri};
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::time::{Duration, Instant};
 use vmferry_core::RegionId;
 use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, Uri, migrate};
-use vmferry_testkit::PATIENCE;
+use vmferry_testkit::{PATIENCE, wait_for};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
     HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
@@ -17,6 +18,19 @@ use vmferry_wire::{
 
 /// How long the source bears silence where that is what is tried.
 const SILENCE: Duration = Duration::from_secs(3);
+
+/// Listens. A source that does not come must not hang the test.
+fn listen(path: &Path) -> UnixListener {
+    let listener = UnixListener::bind(path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    listener
+}
+
+fn connection(listener: &UnixListener) -> UnixStream {
+    let (stream, _) = wait_for("a connection of the source", || listener.accept());
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
 
 fn answer(stream: &mut UnixStream) -> Option<Hello> {
     let mut bytes = [0; HELLO_BYTES];
@@ -57,7 +71,7 @@ impl Liar {
     fn accept(&mut self) {
         assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
         self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) });
-        let (mut bulk, _) = self.listener.accept().unwrap();
+        let mut bulk = connection(&self.listener);
         assert!(answer(&mut bulk).is_some());
         self.bulk = bulk;
         self.say(&ToSource::ChannelsUp);
@@ -117,12 +131,12 @@ fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, T
 /// Migrates the guest of `source` to a target that does as `script` says.
 fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
     let path = socket_path();
-    let listener = UnixListener::bind(&path).unwrap();
+    let listener = listen(&path);
     let uri = Uri::Unix(path.clone());
     let settings = Settings { channels: 1, ..settings };
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (mut control, _) = listener.accept().unwrap();
+            let mut control = connection(&listener);
             answer(&mut control).unwrap();
             let bulk = control.try_clone().unwrap();
             script(&mut Liar { control, bulk, listener });
@@ -438,12 +452,12 @@ fn other_programs_are_told_from_targets() {
         let mut source = Toy::new(Options::default(), true);
         let uri = unix_uri();
         let Uri::Unix(path) = &uri else { unreachable!() };
-        let listener = UnixListener::bind(path).unwrap();
+        let listener = listen(path);
         // One that says nothing is given up for its silence.
         let settings = if reply.is_empty() { impatient() } else { patient() };
         let error = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let (mut stream, _) = listener.accept().unwrap();
+                let mut stream = connection(&listener);
                 let _ = stream.write_all(&reply);
                 let _ = stream.read_to_end(&mut Vec::new());
             });

@@ -9,10 +9,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_engine::Uri;
 use vmferry_testkit::PATIENCE;
-use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, ToTarget, decode_control};
+use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role, ToTarget, decode_control};
 
 /// One direction of one connection: connections in the order of their arrival, the control channel is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,12 +70,15 @@ pub(crate) struct Rule {
     pub(crate) harm: Harm,
 }
 
+/// What the threads of a proxy share.
 #[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
     /// Of each connection, both ends.
     streams: Mutex<Vec<UnixStream>>,
     seen: Mutex<Vec<(Way, Vec<u8>)>>,
     done: AtomicBool,
+    /// While this is true, a bulk channel carries 64 KiB a second: a pass takes minutes.
+    pub(crate) slows_pages: AtomicBool,
     /// Whether the harm was done.
     harmed: AtomicBool,
 }
@@ -97,7 +100,7 @@ impl Shared {
 /// Stands between a source and its target; ends with all its threads when it is dropped.
 pub(crate) struct Proxy {
     path: PathBuf,
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
 }
 
@@ -179,8 +182,17 @@ pub(crate) fn until_hung_up(stream: &UnixStream) {
     assert_eq!(unsafe { libc::poll(&raw mut fd, 1, within) }, 1, "the other end does not hang up");
 }
 
+/// Waits a second, or until pages may go on.
+fn slow_down(shared: &Shared) {
+    let until = Instant::now() + Duration::from_secs(1);
+    let slow = || shared.slows_pages.load(Ordering::Acquire) && !shared.done.load(Ordering::Acquire);
+    while slow() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut into: UnixStream) {
-    let (mut all, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
+    let (mut all, mut buffer, mut bulk) = (Vec::new(), vec![0; 64 << 10], false);
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         let mut bytes = buffer[..read].to_vec();
         if let Some(Rule { harm, .. }) = rule.filter(|rule| rule.harm.at_commit()) {
@@ -223,6 +235,14 @@ fn pump(shared: &Shared, way: Way, rule: Option<Rule>, mut from: UnixStream, mut
                 all.extend(bytes);
                 break;
             }
+        }
+        // The greeting comes first, and is answered before anything follows. It has to tell the
+        // channel in the clear.
+        if all.is_empty() {
+            let hello = bytes.first_chunk().and_then(|bytes| Hello::decode(bytes).ok());
+            bulk = way.to_target && hello.is_some_and(|hello| hello.role == Role::Bulk);
+        } else if bulk {
+            slow_down(shared);
         }
         all.extend(&bytes);
         if into.write_all(&bytes).is_err() {
