@@ -103,8 +103,9 @@ fn keys_are_not_for_whoever_listens() {
     std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o777)).unwrap();
     let api = folder.path("api");
     let script = r#"
-import socket, sys
-s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(9)
+import os, socket, sys
+# Its name is there once it listens.
+s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1] + ".new"); s.listen(9); os.rename(sys.argv[1] + ".new", sys.argv[1])
 for _ in range(2):
     c = s.accept()[0]; f = c.makefile("rw")
     print('{"QMP": {"version": {}, "capabilities": []}}', file=f, flush=True)

@@ -63,12 +63,13 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     target.whole();
 }
 
-/// A migration that takes seconds, and is well under way.
+/// A migration that takes most of a minute, so that a starved host acts before its end, and that is
+/// well under way.
 fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
-    let mut args = vec!["migrate", "--api", &source.api, uri, "--max-bandwidth", "8M/s"];
+    let mut args = vec!["migrate", "--api", &source.api, uri, "--max-bandwidth", "1M/s"];
     args.extend(more);
     let child = spawn(&args);
-    source.wait("the first pages sent", |s| s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
+    source.wait("the first pages sent", |s| s["progress"]["wire_bytes"].as_u64() > Some(256 << 10));
     child
 }
 
@@ -158,7 +159,8 @@ fn ctrl_c_is_heard_while_nobody_reads() {
         let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
         let mut child = Command::new("sh")
             .args(["-c", &format!("exec \"$@\" {to}"), "sh", VMFERRY, "migrate", "--api", &source.api, &uri])
-            .args(["--max-bandwidth", "8M/s", "--events", "-"])
+            // Most of a minute, so that a starved host acts before its end.
+            .args(["--max-bandwidth", "1M/s", "--events", "-"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -168,7 +170,7 @@ fn ctrl_c_is_heard_while_nobody_reads() {
         let pipe = child.stdout.as_ref().unwrap();
         rustix::pipe::fcntl_setpipe_size(pipe, 4096).unwrap();
         let held = || rustix::io::ioctl_fionread(pipe).unwrap();
-        source.wait("a look", |s| held() > 1000 && s["progress"]["wire_bytes"].as_u64() > Some(1 << 20));
+        source.wait("a look", |s| held() > 1000 && s["progress"]["wire_bytes"].as_u64() > Some(256 << 10));
         blocked_writing(&child, 1);
         if !to.is_empty() {
             blocked_writing(&child, 2);

@@ -12,6 +12,7 @@ use serde_json::Value;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Child;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The commit of a precopy, or a postcopy, is cut: it still arrives (`CutBehindCommit`), or it does not.
@@ -22,6 +23,9 @@ const MODES: [&str; 2] = ["precopy", "postcopy"];
 fn an_etcd() -> Option<Etcd> {
     can_track().then(etcd::start).flatten()
 }
+
+/// A precopy with these arguments ends, however much the guest writes.
+const ENDS: [&str; 6] = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
 
 struct Pair {
     source: Run,
@@ -35,15 +39,24 @@ struct Pair {
 impl Pair {
     /// Two sides with a fence each, and a link between them that is cut at the commit.
     fn new(kind: &str, fences: [&str; 2], harm: Option<Harm>) -> Self {
-        Self::with_target(kind, fences, "3s", harm)
+        Self::with_target(kind, fences, "10s", harm)
     }
 
     /// A precopy that ends within two seconds, and an etcd that was stopped when it had begun.
     fn begun_without(&self, etcd: &Etcd) -> Child {
-        let child = self.migrate(&["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"]);
-        self.source
-            .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
-        etcd.signal(Signal::STOP).unwrap();
+        self.begun(|| self.migrate(&ENDS), || etcd.signal(Signal::STOP).unwrap())
+    }
+
+    /// A precopy that `migrate` begins. It cannot end before `meanwhile` has returned: its pages
+    /// take minutes until then.
+    fn begun(&self, migrate: impl FnOnce() -> Child, meanwhile: impl FnOnce()) -> Child {
+        let slows_pages = &self.proxy.shared.slows_pages;
+        slows_pages.store(true, Ordering::Release);
+        let child = migrate();
+        let begun = |s: &Value| s["passes"].as_array().is_some_and(|all| !all.is_empty());
+        self.source.wait("the first pass", |s| s["state"] == "precopy" && begun(s));
+        meanwhile();
+        slows_pages.store(false, Ordering::Release);
         child
     }
 
@@ -64,7 +77,7 @@ impl Pair {
     }
 
     fn migrate(&self, more: &[&str]) -> Child {
-        self.migrate_patiently("2s", more)
+        self.migrate_patiently("10s", more)
     }
 
     fn migrate_patiently(&self, peer_timeout: &str, more: &[&str]) -> Child {
@@ -138,7 +151,6 @@ enum Outage {
 
 #[test]
 fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
-    let slowly = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
     let mut cases = Vec::new();
     for case in [
         (Outage::Stopped, Harm::CutBehindCommit),
@@ -153,14 +165,12 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
         let what = format!("{outage:?}, {harm:?}");
         let fence = slow.fence();
         let mut pair = Pair::new("process", [&fence, &fence], Some(harm));
-        let child = pair.migrate(&[&slowly[..], &["--reconnect-for", "1s"]].concat());
-        pair.source
-            .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
-        match outage {
+        let migrate = || pair.migrate(&[&ENDS[..], &["--reconnect-for", "1s"]].concat());
+        let child = pair.begun(migrate, || match outage {
             Outage::Stopped => etcd.signal(Signal::STOP).unwrap(),
             Outage::Killed => etcd.kill().unwrap(),
             Outage::Late => slow.delay(Duration::from_millis(3500)),
-        }
+        });
         let output = finish(child);
         assert_eq!(code(&output), 3, "{what}: {output:?}");
         assert!(errors(&output).contains("the fence is asked until it answers"), "{what}: {output:?}");
@@ -203,10 +213,8 @@ fn a_target_that_cannot_claim_gives_the_guest_back() {
         // A source that has handed over is silent: the link must hold for as long as three attempts take.
         let mut pair = Pair::with_target("process", [&etcd.fence(), &slow.fence()], "60s", None);
         let slowly = ["--mode", "hybrid", "--max-bandwidth", "30M/s", "--reconnect-for", "5s"];
-        let child = pair.migrate_patiently("60s", &slowly);
-        pair.source
-            .wait("precopy", |s| s["state"] == "precopy" && s["progress"]["pass_done"].as_u64() > Some(1000));
-        slow.delay(Duration::from_secs(30));
+        let migrate = || pair.migrate_patiently("60s", &slowly);
+        let child = pair.begun(migrate, || slow.delay(Duration::from_secs(30)));
         if mode == "postcopy" {
             assert_eq!(code(&vmferry(&["switch", "--api", &pair.source.api])), 0);
         }

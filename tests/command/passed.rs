@@ -3,6 +3,7 @@
 use crate::support::{
     Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, vmferry,
 };
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -44,7 +45,7 @@ fn spawn_with(args: &[&str], descriptors: Vec<OwnedFd>) -> Child {
 /// A `run` whose descriptors are open under their numbers. A forbidden system call ends it.
 fn run_with(kind: &str, folder: &Folder, name: &str, more: &[&str], descriptors: Vec<OwnedFd>) -> Run {
     let api = folder.path(name);
-    let mut args = vec!["run", "--guest", kind, "--memory", "96M", "--api", &api, "--peer-timeout", "5s"];
+    let mut args = vec!["run", "--guest", kind, "--memory", "96M", "--api", &api, "--peer-timeout", "120s"];
     args.extend(["--sandbox", "kill"]);
     args.extend(more);
     let run = Run { child: spawn_with(&args, descriptors), api };
@@ -73,11 +74,16 @@ fn numbered(count: usize) -> String {
     format!("fd:{}", numbers.join(","))
 }
 
+/// Begins a migration over `descriptors` of the command's own.
+fn begin_over(source: &Run, descriptors: Vec<OwnedFd>, more: &[&str]) -> Child {
+    let uri = numbered(descriptors.len());
+    let args = ["migrate", "--api", &source.api, &uri, "--peer-timeout", "120s"];
+    spawn_with(&[&args[..], more].concat(), descriptors)
+}
+
 /// Migrates over `descriptors` of the command's own.
 fn migrate_over(source: &Run, descriptors: Vec<OwnedFd>, more: &[&str]) -> std::process::Output {
-    let uri = numbered(descriptors.len());
-    let args = ["migrate", "--api", &source.api, &uri];
-    finish(spawn_with(&[&args[..], more].concat(), descriptors))
+    finish(begin_over(source, descriptors, more))
 }
 
 fn arrived(target: &Run, moved: &std::process::Output) -> Value {
@@ -149,12 +155,11 @@ fn a_guest_comes_over_listening_sockets_that_were_passed_at_start() {
                 // As a service manager starts it.
                 let script = r#"exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@""#;
                 let api = folder.path("target");
-                let args =
-                    ["run", "--guest", "process", "--memory", "96M", "--api", &api, "--sandbox", "kill"];
+                let args = ["run", "--guest", "process", "--memory", "96M", "--api", &api];
                 let child = Command::new("sh")
                     .args(["-c", script, "sh", VMFERRY])
                     .args(args)
-                    .args(["--incoming", "defer"])
+                    .args(["--sandbox", "kill", "--peer-timeout", "120s", "--incoming", "defer"])
                     .stdin(OwnedFd::from(socket))
                     .stderr(Stdio::piped())
                     .spawn()
@@ -191,8 +196,14 @@ fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
             let moved = if count == 6 {
                 // To a target that listens.
                 let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
+                // The kernel takes the connections. A target that runs would hang up on one that
+                // says nothing for 5 s, which a starved host may need to start the command.
+                target.signal(Signal::STOP);
                 let here = (0..count).map(|_| connection(&uri)).collect();
-                (migrate_over(&source, here, &more), target)
+                let child = begin_over(&source, here, &more);
+                source.wait("the migration", |s| s["vm"]["place"] == "moving");
+                target.signal(Signal::CONT);
+                (finish(child), target)
             } else {
                 let pair = if kind == "process" { tcp_pair } else { unix_pair };
                 let (here, there) = (0..count).map(|_| pair()).unzip();
@@ -235,8 +246,11 @@ fn a_guest_moves_by_getfd_and_migrate() {
     let error = refused(&mut qmp, "closefd", json!({ "fdname": "migrate" }));
     assert!(error.contains("no descriptor 'migrate'"), "{error}");
 
+    // As above.
+    target.signal(Signal::STOP);
     qmp.pass("migrate", connection(&uri).as_fd()).unwrap();
     qmp.execute("migrate", json!({ "uri": "fd:migrate" })).unwrap();
+    target.signal(Signal::CONT);
     let deadline = Instant::now() + PATIENCE;
     loop {
         let status = qmp.execute("query-migrate", json!({})).unwrap();

@@ -37,7 +37,7 @@ fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
         }
         let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
         confined(&target, "while it waits");
-        let args = ["migrate", "--api", &source.api, &uri, "--max-bandwidth", "4M/s", "--channels", "2"];
+        let args = ["migrate", "--api", &source.api, &uri, "--max-bandwidth", "1M/s", "--channels", "2"];
         let migration = spawn(&args);
         source.wait("a pass", |s| s["progress"]["pass"].as_u64() > Some(0) || s["state"] == "precopy");
         let (here, there) = (confined(&source, "source"), confined(&target, "target"));

@@ -83,13 +83,22 @@ pub(crate) fn vmferry(args: &[&str]) -> Output {
     finish(spawn(args))
 }
 
-/// A system call that is on no list ends the process here, so that no test misses it.
+/// Starts the command.
+///
+/// A system call that is on no list ends a `run`, so that no test misses it. A `migrate` bears
+/// silence for longer than a thread stands still on a starved host, unless the test says otherwise.
 pub(crate) fn spawn(args: &[&str]) -> Child {
-    let runs = args.first().is_some_and(|first| *first == "run") && !args.contains(&"--sandbox");
-    let strict: &[&str] = if runs { &["--sandbox", "kill"] } else { &[] };
+    let of = |command, option| args.first() == Some(&command) && !args.contains(&option);
+    let more: &[&str] = if of("run", "--sandbox") {
+        &["--sandbox", "kill"]
+    } else if of("migrate", "--peer-timeout") {
+        &["--peer-timeout", "120s"]
+    } else {
+        &[]
+    };
     Command::new(VMFERRY)
         .args(args)
-        .args(strict)
+        .args(more)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -168,7 +168,7 @@ async def source_of(vmferry, folder, kind, stack, *more):
 
 
 async def target_of(vmferry, folder, name, kind, stack, *more):
-    guest = Guest(vmferry, folder, name, kind, "--incoming", "defer", "--peer-timeout", "5s", *more)
+    guest = Guest(vmferry, folder, name, kind, "--incoming", "defer", "--peer-timeout", "120s", *more)
     stack.callback(guest.close)
     client = await guest.connect(name)
     stack.push_async_callback(leave, client)

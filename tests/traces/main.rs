@@ -52,7 +52,7 @@ fn migrate(source: &Run, target: &str, more: &[&str]) -> Value {
 /// A migration that is ended so, once it is on its way.
 fn in_vain(source: &Run, folder: &Folder, name: &str, end: impl Fn(&mut Run)) {
     let (mut target, uri) = Run::target("process", folder, name, "tcp:127.0.0.1:0");
-    let migration = support::spawn(&["migrate", "--api", &source.api, &uri, "--max-bandwidth", "4M/s"]);
+    let migration = support::spawn(&["migrate", "--api", &source.api, &uri, "--max-bandwidth", "1M/s"]);
     source.wait("a pass", |s| s["state"] == "precopy");
     end(&mut target);
     assert_eq!(code(&finish(migration)), 1);
