@@ -23,7 +23,7 @@ mod wp;
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use rate::{RatePoint, check_windows, measure};
-pub use region::{Backing, MappedRegion};
+pub use region::{Backing, MappedRegion, Marks};
 pub use residency::{prepare, touched};
 #[cfg(any(test, feature = "sim"))]
 pub use ring::sim;

@@ -1,7 +1,7 @@
 //! Tracking by KVM's dirty bitmap.
 
-use crate::TrackerError;
 use crate::region::{check_marks, collect, forget, map_of};
+use crate::{Marks, TrackerError};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -30,7 +30,7 @@ pub struct LogSlot {
     pub spec: SlotSpec,
     /// Pages that the VMM wrote or dropped itself, which KVM does not see; each marked *after* it was written. One bit
     /// for each page of the slot.
-    pub marks: Option<Arc<AtomicBitmap>>,
+    pub marks: Option<Arc<dyn Marks>>,
     /// Receives every page that a tracker takes out of the slot's dirty log or its `marks`; one bit for each page of the slot.
     ///
     /// A VMM that uses the log or the marks for itself, such as for differential snapshots, gives a bitmap here. After a migration that left
@@ -41,7 +41,7 @@ pub struct LogSlot {
 impl LogSlot {
     /// A slot whose log and marks the VMM does not use for itself.
     #[must_use]
-    pub fn new(spec: SlotSpec, marks: Option<Arc<AtomicBitmap>>) -> Self {
+    pub fn new(spec: SlotSpec, marks: Option<Arc<dyn Marks>>) -> Self {
         Self { spec, marks, handed_back: None }
     }
 
@@ -50,8 +50,8 @@ impl LogSlot {
         if self.spec.len == 0 || !self.spec.len.is_multiple_of(PAGE_SIZE) {
             return Err(TrackerError::NotPages(self.region()));
         }
-        check_marks(self.region(), self.pages(), self.marks.as_deref())?;
-        check_marks(self.region(), self.pages(), self.handed_back.as_deref())
+        check_marks(self.region(), self.pages(), self.marks.as_deref().map(Marks::pages))?;
+        check_marks(self.region(), self.pages(), self.handed_back.as_deref().map(AtomicBitmap::len))
     }
 
     pub(crate) fn region(&self) -> RegionId {

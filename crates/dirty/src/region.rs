@@ -1,6 +1,7 @@
 //! Regions of guest memory as they are mapped in this process.
 
 use crate::TrackerError;
+use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -24,6 +25,35 @@ pub enum Backing {
     Other,
 }
 
+/// Source of marks: the pages of one region that were written or dropped in a way that no tracker sees.
+///
+/// Device models, loaders and the kernel on their behalf make such writes. [`AtomicBitmap`] is one source.
+/// The dirty bitmap of another memory library can be another: this trait takes what that library has recorded.
+///
+/// # Order
+/// A writer writes the page, and then marks it with at least release order. [`harvest`](Self::harvest) takes the
+/// mark with at least acquire order, and the engine reads the page later. Then either the harvest takes the mark
+/// and the read sees the write, or the next harvest takes the mark.
+pub trait Marks: fmt::Debug + Send + Sync {
+    /// Returns the number of pages that can be marked, which is the number of pages of the region.
+    fn pages(&self) -> u64;
+
+    /// Moves every mark into `dirty`, a bitmap of [`pages`](Self::pages) pages. Bits that are set there stay set.
+    ///
+    /// A mark must not be lost: it is in `dirty` after this call, or a later call finds it.
+    fn harvest(&self, dirty: &mut Bitmap);
+}
+
+impl Marks for AtomicBitmap {
+    fn pages(&self) -> u64 {
+        self.len()
+    }
+
+    fn harvest(&self, dirty: &mut Bitmap) {
+        Self::harvest(self, dirty);
+    }
+}
+
 /// A region of guest memory, mapped readable and writable in this process.
 #[derive(Debug, Clone)]
 pub struct MappedRegion {
@@ -37,7 +67,7 @@ pub struct MappedRegion {
     pub backing: Backing,
     /// Pages that were written or dropped in a way that the tracker cannot see; each marked after it happened. One bit
     /// for each page of the region.
-    pub marks: Option<Arc<AtomicBitmap>>,
+    pub marks: Option<Arc<dyn Marks>>,
     /// Receives every page that the tracker takes out of `marks` or finds written; one bit for each page of the region. A VMM that uses
     /// `marks` for itself needs this: see [`LogSlot::handed_back`](crate::LogSlot::handed_back).
     pub handed_back: Option<Arc<AtomicBitmap>>,
@@ -79,21 +109,15 @@ impl MappedRegion {
         if !whole {
             return Err(TrackerError::NotPages(self.id));
         }
-        check_marks(self.id, self.pages(), self.marks.as_deref())?;
-        check_marks(self.id, self.pages(), self.handed_back.as_deref())
+        check_marks(self.id, self.pages(), self.marks.as_deref().map(Marks::pages))?;
+        check_marks(self.id, self.pages(), self.handed_back.as_deref().map(AtomicBitmap::len))
     }
 }
 
-/// Checks that `marks` are one bit for each of `pages`.
-pub(crate) fn check_marks(
-    region: RegionId,
-    pages: u64,
-    marks: Option<&AtomicBitmap>,
-) -> Result<(), TrackerError> {
-    match marks {
-        Some(marks) if marks.len() != pages => {
-            Err(TrackerError::Length { region, have: pages, bits: marks.len() })
-        }
+/// Checks that marks of `bits` pages, if there are marks, are one bit for each of `pages`.
+pub(crate) fn check_marks(region: RegionId, pages: u64, bits: Option<u64>) -> Result<(), TrackerError> {
+    match bits {
+        Some(bits) if bits != pages => Err(TrackerError::Length { region, have: pages, bits }),
         _ => Ok(()),
     }
 }
@@ -123,9 +147,9 @@ pub(crate) fn collect(
 
 /// Takes all marks and hands them back: what was written before tracking started is sent anyway. A write that is being marked at the same
 /// time is either done, and then the first pass reads it, or marked after this, and then the first harvest finds it.
-pub(crate) fn forget(marks: Option<&AtomicBitmap>, handed_back: Option<&AtomicBitmap>) {
+pub(crate) fn forget(marks: Option<&dyn Marks>, handed_back: Option<&AtomicBitmap>) {
     if let Some(marks) = marks {
-        let mut scratch = Bitmap::new(marks.len());
+        let mut scratch = Bitmap::new(marks.pages());
         marks.harvest(&mut scratch);
         if let Some(handed_back) = handed_back {
             scratch.for_each_run(|run| handed_back.set_range(run));

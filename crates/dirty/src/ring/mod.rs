@@ -38,7 +38,7 @@ pub struct DirtyRings(Arc<Shared>);
 pub(crate) struct Shared {
     core: Core<Host>,
     slots: Vec<LogSlot>,
-    /// For each slot, where harvested pages are marked: the region's own marks, if it has any.
+    /// For each slot, the pages that were harvested from the rings and not handed out yet.
     maps: Vec<Arc<AtomicBitmap>>,
     desk: Desk,
     /// Whether a tracker is started.
@@ -58,8 +58,7 @@ impl Shared {
 }
 
 impl DirtyRings {
-    /// Maps the rings of all `vcpus` of the VM whose descriptor `vm` holds, in their order. `slots` are all its memory;
-    /// harvested pages are put into their marks.
+    /// Maps the rings of all `vcpus` of the VM whose descriptor `vm` holds, in their order. `slots` are all its memory.
     ///
     /// # Errors
     /// If a slot is not whole pages, its marks are of another length, or a ring cannot be mapped.
@@ -74,10 +73,7 @@ impl DirtyRings {
         slots: Vec<LogSlot>,
     ) -> Result<Self, TrackerError> {
         slots.iter().try_for_each(LogSlot::check)?;
-        let maps: Vec<_> = slots
-            .iter()
-            .map(|slot| slot.marks.clone().unwrap_or_else(|| Arc::new(AtomicBitmap::new(slot.pages()))))
-            .collect();
+        let maps: Vec<_> = slots.iter().map(|slot| Arc::new(AtomicBitmap::new(slot.pages()))).collect();
         let rings = vcpus.iter().map(|vcpu| DirtyRing::map(*vcpu, entries)).collect::<Result<Vec<_>, _>>();
         let rings = rings.map_err(TrackerError::Unavailable)?;
         let found = Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps.iter().cloned()).collect());

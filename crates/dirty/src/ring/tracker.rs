@@ -19,8 +19,8 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect nothing at the start, and
 /// never put a page into a ring. The tracker switches it off, for good: a VM with rings has no log that it could protect.
 ///
-/// *Writes by the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker), and so is what the rings held:
-/// reaper, vCPUs and harvests put pages in, a harvest takes them out by atomic swap.
+/// *Writes by the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker). What the rings held is in a bitmap
+/// for each slot: reaper, vCPUs and harvests put pages in, a harvest takes them out by atomic swap.
 ///
 /// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it exits; unlike the log, the
 /// ring has no call that fetches them. Before the last harvest all vCPUs are out of the guest, and their buffers are in
@@ -60,11 +60,11 @@ impl RingTracker {
         for (region, map) in pages.iter() {
             let shared = self.shared();
             let found = shared.slots.iter().zip(&shared.maps).find(|(slot, _)| slot.region() == region);
-            let (slot, marks) = found.ok_or(TrackerError::NoRegion(region))?;
+            let (slot, harvested) = found.ok_or(TrackerError::NoRegion(region))?;
             if map.len() != slot.pages() {
                 return Err(TrackerError::Length { region, have: slot.pages(), bits: map.len() });
             }
-            map.runs().for_each(|run| marks.set_range(run));
+            map.runs().for_each(|run| harvested.set_range(run));
         }
         Ok(())
     }
@@ -122,7 +122,8 @@ impl Shared {
         }
         // Before anything is protected: from then on no mark may get lost.
         for (slot, map) in self.slots.iter().zip(&self.maps) {
-            forget(Some(map), slot.handed_back.as_deref());
+            forget(Some(&**map), slot.handed_back.as_deref());
+            forget(slot.marks.as_deref(), slot.handed_back.as_deref());
         }
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
@@ -163,10 +164,13 @@ impl DirtyTracker for RingTracker {
         }
         let shared = self.shared();
         let harvested = shared.core().harvest_every();
-        for (slot, marks) in shared.slots.iter().zip(&shared.maps) {
+        for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
             collect(map, slot.handed_back.as_deref(), |map| {
-                marks.harvest(map);
+                entered.harvest(map);
+                if let Some(marks) = &slot.marks {
+                    marks.harvest(map);
+                }
                 Ok(())
             })?;
         }

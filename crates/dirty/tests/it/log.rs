@@ -264,7 +264,7 @@ fn odd_slots_marks_and_wrong_arguments() {
     let marks = Arc::new(AtomicBitmap::new(1000));
     let slots = [
         add_slot(&vm, 0, 0, &low),
-        LogSlot { marks: Some(Arc::clone(&marks)), ..add_slot(&vm, 1, 4 << 30, &high) },
+        LogSlot { marks: Some(Arc::clone(&marks) as _), ..add_slot(&vm, 1, 4 << 30, &high) },
     ];
     let (mut tracker, layout) = tracker(&vm, &slots);
     let protector = tracker.protector();
@@ -358,7 +358,7 @@ fn log_survives(manual: ManualProtect, passes: u32) {
     let (handed_back, marks) = (Arc::new(AtomicBitmap::new(PAGES)), Arc::new(AtomicBitmap::new(PAGES)));
     let slot = LogSlot {
         handed_back: Some(Arc::clone(&handed_back)),
-        marks: Some(Arc::clone(&marks)),
+        marks: Some(Arc::clone(&marks) as _),
         ..add_slot_flags(&vm, 0, 0, &memory, kvm::MEM_LOG_DIRTY_PAGES)
     };
     let slot = LogSlot { spec: SlotSpec { flags: 0, ..slot.spec }, ..slot };

@@ -259,7 +259,7 @@ fn marks_are_merged_and_those_from_before_forgotten() {
     }
     let memory = Memory::new(Kind::Small, 64);
     let marks = Arc::new(AtomicBitmap::new(64));
-    let region = MappedRegion { marks: Some(Arc::clone(&marks)), ..memory.region(4) };
+    let region = MappedRegion { marks: Some(Arc::clone(&marks) as _), ..memory.region(4) };
     let layout = layout(std::slice::from_ref(&region));
     let mut tracker = WpTracker::new(vec![region.clone()]).unwrap();
     marks.set(1);
@@ -281,7 +281,7 @@ fn every_page_that_is_taken_out_of_the_marks_is_handed_back() {
     let memory = Memory::new(Kind::Small, 64);
     let (marks, handed_back) = (Arc::new(AtomicBitmap::new(64)), Arc::new(AtomicBitmap::new(64)));
     let region = MappedRegion {
-        marks: Some(Arc::clone(&marks)),
+        marks: Some(Arc::clone(&marks) as _),
         handed_back: Some(Arc::clone(&handed_back)),
         ..memory.region(4)
     };
