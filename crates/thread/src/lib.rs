@@ -1,16 +1,19 @@
-//! Threads that say what they are for.
+//! Threads that say what they are for, and event loops that stand still while a guest does ([`Park`]).
 //!
 //! Every thread that vmferry's crates start is started here, with its [`Role`]. Whoever runs the process can have each pass a hook before
 //! it does anything ([`on_start`]): to confine it, to bind it to processors, to count it. The crates know nothing of that: an embedder
 //! brings a policy of its own, or none.
 #![deny(unsafe_code)]
 
+mod park;
 #[expect(unsafe_code, reason = "the kernel's calls have no safe wrapper")]
 pub mod scheduling;
 
 use std::io;
 use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+pub use park::{Park, StillWorking, Working};
 
 /// What a thread is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,0 +1,232 @@
+//! Parking the event loops of devices.
+
+use std::fmt;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Lets the event loops of devices handle events only while the guest runs here.
+///
+/// An event loop handles what happens outside the guest: a frame on a tap, a completed disk request, a key. Handling it
+/// writes guest memory and raises an interrupt. Once the last pages and the device state were sent, such a write is lost. So
+/// three things must hold:
+///
+/// 1. When a pause has returned, no event is being handled, and none is begun before the guest is resumed.
+/// 2. An event that arrives in between waits. It is handled if the guest is resumed here.
+/// 3. When the guest has left, the waiting events are never handled. The guest runs elsewhere, and its disks and addresses
+///    belong to the target: a late write to a disk would destroy data.
+///
+/// | caller | method | moment |
+/// |---|---|---|
+/// | an event loop | [`enter`](Self::enter) | when it has an event, before it handles it; it drops the result when the event is handled |
+/// | the source | [`park`](Self::park) | in `SourceVm::pause`, or in `SourceVm::settle` with the time given there |
+/// | the source | [`resume`](Self::resume) | in `SourceVm::resume` |
+/// | the source | [`end`](Self::end) | when the report says that the guest has left |
+/// | the target | [`parked`](Self::parked), [`resume`](Self::resume) | when it makes its VM; in `TargetVm::start` |
+///
+/// ```
+/// use std::sync::mpsc::{Receiver, channel};
+/// use std::time::Duration;
+/// use vmferry_thread::Park;
+///
+/// /// The loop of a device. `handle` writes guest memory.
+/// fn device(park: &Park, events: Receiver<u32>, mut handle: impl FnMut(u32)) {
+///     // It waits for an event first: a loop that waited with the permission in hand could not be parked.
+///     while let Ok(event) = events.recv() {
+///         let Some(_working) = park.enter() else { return };
+///         handle(event);
+///     }
+/// }
+///
+/// let (park, (send, events)) = (&Park::running(), channel());
+/// std::thread::scope(|scope| {
+///     scope.spawn(move || device(park, events, |event| println!("event {event}")));
+///     send.send(1).unwrap();
+///     park.park(Duration::from_secs(10)).expect("an event takes no longer");
+///     send.send(2).unwrap(); // Waits, and is never handled: the guest leaves.
+///     park.end();
+///     drop(send);
+/// });
+/// ```
+#[derive(Debug)]
+pub struct Park {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    /// Events that are being handled.
+    working: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Running,
+    Parked,
+    Ended,
+}
+
+/// An event loop did not finish its event in time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StillWorking {
+    /// Events that were being handled.
+    pub events: usize,
+    /// Time that they were given.
+    pub within: Duration,
+}
+
+impl fmt::Display for StillWorking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} events of devices did not finish within {} ms", self.events, self.within.as_millis())
+    }
+}
+
+impl std::error::Error for StillWorking {}
+
+/// Permission to handle an event: see [`Park::enter`].
+#[derive(Debug)]
+#[must_use = "the event may be handled for as long as this value lives"]
+pub struct Working<'p>(&'p Park);
+
+impl Drop for Working<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.working -= 1;
+        drop(state);
+        self.0.changed.notify_all();
+    }
+}
+
+impl Park {
+    fn of(phase: Phase) -> Self {
+        Self { state: Mutex::new(State { phase, working: 0 }), changed: Condvar::new() }
+    }
+
+    /// Returns a park whose event loops may work, for a VM that boots its guest.
+    #[must_use]
+    pub fn running() -> Self {
+        Self::of(Phase::Running)
+    }
+
+    /// Returns a park whose event loops wait, for a VM that a guest is moved to.
+    #[must_use]
+    pub fn parked() -> Self {
+        Self::of(Phase::Parked)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until events may be handled. Returns `None` if the guest has left: the loop drops its events and ends.
+    pub fn enter(&self) -> Option<Working<'_>> {
+        let waits = |state: &mut State| state.phase == Phase::Parked;
+        let state = self.changed.wait_while(self.lock(), waits);
+        let mut state = state.unwrap_or_else(PoisonError::into_inner);
+        if state.phase == Phase::Ended {
+            return None;
+        }
+        state.working += 1;
+        Some(Working(self))
+    }
+
+    /// Has no further event begun, and waits until those that are being handled are finished, for `within` at most.
+    ///
+    /// # Errors
+    /// [`StillWorking`] if an event takes longer. It goes on, and no other is begun before [`resume`](Self::resume).
+    pub fn park(&self, within: Duration) -> Result<(), StillWorking> {
+        let mut state = self.lock();
+        if state.phase == Phase::Running {
+            state.phase = Phase::Parked;
+        }
+        let waited = self.changed.wait_timeout_while(state, within, |state| state.working > 0);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match state.working {
+            0 => Ok(()),
+            events => Err(StillWorking { events, within }),
+        }
+    }
+
+    /// Lets events be handled again, those first that waited. Does nothing after [`end`](Self::end).
+    pub fn resume(&self) {
+        let mut state = self.lock();
+        if state.phase == Phase::Parked {
+            state.phase = Phase::Running;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Ends the event loops: the guest has left, and no event is handled any more.
+    pub fn end(&self) {
+        self.lock().phase = Phase::Ended;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc::channel;
+    use vmferry_testkit::{PATIENCE, wait};
+
+    #[test]
+    fn events_wait_while_parked_and_are_handled_after_a_resume() {
+        let (park, handled) = (Park::parked(), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while let Some(_working) = park.enter() {
+                        handled.fetch_add(1, Ordering::SeqCst);
+                        std::thread::sleep(Duration::from_micros(50));
+                    }
+                });
+            }
+            assert_eq!(handled.load(Ordering::SeqCst), 0);
+            for _ in 0..50 {
+                let before = handled.load(Ordering::SeqCst);
+                park.resume();
+                wait("events being handled", || handled.load(Ordering::SeqCst) > before);
+                park.park(PATIENCE).unwrap();
+                let parked = handled.load(Ordering::SeqCst);
+                std::thread::sleep(Duration::from_micros(200));
+                assert_eq!(handled.load(Ordering::SeqCst), parked, "none is begun");
+            }
+            park.end();
+        });
+    }
+
+    #[test]
+    fn an_event_that_takes_too_long_is_reported_and_finishes() {
+        let park = Park::running();
+        let first = park.enter().unwrap();
+        let late = park.park(Duration::from_millis(1)).unwrap_err();
+        assert_eq!(late.to_string(), "1 events of devices did not finish within 1 ms");
+        drop(first);
+        park.park(Duration::ZERO).unwrap();
+        park.resume();
+        assert!(park.enter().is_some());
+    }
+
+    #[test]
+    fn nothing_is_handled_after_the_end() {
+        let (park, (started, starts)) = (Park::parked(), channel());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                started.send(()).unwrap();
+                park.enter().is_none()
+            });
+            starts.recv().unwrap();
+            park.end();
+            assert!(waits.join().unwrap());
+        });
+        park.resume();
+        assert!(park.enter().is_none(), "also after a resume");
+        park.park(Duration::ZERO).unwrap();
+        assert!(park.enter().is_none());
+    }
+}
