@@ -6,6 +6,7 @@ use crate::memory::MemoryError;
 use crate::state::StateError;
 use std::io;
 use std::time::Duration;
+use vmferry_kvm::NotPaused;
 use vmferry_sys::tap::TapError;
 
 /// What went wrong: what failed, where, and what to do where that is known.
@@ -39,34 +40,14 @@ pub enum Error {
     /// Options that no VM can have.
     #[error("{0}")]
     Options(String),
-    /// The VM cannot have dirty rings like these.
-    #[error("no dirty rings of {entries} entries: {why}")]
-    DirtyRing {
-        /// Entries of each ring.
-        entries: u32,
-        /// What stands against it.
-        why: String,
-    },
+    /// KVM cannot be set up for a guest that can be moved.
+    #[error(transparent)]
+    Setup(#[from] vmferry_kvm::Error),
     /// An ioctl failed.
     #[error("{what} failed")]
     Kvm {
         /// Which, and on what.
         what: String,
-        /// What the kernel said.
-        #[source]
-        source: io::Error,
-    },
-    /// KVM does not take guest memory.
-    #[error(
-        "KVM on this host takes no {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): it has a limit of its own, and \
-         everywhere one piece has less than 8 TiB; give the guest less memory",
-        .len >> 20
-    )]
-    MemorySlot {
-        /// Bytes of the piece.
-        len: u64,
-        /// Where the guest has it.
-        gpa: u64,
         /// What the kernel said.
         #[source]
         source: io::Error,
@@ -148,6 +129,12 @@ impl Error {
     /// The failure of ioctl `what`.
     pub(crate) fn kvm(what: impl Into<String>, source: kvm_ioctls::Error) -> Self {
         Self::Kvm { what: what.into(), source: io::Error::from_raw_os_error(source.errno()) }
+    }
+}
+
+impl From<NotPaused> for Error {
+    fn from(error: NotPaused) -> Self {
+        Self::Unresponsive { cpu: error.cpu, what: "pause" }
     }
 }
 

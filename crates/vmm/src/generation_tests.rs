@@ -2,8 +2,7 @@
 
 use super::*;
 use crate::boot::testing::TestElf;
-use crate::shared_state::save_ioapic;
-use crate::state::{Sections, VcpuSaved};
+use crate::state::{Saved as _, Sections};
 use crate::{Exit, SerialSink, Vm, VmOptions, open_kvm};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,6 +12,8 @@ use vmferry_engine::{
     Arrival, Listener, MigrateError, MigrationState, Monitor, Settings, Uri, migrate, receive, restore,
     restore_lazy, save, save_copy,
 };
+use vmferry_kvm::VcpuState;
+use vmferry_kvm::state::IoapicState;
 use vmferry_testkit::{Need, PATIENCE, skip};
 
 const MEMORY: u64 = 8 << 20;
@@ -97,7 +98,7 @@ fn restored(path: &std::path::Path) -> Vm {
 fn interrupted(vm: &mut Vm) -> bool {
     vm.pause().unwrap();
     let saved = vm.save_state().unwrap();
-    let vcpu: VcpuSaved = Sections::new(&saved).unwrap().take(0).unwrap();
+    let vcpu = VcpuState::take(&mut Sections::new(&saved).unwrap(), 0).unwrap();
     vcpu.lapic[REQUESTS] & REQUESTED != 0
 }
 
@@ -177,7 +178,7 @@ fn copy_of_a_guest_without_the_device_runs_as_it_is() {
     assert_eq!(id(&copy, ADDRESS), [0; 16]);
     assert!(!interrupted(&mut copy));
     // The guest would have heard of it.
-    assert_eq!(save_ioapic(copy.machine()).unwrap().redirection[LINE as usize] & 1 << 16, 0);
+    assert_eq!(IoapicState::read(copy.machine().fd()).unwrap().redirection[LINE as usize] & 1 << 16, 0);
 }
 
 #[test]

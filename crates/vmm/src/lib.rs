@@ -6,15 +6,17 @@
 //! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
 //! | `boot` | kernel images and how a guest is entered |
 //! | `acpi` | tables by which a guest finds out about its machine |
-//! | `kvm`, `cpuid` | opening KVM, an empty VM, its processors |
+//! | `kvm` | opening KVM, an empty VM |
 //! | `devices`, `power` | serial port, reset, exit port; power button |
 //! | `generation` | the VM generation ID, which tells copies apart |
 //! | `irq` | interrupt lines |
 //! | `bus`, `virtio`, `kicks` | devices at memory addresses, and what is the same for all of them |
 //! | `balloon`, `disk`, `rng` | those devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
-//! | `state`, `shared_state` | saved state as versioned sections |
+//! | `state` | saved state of devices as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
+//!
+//! What is in KVM is saved, loaded, tracked and paused by the crate `vmferry-kvm`.
 //!
 //! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
 
@@ -22,7 +24,6 @@ mod acpi;
 mod balloon;
 mod boot;
 mod bus;
-mod cpuid;
 mod devices;
 mod disk;
 mod error;
@@ -41,7 +42,6 @@ mod net;
 mod options;
 mod power;
 mod rng;
-mod shared_state;
 mod state;
 mod stats;
 mod vcpu;

@@ -4,10 +4,9 @@ use crate::balloon::BalloonFree;
 use crate::disk::WithWriteAhead;
 use crate::memory::GuestRam;
 use crate::vm::Vm;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker};
+use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
     DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm, TargetVm,
     TrackerKind, VmError,
@@ -46,10 +45,7 @@ impl Vm {
                  --dirty-ring",
             ));
         }
-        let machine: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self.machine()) as _;
-        // SAFETY: the machine keeps its descriptor and its memory for as long as it lives, and these are the slots that
-        // it was made with, which are never changed.
-        Ok(Box::new(unsafe { KvmLogTracker::new(machine, self.machine().log_slots()) }?))
+        Ok(Box::new(self.machine().vm().log_tracker()?))
     }
 
     fn ring_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {

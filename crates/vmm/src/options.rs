@@ -7,7 +7,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_sys::ring::RingEntries;
+pub use vmferry_kvm::CpuChoice;
+use vmferry_kvm::RingEntries;
 use vmferry_virtio::net::Mac;
 
 /// Least memory that a VM can have, in bytes: enough for the boot data below 1 MiB and a small kernel above it.
@@ -39,16 +40,6 @@ impl fmt::Display for Backing {
             Self::HugePages => "huge-page",
         })
     }
-}
-
-/// Which processor a guest is shown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum CpuChoice {
-    /// All that this host can offer. The guest moves to hosts that offer the same or more.
-    #[default]
-    Host,
-    /// x86-64-v2, which nearly every host can offer: no AVX, no AES.
-    Baseline,
 }
 
 /// How pages that a guest gives back go.

@@ -7,9 +7,9 @@
 use crate::error::{Error, Result};
 use crate::irq::IrqLine;
 use crate::kvm::Machine;
-use crate::shared_state::save_ioapic;
 use std::sync::Arc;
 use vm_superio::Trigger;
+use vmferry_kvm::state::IoapicState;
 
 /// Its interrupt: a floppy controller's, which there is none of.
 pub(crate) const LINE: u32 = 6;
@@ -19,7 +19,7 @@ const MASKED: u64 = 1 << 16;
 
 /// Presses it; `false` if the guest does not listen: it has no driver for it, or is not that far yet.
 pub(crate) fn press(machine: &Arc<Machine>) -> Result<bool> {
-    let entry = save_ioapic(machine)?.redirection[LINE as usize];
+    let entry = IoapicState::read(machine.fd())?.redirection[LINE as usize];
     if entry & MASKED != 0 {
         return Ok(false);
     }

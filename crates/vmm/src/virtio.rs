@@ -120,11 +120,11 @@ where
     }
 
     fn prepare(&self, parts: &mut Sections<'_>) -> Result<Load<'_>, StateError> {
-        let saved: TransportSaved<D::Saved> = parts.take(self.instance)?;
+        let saved = TransportSaved::<D::Saved>::take(parts, self.instance)?;
         Ok(Box::new(move || {
             let loaded = self.transport.load(self.ram.map(), &saved);
             loaded.map_err(|error| {
-                StateError::invalid::<TransportSaved<D::Saved>>(self.instance, error.to_string())
+                StateError::invalid(TransportSaved::<D::Saved>::KIND, self.instance, error.to_string())
             })
         }))
     }

@@ -1,9 +1,11 @@
 //! Tests of a VM with kernels of a few instructions, and of what is inside it.
 
 use crate::boot::testing::{TestBzImage, TestElf};
-use crate::state::{Saved, Sections, ShadowStackSaved, VcpuSaved};
+use crate::state::{Saved, Sections};
 use crate::{CpuChoice, Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
 use vmferry_engine::Section;
+use vmferry_kvm::VcpuState;
+use vmferry_kvm::state::ShadowStackState;
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const MEMORY: u64 = 8 << 20;
@@ -151,7 +153,7 @@ fn bad_options_are_errors_without_kvm() {
 /// What a vCPU's state is but for what changes with time.
 fn without_time(section: &Section) -> Section {
     let one = [section.clone()];
-    let Ok(mut vcpu) = Sections::new(&one).unwrap().take::<VcpuSaved>(section.instance) else {
+    let Ok(mut vcpu) = VcpuState::take(&mut Sections::new(&one).unwrap(), section.instance) else {
         return section.clone();
     };
     (vcpu.tsc, vcpu.realtime_ns) = (0, 0);
@@ -183,7 +185,7 @@ fn state_that_is_loaded_is_saved_the_same() {
     wait("the guest's byte", || output.text() == "r");
     source.pause().unwrap();
     let saved = source.save_state().unwrap();
-    assert_eq!(saved.iter().filter(|section| section.name != ShadowStackSaved::NAME).count(), 3 + 8);
+    assert_eq!(saved.iter().filter(|section| section.name != ShadowStackState::NAME).count(), 3 + 8);
 
     let mut target = incoming(3);
     target.load_state(&saved).unwrap();
@@ -236,7 +238,7 @@ fn compare(a: &Section, b: &Section) {
     let (a, b) = (without_time(a), without_time(b));
     if a != b && a.name == "vcpu" {
         let read = |s: &Section| {
-            Sections::new(std::slice::from_ref(s)).unwrap().take::<VcpuSaved>(s.instance).unwrap()
+            VcpuState::take(&mut Sections::new(std::slice::from_ref(s)).unwrap(), s.instance).unwrap()
         };
         assert_eq!(read(&a), read(&b), "vCPU {}", a.instance);
     }
@@ -256,7 +258,7 @@ fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
     for drop in 0..saved.len() {
         let mut less = saved.clone();
         let gone = less.remove(drop);
-        if gone.name == ShadowStackSaved::NAME {
+        if gone.name == ShadowStackState::NAME {
             // It may be missing while the guest has not switched shadow stacks on.
             target.load_state(&less).unwrap();
             continue;
@@ -273,7 +275,7 @@ fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
     let two = incoming(2).load_state(&saved).unwrap_err().to_string();
     assert_eq!(two, "the saved state lacks section vcpu 1");
 
-    let mut vcpu: VcpuSaved = Sections::new(&saved).unwrap().take(0).unwrap();
+    let mut vcpu = VcpuState::take(&mut Sections::new(&saved).unwrap(), 0).unwrap();
     vcpu.lapic.pop();
     let mut bad = saved.clone();
     bad[0] = vcpu.section(0).unwrap();
@@ -292,17 +294,17 @@ fn confined_vcpus_set_up_machine_check_banks_and_the_shadow_stack_pointer() {
     let mut source = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
     source.load_kernel(&TestElf::with_entry(&HALT).build(), "").unwrap();
     let mut saved = source.save_state().unwrap();
-    let mut vcpu: VcpuSaved = Sections::new(&saved).unwrap().take(0).unwrap();
+    let mut vcpu = VcpuState::take(&mut Sections::new(&saved).unwrap(), 0).unwrap();
     // MCG_CAP: 10 banks.
     vcpu.msrs.iter_mut().find(|msr| msr.index == 0x179).unwrap().value = 10;
     saved[0] = vcpu.section(0).unwrap();
     let mut target = incoming(1);
     target.load_state(&saved).unwrap();
-    let again: VcpuSaved = Sections::new(&target.save_state().unwrap()).unwrap().take(0).unwrap();
+    let again = VcpuState::take(&mut Sections::new(&target.save_state().unwrap()).unwrap(), 0).unwrap();
     assert_eq!(again.msrs, vcpu.msrs);
 
-    saved.retain(|section| section.name != ShadowStackSaved::NAME);
-    saved.push(ShadowStackSaved { pointer: 0x7000 }.section(0).unwrap());
+    saved.retain(|section| section.name != ShadowStackState::NAME);
+    saved.push(ShadowStackState { pointer: 0x7000 }.section(0).unwrap());
     let loaded = incoming(1).load_state(&saved);
     if source.machine_config().features.iter().any(|name| name == "shstk") {
         loaded.unwrap();

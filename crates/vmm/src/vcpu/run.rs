@@ -1,14 +1,11 @@
 //! The thread of a vCPU.
 
-use super::board::{Board, Exit, VcpuFault};
-use super::kick::{self, KickPage};
-use super::msrs::MsrPlan;
-use super::throttle::Throttle;
-use super::transfer::{self, HostTsc, XsaveSize};
+use super::exit::{Exit, VcpuFault};
+use super::{Board, Throttle};
 use crate::boot::BootState;
 use crate::devices::{Devices, Request};
 use crate::error::{Error, Result};
-use crate::state::{StateError, VcpuSaved};
+use crate::state::StateError;
 use kvm_bindings::CpuId;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use std::sync::Arc;
@@ -16,6 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use vmferry_dirty::RingVcpu;
 use vmferry_fault::VcpuThreads;
+use vmferry_kvm::{VcpuRunner, VcpuSaver, VcpuState};
 use vmferry_sys::ring::EXIT_RING_FULL;
 
 /// What a vCPU thread can be asked. Answers go to the sender; a thread whose vCPU runs answers when it is paused.
@@ -26,9 +24,9 @@ pub(crate) enum Command {
     /// Set the registers that a kernel is entered with.
     Boot(BootState, Sender<Result<()>>),
     /// Read all state.
-    Save(Sender<std::result::Result<VcpuSaved, StateError>>),
+    Save(Sender<std::result::Result<VcpuState, StateError>>),
     /// Set what CPUID says, if that is to change, then all state.
-    Load(Box<(VcpuSaved, Option<CpuId>)>, Sender<std::result::Result<(), StateError>>),
+    Load(Box<(VcpuState, Option<CpuId>)>, Sender<std::result::Result<(), StateError>>),
     /// End the thread.
     Quit,
 }
@@ -38,9 +36,6 @@ pub(crate) enum Command {
 pub(crate) struct VcpuContext {
     pub(crate) board: Arc<Board>,
     pub(crate) devices: Arc<Devices>,
-    pub(crate) plan: Arc<MsrPlan>,
-    pub(crate) xsave: XsaveSize,
-    pub(crate) tsc: HostTsc,
     pub(crate) throttle: Arc<Throttle>,
     /// Where each says which thread it is.
     pub(crate) threads: Arc<VcpuThreads>,
@@ -59,15 +54,17 @@ impl Vcpu {
     pub(crate) fn spawn(
         cpu: u32,
         (vcpu, ring): (VcpuFd, Option<RingVcpu>),
-        page: Arc<KickPage>,
+        saver: VcpuSaver,
         context: Arc<VcpuContext>,
     ) -> Result<Self> {
-        kick::install_handler();
         let (commands, inbox) = channel();
-        let plan = Arc::clone(&context.plan);
-        let worker = Worker { cpu, vcpu, ring, page, plan, context, inbox };
-        let thread =
-            vmferry_thread::spawn(vmferry_thread::Role::Vcpu, format!("vcpu {cpu}"), move || worker.live());
+        let live = move || {
+            let runner = context.board.enter(cpu as usize);
+            let threads = Arc::clone(&context.threads);
+            let _registered = threads.register(cpu);
+            Worker { cpu, vcpu, ring, runner, saver, context, inbox }.live();
+        };
+        let thread = vmferry_thread::spawn(vmferry_thread::Role::Vcpu, format!("vcpu {cpu}"), live);
         let thread = thread.map_err(|source| Error::Thread { cpu, source })?;
         Ok(Self { cpu, commands, thread: Some(thread) })
     }
@@ -136,32 +133,17 @@ struct Worker {
     cpu: u32,
     vcpu: VcpuFd,
     ring: Option<RingVcpu>,
-    page: Arc<KickPage>,
-    plan: Arc<MsrPlan>,
+    runner: VcpuRunner<Exit>,
+    saver: VcpuSaver,
     context: Arc<VcpuContext>,
     inbox: Receiver<Command>,
 }
 
-/// Tells the board when the thread ends, also by a panic.
-struct Farewell(Arc<Board>, usize);
-
-impl Drop for Farewell {
-    fn drop(&mut self) {
-        self.0.gone(self.1);
-    }
-}
-
 impl Worker {
     fn live(mut self) {
-        kick::unblock_for_this_thread();
-        let board = Arc::clone(&self.context.board);
-        let index = self.cpu as usize;
-        board.arrived(index);
-        let _registered = self.context.threads.register(self.cpu);
-        let _farewell = Farewell(Arc::clone(&board), index);
         while let Ok(command) = self.inbox.recv() {
             match command {
-                Command::Run if !board.may_run(index) => {}
+                Command::Run if !self.runner.may_run() => {}
                 Command::Run => {
                     // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs do not bark when it goes on. To
                     // a guest that has none, or did not run yet, it cannot be told.
@@ -169,9 +151,9 @@ impl Worker {
                     match self.run() {
                         Some(exit) => {
                             self.complete(&exit);
-                            board.ended(index, exit);
+                            self.runner.ended(exit);
                         }
-                        None => board.paused(index),
+                        None => self.runner.paused(),
                     }
                 }
                 Command::Boot(boot, answer) => {
@@ -189,19 +171,12 @@ impl Worker {
         }
     }
 
-    fn save(&self) -> std::result::Result<VcpuSaved, StateError> {
-        transfer::save(self.cpu, &self.vcpu, &self.plan, self.context.xsave)
+    fn save(&self) -> std::result::Result<VcpuState, StateError> {
+        self.saver.save(self.cpu, &self.vcpu)
     }
 
-    fn load(&mut self, saved: &VcpuSaved, table: Option<&CpuId>) -> std::result::Result<(), StateError> {
-        if let Some(table) = table {
-            let set = self.vcpu.set_cpuid2(table);
-            set.map_err(|e| StateError::kvm::<VcpuSaved>(self.cpu, "KVM_SET_CPUID2", e))?;
-        }
-        transfer::load(self.cpu, &self.vcpu, saved, (self.context.xsave, self.context.tsc))?;
-        // A guest that was shown less than is offered here has fewer registers.
-        self.plan = Arc::new(MsrPlan::of(&saved.msrs, &self.vcpu));
-        Ok(())
+    fn load(&mut self, saved: &VcpuState, table: Option<&CpuId>) -> std::result::Result<(), StateError> {
+        self.saver.load(self.cpu, &self.vcpu, saved, table)
     }
 
     fn boot(&self, boot: &BootState) -> Result<()> {
@@ -217,7 +192,7 @@ impl Worker {
         loop {
             let step = self.step();
             if matches!(step, Step::Again) {
-                self.context.throttle.pass(self.cpu as usize, &mut held, &self.context.board);
+                self.context.throttle.pass(&self.runner, &mut held);
             }
             match step {
                 Step::Again => {}
@@ -232,7 +207,7 @@ impl Worker {
     fn complete(&mut self, exit: &Exit) {
         if matches!(exit, Exit::Reset | Exit::SwitchedOff | Exit::PoweredOff(_)) {
             // It returns at once, with the error that says so; the board takes the request back.
-            self.page.request();
+            self.runner.request_completion();
             let _ = self.vcpu.run();
         }
     }
@@ -241,7 +216,7 @@ impl Worker {
         let devices = &self.context.devices;
         // What a device left of an earlier exit, a portion at a time. Whoever asks for a pause is not kept waiting; the exit itself is
         // then completed by entering KVM once more, below.
-        while devices.bus().due() && !self.page.requested() && devices.bus().work() {}
+        while devices.bus().due() && !self.runner.pause_requested() && devices.bus().work() {}
         let exit = match self.vcpu.run() {
             Ok(exit) => exit,
             Err(error) => return self.interrupted(error),
@@ -299,7 +274,7 @@ impl Worker {
     /// `KVM_RUN` returned an error.
     fn interrupted(&self, error: kvm_ioctls::Error) -> Step {
         match error.errno() {
-            libc::EINTR if self.page.requested() => Step::Kicked,
+            libc::EINTR if self.runner.pause_requested() => Step::Kicked,
             // Somebody else's signal; or a vCPU that waited to be started and was.
             libc::EINTR | libc::EAGAIN => Step::Again,
             libc::EFAULT => Step::End(Exit::Failed(

@@ -6,7 +6,6 @@ mod state;
 use crate::acpi::{self, Platform};
 use crate::balloon::Keeper;
 use crate::boot::{Kernel, KernelFormat};
-use crate::cpuid::CpuModel;
 use crate::devices::Devices;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -17,14 +16,15 @@ use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
 use crate::net::VmNet;
 use crate::options::VmOptions;
-use crate::vcpu::{Command, HostTsc, MsrPlan, Nudger, PATIENCE, Throttle, Vcpu};
-use make::{create_vcpus, map_rings, spawn_vcpus};
+use crate::vcpu::{Command, Exit, PATIENCE, Throttle, Vcpu};
+use make::{create_vcpus, spawn_vcpus};
 use state::Pristine;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RunState;
 use vmferry_dirty::{DirtyRings, Policy};
 use vmferry_fault::LazySlot;
+use vmferry_kvm::{CpuModel, VcpuSaver};
 use vmferry_virtio::device::Resume;
 
 /// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
@@ -86,8 +86,6 @@ pub struct Vm {
     incoming: bool,
     reaper: Policy,
     throttle: Arc<Throttle>,
-    /// There while a vCPU is slowed.
-    nudger: Option<Nudger>,
     /// There if the guest is asked for statistics.
     keeper: Option<Keeper>,
     tsc_khz: u32,
@@ -130,12 +128,10 @@ impl Vm {
         let model = CpuModel::new(&kvm, options.cpu, options.cpus, options.incoming)?;
         notes.extend(model.note());
         let fds = create_vcpus(&machine, &model, options.cpus)?;
-        let plan = Arc::new(MsrPlan::probe(&kvm, &fds[0])?);
-        notes.extend(plan.note());
-        let tsc = HostTsc::of(&kvm, &fds[0]).map_err(|e| Error::kvm("KVM_GET_TSC_KHZ", e))?;
-        let rings = entries.map(|entries| map_rings(&machine, entries, &fds)).transpose()?;
-        let (board, throttle, vcpus) =
-            spawn_vcpus(&kvm, &machine, &devices, (plan, tsc), fds, (rings.as_ref(), &lazy))?;
+        let saver = VcpuSaver::probe(&kvm, machine.fd(), &fds[0])?;
+        notes.extend(saver.note());
+        let rings = entries.map(|_| machine.vm().map_rings(&fds)).transpose()?;
+        let (board, throttle, vcpus) = spawn_vcpus(&devices, &saver, fds, (rings.as_ref(), &lazy))?;
         let keeper = devices.balloon().zip(options.stats_every);
         let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
@@ -147,9 +143,8 @@ impl Vm {
             incoming: options.incoming,
             reaper: Policy::default(),
             throttle,
-            nudger: None,
             keeper,
-            tsc_khz: tsc.khz,
+            tsc_khz: saver.tsc_khz(),
             offer: model.clone(),
             model,
             pristine: None,
@@ -303,14 +298,14 @@ impl Vm {
         // Paused from here on even if a vCPU does not answer: the others have stopped, and `resume` lets them run.
         self.stage = Stage::Paused;
         self.keeper.iter().for_each(|keeper| keeper.set_running(false));
-        self.shared.board.pause_all(PATIENCE)
+        Ok(self.shared.board.pause_all(PATIENCE)?)
     }
 
     /// Ends the guest and waits for its threads. Does nothing the second time.
     pub fn stop(&mut self) {
         self.stage = Stage::Stopped;
         self.keeper = None;
-        self.shared.board.stop();
+        self.shared.board.stop(Exit::Stopped);
         // Before anybody is woken who sleeps on a page that does not come.
         disk::abandon(self.shared.devices.disks());
         // Nor is sent what such a page then seems to have been.
@@ -384,20 +379,7 @@ impl Vm {
     /// # Errors
     /// If the host has no thread for it.
     pub fn set_throttle(&mut self, shares: &[f64]) -> Result<()> {
-        if !self.throttle.set(shares) {
-            self.nudger = None;
-        } else if self.nudger.is_none() {
-            let nudger = Nudger::start(Arc::clone(&self.throttle), Arc::clone(&self.shared.board));
-            match nudger {
-                Ok(nudger) => self.nudger = Some(nudger),
-                Err(source) => {
-                    // Nobody is held by halves.
-                    self.throttle.set(&[0.0]);
-                    return Err(Error::Thread { cpu: 0, source });
-                }
-            }
-        }
-        Ok(())
+        self.throttle.set(shares).map_err(|source| Error::Thread { cpu: 0, source })
     }
 
     /// How long each vCPU has stood still because it was slowed, since the VM was made.

@@ -4,26 +4,26 @@ use super::{Stage, Vm};
 use crate::error::{Error, Result};
 use crate::generation;
 use crate::net::VmNet;
-use crate::shared_state::SharedSaved;
-use crate::state::{Saved, Sections, SerialSaved, ShadowStackSaved, StateError, VcpuSaved};
+use crate::state::{Saved, Sections, SerialSaved, StateError};
 use crate::vcpu::{Command, PATIENCE};
 use crate::{bus, disk};
 use kvm_bindings::CpuId;
 use std::time::{Duration, Instant};
 use vmferry_engine::Section;
+use vmferry_kvm::{GuestState, VcpuState, VmState};
 
 /// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
 #[derive(Debug)]
 pub(super) struct Pristine {
-    vcpus: Vec<VcpuSaved>,
-    shared: SharedSaved,
+    vcpus: Vec<VcpuState>,
+    shared: VmState,
     serial: SerialSaved,
 }
 
 impl Vm {
     pub(super) fn pristine(&self) -> Result<Pristine> {
         let vcpus = self.save_vcpus("look at the new machine")?;
-        let shared = SharedSaved::save(&self.shared.machine)?;
+        let shared = VmState::save(self.shared.machine.fd())?;
         Ok(Pristine { vcpus, shared, serial: self.shared.devices.save_serial() })
     }
 
@@ -96,21 +96,8 @@ impl Vm {
         let what = "save the guest's state";
         self.expect_alive(what)?;
         let vcpus = self.save_vcpus(what)?;
-        let mut sections = Vec::with_capacity(vcpus.len() + 12);
-        for (cpu, saved) in (0..).zip(&vcpus) {
-            sections.push(saved.section(cpu)?);
-            if let Some(pointer) = saved.shadow_stack {
-                sections.push(ShadowStackSaved { pointer }.section(cpu)?);
-            }
-        }
-        let shared = SharedSaved::save(&self.shared.machine)?;
-        for (instance, pic) in (0..).zip(&shared.pics) {
-            sections.push(pic.section(instance)?);
-        }
-        sections.push(shared.ioapic.section(0)?);
-        sections.push(shared.pit.section(0)?);
-        sections.push(shared.clock.section(0)?);
-        sections.push(self.model.save().section(0)?);
+        let vm = VmState::save(self.shared.machine.fd())?;
+        let mut sections = GuestState { vcpus, vm, cpu: self.model.clone() }.sections()?;
         sections.push(self.shared.devices.save_serial().section(0)?);
         sections.extend(self.shared.devices.bus().save()?);
         Ok(sections)
@@ -141,16 +128,8 @@ impl Vm {
         self.stage = Stage::Empty;
         let mut parts = Sections::new(sections)?;
         let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
-        let mut vcpus: Vec<VcpuSaved> =
-            (0..count).map(|cpu| parts.take(cpu)).collect::<std::result::Result<_, _>>()?;
-        let pics = [parts.take(0)?, parts.take(1)?];
-        let shared = SharedSaved { pics, ioapic: parts.take(0)?, pit: parts.take(0)?, clock: parts.take(0)? };
-        let serial: SerialSaved = parts.take(0)?;
-        let model = self.offer.of_guest(&parts.take(0)?)?;
-        for (cpu, vcpu) in (0..).zip(&mut vcpus) {
-            vcpu.shadow_stack =
-                take_shadow_stack(&mut parts, cpu, model.has_shadow_stacks() && vcpu.may_use_shadow_stack())?;
-        }
+        let GuestState { vcpus, vm, cpu: model } = GuestState::take(&mut parts, count, &self.offer)?;
+        let serial = SerialSaved::take(&mut parts, 0)?;
         let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;
 
@@ -158,7 +137,7 @@ impl Vm {
         devices.into_iter().try_for_each(|load| load())?;
         let table = |(cpu, saved)| Ok((saved, Some(model.of_vcpu(cpu)?)));
         let vcpus = (0..).zip(vcpus).map(table).collect::<Result<_>>()?;
-        self.load_machine(what, vcpus, &shared, &serial)?;
+        self.load_machine(what, vcpus, &vm, &serial)?;
         self.model = model;
         self.stage = Stage::Ready;
         Ok(())
@@ -185,7 +164,7 @@ impl Vm {
     }
 
     /// All vCPUs at once, each in its thread.
-    fn save_vcpus(&self, what: &'static str) -> Result<Vec<VcpuSaved>> {
+    fn save_vcpus(&self, what: &'static str) -> Result<Vec<VcpuState>> {
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
         answers.into_iter().map(|answer| Ok(answer.wait()??)).collect()
     }
@@ -194,12 +173,12 @@ impl Vm {
     fn load_machine(
         &self,
         what: &'static str,
-        vcpus: Vec<(VcpuSaved, Option<CpuId>)>,
-        shared: &SharedSaved,
+        vcpus: Vec<(VcpuState, Option<CpuId>)>,
+        shared: &VmState,
         serial: &SerialSaved,
     ) -> Result<()> {
         let load_serial = self.shared.devices.load_serial(serial);
-        load_serial.map_err(|why| StateError::invalid::<SerialSaved>(0, why))?;
+        load_serial.map_err(|why| StateError::invalid(SerialSaved::KIND, 0, why))?;
         let loads = self.vcpus.iter().zip(vcpus);
         let answers: Vec<_> = loads
             .map(|(vcpu, load)| vcpu.ask(what, |answer| Command::Load(Box::new(load), answer)))
@@ -207,41 +186,6 @@ impl Vm {
         for answer in answers {
             answer.wait()??;
         }
-        Ok(shared.load(&self.shared.machine)?)
-    }
-}
-
-/// Takes the shadow stack pointer of vCPU `cpu` out of `parts`.
-///
-/// Versions before this section showed shadow stacks to guests and did not save the pointer. Such a
-/// state is accepted if the guest did not use it.
-fn take_shadow_stack(
-    parts: &mut Sections<'_>,
-    cpu: u32,
-    used: bool,
-) -> std::result::Result<Option<u64>, StateError> {
-    match parts.take_optional::<ShadowStackSaved>(cpu)? {
-        None if used => Err(StateError::Missing { name: ShadowStackSaved::NAME, instance: cpu }),
-        saved => Ok(saved.map(|saved| saved.pointer)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_missing_shadow_stack_pointer_is_an_error_if_it_may_be_in_use() {
-        let sections = [ShadowStackSaved { pointer: 0x7000 }.section(1).unwrap()];
-        let take = |cpu, used| {
-            let mut parts = Sections::new(&sections).unwrap();
-            let taken = take_shadow_stack(&mut parts, cpu, used);
-            (taken, parts.finish().is_ok())
-        };
-        assert!(matches!(take(1, true), (Ok(Some(0x7000)), true)));
-        assert!(matches!(take(1, false), (Ok(Some(0x7000)), true)));
-        assert!(matches!(take(0, false), (Ok(None), false)));
-        let (missing, _) = take(0, true);
-        assert_eq!(missing.unwrap_err().to_string(), "the saved state lacks section shadow-stack 0");
+        Ok(shared.load(self.shared.machine.fd())?)
     }
 }

@@ -1,4 +1,4 @@
-//! The two means by which a vCPU is brought out of the guest.
+//! The two means that bring a vCPU out of the guest: `immediate_exit` and a signal.
 
 use crate::error::{Error, Result};
 use kvm_bindings::kvm_run;
@@ -33,7 +33,7 @@ impl KickPage {
     /// Maps the page of `vcpu`.
     pub(crate) fn new(vcpu: &VcpuFd) -> Result<Self> {
         let failed =
-            |source: io::Error| Error::Kvm { what: "mapping a vCPU's kvm_run page".to_owned(), source };
+            |source: io::Error| Error::Ioctl { what: "mapping a vCPU's kvm_run page".to_owned(), source };
         // SAFETY: the descriptor is open for as long as `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let access = ProtFlags::READ | ProtFlags::WRITE;

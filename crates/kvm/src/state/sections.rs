@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
-use vmferry_engine::Section;
+use vmferry_core::Section;
 
 /// Why saved state cannot be read or applied.
 #[derive(Debug, thiserror::Error)]
@@ -113,36 +113,72 @@ pub enum StateError {
 }
 
 impl StateError {
-    /// The failure of an ioctl on a part of `S`.
+    /// The failure of ioctl `action` on a part of `S`.
     pub(crate) fn kvm<S: Saved>(instance: u32, action: &str, error: kvm_ioctls::Error) -> Self {
         let source = io::Error::from_raw_os_error(error.errno());
-        Self::Kvm { action: action.to_owned(), name: S::NAME, instance, source }
+        Self::Kvm { action: action.to_owned(), name: S::KIND.name, instance, source }
     }
 
-    /// A value of `S` that cannot be.
-    pub(crate) fn invalid<S: Saved>(instance: u32, why: impl Into<String>) -> Self {
-        Self::Invalid { name: S::NAME, instance, why: why.into() }
+    /// Returns the error for a section that decodes and holds a value that cannot be.
+    #[must_use]
+    pub fn invalid(kind: SectionKind, instance: u32, why: impl Into<String>) -> Self {
+        Self::Invalid { name: kind.name, instance, why: why.into() }
+    }
+}
+
+/// Name and version of one kind of [`Section`].
+///
+/// The payload of a section is the state, encoded with `postcard`.
+///
+/// ```
+/// use vmferry_kvm::{SectionKind, Sections};
+///
+/// # fn main() -> Result<(), vmferry_kvm::StateError> {
+/// const COUNTER: SectionKind = SectionKind { name: "counter", version: 1 };
+/// let saved = [COUNTER.section(0, &42u64)?];
+///
+/// let mut sections = Sections::new(&saved)?;
+/// let counter: u64 = sections.take(COUNTER, 0)?;
+/// sections.finish()?;
+/// assert_eq!(counter, 42);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SectionKind {
+    /// Name of the section.
+    pub name: &'static str,
+    /// Version of the format. A field that is added, removed or changes its meaning needs another version.
+    pub version: u32,
+}
+
+impl SectionKind {
+    /// Returns the section number `instance` of this kind with `state`.
+    ///
+    /// # Errors
+    /// [`StateError::Payload`] if `state` cannot be encoded. Plain numbers, strings and lists always can.
+    pub fn section(self, instance: u32, state: &impl Serialize) -> Result<Section, StateError> {
+        let payload = postcard::to_stdvec(state);
+        let payload = payload.map_err(|source| StateError::Payload { name: self.name, instance, source })?;
+        Ok(Section { name: self.name.to_owned(), instance, version: self.version, payload })
     }
 }
 
 /// A type that is saved as a section.
 pub(crate) trait Saved: Serialize + DeserializeOwned {
-    /// The section's name.
-    const NAME: &'static str;
-    /// The version of the format; grows when a field is added, removed or changes its meaning.
-    const VERSION: u32;
+    const KIND: SectionKind;
 
-    /// The section of this state.
+    /// Returns the section of this state.
     fn section(&self, instance: u32) -> Result<Section, StateError> {
-        let payload = postcard::to_stdvec(self);
-        let payload = payload.map_err(|source| StateError::Payload { name: Self::NAME, instance, source })?;
-        Ok(Section { name: Self::NAME.to_owned(), instance, version: Self::VERSION, payload })
+        Self::KIND.section(instance, self)
     }
 }
 
-/// A list of sections that is taken apart.
+/// Sections of a guest's state, taken apart one by one.
+///
+/// Each section is taken once. [`finish`](Self::finish) finds the sections that were not taken. Take all
+/// sections before you change the VM: state that is refused then leaves the VM as it was.
 #[derive(Debug)]
-pub(crate) struct Sections<'a> {
+pub struct Sections<'a> {
     rest: Vec<&'a Section>,
 }
 
@@ -150,8 +186,8 @@ impl<'a> Sections<'a> {
     /// Starts with all of `sections`.
     ///
     /// # Errors
-    /// If one of them is there twice.
-    pub(crate) fn new(sections: &'a [Section]) -> Result<Self, StateError> {
+    /// [`StateError::Duplicate`] if two have one name and instance.
+    pub fn new(sections: &'a [Section]) -> Result<Self, StateError> {
         let mut rest: Vec<_> = sections.iter().collect();
         rest.sort_by_key(|s| (&s.name, s.instance));
         let twice = rest.windows(2).find(|w| (&w[0].name, w[0].instance) == (&w[1].name, w[1].instance));
@@ -163,26 +199,30 @@ impl<'a> Sections<'a> {
         }
     }
 
-    /// Takes the section of `T` number `instance` out and decodes it.
+    /// Takes section number `instance` of `kind` and decodes it.
     ///
     /// # Errors
-    /// If it is not there, of another version, or damaged.
-    pub(crate) fn take<T: Saved>(&mut self, instance: u32) -> Result<T, StateError> {
-        self.take_optional(instance)?.ok_or(StateError::Missing { name: T::NAME, instance })
+    /// [`StateError`] if the section is missing, has another version, or is damaged.
+    pub fn take<T: DeserializeOwned>(&mut self, kind: SectionKind, instance: u32) -> Result<T, StateError> {
+        self.take_optional(kind, instance)?.ok_or(StateError::Missing { name: kind.name, instance })
     }
 
-    /// Takes the section of `T` number `instance` out, if it is there, and decodes it.
+    /// Takes section number `instance` of `kind` and decodes it. Returns `None` if there is no such section.
     ///
     /// # Errors
-    /// If it is of another version, or damaged.
-    pub(crate) fn take_optional<T: Saved>(&mut self, instance: u32) -> Result<Option<T>, StateError> {
-        let name = T::NAME;
+    /// [`StateError`] if the section has another version or is damaged.
+    pub fn take_optional<T: DeserializeOwned>(
+        &mut self,
+        kind: SectionKind,
+        instance: u32,
+    ) -> Result<Option<T>, StateError> {
+        let SectionKind { name, version: known } = kind;
         let Some(at) = self.rest.iter().position(|s| s.name == name && s.instance == instance) else {
             return Ok(None);
         };
         let section = self.rest.swap_remove(at);
-        if section.version != T::VERSION {
-            return Err(StateError::Version { name, instance, found: section.version, known: T::VERSION });
+        if section.version != known {
+            return Err(StateError::Version { name, instance, found: section.version, known });
         }
         let (value, rest) = postcard::take_from_bytes(&section.payload)
             .map_err(|source| StateError::Payload { name, instance, source })?;
@@ -192,11 +232,16 @@ impl<'a> Sections<'a> {
         }
     }
 
-    /// Ends the taking apart.
+    /// As [`take`](Self::take), of the kind of `T`.
+    pub(crate) fn take_saved<T: Saved>(&mut self, instance: u32) -> Result<T, StateError> {
+        self.take(T::KIND, instance)
+    }
+
+    /// Checks that every section was taken.
     ///
     /// # Errors
-    /// If a section is left that nobody took.
-    pub(crate) fn finish(self) -> Result<(), StateError> {
+    /// [`StateError::Unknown`] names a section that was not.
+    pub fn finish(self) -> Result<(), StateError> {
         match self.rest.first() {
             Some(s) => Err(StateError::Unknown { name: s.name.clone(), instance: s.instance }),
             None => Ok(()),
@@ -208,8 +253,9 @@ impl<'a> Sections<'a> {
 mod tests {
     use super::*;
     use crate::state::mirror::{Field, MakeUp};
-    use crate::state::vcpu::{DebugRegs, Events, Regs, Sregs};
-    use crate::state::{ClockSaved, IoapicSaved, PicSaved, PitSaved, SerialSaved, VcpuSaved};
+    use crate::state::{
+        ClockState, DebugRegs, Events, IoapicState, PicState, PitState, Regs, Sregs, VcpuState,
+    };
     use proptest::prelude::*;
 
     /// A stream of bits that proptest can shrink by its seed.
@@ -224,10 +270,9 @@ mod tests {
         }
     }
 
-    fn all(seed: u64) -> (VcpuSaved, ClockSaved, PicSaved, IoapicSaved, PitSaved, SerialSaved) {
+    fn all(seed: u64) -> (VcpuState, ClockState, PicState, IoapicState, PitState) {
         let mut bits = source(seed);
         (
-            MakeUp::make_up(&mut bits),
             MakeUp::make_up(&mut bits),
             MakeUp::make_up(&mut bits),
             MakeUp::make_up(&mut bits),
@@ -237,14 +282,13 @@ mod tests {
     }
 
     fn sections(seed: u64) -> Vec<Section> {
-        let (vcpu, clock, pic, ioapic, pit, serial) = all(seed);
+        let (vcpu, clock, pic, ioapic, pit) = all(seed);
         vec![
             vcpu.section(3).unwrap(),
             clock.section(0).unwrap(),
             pic.section(1).unwrap(),
             ioapic.section(0).unwrap(),
             pit.section(0).unwrap(),
-            serial.section(0).unwrap(),
         ]
     }
 
@@ -254,8 +298,8 @@ mod tests {
             let sections = sections(seed);
             let mut taken = Sections::new(&sections).unwrap();
             let read = (
-                taken.take(3).unwrap(), taken.take(0).unwrap(), taken.take(1).unwrap(),
-                taken.take(0).unwrap(), taken.take(0).unwrap(), taken.take(0).unwrap(),
+                taken.take_saved(3).unwrap(), taken.take_saved(0).unwrap(), taken.take_saved(1).unwrap(),
+                taken.take_saved(0).unwrap(), taken.take_saved(0).unwrap(),
             );
             taken.finish().unwrap();
             prop_assert_eq!(read, all(seed));
@@ -272,21 +316,21 @@ mod tests {
             prop_assert_eq!(&Events::get(&events.put()), &events);
             let debug = DebugRegs::make_up(&mut bits);
             prop_assert_eq!(&DebugRegs::get(&debug.put()), &debug);
-            let pic = PicSaved::make_up(&mut bits);
-            prop_assert_eq!(&PicSaved::get(&pic.put()), &pic);
-            let pit = PitSaved::make_up(&mut bits);
-            prop_assert_eq!(&PitSaved::get(&pit.put()), &pit);
-            let ioapic = IoapicSaved::make_up(&mut bits);
-            prop_assert_eq!(&IoapicSaved::from_kvm(&ioapic.to_kvm()), &ioapic);
+            let pic = PicState::make_up(&mut bits);
+            prop_assert_eq!(&PicState::get(&pic.put()), &pic);
+            let pit = PitState::make_up(&mut bits);
+            prop_assert_eq!(&PitState::get(&pit.put()), &pit);
+            let ioapic = IoapicState::make_up(&mut bits);
+            prop_assert_eq!(&IoapicState::from_kvm(&ioapic.to_kvm()), &ioapic);
         }
 
         #[test]
         fn a_cut_payload_is_an_error(seed: u64, cut in 1usize..4000) {
-            let mut section = VcpuSaved::make_up(&mut source(seed)).section(0).unwrap();
+            let mut section = VcpuState::make_up(&mut source(seed)).section(0).unwrap();
             let keep = section.payload.len().saturating_sub(cut);
             section.payload.truncate(keep);
             let one = [section];
-            let error = Sections::new(&one).unwrap().take::<VcpuSaved>(0).unwrap_err();
+            let error = Sections::new(&one).unwrap().take_saved::<VcpuState>(0).unwrap_err();
             let payload = matches!(error, StateError::Payload { .. });
             prop_assert!(payload, "{}", error);
         }
@@ -294,7 +338,7 @@ mod tests {
         #[test]
         fn a_damaged_payload_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
             let one = [Section { name: "vcpu".into(), instance: 0, version: 1, payload: bytes }];
-            let _ = Sections::new(&one).unwrap().take::<VcpuSaved>(0);
+            let _ = Sections::new(&one).unwrap().take_saved::<VcpuState>(0);
         }
     }
 
@@ -306,17 +350,17 @@ mod tests {
         list.pop();
 
         let mut taken = Sections::new(&list).unwrap();
-        let missing = taken.take::<VcpuSaved>(0).unwrap_err().to_string();
+        let missing = taken.take_saved::<VcpuState>(0).unwrap_err().to_string();
         assert_eq!(missing, "the saved state lacks section vcpu 0");
         let left = taken.finish().unwrap_err();
         assert!(matches!(left, StateError::Unknown { .. }), "{left}");
 
         list[0].version = 9;
-        let version = Sections::new(&list).unwrap().take::<VcpuSaved>(3).unwrap_err().to_string();
+        let version = Sections::new(&list).unwrap().take_saved::<VcpuState>(3).unwrap_err().to_string();
         assert_eq!(version, "section vcpu 3 has version 9; this program reads version 1");
 
         list[1].payload.push(0);
-        let excess = Sections::new(&list).unwrap().take::<ClockSaved>(0).unwrap_err().to_string();
+        let excess = Sections::new(&list).unwrap().take_saved::<ClockState>(0).unwrap_err().to_string();
         assert_eq!(excess, "section kvm-clock 0 is damaged: 1 bytes too many");
     }
 }

@@ -13,12 +13,12 @@ mod features;
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::options::CpuChoice;
 use crate::state::mirror::Field;
-use crate::state::{CpuidSaved, StateError};
+use crate::state::{CpuidState, Saved, Sections, StateError};
+use crate::vcpu::set_as_firmware;
 use allowed::Allowed;
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
-use kvm_ioctls::{Cap, Kvm};
+use kvm_ioctls::{Cap, Kvm, VcpuFd};
 
 /// Leaves, by what they are about.
 mod leaf {
@@ -100,9 +100,26 @@ impl OfLeaf for [kvm_cpuid_entry2] {
     }
 }
 
-/// The processors of a guest.
+/// Which processor a guest is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CpuChoice {
+    /// All that this host can offer. The guest moves to hosts that offer the same or more.
+    #[default]
+    Host,
+    /// x86-64-v2, which nearly every host can offer: no AVX, no AES.
+    Baseline,
+}
+
+/// What the processors of a guest say they are: the answers of `CPUID`.
+///
+/// A guest that finds a feature goes on using it, so a target must offer every feature that the guest was shown.
+/// [`features`](Self::features) names these for [`MachineConfig`](vmferry_core::MachineConfig): the engine then refuses a
+/// target that lacks one, before anything is moved. When the guest's state is loaded, [`GuestState::take`](crate::GuestState::take)
+/// checks again.
+///
+/// A guest is shown a feature only if its state is known to be saved. [`note`](Self::note) names what is hidden.
 #[derive(Debug, Clone)]
-pub(crate) struct CpuModel {
+pub struct CpuModel {
     base: CpuId,
     cpus: u32,
     /// Features that guests are not shown here and may have been shown elsewhere.
@@ -112,13 +129,16 @@ pub(crate) struct CpuModel {
 }
 
 impl CpuModel {
-    /// What this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it. The guest
+    /// Returns what this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it. The guest
     /// boots here, or is `incoming`.
-    pub(crate) fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32, incoming: bool) -> Result<Self> {
+    ///
+    /// # Errors
+    /// [`Error::Ioctl`] if KVM does not say what it supports.
+    pub fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32, incoming: bool) -> Result<Self> {
         let supported = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(|e| Error::kvm("KVM_GET_SUPPORTED_CPUID", e))?;
-        let msrs = kvm.get_msr_index_list().map_err(|e| Error::kvm("KVM_GET_MSR_INDEX_LIST", e))?;
+            .map_err(|e| Error::ioctl("KVM_GET_SUPPORTED_CPUID", e))?;
+        let msrs = kvm.get_msr_index_list().map_err(|e| Error::ioctl("KVM_GET_MSR_INDEX_LIST", e))?;
         let allowed = Allowed::new(kvm.check_extension(Cap::OneReg), msrs.as_slice());
         let deadline = kvm.check_extension(Cap::TscDeadlineTimer);
         let mut model = Self::of_host(supported, deadline, &allowed, cpus);
@@ -162,7 +182,8 @@ impl CpuModel {
 
     /// Returns a sentence that names the features that are hidden because their state is not known
     /// to be saved; `None` if there are none.
-    pub(crate) fn note(&self) -> Option<String> {
+    #[must_use]
+    pub fn note(&self) -> Option<String> {
         (!self.hidden.is_empty()).then(|| {
             format!(
                 "the guest is not shown processor features whose state this version cannot save: {}",
@@ -175,8 +196,8 @@ impl CpuModel {
     ///
     /// # Errors
     /// If it is no table of a guest's, or has features that this model, which is what this host offers, has not.
-    pub(crate) fn of_guest(&self, saved: &CpuidSaved) -> std::result::Result<Self, StateError> {
-        let invalid = |why: String| StateError::invalid::<CpuidSaved>(0, why);
+    pub(crate) fn of_guest(&self, saved: &CpuidState) -> std::result::Result<Self, StateError> {
+        let invalid = |why: String| StateError::invalid(CpuidState::KIND, 0, why);
         if saved.entries.len() > KVM_MAX_CPUID_ENTRIES {
             return Err(invalid(format!("{} entries", saved.entries.len())));
         }
@@ -191,33 +212,56 @@ impl CpuModel {
         }
     }
 
-    /// What goes with the guest.
-    pub(crate) fn save(&self) -> CpuidSaved {
-        CpuidSaved { entries: self.base.as_slice().iter().map(Field::get).collect() }
+    /// Returns what goes with the guest.
+    pub(crate) fn save(&self) -> CpuidState {
+        CpuidState { entries: self.base.as_slice().iter().map(Field::get).collect() }
     }
 
-    /// The table for vCPU `cpu`.
-    pub(crate) fn of_vcpu(&self, cpu: u32) -> Result<CpuId> {
+    /// Takes what the guest was shown out of `parts`; `self` is what this host offers.
+    pub(crate) fn take(&self, parts: &mut Sections<'_>) -> std::result::Result<Self, StateError> {
+        self.of_guest(&parts.take_saved(0)?)
+    }
+
+    /// Gives the new vCPU number `cpu` its CPUID, and sets the registers that firmware sets before it starts a kernel.
+    ///
+    /// # Errors
+    /// [`Error::Ioctl`] if KVM refuses the CPUID; [`Error::CpuidFull`] if it has too many entries.
+    pub fn set_up(&self, cpu: u32, vcpu: &VcpuFd) -> Result<()> {
+        let set = vcpu.set_cpuid2(&self.of_vcpu(cpu)?);
+        set.map_err(|e| Error::ioctl(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
+        set_as_firmware(vcpu);
+        Ok(())
+    }
+
+    /// Returns the CPUID of vCPU `cpu`, with its place in the topology: one package, one thread a core.
+    ///
+    /// # Errors
+    /// [`Error::CpuidFull`] if it has too many entries for KVM.
+    pub fn of_vcpu(&self, cpu: u32) -> Result<CpuId> {
         let mut table = self.base.clone();
         table.as_mut_slice().iter_mut().for_each(|e| place(e, cpu, self.cpus));
         let highest = table.as_slice().of_leaf(leaf::VENDOR, 0).map_or(0, |e| e.eax);
         for leaf in [leaf::TOPOLOGY, leaf::TOPOLOGY_V2].into_iter().filter(|leaf| *leaf <= highest) {
             for entry in topology(leaf, cpu, self.cpus) {
-                table.push(entry).map_err(|e| Error::Options(format!("the CPUID table is full: {e:?}")))?;
+                table.push(entry).map_err(|_| Error::CpuidFull)?;
             }
         }
         Ok(table)
     }
 
-    /// Who made the processor: guests do not move between makers, whose processors differ in what software relies on.
-    pub(crate) fn vendor(&self) -> String {
+    /// Returns the name of the processor's maker, such as `GenuineIntel`. Guests do not move between makers, whose
+    /// processors differ in what software relies on.
+    #[must_use]
+    pub fn vendor(&self) -> String {
         let vendor = self.base.as_slice().of_leaf(leaf::VENDOR, 0).copied().unwrap_or_default();
         let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
         String::from_utf8_lossy(name.as_flattened()).into_owned()
     }
 
-    /// What a guest of this model may use, by name, sorted.
-    pub(crate) fn features(&self) -> Vec<String> {
+    /// Returns the names of the features that a guest of this model may use, sorted. A target of the guest must have
+    /// all of them.
+    #[must_use]
+    pub fn features(&self) -> Vec<String> {
         let mut names = features::names(self.base.as_slice());
         names.extend_from_slice(&self.accepted);
         names.sort_unstable();
@@ -225,7 +269,8 @@ impl CpuModel {
     }
 
     /// Returns whether the guest is shown shadow stacks, and so has a shadow stack pointer.
-    pub(crate) fn has_shadow_stacks(&self) -> bool {
+    #[must_use]
+    pub fn has_shadow_stacks(&self) -> bool {
         self.base
             .as_slice()
             .of_leaf(leaf::EXTENDED_FEATURES, 0)

@@ -20,7 +20,7 @@
 //! they hold zero.
 
 use crate::error::{Error, Result};
-use crate::state::{Msr, StateError, VcpuSaved};
+use crate::state::{Msr, Saved as _, StateError, VcpuState};
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -79,15 +79,15 @@ pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
 /// depends on kernel and processor. So it is tried, once, on a vCPU that has not run: read, write back, keep what went
 /// both ways. On the target every register of a save must be taken, or the load fails: none is dropped silently there.
 #[derive(Debug, Clone)]
-pub(crate) struct MsrPlan {
+pub(super) struct MsrPlan {
     kept: Vec<u32>,
     dropped: Vec<u32>,
 }
 
 impl MsrPlan {
     /// Finds out on `vcpu`, which has not run yet.
-    pub(crate) fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self> {
-        let list = kvm.get_msr_index_list().map_err(|e| Error::kvm("KVM_GET_MSR_INDEX_LIST", e))?;
+    pub(super) fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self> {
+        let list = kvm.get_msr_index_list().map_err(|e| Error::ioctl("KVM_GET_MSR_INDEX_LIST", e))?;
         let listed: Vec<u32> =
             list.as_slice().iter().copied().filter(|i| !matches!(*i, TSC | TSC_DEADLINE)).collect();
         let works = |index: &u32| works(vcpu, *index);
@@ -107,7 +107,7 @@ impl MsrPlan {
     }
 
     /// What is not saved, as a sentence; `None` if everything is.
-    pub(crate) fn note(&self) -> Option<String> {
+    pub(super) fn note(&self) -> Option<String> {
         let list: Vec<String> = self.dropped.iter().map(|i| format!("{i:#x}")).collect();
         (!list.is_empty()).then(|| {
             format!(
@@ -136,7 +136,7 @@ fn read(cpu: u32, vcpu: &VcpuFd, indexes: &[u32]) -> std::result::Result<Vec<Msr
         let read = vcpu.get_msrs(&mut entries).map_err(|e| failed(cpu, "KVM_GET_MSRS", e))?;
         if let Some(index) = chunk.get(read) {
             let why = format!("KVM no longer gives model-specific register {index:#x}");
-            return Err(StateError::invalid::<VcpuSaved>(cpu, why));
+            return Err(StateError::invalid(VcpuState::KIND, cpu, why));
         }
         saved.extend(entries.as_slice().iter().map(|e| Msr { index: e.index, value: e.data }));
     }
@@ -173,7 +173,7 @@ fn set_up_machine_checks(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::
     // SAFETY: the descriptor is open for as long as `vcpu` is borrowed.
     let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
     vmferry_sys::kvm::setup_machine_checks(fd, saved.value)
-        .map_err(|error| StateError::invalid::<VcpuSaved>(cpu, error.to_string()))
+        .map_err(|error| StateError::invalid(VcpuState::KIND, cpu, error.to_string()))
 }
 
 /// Loads `msrs` into `vcpu`, all of them, and zero into the registers of machine-check banks that
@@ -224,9 +224,9 @@ fn entries(pairs: impl Iterator<Item = (u32, u64)>, cpu: u32) -> std::result::Re
     let list: Vec<_> =
         pairs.map(|(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
     Msrs::from_entries(&list)
-        .map_err(|e| StateError::invalid::<VcpuSaved>(cpu, format!("too many registers: {e:?}")))
+        .map_err(|e| StateError::invalid(VcpuState::KIND, cpu, format!("too many registers: {e:?}")))
 }
 
 fn failed(cpu: u32, action: &str, error: kvm_ioctls::Error) -> StateError {
-    StateError::kvm::<VcpuSaved>(cpu, action, error)
+    StateError::kvm::<VcpuState>(cpu, action, error)
 }

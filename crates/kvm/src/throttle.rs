@@ -1,20 +1,34 @@
 //! Slowing vCPUs by holding them outside the guest for a share of their time.
 
-use super::board::Board;
+use crate::park::{VcpuPark, VcpuRunner};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 /// A vCPU is held once in each of these, for its share of it: short enough that no guest takes it for a fault.
-pub(crate) const SLICE: Duration = Duration::from_millis(10);
+const SLICE: Duration = Duration::from_millis(10);
 
-/// What the vCPU threads share with those who slow them.
+/// Slows vCPUs: each stands still for its share of the time, in slices of at most 10 ms.
+///
+/// [`set`](Self::set) is what [`SourceVm::throttle`](vmferry_core::SourceVm::throttle) calls, and
+/// [`totals`](Self::totals) is what [`SourceVm::throttled`](vmferry_core::SourceVm::throttled) returns. Each vCPU's thread
+/// calls [`pass`](Self::pass) between two runs of its vCPU. A pause ends a hold at once.
 #[derive(Debug)]
-pub(crate) struct Throttle {
+pub struct Throttle<E> {
+    shared: Arc<Shared<E>>,
+    /// There while a vCPU is slowed.
+    nudger: Mutex<Option<Nudger>>,
+}
+
+/// What the vCPU threads and the thread that brings them out of the guest share.
+#[derive(Debug)]
+struct Shared<E> {
+    park: Arc<VcpuPark<E>>,
     made: Instant,
     vcpus: Vec<Held>,
-    /// Who brings vCPUs out of the guest, while somebody does.
+    /// The thread that brings vCPUs out of the guest, while there is one.
     nudger: Mutex<Option<Thread>>,
 }
 
@@ -33,17 +47,58 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-impl Throttle {
-    pub(crate) fn new(vcpus: usize) -> Self {
-        Self {
-            made: Instant::now(),
-            vcpus: (0..vcpus).map(|_| Held::default()).collect(),
-            nudger: Mutex::new(None),
-        }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<E: Clone + Send + 'static> Throttle<E> {
+    /// Returns a throttle that slows no vCPU of `park` yet.
+    #[must_use]
+    pub fn new(park: Arc<VcpuPark<E>>) -> Self {
+        let vcpus = (0..park.vcpus()).map(|_| Held::default()).collect();
+        let shared = Shared { park, made: Instant::now(), vcpus, nudger: Mutex::new(None) };
+        Self { shared: Arc::new(shared), nudger: Mutex::new(None) }
     }
 
-    /// Sets the shares, 0 to 1; the last stands for all further vCPUs. Says whether anybody is to be held.
-    pub(crate) fn set(&self, shares: &[f64]) -> bool {
+    /// Sets the share of the time that each vCPU stands still, 0 to 1. The last share counts for all further vCPUs. Zeros let
+    /// all run freely.
+    ///
+    /// # Errors
+    /// If the host has no thread that brings vCPUs out of the guest. All vCPUs run freely then.
+    pub fn set(&self, shares: &[f64]) -> io::Result<()> {
+        let mut nudger = lock(&self.nudger);
+        if !self.shared.set(shares) {
+            *nudger = None;
+        } else if nudger.is_none() {
+            match Nudger::start(&self.shared) {
+                Ok(started) => *nudger = Some(started),
+                Err(error) => {
+                    self.shared.set(&[]);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how long each vCPU has stood still because of this throttle.
+    #[must_use]
+    pub fn totals(&self) -> Vec<Duration> {
+        let total = |vcpu: &Held| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed));
+        self.shared.vcpus.iter().map(total).collect()
+    }
+
+    /// Holds the calling vCPU's thread if it is the turn of its vCPU. Call this between two runs of the vCPU.
+    ///
+    /// `last` is when the vCPU was held before: keep it between the calls, and start with `None` after a pause.
+    pub fn pass(&self, runner: &VcpuRunner<E>, last: &mut Option<Instant>) {
+        self.shared.pass(runner.cpu(), last);
+    }
+}
+
+impl<E: Clone> Shared<E> {
+    /// Sets the shares. Returns whether any vCPU is to be held.
+    fn set(&self, shares: &[f64]) -> bool {
         let mut any = false;
         for (index, vcpu) in self.vcpus.iter().enumerate() {
             let share = shares.get(index).or(shares.last()).copied().unwrap_or(0.0).clamp(0.0, 1.0);
@@ -55,13 +110,8 @@ impl Throttle {
         any
     }
 
-    /// How long each vCPU stood still because of this.
-    pub(crate) fn totals(&self) -> Vec<Duration> {
-        self.vcpus.iter().map(|vcpu| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed))).collect()
-    }
-
-    /// Brings out of the guest whoever is due; says for how long nobody else is.
-    fn nudge(&self, board: &Board) -> Duration {
+    /// Brings the vCPUs that are due out of the guest. Returns for how long no other is due.
+    fn nudge(&self) -> Duration {
         let now = micros(self.made.elapsed());
         let mut next = now + micros(SLICE);
         for (cpu, vcpu) in self.vcpus.iter().enumerate() {
@@ -72,7 +122,7 @@ impl Throttle {
             if due <= now {
                 // If it misses this one, because it is outside just now, the next comes a slice later.
                 vcpu.due_us.store(now + micros(SLICE), Ordering::Relaxed);
-                board.nudge(cpu);
+                self.park.nudge(cpu);
             } else {
                 next = next.min(due);
             }
@@ -80,9 +130,7 @@ impl Throttle {
         Duration::from_micros(next - now)
     }
 
-    /// Called by the thread of `cpu` between two runs of its vCPU: holds it if its turn has come. `last` is when it was
-    /// held before. A pause ends it at once.
-    pub(crate) fn pass(&self, cpu: usize, last: &mut Option<Instant>, board: &Board) {
+    fn pass(&self, cpu: usize, last: &mut Option<Instant>) {
         let vcpu = &self.vcpus[cpu];
         let share = vcpu.share.load(Ordering::Relaxed);
         if share == 0 {
@@ -99,7 +147,7 @@ impl Throttle {
         *last = Some(now);
         let share = f64::from(share) / 1e6;
         vcpu.due_us.store(u64::MAX, Ordering::Relaxed);
-        board.hold(cpu, since.mul_f64(share).min(SLICE));
+        self.park.hold(cpu, since.mul_f64(share).min(SLICE));
         vcpu.total_us.fetch_add(micros(now.elapsed()), Ordering::Relaxed);
         // By when the hold really ended, which on a busy host is later than it should have.
         let due = self.made.elapsed() + SLICE.mul_f64(1.0 - share);
@@ -110,36 +158,30 @@ impl Throttle {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The thread that brings vCPUs out of the guest to be held. Dropping it ends it.
 #[derive(Debug)]
-pub(crate) struct Nudger {
-    throttle: Arc<Throttle>,
+struct Nudger {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Nudger {
-    pub(crate) fn start(throttle: Arc<Throttle>, board: Arc<Board>) -> std::io::Result<Self> {
+    fn start<E: Clone + Send + 'static>(shared: &Arc<Shared<E>>) -> io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (own, stopped) = (Arc::clone(&throttle), Arc::clone(&stop));
+        let (own, stopped) = (Arc::clone(shared), Arc::clone(&stop));
         let nudge = move || {
             while !stopped.load(Ordering::Acquire) {
-                std::thread::park_timeout(own.nudge(&board));
+                std::thread::park_timeout(own.nudge());
             }
         };
         let thread = vmferry_thread::spawn(vmferry_thread::Role::Tracker, "throttle", nudge)?;
-        *lock(&throttle.nudger) = Some(thread.thread().clone());
-        Ok(Self { throttle, stop, thread: Some(thread) })
+        *lock(&shared.nudger) = Some(thread.thread().clone());
+        Ok(Self { stop, thread: Some(thread) })
     }
 }
 
 impl Drop for Nudger {
     fn drop(&mut self) {
-        *lock(&self.throttle.nudger) = None;
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();

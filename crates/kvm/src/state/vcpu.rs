@@ -1,7 +1,7 @@
 //! The state of a vCPU.
 
 use super::mirror::saved;
-use super::sections::Saved;
+use super::sections::{Saved, SectionKind};
 use kvm_bindings::{
     kvm_debugregs, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events,
     kvm_vcpu_events__bindgen_ty_1, kvm_vcpu_events__bindgen_ty_2, kvm_vcpu_events__bindgen_ty_3,
@@ -9,8 +9,10 @@ use kvm_bindings::{
 };
 
 saved! {
-    /// Everything about a vCPU.
-    VcpuSaved {
+    /// Everything that a vCPU has: registers, local APIC, pending events, time stamp counter.
+    ///
+    /// [`VcpuSaver`](crate::VcpuSaver) reads it and loads it.
+    VcpuState {
         /// `KVM_MP_STATE_*`: running, halted, waiting to be started.
         mp_state: u32,
         /// General registers.
@@ -18,7 +20,7 @@ saved! {
         /// Special registers.
         sregs: Sregs,
         /// Floating point and vector registers.
-        xsave: XsaveSaved,
+        xsave: XsaveState,
         /// Extended control registers.
         xcrs: Vec<Xcr>,
         /// Model-specific registers but those that stand alone below.
@@ -38,14 +40,14 @@ saved! {
         /// The deadline of the local APIC's timer, 0 for none.
         tsc_deadline: u64,
         /// The shadow stack pointer, if the guest is shown shadow stacks. It is in a section of its
-        /// own: [`ShadowStackSaved`].
+        /// own: [`ShadowStackState`].
         #[serde(skip)]
         shadow_stack: Option<u64>,
     }
 }
 
 #[cfg(feature = "hostile")]
-impl VcpuSaved {
+impl VcpuState {
     /// Makes of each part what KVM is given.
     pub(crate) fn to_kvm(&self) {
         use super::mirror::Field;
@@ -57,15 +59,14 @@ impl VcpuSaved {
     }
 }
 
-impl Saved for VcpuSaved {
-    const NAME: &'static str = "vcpu";
-    const VERSION: u32 = 1;
+impl Saved for VcpuState {
+    const KIND: SectionKind = SectionKind { name: "vcpu", version: 1 };
 }
 
 /// CR4.CET: shadow stacks, or tracking of indirect branches, may be on.
 const CR4_CET: u64 = 1 << 23;
 
-impl VcpuSaved {
+impl VcpuState {
     /// Returns whether this vCPU may be using its shadow stack pointer, if it has one.
     pub(crate) fn may_use_shadow_stack(&self) -> bool {
         self.sregs.cr4 & CR4_CET != 0
@@ -75,12 +76,14 @@ impl VcpuSaved {
 saved! {
     /// The shadow stack pointer of a vCPU. The section is there for guests that are shown shadow
     /// stacks.
-    ShadowStackSaved { pointer: u64 }
+    ShadowStackState {
+        /// Value of the pointer: a guest-virtual address.
+        pointer: u64,
+    }
 }
 
-impl Saved for ShadowStackSaved {
-    const NAME: &'static str = "shadow-stack";
-    const VERSION: u32 = 1;
+impl Saved for ShadowStackState {
+    const KIND: SectionKind = SectionKind { name: "shadow-stack", version: 1 };
 }
 
 saved! {
@@ -117,7 +120,10 @@ saved! {
 
 saved! {
     /// The XSAVE area, in the standard format of the Intel SDM (volume 1, 13.4).
-    XsaveSaved { area: Vec<u8> }
+    XsaveState {
+        /// Bytes of the area: at least 4096, whole 32-bit words.
+        area: Vec<u8>,
+    }
 }
 
 saved! {
@@ -127,7 +133,12 @@ saved! {
 
 saved! {
     /// A model-specific register.
-    Msr { index: u32, value: u64 }
+    Msr {
+        /// Number of the register, as `RDMSR` takes it.
+        index: u32,
+        /// Content.
+        value: u64,
+    }
 }
 
 saved! {

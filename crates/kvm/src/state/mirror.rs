@@ -68,7 +68,11 @@ impl<T> MakeUp for Option<T> {
 /// fields) is not saved and is zero when loaded.
 macro_rules! saved {
     ($(#[$meta:meta])* $name:ident = $kvm:ty { $($(#[$field_meta:meta])* $field:ident: $type:ty),* $(,)? }) => {
-        crate::state::mirror::saved! { $(#[$meta])* $name { $($(#[$field_meta])* $field: $type),* } }
+        crate::state::mirror::saved! {
+            $(#[$meta])*
+            #[allow(missing_docs, clippy::allow_attributes, reason = "the fields of KVM's structure, by their names")]
+            $name { $($(#[$field_meta])* $field: $type),* }
+        }
 
         impl crate::state::mirror::Field<$kvm> for $name {
             fn get(kvm: &$kvm) -> Self {
@@ -84,8 +88,8 @@ macro_rules! saved {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty),* $(,)? }) => {
         $(#[$meta])*
         #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-        pub(crate) struct $name {
-            $($(#[$field_meta])* pub(crate) $field: $type,)*
+        pub struct $name {
+            $($(#[$field_meta])* pub $field: $type,)*
         }
 
         #[cfg(any(test, feature = "hostile"))]

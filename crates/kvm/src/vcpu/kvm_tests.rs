@@ -3,9 +3,9 @@
 use super::msrs::{self, MsrPlan};
 use super::set_as_firmware;
 use super::transfer::{self, HostTsc, XsaveSize};
+use crate::CpuChoice;
 use crate::cpuid::CpuModel;
-use crate::state::{Msr, StateError, VcpuSaved};
-use crate::{CpuChoice, open_kvm};
+use crate::state::{Msr, StateError, VcpuState};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use vmferry_testkit::{Need, skip};
 
@@ -26,7 +26,7 @@ struct Bare {
 }
 
 fn kvm() -> Option<Kvm> {
-    open_kvm().map_err(|error| skip(Need::Kvm, error)).ok()
+    Kvm::new().map_err(|error| skip(Need::Kvm, error)).ok()
 }
 
 impl Bare {
@@ -47,11 +47,11 @@ impl Bare {
         }
     }
 
-    fn save(&self) -> VcpuSaved {
+    fn save(&self) -> VcpuState {
         transfer::save(0, &self.vcpu, &self.plan, self.xsave).unwrap()
     }
 
-    fn load(&self, saved: &VcpuSaved) -> Result<(), StateError> {
+    fn load(&self, saved: &VcpuState) -> Result<(), StateError> {
         transfer::load(0, &self.vcpu, saved, (self.xsave, self.tsc))
     }
 
@@ -60,7 +60,7 @@ impl Bare {
     }
 }
 
-fn value(saved: &VcpuSaved, index: u32) -> Option<u64> {
+fn value(saved: &VcpuState, index: u32) -> Option<u64> {
     saved.msrs.iter().find(|msr| msr.index == index).map(|msr| msr.value)
 }
 
@@ -110,7 +110,7 @@ fn the_target_sets_up_as_many_machine_check_banks_as_the_guest_has() {
     let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
     source.set(MC0_CTL + 1, 7);
     let mut saved = source.save();
-    let set = |saved: &mut VcpuSaved, index: u32, value: u64| {
+    let set = |saved: &mut VcpuState, index: u32, value: u64| {
         saved.msrs.iter_mut().find(|msr| msr.index == index).unwrap().value = value;
     };
     set(&mut saved, MCG_CAP, 10 | MCG_CTL_P);

@@ -2,7 +2,7 @@
 
 use super::msrs::{self, MsrPlan};
 use crate::state::mirror::Field;
-use crate::state::{Msr, StateError, VcpuSaved, XsaveSaved};
+use crate::state::{Msr, Saved as _, StateError, VcpuState, XsaveState};
 use kvm_bindings::{Xsave, kvm_lapic_state, kvm_mp_state, kvm_xcrs, kvm_xsave};
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -18,14 +18,14 @@ const SHADOW_STACK_POINTER: u64 = 0x2030_0003_0000_0000;
 
 /// The rate of this host's time stamp counter, and whether KVM can give guests another one.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct HostTsc {
-    pub(crate) khz: u32,
+pub(super) struct HostTsc {
+    pub(super) khz: u32,
     scales: bool,
 }
 
 impl HostTsc {
     /// Asks KVM, and `vcpu`, which is new: the rate of one whose state was loaded is the guest's.
-    pub(crate) fn of(kvm: &Kvm, vcpu: &VcpuFd) -> std::result::Result<Self, kvm_ioctls::Error> {
+    pub(super) fn of(kvm: &Kvm, vcpu: &VcpuFd) -> std::result::Result<Self, kvm_ioctls::Error> {
         Ok(Self { khz: vcpu.get_tsc_khz()?, scales: kvm.check_extension(Cap::TscControl) })
     }
 
@@ -45,18 +45,18 @@ impl HostTsc {
 
 /// How a host is asked for the XSAVE area.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct XsaveSize(usize);
+pub(super) struct XsaveSize(usize);
 
 impl XsaveSize {
     /// From what `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)` says: the size in bytes, 0 on kernels before 5.17.
-    pub(crate) fn new(answer: i32) -> Self {
+    pub(super) fn new(answer: i32) -> Self {
         Self(usize::try_from(answer).unwrap_or(0).max(XSAVE_MIN))
     }
 
     /// Room for it.
     fn buffer(self, cpu: u32) -> Result<Xsave> {
         Xsave::new((self.0 - XSAVE_MIN).div_ceil(4)).map_err(|e| {
-            StateError::invalid::<VcpuSaved>(cpu, format!("an XSAVE area of {} bytes: {e:?}", self.0))
+            StateError::invalid(VcpuState::KIND, cpu, format!("an XSAVE area of {} bytes: {e:?}", self.0))
         })
     }
 }
@@ -72,7 +72,7 @@ pub(crate) fn now_ns() -> u64 {
 /// The guest's counter went on while nobody ran it, as it does on a machine that stands still for a moment: the time that
 /// passed is added, so that the guest sees its downtime. A clock that went backwards (hosts that disagree) adds nothing,
 /// for a counter must never do so.
-pub(crate) fn advanced_tsc(tsc: u64, khz: u32, realtime_ns: u64, now_ns: u64) -> u64 {
+pub(super) fn advanced_tsc(tsc: u64, khz: u32, realtime_ns: u64, now_ns: u64) -> u64 {
     let passed = u128::from(now_ns.saturating_sub(realtime_ns));
     let ticks = passed * u128::from(khz) / 1_000_000;
     // The counter wraps at 64 bits like the real one; no guest lives that long.
@@ -80,14 +80,14 @@ pub(crate) fn advanced_tsc(tsc: u64, khz: u32, realtime_ns: u64, now_ns: u64) ->
 }
 
 fn kvm(cpu: u32, action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> StateError {
-    move |error| StateError::kvm::<VcpuSaved>(cpu, action, error)
+    move |error| StateError::kvm::<VcpuState>(cpu, action, error)
 }
 
 /// Reads all state of the paused `vcpu`.
 ///
 /// The MP state first: asking for it makes KVM take in an INIT or SIPI that waits, which changes other state. Then the events: asking for
 /// these makes KVM put the payload of an exception that waits into the register where the guest looks for it, CR2 or DR6.
-pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) -> Result<VcpuSaved> {
+pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) -> Result<VcpuState> {
     let mp_state = vcpu.get_mp_state().map_err(kvm(cpu, "KVM_GET_MP_STATE"))?.mp_state;
     let events = vcpu.get_vcpu_events().map_err(kvm(cpu, "KVM_GET_VCPU_EVENTS"))?;
     let regs = vcpu.get_regs().map_err(kvm(cpu, "KVM_GET_REGS"))?;
@@ -98,9 +98,10 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
     let tsc_khz = vcpu.get_tsc_khz().map_err(kvm(cpu, "KVM_GET_TSC_KHZ"))?;
     // The two must be of the same moment: what lies between them the guest gains or loses.
     let realtime_ns = now_ns();
-    let tsc = msrs::get(vcpu, msrs::TSC)
-        .ok_or_else(|| StateError::invalid::<VcpuSaved>(cpu, "KVM does not give the time stamp counter"))?;
-    Ok(VcpuSaved {
+    let tsc = msrs::get(vcpu, msrs::TSC).ok_or_else(|| {
+        StateError::invalid(VcpuState::KIND, cpu, "KVM does not give the time stamp counter")
+    })?;
+    Ok(VcpuState {
         mp_state,
         regs: Field::get(&regs),
         sregs: Field::get(&sregs),
@@ -126,17 +127,17 @@ fn save_shadow_stack(vcpu: &VcpuFd) -> Option<u64> {
     Some(u64::from_le_bytes(pointer))
 }
 
-fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveSaved> {
+fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveState> {
     let mut buffer = size.buffer(cpu)?;
     if size.0 > XSAVE_MIN {
         // SAFETY: the buffer is as long as KVM said the area of this VM is.
         unsafe { vcpu.get_xsave2(&mut buffer) }.map_err(kvm(cpu, "KVM_GET_XSAVE2"))?;
     } else {
         let area = vcpu.get_xsave().map_err(kvm(cpu, "KVM_GET_XSAVE"))?;
-        return Ok(XsaveSaved { area: area.region.iter().flat_map(|word| word.to_le_bytes()).collect() });
+        return Ok(XsaveState { area: area.region.iter().flat_map(|word| word.to_le_bytes()).collect() });
     }
     let words = buffer.as_fam_struct_ref().xsave.region.iter().chain(buffer.as_slice());
-    Ok(XsaveSaved { area: words.flat_map(|word| word.to_le_bytes()).collect() })
+    Ok(XsaveState { area: words.flat_map(|word| word.to_le_bytes()).collect() })
 }
 
 /// Loads `saved` into `vcpu`.
@@ -147,7 +148,7 @@ fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveSaved> {
 pub(super) fn load(
     cpu: u32,
     vcpu: &VcpuFd,
-    saved: &VcpuSaved,
+    saved: &VcpuState,
     (xsave, tsc): (XsaveSize, HostTsc),
 ) -> Result<()> {
     load_tsc_frequency(cpu, vcpu, saved.tsc_khz, tsc)?;
@@ -191,14 +192,18 @@ fn load_tsc_frequency(cpu: u32, vcpu: &VcpuFd, guest: u32, host: HostTsc) -> Res
         let why = format!(
             "the time stamp counter, {host} kHz on this host, cannot be scaled to {guest} kHz: {error}"
         );
-        StateError::invalid::<VcpuSaved>(cpu, why)
+        StateError::invalid(VcpuState::KIND, cpu, why)
     })
 }
 
-fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved) -> Result<()> {
+fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuState) -> Result<()> {
     let mut xcrs = kvm_xcrs::default();
     if saved.xcrs.len() > xcrs.xcrs.len() {
-        return Err(StateError::invalid::<VcpuSaved>(cpu, format!("{} control registers", saved.xcrs.len())));
+        return Err(StateError::invalid(
+            VcpuState::KIND,
+            cpu,
+            format!("{} control registers", saved.xcrs.len()),
+        ));
     }
     for (to, from) in xcrs.xcrs.iter_mut().zip(&saved.xcrs) {
         *to = from.put();
@@ -207,11 +212,11 @@ fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuSaved) -> Result<()> {
     vcpu.set_xcrs(&xcrs).map_err(kvm(cpu, "KVM_SET_XCRS"))
 }
 
-fn load_xsave(cpu: u32, vcpu: &VcpuFd, saved: &XsaveSaved, size: XsaveSize) -> Result<()> {
+fn load_xsave(cpu: u32, vcpu: &VcpuFd, saved: &XsaveState, size: XsaveSize) -> Result<()> {
     // An area from a host with fewer features is shorter: what lies beyond its end is in its initial state.
     if saved.area.len() > size.0 || saved.area.len() < XSAVE_MIN || !saved.area.len().is_multiple_of(4) {
         let why = format!("an XSAVE area of {} bytes, where this host has {}", saved.area.len(), size.0);
-        return Err(StateError::invalid::<VcpuSaved>(cpu, why));
+        return Err(StateError::invalid(VcpuState::KIND, cpu, why));
     }
     let mut buffer = size.buffer(cpu)?;
     let mut words = saved.area.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
@@ -226,7 +231,11 @@ fn load_xsave(cpu: u32, vcpu: &VcpuFd, saved: &XsaveSaved, size: XsaveSize) -> R
 fn load_lapic(cpu: u32, vcpu: &VcpuFd, saved: &[u8]) -> Result<()> {
     let mut lapic = kvm_lapic_state::default();
     if saved.len() != lapic.regs.len() {
-        return Err(StateError::invalid::<VcpuSaved>(cpu, format!("a local APIC of {} bytes", saved.len())));
+        return Err(StateError::invalid(
+            VcpuState::KIND,
+            cpu,
+            format!("a local APIC of {} bytes", saved.len()),
+        ));
     }
     for (to, from) in lapic.regs.iter_mut().zip(saved) {
         *to = from.cast_signed();

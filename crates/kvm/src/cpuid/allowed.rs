@@ -107,7 +107,7 @@ const XSAVED: &[Word] = &[
     (leaf::XSAVE, 1, Eax, bits(&[0, 1, 2, 3, 4])),
 ];
 
-/// Features whose state is model-specific registers that are saved: see [`crate::vcpu::MsrPlan`].
+/// Features whose state is model-specific registers that are saved: see `vcpu/msrs.rs`.
 const REGISTERS: &[Word] = &[
     // SEP, MTRR, PAT; MCE and MCA (all machine-check banks).
     (leaf::FEATURES, 0, Edx, bits(&[7, 11, 12, 14, 16])),

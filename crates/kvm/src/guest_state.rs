@@ -1,0 +1,131 @@
+//! All state of a guest that is in KVM.
+
+use crate::cpuid::CpuModel;
+use crate::state::{Saved as _, Sections, ShadowStackState, StateError, VcpuState};
+use crate::vm_state::VmState;
+use vmferry_core::Section;
+
+type Result<T> = std::result::Result<T, StateError>;
+
+/// All state of a guest that is in KVM: vCPUs, interrupt controllers, timer, clock, and what CPUID says.
+///
+/// The state of the VMM's own devices is not in it. A VMM adds sections of its own for these.
+#[derive(Debug, Clone)]
+pub struct GuestState {
+    /// State of each vCPU, in their order.
+    pub vcpus: Vec<VcpuState>,
+    /// State that the vCPUs share.
+    pub vm: VmState,
+    /// What the guest was shown of its processors.
+    pub cpu: CpuModel,
+}
+
+impl GuestState {
+    /// Returns the sections of this state, for [`SourceVm::save`](vmferry_core::SourceVm::save).
+    ///
+    /// # Errors
+    /// [`StateError::Payload`] if a part cannot be encoded, which does not happen to a state that was read.
+    pub fn sections(&self) -> Result<Vec<Section>> {
+        let mut sections = Vec::with_capacity(2 * self.vcpus.len() + 6);
+        for (cpu, vcpu) in (0..).zip(&self.vcpus) {
+            sections.push(vcpu.section(cpu)?);
+            if let Some(pointer) = vcpu.shadow_stack {
+                sections.push(ShadowStackState { pointer }.section(cpu)?);
+            }
+        }
+        self.vm.put(&mut sections)?;
+        sections.push(self.cpu.save().section(0)?);
+        Ok(sections)
+    }
+
+    /// Takes the state of a guest of `cpus` vCPUs out of `parts`. `offer` is what this host offers to guests: the guest
+    /// must not have been shown more.
+    ///
+    /// # Errors
+    /// [`StateError`] if a section is missing or damaged, or names the feature that this host lacks.
+    pub fn take(parts: &mut Sections<'_>, cpus: u32, offer: &CpuModel) -> Result<Self> {
+        let mut vcpus: Vec<VcpuState> = (0..cpus).map(|cpu| parts.take_saved(cpu)).collect::<Result<_>>()?;
+        let vm = VmState::take(parts)?;
+        let cpu = offer.take(parts)?;
+        for (index, vcpu) in (0..).zip(&mut vcpus) {
+            let used = cpu.has_shadow_stacks() && vcpu.may_use_shadow_stack();
+            vcpu.shadow_stack = take_shadow_stack(parts, index, used)?;
+        }
+        Ok(Self { vcpus, vm, cpu })
+    }
+}
+
+/// Takes the shadow stack pointer of vCPU `cpu` out of `parts`.
+///
+/// Versions before this section showed shadow stacks to guests and did not save the pointer. Such a
+/// state is accepted if the guest did not use it.
+fn take_shadow_stack(parts: &mut Sections<'_>, cpu: u32, used: bool) -> Result<Option<u64>> {
+    let kind = ShadowStackState::KIND;
+    match parts.take_optional::<ShadowStackState>(kind, cpu)? {
+        None if used => Err(StateError::Missing { name: kind.name, instance: cpu }),
+        saved => Ok(saved.map(|saved| saved.pointer)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CpuChoice, VcpuSaver};
+    use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+    use vmferry_testkit::{Need, skip};
+
+    fn machine(kvm: &Kvm) -> (VmFd, VcpuFd, VcpuSaver, CpuModel) {
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        vm.create_pit2(kvm_bindings::kvm_pit_config::default()).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let cpu = CpuModel::new(kvm, CpuChoice::Host, 1, true).unwrap();
+        cpu.set_up(0, &vcpu).unwrap();
+        let saver = VcpuSaver::probe(kvm, &vm, &vcpu).unwrap();
+        (vm, vcpu, saver, cpu)
+    }
+
+    #[test]
+    fn state_of_kvm_survives_its_sections_and_is_loaded_elsewhere() {
+        let kvm = match Kvm::new() {
+            Ok(kvm) => kvm,
+            Err(error) => return skip(Need::Kvm, error),
+        };
+        let (vm, vcpu, saver, cpu) = machine(&kvm);
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rbx) = (0x1234, 0x5678);
+        vcpu.set_regs(&regs).unwrap();
+        vm.set_irq_line(3, true).unwrap();
+        let vcpus = vec![saver.save(0, &vcpu).unwrap()];
+        let state = GuestState { vcpus, vm: VmState::save(&vm).unwrap(), cpu };
+        let sections = state.sections().unwrap();
+
+        let (vm, vcpu, mut saver, offer) = machine(&kvm);
+        let mut parts = Sections::new(&sections).unwrap();
+        let taken = GuestState::take(&mut parts, 1, &offer).unwrap();
+        parts.finish().unwrap();
+        assert_eq!((&taken.vcpus, &taken.vm), (&state.vcpus, &state.vm));
+        saver.load(0, &vcpu, &taken.vcpus[0], Some(&taken.cpu.of_vcpu(0).unwrap())).unwrap();
+        taken.vm.load(&vm).unwrap();
+        let again = saver.save(0, &vcpu).unwrap();
+        assert_eq!((again.regs.rip, again.regs.rbx), (0x1234, 0x5678));
+        assert_eq!((again.msrs, again.sregs), (state.vcpus[0].msrs.clone(), state.vcpus[0].sregs.clone()));
+        let again = VmState::save(&vm).unwrap();
+        assert_eq!((again.pics, again.ioapic), (state.vm.pics, state.vm.ioapic));
+    }
+
+    #[test]
+    fn a_missing_shadow_stack_pointer_is_an_error_if_it_may_be_in_use() {
+        let sections = [ShadowStackState { pointer: 0x7000 }.section(1).unwrap()];
+        let take = |cpu, used| {
+            let mut parts = Sections::new(&sections).unwrap();
+            let taken = take_shadow_stack(&mut parts, cpu, used);
+            (taken, parts.finish().is_ok())
+        };
+        assert!(matches!(take(1, true), (Ok(Some(0x7000)), true)));
+        assert!(matches!(take(1, false), (Ok(Some(0x7000)), true)));
+        assert!(matches!(take(0, false), (Ok(None), false)));
+        let (missing, _) = take(0, true);
+        assert_eq!(missing.unwrap_err().to_string(), "the saved state lacks section shadow-stack 0");
+    }
+}

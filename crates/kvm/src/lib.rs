@@ -1,0 +1,72 @@
+//! What a VMM on `kvm-ioctls` needs to have its guests moved.
+//!
+//! | part | purpose |
+//! |---|---|
+//! | [`missing_capabilities`] | what this host's KVM lacks for moving guests |
+//! | [`CpuModel`] | features that a guest is shown, and whether a target has them |
+//! | [`KvmVm`] | a VM with its memory slots, and the trackers of its dirty pages: dirty log or dirty rings |
+//! | [`VcpuSaver`] | state of a vCPU out of KVM and into it: registers, local APIC, pending events, time |
+//! | [`VmState`] | state that the vCPUs share: interrupt controllers, timer, clock |
+//! | [`GuestState`], [`Sections`] | all of that as versioned sections, which go over the wire |
+//! | [`VcpuPark`] | pausing vCPU threads without losing a kick, and letting them run again |
+//! | [`Throttle`] | slowing vCPUs that write faster than the link carries |
+//!
+//! There are no devices here: a VMM brings its own, and saves their state as [sections](SectionKind) of its own.
+//!
+//! # Saving and loading a guest
+//!
+//! ```no_run
+//! use vmferry_core::Section;
+//! use vmferry_kvm::{CpuModel, GuestState, KvmVm, Sections, StateError, VcpuSaver, VmState};
+//!
+//! /// For `SourceVm::save`. The vCPU is paused.
+//! fn save(vm: &KvmVm, vcpu: &kvm_ioctls::VcpuFd, saver: &VcpuSaver, cpu: &CpuModel) -> Result<Vec<Section>, StateError> {
+//!     let vcpus = vec![saver.save(0, vcpu)?];
+//!     GuestState { vcpus, vm: VmState::save(vm.fd())?, cpu: cpu.clone() }.sections()
+//! }
+//!
+//! /// For `TargetVm::load`. The vCPU has not run.
+//! fn load(
+//!     vm: &KvmVm,
+//!     vcpu: &kvm_ioctls::VcpuFd,
+//!     saver: &mut VcpuSaver,
+//!     offer: &CpuModel,
+//!     sections: &[Section],
+//! ) -> Result<CpuModel, Box<dyn std::error::Error>> {
+//!     let mut parts = Sections::new(sections)?;
+//!     let state = GuestState::take(&mut parts, 1, offer)?;
+//!     parts.finish()?; // Nothing is changed before all of it was understood.
+//!     saver.load(0, vcpu, &state.vcpus[0], Some(&state.cpu.of_vcpu(0)?))?;
+//!     state.vm.load(vm.fd())?;
+//!     Ok(state.cpu)
+//! }
+//! ```
+//!
+//! The example `vm_memory` of the crate `vmferry` is a whole VMM that boots a guest and moves it.
+//!
+//! # Platform
+//! Linux on x86-64. The VM has the interrupt controllers of `KVM_CREATE_IRQCHIP` and the timer of `KVM_CREATE_PIT2`.
+
+mod cpuid;
+mod error;
+mod guest_state;
+#[cfg(feature = "hostile")]
+pub mod hostile;
+mod kick;
+mod park;
+mod slots;
+pub mod state;
+mod throttle;
+mod vcpu;
+mod vm_state;
+
+pub use cpuid::{CpuChoice, CpuModel};
+pub use error::{Error, Result};
+pub use guest_state::GuestState;
+pub use park::{NotPaused, VcpuPark, VcpuRunner};
+pub use slots::{KvmVm, largest_dirty_ring, missing_capabilities};
+pub use state::{SectionKind, Sections, StateError, VcpuState};
+pub use throttle::Throttle;
+pub use vcpu::VcpuSaver;
+pub use vm_state::VmState;
+pub use vmferry_sys::ring::RingEntries;

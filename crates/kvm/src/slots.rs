@@ -1,0 +1,301 @@
+//! A VM with its memory slots, and what tracks their dirty pages.
+
+use crate::error::{Error, Result};
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use vmferry_core::{GuestMemory, Region, RegionId};
+use vmferry_dirty::{DirtyRings, KvmLogTracker, LogSlot, Marks, TrackerError};
+use vmferry_sys::SysError;
+use vmferry_sys::kvm::SlotSpec;
+use vmferry_sys::ring::{self, RingEntries};
+
+/// What KVM must have so that the whole state of a guest can be moved.
+const NEEDED: &[(Cap, &str)] = &[
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+    (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+    (Cap::Pit2, "KVM_CAP_PIT2"),
+    (Cap::PitState2, "KVM_CAP_PIT_STATE2"),
+    (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+    (Cap::MpState, "KVM_CAP_MP_STATE"),
+    (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
+    (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
+    (Cap::Xsave, "KVM_CAP_XSAVE"),
+    (Cap::Xcrs, "KVM_CAP_XCRS"),
+    (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
+    (Cap::GetTscKhz, "KVM_CAP_GET_TSC_KHZ"),
+];
+
+/// Returns the names of the capabilities that this host's KVM lacks for moving guests. The list is empty on every host
+/// with Linux 4.12 or newer and an x86-64 KVM.
+#[must_use]
+pub fn missing_capabilities(kvm: &Kvm) -> Vec<&'static str> {
+    NEEDED.iter().filter(|(cap, _)| !kvm.check_extension(*cap)).map(|(_, name)| *name).collect()
+}
+
+/// A KVM VM, its memory slots, and the memory behind them.
+///
+/// Each region of the guest's memory is one slot with the number of the region. The memory stays mapped for as long as
+/// this value, or a tracker that was made of it, lives.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use vmferry_core::GuestMemory;
+/// use vmferry_kvm::{KvmVm, Result};
+///
+/// fn make(kvm: &kvm_ioctls::Kvm, memory: Arc<dyn GuestMemory>) -> Result<Arc<KvmVm>> {
+///     let vm = kvm.create_vm().expect("a VM");
+///     vm.create_irq_chip().expect("interrupt controllers");
+///     // This VMM has no device that writes guest memory, so there are no marks.
+///     // SAFETY: the thread of each vCPU holds the result, and drops its vCPU first.
+///     let vm = unsafe { KvmVm::new(vm, memory, |_| None, None) }?;
+///     Ok(Arc::new(vm))
+/// }
+/// ```
+pub struct KvmVm {
+    fd: VmFd,
+    slots: Vec<LogSlot>,
+    ring: Option<RingEntries>,
+    /// The owner of the mappings.
+    memory: Arc<dyn GuestMemory>,
+}
+
+impl fmt::Debug for KvmVm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvmVm").field("slots", &self.slots).field("ring", &self.ring).finish_non_exhaustive()
+    }
+}
+
+impl KvmVm {
+    /// Gives `fd`, a VM without vCPUs, all regions of `memory` as memory slots. Dirty logging is off until a tracker
+    /// starts, so the guest can have huge pages.
+    ///
+    /// `marks` returns for each region the source of marks for the pages that the VMM itself writes: see
+    /// [`Marks`]. With `ring`, each vCPU has a dirty ring of so many entries, and the VM has no dirty log.
+    ///
+    /// # Errors
+    /// [`Error::MemorySlot`] if KVM refuses a slot; [`Error::DirtyRing`] if it has no such rings; [`Error::Memory`] if
+    /// `memory` has no window of a region.
+    ///
+    /// # Safety
+    /// No vCPU of the VM runs after the result, and all that was made of it, was dropped: KVM would let the guest write to
+    /// whatever is mapped at the addresses of its memory then.
+    pub unsafe fn new(
+        fd: VmFd,
+        memory: Arc<dyn GuestMemory>,
+        marks: impl Fn(RegionId) -> Option<Arc<dyn Marks>>,
+        ring: Option<RingEntries>,
+    ) -> Result<Self> {
+        if let Some(entries) = ring {
+            enable_rings(&fd, entries)?;
+        }
+        let mut vm = Self { fd, slots: Vec::new(), ring, memory };
+        let regions = vm.memory.layout().regions().to_vec();
+        for region in regions {
+            vm.add_slot(&region, marks(region.id))?;
+        }
+        Ok(vm)
+    }
+
+    fn add_slot(&mut self, region: &Region, marks: Option<Arc<dyn Marks>>) -> Result<()> {
+        let window = self.memory.window(region.id, region.run());
+        let window = window.map_err(|error| Error::Memory(region.id, error))?;
+        let spec = SlotSpec {
+            slot: region.id.0,
+            flags: 0,
+            gpa: region.gpa.0,
+            len: region.len,
+            host: window.as_ptr().expose_provenance() as u64,
+        };
+        // SAFETY: the window covers the whole region, and it may live as long as `memory` is borrowed. This value holds
+        // `memory`, and no vCPU runs when it lets go of it (promise of `new`'s caller).
+        unsafe { set_slot(&self.fd, &spec) }.map_err(|error| Error::MemorySlot {
+            len: spec.len,
+            gpa: spec.gpa,
+            source: io::Error::from_raw_os_error(error.errno()),
+        })?;
+        self.slots.push(LogSlot::new(spec, marks));
+        Ok(())
+    }
+
+    /// Returns the VM.
+    ///
+    /// Do not change its memory slots by this descriptor. (kvm-ioctls has an `unsafe` function for that.)
+    #[must_use]
+    pub fn fd(&self) -> &VmFd {
+        &self.fd
+    }
+
+    /// Returns the memory slots.
+    #[must_use]
+    pub fn slots(&self) -> &[LogSlot] {
+        &self.slots
+    }
+
+    /// Returns the memory behind the slots.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<dyn GuestMemory> {
+        &self.memory
+    }
+
+    /// Returns a tracker that finds dirty pages by KVM's dirty log. Use [`map_rings`](Self::map_rings) for a VM with rings.
+    ///
+    /// # Errors
+    /// [`TrackerError`] if a region's marks have another length than the region.
+    pub fn log_tracker(self: &Arc<Self>) -> Result<KvmLogTracker, TrackerError> {
+        let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self) as _;
+        // SAFETY: this value keeps its descriptor and its memory for as long as it lives, and these are the slots that
+        // it was made with, which are never changed.
+        unsafe { KvmLogTracker::new(vm, self.slots.clone()) }
+    }
+
+    /// Maps the dirty rings of `vcpus`, which are all vCPUs of this VM, in their order. Call this once, after the vCPUs were
+    /// created. A [`RingTracker`](vmferry_dirty::RingTracker) finds dirty pages by them.
+    ///
+    /// # Errors
+    /// [`Error::DirtyRing`] if the VM was made without rings, or a ring cannot be mapped.
+    pub fn map_rings(self: &Arc<Self>, vcpus: &[VcpuFd]) -> Result<DirtyRings> {
+        let Some(entries) = self.ring else {
+            return Err(Error::DirtyRing {
+                entries: 0,
+                why: "the VM was made without dirty rings".to_owned(),
+            });
+        };
+        // SAFETY: the descriptors are open for as long as `vcpus` is borrowed.
+        let borrow = |fd: &VcpuFd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+        let vcpus: Vec<_> = vcpus.iter().map(borrow).collect();
+        let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self) as _;
+        // SAFETY: as for `log_tracker`.
+        let rings = unsafe { DirtyRings::new(vm, entries, &vcpus, self.slots.clone()) };
+        rings.map_err(|error| Error::DirtyRing { entries: entries.get(), why: error.to_string() })
+    }
+}
+
+impl AsRawFd for KvmVm {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+/// Creates a memory slot.
+///
+/// # Safety
+/// The slot's memory is mapped, readable and writable, for as long as a vCPU of the VM runs, and Rust code makes no reference
+/// to its bytes other than to atomics.
+unsafe fn set_slot(vm: &VmFd, spec: &SlotSpec) -> std::result::Result<(), kvm_ioctls::Error> {
+    let slot = kvm_userspace_memory_region {
+        slot: spec.slot,
+        flags: spec.flags,
+        guest_phys_addr: spec.gpa,
+        memory_size: spec.len,
+        userspace_addr: spec.host,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { vm.set_user_memory_region(slot) }
+}
+
+/// Returns the most entries that a vCPU's dirty ring can have on this host. Returns `None` if there are no dirty rings.
+///
+/// # Errors
+/// [`Error::DirtyRing`] if KVM does not answer.
+pub fn largest_dirty_ring(vm: &VmFd) -> Result<Option<RingEntries>> {
+    // SAFETY: the descriptor is open for as long as `vm` is borrowed.
+    let largest = ring::largest(unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) });
+    largest.map_err(|error| Error::DirtyRing { entries: RingEntries::MIN, why: error.to_string() })
+}
+
+fn enable_rings(vm: &VmFd, entries: RingEntries) -> Result<()> {
+    // SAFETY: the descriptor is open for as long as `vm` is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) };
+    let failed = |source: SysError| Error::DirtyRing { entries: entries.get(), why: source.to_string() };
+    match ring::largest(fd).map_err(failed)? {
+        None => {
+            let why = "KVM on this host has none".to_owned();
+            Err(Error::DirtyRing { entries: entries.get(), why })
+        }
+        Some(largest) if largest.get() < entries.get() => {
+            let why = format!("KVM on this host allows at most {}", largest.get());
+            Err(Error::DirtyRing { entries: entries.get(), why })
+        }
+        Some(_) => ring::enable(fd, entries).map_err(failed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::UnsafeCell;
+    use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, VmError, Window};
+    use vmferry_testkit::{Need, skip};
+
+    #[repr(align(4096))]
+    struct Pages(UnsafeCell<[[u8; PAGE_BYTES]; 2]>);
+
+    // SAFETY: reached by windows only.
+    unsafe impl Sync for Pages {}
+
+    struct Memory {
+        layout: Layout,
+        pages: Box<Pages>,
+    }
+
+    impl GuestMemory for Memory {
+        fn layout(&self) -> &Layout {
+            &self.layout
+        }
+
+        fn window(&self, id: RegionId, run: PageRun) -> std::result::Result<Window<'_>, VmError> {
+            if id != RegionId(3) || run.end() > 2 {
+                return Err(VmError::new("no such pages"));
+            }
+            let start = std::ptr::NonNull::new(self.pages.0.get().cast::<u8>()).unwrap();
+            // SAFETY: the whole of the pages, which live as long as `self`.
+            Ok(unsafe { Window::new(start, 2 * PAGE_BYTES) })
+        }
+    }
+
+    fn memory() -> Arc<Memory> {
+        let layout = Layout::new(vec![Region { id: RegionId(3), gpa: Gpa(0x10_0000), len: 0x2000 }]).unwrap();
+        Arc::new(Memory { layout, pages: Box::new(Pages(UnsafeCell::new([[0; PAGE_BYTES]; 2]))) })
+    }
+
+    #[test]
+    fn slots_are_the_regions_and_keep_the_memory() {
+        let kvm = match Kvm::new() {
+            Ok(kvm) => kvm,
+            Err(error) => return skip(Need::Kvm, error),
+        };
+        let memory = memory();
+        let marks: Arc<dyn Marks> = Arc::new(vmferry_bitmap::AtomicBitmap::new(2));
+        let marked = |id: RegionId| (id == RegionId(3)).then(|| Arc::clone(&marks));
+        let fd = kvm.create_vm().unwrap();
+        // SAFETY: there is no vCPU.
+        let vm = Arc::new(unsafe { KvmVm::new(fd, Arc::clone(&memory) as _, marked, None) }.unwrap());
+        let [slot] = vm.slots() else { panic!("{vm:?}") };
+        assert_eq!((slot.spec.slot, slot.spec.gpa, slot.spec.len), (3, 0x10_0000, 0x2000));
+        assert!(slot.marks.is_some());
+        let tracker = vm.log_tracker().unwrap();
+        assert!(matches!(vm.map_rings(&[]), Err(Error::DirtyRing { .. })), "it was made without rings");
+        drop(vm);
+        assert_eq!(Arc::strong_count(&memory), 2, "the tracker holds the VM and its memory");
+        drop(tracker);
+        assert_eq!(Arc::strong_count(&memory), 1);
+    }
+
+    #[test]
+    fn a_ring_that_kvm_does_not_have_is_refused() {
+        let kvm = match Kvm::new() {
+            Ok(kvm) => kvm,
+            Err(error) => return skip(Need::Kvm, error),
+        };
+        let entries = RingEntries::new(1 << 27).unwrap();
+        // SAFETY: there is no vCPU.
+        let vm = unsafe { KvmVm::new(kvm.create_vm().unwrap(), memory(), |_| None, Some(entries)) };
+        let error = vm.unwrap_err().to_string();
+        assert!(error.starts_with("no dirty rings of 134217728 entries: KVM on this host"), "{error}");
+    }
+}

@@ -1,0 +1,92 @@
+//! Reading the state of a vCPU, and loading it.
+
+#[cfg(test)]
+mod kvm_tests;
+mod msrs;
+mod transfer;
+
+use crate::error::{Error, Result};
+use crate::state::{StateError, VcpuState};
+use kvm_bindings::CpuId;
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use msrs::MsrPlan;
+pub(crate) use msrs::set_as_firmware;
+use std::sync::Arc;
+pub(crate) use transfer::now_ns;
+use transfer::{HostTsc, XsaveSize};
+
+/// Reads and loads the state of one vCPU.
+///
+/// What a vCPU has depends on the host: KVM lists model-specific registers that it cannot give for this guest, and
+/// some that it gives and never takes. [`probe`](Self::probe) finds out, once, on a vCPU that has not run. Each
+/// vCPU of the VM then gets a clone.
+#[derive(Debug, Clone)]
+pub struct VcpuSaver {
+    plan: Arc<MsrPlan>,
+    xsave: XsaveSize,
+    tsc: HostTsc,
+}
+
+impl VcpuSaver {
+    /// Finds out which state this host gives and takes.
+    ///
+    /// `vcpu` is a vCPU of `vm` that has been [set up](crate::CpuModel::set_up) and has not run.
+    ///
+    /// # Errors
+    /// [`Error::Ioctl`] if KVM does not answer.
+    pub fn probe(kvm: &Kvm, vm: &VmFd, vcpu: &VcpuFd) -> Result<Self> {
+        Ok(Self {
+            plan: Arc::new(MsrPlan::probe(kvm, vcpu)?),
+            xsave: XsaveSize::new(vm.check_extension_int(Cap::Xsave2)),
+            tsc: HostTsc::of(kvm, vcpu).map_err(|e| Error::ioctl("KVM_GET_TSC_KHZ", e))?,
+        })
+    }
+
+    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots here has.
+    #[must_use]
+    pub fn tsc_khz(&self) -> u32 {
+        self.tsc.khz
+    }
+
+    /// Returns a sentence that names the registers that are not saved. Returns `None` if all are.
+    #[must_use]
+    pub fn note(&self) -> Option<String> {
+        self.plan.note()
+    }
+
+    /// Reads all state of `vcpu`, which is number `cpu` of its VM and is paused.
+    ///
+    /// A vCPU is paused when `KVM_RUN` has returned `EINTR` with `immediate_exit` set. After any other exit, an access
+    /// to a device may be half done: enter `KVM_RUN` once more. [`VcpuPark`](crate::VcpuPark) pauses vCPUs in this way.
+    ///
+    /// # Errors
+    /// [`StateError`] names the ioctl that failed, or the register that KVM does not give.
+    pub fn save(&self, cpu: u32, vcpu: &VcpuFd) -> Result<VcpuState, StateError> {
+        transfer::save(cpu, vcpu, &self.plan, self.xsave)
+    }
+
+    /// Loads `state` into `vcpu`, which is number `cpu` of its VM. With `cpuid`, the guest is shown this CPUID from now
+    /// on. A guest from another host needs it: see [`CpuModel::of_vcpu`](crate::CpuModel::of_vcpu).
+    ///
+    /// The time stamp counter continues as if the vCPU had never been paused.
+    ///
+    /// # Errors
+    /// [`StateError`] if KVM refuses a part of the state, or this host cannot run the counter at the guest's frequency.
+    /// The vCPU may then have a part of the state. Loading can be tried again.
+    pub fn load(
+        &mut self,
+        cpu: u32,
+        vcpu: &VcpuFd,
+        state: &VcpuState,
+        cpuid: Option<&CpuId>,
+    ) -> Result<(), StateError> {
+        if let Some(table) = cpuid {
+            let set = vcpu.set_cpuid2(table);
+            set.map_err(|e| StateError::kvm::<VcpuState>(cpu, "KVM_SET_CPUID2", e))?;
+        }
+        transfer::load(cpu, vcpu, state, (self.xsave, self.tsc))?;
+        // A guest that was shown less than is offered here has fewer registers.
+        self.plan = Arc::new(MsrPlan::of(&state.msrs, vcpu));
+        Ok(())
+    }
+}
