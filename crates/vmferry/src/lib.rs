@@ -35,7 +35,7 @@
 //!
 //! | trait | side | needed for |
 //! |---|---|---|
-//! | [`GuestMemory`] | both | every migration. [`MappedMemory`] serves memory that is mapped in this process |
+//! | [`GuestMemory`] | both | every migration. [`MappedMemory`] serves memory that is mapped in this process, and the feature `vm-memory` a `GuestMemoryMmap` |
 //! | [`SourceVm`] | source | every migration |
 //! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` has trackers for KVM and for write protection |
 //! | [`TargetVm`] | target | every migration |
@@ -43,13 +43,18 @@
 //! | [`FreePages`] | source | skipping free pages |
 //!
 //! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over
-//! connections that the caller makes.
+//! connections that the caller makes. The example `vm_memory` is a VMM on `kvm-ioctls` and `vm-memory`
+//! that boots a guest and moves it.
 //!
 //! # Connections
 //!
 //! A [`Uri`] names a TCP port or a Unix socket. Where the caller connects by its own means, it
 //! implements [`Connect`] for [`Migration::through`], and [`Accept`] for [`Listener::through`]. Sockets
 //! that are connected already are [`Sockets`] for [`Migration::over`], and [`Listener::passed`].
+//!
+//! # Event loops of devices
+//!
+//! Once a guest has left, no event of its devices may be handled here. [`Park`] is a helper for that.
 //!
 //! # Features
 //!
@@ -59,6 +64,8 @@
 //! | `tls` | with `ring` | `Tls`: encrypted channels by [rustls](https://docs.rs/rustls), with a provider that the caller passes or installs |
 //! | `dirty` | no | trackers of dirty pages for KVM and for write protection |
 //! | `fault` | no | demand paging by userfaultfd, for postcopy and lazy restores |
+//! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs |
+//! | `vm-memory` | no | memory of the crate `vm-memory` as the guest's memory |
 //!
 //! # Threads
 //!
@@ -67,6 +74,8 @@
 //! VMM bind or confine each of them.
 
 mod migration;
+#[cfg(feature = "vm-memory")]
+pub mod vm_memory;
 
 pub use migration::Migration;
 
@@ -79,6 +88,8 @@ pub mod bitmap {
 pub use vmferry_dirty as dirty;
 #[cfg(feature = "fault")]
 pub use vmferry_fault as fault;
+#[cfg(all(feature = "kvm", target_os = "linux", target_arch = "x86_64"))]
+pub use vmferry_kvm as kvm;
 
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError,
@@ -95,6 +106,10 @@ pub use vmferry_engine::{
     ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy,
     save, save_copy,
 };
+<<<<<<< HEAD
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};
 pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};
+=======
+pub use vmferry_thread::{Park, Role as ThreadRole, StillWorking, Working, on_start as on_thread_start};
+>>>>>>> 4cd149f (vmferry: serve vm-memory, re-export kvm, and boot a guest in an example)

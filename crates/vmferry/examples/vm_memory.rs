@@ -1,0 +1,345 @@
+//! A VMM on `kvm-ioctls` and `vm-memory` that boots a guest and moves it to a second VM over a Unix socket. The guest
+//! stamps every page that it writes, and checks all stamps on the target.
+//!
+//! ```sh
+//! cargo run --release -p vmferry --features kvm,vm-memory --example vm_memory
+//! ```
+//!
+//! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. What vmferry needs of it is in the two
+//! `impl` blocks of `SourceVm` and `TargetVm`. The guest is the bare-metal guest of this repository.
+
+use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_regs, kvm_segment};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
+use linux_loader::configurator::pvh::PvhBootConfigurator;
+use linux_loader::configurator::{BootConfigurator, BootParams};
+use linux_loader::loader::elf::PvhBootCapability;
+use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_start_info};
+use linux_loader::loader::{Elf, KernelLoader};
+use std::io::Cursor;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryMmap};
+use vmferry::kvm::{
+    CpuChoice, CpuModel, GuestState, KvmVm, Sections, Throttle, VcpuPark, VcpuRunner, VcpuSaver, VmState,
+    missing_capabilities,
+};
+use vmferry::vm_memory::VmMemory;
+use vmferry::{
+    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migration, MigrationMode, Section,
+    Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
+};
+use vmferry_guest_abi::{DEBUG_EXIT_PORT, STATS_GPA, StatsSnapshot, offset};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+type VmResult<T> = std::result::Result<T, VmError>;
+
+const MEMORY: u64 = 64 << 20;
+const WORKLOAD: &str = "uniform,ws=16M,rate=50k,fill=random";
+/// How long the guest may take for each thing that is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+// Where a PC has these, and where the boot data goes.
+const SERIAL: u16 = 0x3f8;
+const SERIAL_STATUS: u16 = SERIAL + 5;
+const TRANSMITTER_EMPTY: u8 = 0x20;
+const TSS: usize = 0xfffb_d000;
+const IDENTITY_MAP: u64 = 0xfffb_c000;
+const GDT: GuestAddress = GuestAddress(0x500);
+const START_INFO: GuestAddress = GuestAddress(0x6000);
+const MEMORY_MAP: GuestAddress = GuestAddress(0x7000);
+const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
+
+struct Machine {
+    vm: Arc<KvmVm>,
+    memory: Arc<VmMemory<AtomicBitmap>>,
+    vcpu: Arc<Mutex<VcpuFd>>,
+    saver: VcpuSaver,
+    /// What the guest was shown. Before a guest comes: what this host offers.
+    cpu: CpuModel,
+    park: Arc<VcpuPark<String>>,
+    throttle: Arc<Throttle<String>>,
+    serial: Arc<Mutex<Vec<u8>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Machine {
+    fn new(kvm: &Kvm, incoming: bool) -> Result<Self> {
+        let memory =
+            GuestMemoryMmap::<AtomicBitmap>::from_ranges(&[(GuestAddress(0), usize::try_from(MEMORY)?)])?;
+        let memory = Arc::new(VmMemory::new(memory)?);
+        let fd = kvm.create_vm()?;
+        fd.set_tss_address(TSS)?;
+        fd.set_identity_map_address(IDENTITY_MAP)?;
+        fd.create_irq_chip()?;
+        fd.create_pit2(kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() })?;
+        // SAFETY: the thread of the vCPU, which alone runs it, holds the VM.
+        let vm = unsafe { KvmVm::new(fd, Arc::clone(&memory) as _, |region| memory.marks(region), None) }?;
+        let vm = Arc::new(vm);
+
+        let cpu = CpuModel::new(kvm, CpuChoice::Host, 1, incoming)?;
+        let vcpu = vm.fd().create_vcpu(0)?;
+        cpu.set_up(0, &vcpu)?;
+        let saver = VcpuSaver::probe(kvm, vm.fd(), &vcpu)?;
+        let park = Arc::new(VcpuPark::new(std::slice::from_ref(&vcpu))?);
+        let throttle = Arc::new(Throttle::new(Arc::clone(&park)));
+        let (vcpu, serial) = (Arc::new(Mutex::new(vcpu)), Arc::default());
+        let mut machine = Self { vm, memory, vcpu, saver, cpu, park, throttle, serial, thread: None };
+        machine.thread = Some(machine.spawn_vcpu()?);
+        Ok(machine)
+    }
+
+    fn spawn_vcpu(&self) -> Result<JoinHandle<()>> {
+        let (vm, vcpu, park) = (Arc::clone(&self.vm), Arc::clone(&self.vcpu), Arc::clone(&self.park));
+        let (throttle, serial) = (Arc::clone(&self.throttle), Arc::clone(&self.serial));
+        Ok(std::thread::Builder::new().name("vcpu 0".to_owned()).spawn(move || {
+            let runner = park.enter(0);
+            while runner.wait_to_run() {
+                match run_vcpu(&runner, &vcpu, &throttle, &serial) {
+                    None => runner.paused(),
+                    Some(why) => runner.ended(why),
+                }
+            }
+            drop(vm);
+        })?)
+    }
+
+    /// Loads the guest's kernel, and sets the vCPU's registers as the PVH boot protocol says.
+    fn boot(&self) -> Result<()> {
+        let ram = self.memory.memory();
+        let kernel = Elf::load(ram, None, &mut Cursor::new(vmferry_guest_image::ELF), None)?;
+        let PvhBootCapability::PvhEntryPresent(entry) = kernel.pvh_boot_cap else {
+            return Err("the kernel has no PVH entry point".into());
+        };
+        let cmdline = format!("workload={WORKLOAD} stats=page cpus=1 tsc_khz={}\0", self.saver.tsc_khz());
+        ram.write_slice(cmdline.as_bytes(), CMDLINE)?;
+        let range =
+            |addr, end| hvm_memmap_table_entry { addr, size: end - addr, type_: 1, ..Default::default() };
+        let map = [range(0, 0x9_fc00), range(1 << 20, MEMORY)];
+        let info = hvm_start_info {
+            magic: 0x336e_c578,
+            version: 1,
+            cmdline_paddr: CMDLINE.0,
+            memmap_paddr: MEMORY_MAP.0,
+            memmap_entries: u32::try_from(map.len())?,
+            ..Default::default()
+        };
+        let mut params = BootParams::new(&info, START_INFO);
+        params.set_sections(&map, MEMORY_MAP);
+        PvhBootConfigurator::write_bootparams(&params, ram)?;
+        // Flat code and data, and a task.
+        let gdt = [0u64, 0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff, 0x0000_8b00_0000_0067];
+        ram.write_slice(&gdt.map(u64::to_le_bytes).concat(), GDT)?;
+
+        let vcpu = self.vcpu.lock().map_err(|error| error.to_string())?;
+        let code = kvm_segment {
+            limit: u32::MAX,
+            selector: 8,
+            type_: 0xb,
+            present: 1,
+            db: 1,
+            s: 1,
+            g: 1,
+            ..Default::default()
+        };
+        let data = kvm_segment { selector: 16, type_: 3, ..code };
+        let task = kvm_segment { limit: 0x67, selector: 24, db: 0, s: 0, g: 0, ..code };
+        let mut sregs = vcpu.get_sregs()?;
+        (sregs.cs, sregs.tr) = (code, task);
+        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+        (sregs.gdt.base, sregs.gdt.limit) = (GDT.0, 31);
+        (sregs.idt.base, sregs.idt.limit) = (0, 0);
+        // Protected mode without paging.
+        (sregs.cr0, sregs.cr4, sregs.efer) = (0x11, 0, 0);
+        vcpu.set_sregs(&sregs)?;
+        let (rip, rbx) = (entry.raw_value(), START_INFO.0);
+        Ok(vcpu.set_regs(&kvm_regs { rip, rbx, rflags: 2, ..Default::default() })?)
+    }
+
+    /// What the guest says of itself: it has a page of statistics at a fixed address.
+    fn stats(&self) -> Option<StatsSnapshot> {
+        let ram = self.memory.memory();
+        let word = |index: usize| ram.load(GuestAddress(STATS_GPA + 8 * index as u64), Ordering::Acquire);
+        StatsSnapshot::read(|index| word(index).unwrap_or(0)).ok()
+    }
+
+    /// Waits until the guest's statistics are as `done` says.
+    fn wait(&self, what: &str, done: impl Fn(&StatsSnapshot) -> bool) -> Result<StatsSnapshot> {
+        let start = Instant::now();
+        loop {
+            match self.stats() {
+                Some(stats) if stats.corrupt() > 0 => {
+                    return Err(format!("the guest has lost a write: {:?}", stats.first_corrupt()).into());
+                }
+                Some(stats) if done(&stats) => return Ok(stats),
+                _ => {}
+            }
+            if let Some(why) = self.park.exit().or((start.elapsed() > PATIENCE).then(|| "time is up".into()))
+            {
+                let serial = self.serial.lock().map_err(|error| error.to_string())?;
+                return Err(
+                    format!("waiting for {what}: {why}; {:?}", String::from_utf8_lossy(&serial)).into()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn describe(&self) -> MachineConfig {
+        MachineConfig {
+            kind: "example".to_owned(),
+            vcpus: 1,
+            regions: self.memory.layout().regions().to_vec(),
+            extra: vec![("cpu".to_owned(), self.cpu.vendor())],
+            features: self.cpu.features(),
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.park.quit();
+        // A panic of the thread was printed when it happened.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Runs the guest until a pause is requested (`None`) or the guest ends.
+fn run_vcpu(
+    runner: &VcpuRunner<String>,
+    vcpu: &Mutex<VcpuFd>,
+    throttle: &Throttle<String>,
+    serial: &Mutex<Vec<u8>>,
+) -> Option<String> {
+    let mut vcpu = vcpu.lock().expect("no thread panics while it holds the lock");
+    let mut held = None;
+    loop {
+        match vcpu.run() {
+            Ok(VcpuExit::IoOut(SERIAL, data)) => {
+                serial.lock().expect("no thread panics while it holds the lock").extend(data);
+            }
+            Ok(VcpuExit::IoOut(DEBUG_EXIT_PORT, data)) => return Some(format!("it ended with {data:?}")),
+            Ok(VcpuExit::IoIn(SERIAL_STATUS, data)) => data.fill(TRANSMITTER_EMPTY),
+            Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => data.fill(0xff),
+            Ok(VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..) | VcpuExit::Intr) => {}
+            Ok(exit) => return Some(format!("{exit:?}")),
+            Err(error) if error.errno() == libc::EINTR && runner.pause_requested() => return None,
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
+            Err(error) => return Some(format!("KVM_RUN: {error}")),
+        }
+        throttle.pass(runner, &mut held);
+    }
+}
+
+impl SourceVm for Machine {
+    fn config(&self) -> MachineConfig {
+        self.describe()
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
+    }
+    fn tracker(&mut self, kind: Option<TrackerKind>) -> VmResult<Box<dyn DirtyTracker>> {
+        match kind {
+            None | Some(TrackerKind::Log) => Ok(Box::new(self.vm.log_tracker()?)),
+            Some(other) => Err(VmError::new(format!("this VM has no tracker `{other}`; use `log`"))),
+        }
+    }
+    fn throttle(&mut self, shares: &[f64]) -> VmResult<()> {
+        self.throttle.set(shares).map_err(VmError::new)
+    }
+    fn throttled(&self) -> Vec<Duration> {
+        self.throttle.totals()
+    }
+    fn pause(&mut self) -> VmResult<()> {
+        self.park.pause_all(PATIENCE).map_err(VmError::new)
+    }
+    fn save(&mut self) -> VmResult<Vec<Section>> {
+        let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
+        let vcpus = vec![self.saver.save(0, &vcpu).map_err(VmError::new)?];
+        let vm = VmState::save(self.vm.fd()).map_err(VmError::new)?;
+        GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections().map_err(VmError::new)
+    }
+    fn release(&mut self) -> VmResult<()> {
+        Ok(()) // This VM has no disk, and holds nothing that the target needs.
+    }
+    fn resume(&mut self) -> VmResult<()> {
+        self.park.run_all();
+        Ok(())
+    }
+}
+
+impl TargetVm for Machine {
+    fn config(&self) -> MachineConfig {
+        self.describe()
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
+    }
+    fn load(&mut self, sections: &[Section]) -> VmResult<()> {
+        let mut parts = Sections::new(sections).map_err(VmError::new)?;
+        let state = GuestState::take(&mut parts, 1, &self.cpu).map_err(VmError::new)?;
+        parts.finish().map_err(VmError::new)?;
+        let cpuid = state.cpu.of_vcpu(0).map_err(VmError::new)?;
+        let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
+        self.saver.load(0, &vcpu, &state.vcpus[0], Some(&cpuid)).map_err(VmError::new)?;
+        state.vm.load(self.vm.fd()).map_err(VmError::new)?;
+        self.cpu = state.cpu;
+        Ok(())
+    }
+    fn start(&mut self) -> VmResult<()> {
+        self.park.run_all();
+        Ok(())
+    }
+}
+
+fn main() -> Result<()> {
+    let kvm = match Kvm::new() {
+        Ok(kvm) if missing_capabilities(&kvm).is_empty() => kvm,
+        Ok(kvm) => {
+            println!("skipped: kvm: vm_memory: KVM lacks {}", missing_capabilities(&kvm).join(", "));
+            return Ok(());
+        }
+        Err(error) => {
+            println!("skipped: kvm: vm_memory: /dev/kvm: {error}");
+            return Ok(());
+        }
+    };
+    let mut source = Machine::new(&kvm, false)?;
+    source.boot()?;
+    source.park.run_all();
+    let before = source.wait("the guest's first writes", |stats| stats.writes() > 10_000)?;
+    println!("the guest runs on the source: {} writes in {} pages", before.writes(), before.data_pages);
+
+    let path = std::env::temp_dir().join(format!("vmferry-vm-memory-{}", std::process::id()));
+    let uri = Uri::Unix(path);
+    let listener = Listener::bind(&uri, false)?;
+    let (report, target) = std::thread::scope(|scope| {
+        let target = scope.spawn(|| {
+            let mut vm = Machine::new(&kvm, true)?;
+            // After a precopy nothing is left to come (`Received::rest`).
+            let _ = receive(&mut vm, &listener, &Arrival::new(Settings::default().peer_timeout))?;
+            Ok::<_, Box<dyn std::error::Error + Send + Sync>>(vm)
+        });
+        let migration = Migration::to(uri).mode(MigrationMode::Precopy).verify(true);
+        (migration.run(&mut source), target.join())
+    });
+    let (report, target) = (report?, target.map_err(|_| "the target panicked")??);
+    let Some(Ended::Completed) = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
+
+    // The source's memory is as the guest left it, and the guest goes on in the target's.
+    let left = source.stats();
+    let written = left.as_ref().unwrap_or(&before).writes();
+    let there = target.wait("writes on the target", |stats| stats.writes() > written + 1000)?;
+    // A request to check all stamps: this process writes it into the guest's memory, as a device would.
+    let request = GuestAddress(STATS_GPA + 8 * offset::VERIFY_REQUEST as u64);
+    target.memory.memory().store(1u64, request, Ordering::Release)?;
+    target.wait("the guest's check of its memory", |stats| stats.verified(1))?;
+    if source.stats() != left {
+        return Err("the guest runs on both sides".into());
+    }
+    println!("the guest runs on the target: {} writes since the move", there.writes() - written);
+    println!("all stamps are right; {:.1} ms of downtime", report.downtime_ms);
+    Ok(())
+}

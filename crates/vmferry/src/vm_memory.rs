@@ -1,0 +1,403 @@
+//! Guest memory of the crate `vm-memory`.
+//!
+//! [`VmMemory`] serves a `GuestMemoryMmap` to the engine and to trackers. No `unsafe` code is needed: `vm-memory` owns
+//! the mappings, and says what they are made of.
+//!
+//! ```
+//! use vm_memory::bitmap::AtomicBitmap;
+//! use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+//! use vmferry::vm_memory::VmMemory;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let memory = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
+//! let memory = VmMemory::new(memory)?;
+//!
+//! // A device writes through `vm-memory`, whose bitmap records the page. Trackers take it from there.
+//! memory.memory().write_slice(b"packet", GuestAddress(0x3000))?;
+//! let mut dirty = vmferry::bitmap::Bitmap::new(256);
+//! memory.regions()[0].marks.as_ref().expect("marks").harvest(&mut dirty);
+//! assert!(dirty.runs().eq([3..4]));
+//! # Ok(()) }
+//! ```
+
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use vm_memory::bitmap::{AtomicBitmap, Bitmap as DirtyBitmap};
+use vm_memory::{FileOffset, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MmapRegion};
+use vmferry_bitmap::Bitmap;
+use vmferry_core::{
+    Gpa, GuestMemory, Layout, LayoutError, PAGE_SIZE, PageRun, Region, RegionId, VmError, Window,
+};
+use vmferry_dirty::{Backing, MappedRegion, Marks};
+
+/// Why a `GuestMemoryMmap` cannot be a guest's memory in a migration.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VmMemoryError {
+    /// The regions cannot be one guest's memory, for example because one is not whole pages of 4 KiB.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A region is not mapped readable and writable, or not at a page boundary.
+    #[error("{region} is mapped with protection {prot:#x}; map it readable, writable and at a page boundary")]
+    Mapping {
+        /// Number of the region, by guest-physical address.
+        region: RegionId,
+        /// Protection that `vm-memory` says it has (`PROT_*`).
+        prot: i32,
+    },
+    /// The marks of a region are not one bit for each page of 4 KiB.
+    #[error("{region} has {pages} pages and a bitmap of {bits}; make the bitmap with pages of 4 KiB")]
+    Bitmap {
+        /// Number of the region, by guest-physical address.
+        region: RegionId,
+        /// Pages of the region.
+        pages: u64,
+        /// Pages of the bitmap.
+        bits: u64,
+    },
+}
+
+/// A `GuestMemoryMmap` as the guest's memory in a migration.
+///
+/// Regions are numbered from 0, by guest-physical address. A KVM memory slot of the same number per region fits all
+/// trackers (`vmferry::kvm::KvmVm` makes such slots).
+///
+/// A page that the guest never touched is neither read nor sent. [`GuestMemory::touched`] knows that for anonymous memory
+/// and for files on tmpfs, which includes memfds, if `vm-memory` has made the mapping. Every page of other memory counts
+/// as touched.
+///
+/// | bitmap `B` | constructor | pages that the VMM writes |
+/// |---|---|---|
+/// | `AtomicBitmap` | [`new`](VmMemory::new) | are recorded by `vm-memory`, and trackers find them there |
+/// | `()` | [`without_marks`](VmMemory::without_marks) | are not recorded: for a VMM without devices, or with a tracker that sees all writes of the process (`WpTracker`) |
+/// | another | [`with_marks`](VmMemory::with_marks) | are found by the [`Marks`] that the VMM brings |
+///
+/// A tracker takes the marks out of the bitmap. A VMM that uses the bitmap for itself as well, such as for differential
+/// snapshots, sets [`MappedRegion::handed_back`].
+#[derive(Debug)]
+pub struct VmMemory<B = ()> {
+    memory: GuestMemoryMmap<B>,
+    layout: Layout,
+    /// The mapping of each region of `layout`, in its order.
+    mappings: Vec<Arc<MmapRegion<B>>>,
+    regions: Vec<MappedRegion>,
+}
+
+/// The bitmap of a mapping, as a source of marks.
+#[derive(Debug)]
+struct BitmapMarks(Arc<MmapRegion<AtomicBitmap>>);
+
+impl Marks for BitmapMarks {
+    fn pages(&self) -> u64 {
+        self.0.bitmap().len() as u64
+    }
+
+    fn harvest(&self, dirty: &mut Bitmap) {
+        // `vm-memory` writes first and marks then; both sides are sequentially consistent.
+        dirty.union_words(&self.0.bitmap().get_and_reset());
+    }
+}
+
+impl VmMemory<AtomicBitmap> {
+    /// Serves `memory`, with its bitmaps as the marks of the pages that the VMM writes.
+    ///
+    /// # Errors
+    /// [`VmMemoryError`] if a region cannot be moved, or its bitmap does not have pages of 4 KiB.
+    pub fn new(memory: GuestMemoryMmap<AtomicBitmap>) -> Result<Self, VmMemoryError> {
+        Self::with_marks(memory, |mapping| Some(Arc::new(BitmapMarks(Arc::clone(mapping)))))
+    }
+}
+
+impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
+    /// Serves `memory`, of which no write of the VMM is recorded.
+    ///
+    /// # Errors
+    /// [`VmMemoryError`] if a region cannot be moved.
+    pub fn without_marks(memory: GuestMemoryMmap<B>) -> Result<Self, VmMemoryError> {
+        Self::with_marks(memory, |_| None)
+    }
+
+    /// Serves `memory`. `marks` returns for the mapping of each region the source of marks for the pages that the VMM writes.
+    ///
+    /// # Errors
+    /// [`VmMemoryError`] if a region cannot be moved, or its marks have another length.
+    pub fn with_marks(
+        memory: GuestMemoryMmap<B>,
+        marks: impl Fn(&Arc<MmapRegion<B>>) -> Option<Arc<dyn Marks>>,
+    ) -> Result<Self, VmMemoryError> {
+        // For threads that will not be able to open it.
+        vmferry_dirty::prepare();
+        let (mut layout, mut mappings, mut regions) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, region) in (0..).zip(memory.iter()) {
+            let (id, mapping) = (RegionId(number), region.get_mmap());
+            let len = region.len();
+            layout.push(Region { id, gpa: Gpa(region.start_addr().0), len });
+            let mapped = mapped(id, &mapping, marks(&mapping))?;
+            mappings.push(mapping);
+            regions.push(mapped);
+        }
+        Ok(Self { memory, layout: Layout::new(layout)?, mappings, regions })
+    }
+
+    /// Returns the memory, for device models and loaders.
+    #[must_use]
+    pub fn memory(&self) -> &GuestMemoryMmap<B> {
+        &self.memory
+    }
+
+    /// Returns the regions by guest-physical address, for trackers such as `WpTracker`.
+    #[must_use]
+    pub fn regions(&self) -> &[MappedRegion] {
+        &self.regions
+    }
+
+    /// Returns the source of marks of region `id`, for `vmferry::kvm::KvmVm`.
+    #[must_use]
+    pub fn marks(&self, id: RegionId) -> Option<Arc<dyn Marks>> {
+        self.layout.position(id).and_then(|at| self.regions[at].marks.clone())
+    }
+
+    /// Returns this memory for demand paging, which postcopy and lazy restores need. [`TargetVm::lazy_memory`] returns it.
+    ///
+    /// [`TargetVm::lazy_memory`]: vmferry_core::TargetVm::lazy_memory
+    ///
+    /// # Errors
+    /// If this host has no demand paging for it, or a region is neither anonymous nor on tmpfs.
+    #[cfg(feature = "fault")]
+    pub fn demand_paging(
+        self: &Arc<Self>,
+        options: &vmferry_fault::UffdOptions,
+    ) -> Result<vmferry_fault::UffdMemory, VmError> {
+        let regions: Result<Vec<_>, VmError> = self.regions.iter().map(lazy).collect();
+        // SAFETY: this value owns the mappings. They are made of what they say: `mapped` trusts a mapping only if `vm-memory`
+        // has made it. `vm-memory` and this module reach the bytes by volatile and atomic accesses only.
+        let memory = unsafe { vmferry_fault::UffdMemory::new(regions?, Arc::clone(self) as _, options) };
+        memory.map_err(VmError::new)
+    }
+
+    /// The position of region `id` if it has the pages of `run`.
+    fn position(&self, id: RegionId, run: PageRun) -> Result<usize, VmError> {
+        let position = self.layout.position(id).filter(|at| run.end() <= self.layout.regions()[*at].pages());
+        position.ok_or_else(|| VmError::new(format!("{id} has no {run}")))
+    }
+}
+
+impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
+        let position = self.position(region, run)?;
+        let (Ok(offset), Ok(len)) = (usize::try_from(run.first.offset()), usize::try_from(run.bytes()))
+        else {
+            return Err(VmError::new(format!("{run} is too long for this host")));
+        };
+        let start = NonNull::new(self.mappings[position].as_ptr());
+        let start = start.ok_or_else(|| VmError::new(format!("{region} is mapped at address 0")))?;
+        // SAFETY: `run` lies within the mapping, which is mapped for the whole length of the region.
+        let start = unsafe { start.add(offset) };
+        // SAFETY: the mapping is readable and writable (`mapped` checked it) and lives as long as `self`. `vm-memory` makes
+        // no references to guest bytes other than to atomics.
+        Ok(unsafe { Window::new(start, len) })
+    }
+
+    fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
+        let position = self.position(region, run)?;
+        Ok(vmferry_dirty::touched(&self.regions[position], run, touched)?)
+    }
+}
+
+/// The mapping of region `id`, as trackers know it.
+fn mapped<B: DirtyBitmap>(
+    id: RegionId,
+    mapping: &MmapRegion<B>,
+    marks: Option<Arc<dyn Marks>>,
+) -> Result<MappedRegion, VmMemoryError> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let (host, len) = (mapping.as_ptr().expose_provenance() as u64, mapping.size() as u64);
+    if mapping.prot() & access != access || !host.is_multiple_of(PAGE_SIZE) {
+        return Err(VmMemoryError::Mapping { region: id, prot: mapping.prot() });
+    }
+    let pages = len / PAGE_SIZE;
+    if let Some(bits) = marks.as_deref().map(Marks::pages).filter(|bits| *bits != pages) {
+        return Err(VmMemoryError::Bitmap { region: id, pages, bits });
+    }
+    Ok(MappedRegion { id, host, len, backing: backing(mapping), marks, handed_back: None })
+}
+
+/// What a mapping is made of, if it is known for certain.
+fn backing<B: DirtyBitmap>(mapping: &MmapRegion<B>) -> Backing {
+    let (flags, kind) = (mapping.flags(), mapping.flags() & libc::MAP_TYPE);
+    if !mapping.owned() || flags & libc::MAP_HUGETLB != 0 {
+        return Backing::Other;
+    }
+    match mapping.file_offset() {
+        None if kind == libc::MAP_PRIVATE && flags & libc::MAP_ANONYMOUS != 0 => Backing::Anonymous,
+        Some(file) if kind == libc::MAP_SHARED => tmpfs(file).unwrap_or(Backing::Other),
+        _ => Backing::Other,
+    }
+}
+
+/// The backing of a file on tmpfs. Such a file says which of its pages were written.
+fn tmpfs(file: &FileOffset) -> Option<Backing> {
+    let found = rustix::fs::fstatfs(file.file()).ok()?;
+    if found.f_type != libc::TMPFS_MAGIC {
+        return None;
+    }
+    let own = OwnedFd::from(file.file().try_clone().ok()?);
+    Some(Backing::Memfd { file: Arc::new(own), offset: file.start() })
+}
+
+#[cfg(feature = "fault")]
+fn lazy(region: &MappedRegion) -> Result<vmferry_fault::LazyRegion, VmError> {
+    let backing = match &region.backing {
+        Backing::Anonymous => vmferry_fault::Backing::Anonymous,
+        Backing::Memfd { file, offset } => {
+            vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: *offset }
+        }
+        Backing::Other => {
+            let why =
+                format!("{} is neither anonymous memory nor a file on tmpfs; move it by precopy", region.id);
+            return Err(VmError::new(why));
+        }
+    };
+    Ok(vmferry_fault::LazyRegion { id: region.id, host: region.host, len: region.len, backing })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use vm_memory::mmap::MmapRegionBuilder;
+    use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
+    use vmferry_core::{PAGE_BYTES, PageIndex};
+
+    const HIGH: u64 = 4 << 30;
+
+    fn memfd(len: u64) -> File {
+        let file = File::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(len).unwrap();
+        file
+    }
+
+    fn touched<B: DirtyBitmap + Send + Sync + 'static>(memory: &VmMemory<B>, id: u32) -> Vec<u64> {
+        let region = *memory.layout().region(RegionId(id)).unwrap();
+        let mut pages = Bitmap::new(region.pages());
+        memory.touched(region.id, region.run(), &mut pages).unwrap();
+        pages.runs().flatten().collect()
+    }
+
+    #[test]
+    fn only_pages_that_were_written_are_touched() {
+        let ranges = [
+            (GuestAddress(0), 16 * PAGE_BYTES, None),
+            (GuestAddress(HIGH), 8 * PAGE_BYTES, Some(FileOffset::new(memfd(64 << 12), 4 << 12))),
+        ];
+        let memory = GuestMemoryMmap::<()>::from_ranges_with_files(ranges).unwrap();
+        let memory = VmMemory::without_marks(memory).unwrap();
+        assert!(matches!(memory.regions()[0].backing, Backing::Anonymous));
+        assert!(matches!(memory.regions()[1].backing, Backing::Memfd { offset: 0x4000, .. }));
+        assert!(touched(&memory, 0).is_empty() && touched(&memory, 1).is_empty());
+        memory.memory().write_slice(&[1; 2], GuestAddress(0x2fff)).unwrap();
+        memory.memory().write_slice(&[1; 2], GuestAddress(HIGH + 0x7000)).unwrap();
+        assert_eq!((touched(&memory, 0), touched(&memory, 1)), (vec![2, 3], vec![7]));
+        assert!(memory.marks(RegionId(0)).is_none());
+    }
+
+    #[test]
+    fn memory_whose_content_is_not_known_is_touched() {
+        let file = memfd(1 << 20);
+        let private = MmapRegionBuilder::<()>::new(4 * PAGE_BYTES)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE)
+            .with_file_offset(FileOffset::new(file, 0))
+            .build()
+            .unwrap();
+        let region = GuestRegionMmap::new(private, GuestAddress(0)).unwrap();
+        let memory = VmMemory::without_marks(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap();
+        assert_eq!(touched(&memory, 0), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn writes_through_vm_memory_are_marked_once() {
+        let ranges = [(GuestAddress(0), 100 * PAGE_BYTES), (GuestAddress(HIGH), 70 * PAGE_BYTES)];
+        let memory = VmMemory::new(GuestMemoryMmap::<AtomicBitmap>::from_ranges(&ranges).unwrap()).unwrap();
+        memory.memory().write_slice(&[1; PAGE_BYTES + 1], GuestAddress(0x5000)).unwrap();
+        memory
+            .memory()
+            .store(7u64, GuestAddress(HIGH + (69 << 12)), std::sync::atomic::Ordering::Release)
+            .unwrap();
+        let harvest = |id: u32| {
+            let marks = memory.marks(RegionId(id)).unwrap();
+            let mut pages = Bitmap::new(marks.pages());
+            marks.harvest(&mut pages);
+            pages.runs().flatten().collect::<Vec<_>>()
+        };
+        assert_eq!((harvest(0), harvest(1)), (vec![5, 6], vec![69]));
+        assert!(harvest(0).is_empty() && harvest(1).is_empty());
+        assert!(memory.marks(RegionId(2)).is_none());
+    }
+
+    #[test]
+    fn windows_show_what_vm_memory_writes_and_no_more() {
+        let ranges = [(GuestAddress(0), 4 * PAGE_BYTES), (GuestAddress(HIGH), 2 * PAGE_BYTES)];
+        let memory = VmMemory::without_marks(GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap()).unwrap();
+        memory.memory().write_slice(&[9], GuestAddress(HIGH + 0x1000)).unwrap();
+        let run = |first, count| PageRun { first: PageIndex(first), count };
+        let mut page = [0; PAGE_BYTES];
+        assert!(!memory.window(RegionId(1), run(1, 1)).unwrap().copy_page(0, &mut page));
+        assert_eq!(page[0], 9);
+        memory.window(RegionId(0), run(3, 1)).unwrap().write_page(0, &page);
+        assert_eq!(memory.memory().read_obj::<u8>(GuestAddress(0x3000)).unwrap(), 9);
+        for (id, run) in [(0, run(3, 2)), (1, run(u64::MAX, 1)), (2, run(0, 1))] {
+            assert!(memory.window(RegionId(id), run).is_err());
+            assert!(memory.touched(RegionId(id), run, &mut Bitmap::new(4)).is_err());
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_moved_is_refused() {
+        let read_only = MmapRegionBuilder::<()>::new(PAGE_BYTES)
+            .with_mmap_prot(libc::PROT_READ)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
+            .build()
+            .unwrap();
+        let region = GuestRegionMmap::new(read_only, GuestAddress(0)).unwrap();
+        let error =
+            VmMemory::without_marks(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap_err();
+        assert!(matches!(error, VmMemoryError::Mapping { prot: libc::PROT_READ, .. }), "{error}");
+
+        let part = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), PAGE_BYTES + 512)]).unwrap();
+        assert!(matches!(VmMemory::without_marks(part), Err(VmMemoryError::Layout(_))));
+
+        let coarse = AtomicBitmap::new(4 * PAGE_BYTES, std::num::NonZeroUsize::new(2 * PAGE_BYTES).unwrap());
+        let coarse = MmapRegionBuilder::new_with_bitmap(4 * PAGE_BYTES, coarse)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
+            .build()
+            .unwrap();
+        let region = GuestRegionMmap::new(coarse, GuestAddress(0)).unwrap();
+        let error = VmMemory::new(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap_err();
+        assert!(matches!(error, VmMemoryError::Bitmap { pages: 4, bits: 2, .. }), "{error}");
+    }
+
+    #[cfg(feature = "fault")]
+    #[test]
+    fn demand_paging_needs_memory_whose_backing_is_known() {
+        use vmferry_fault::{UffdOptions, VcpuThreads};
+        let file = memfd(1 << 20);
+        let private = MmapRegionBuilder::<()>::new(PAGE_BYTES)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE)
+            .with_file_offset(FileOffset::new(file, 0))
+            .build()
+            .unwrap();
+        let region = GuestRegionMmap::new(private, GuestAddress(0)).unwrap();
+        let memory = VmMemory::without_marks(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap();
+        let error =
+            Arc::new(memory).demand_paging(&UffdOptions::new(Arc::new(VcpuThreads::new(1)))).unwrap_err();
+        assert!(error.to_string().contains("move it by precopy"), "{error}");
+    }
+}
