@@ -28,8 +28,8 @@ use vmferry::kvm::{
 };
 use vmferry::vm_memory::VmMemory;
 use vmferry::{
-    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migration, MigrationMode, Section,
-    Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
+    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migration, MigrationMode, RunState,
+    Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
 };
 use vmferry_guest_abi::{DEBUG_EXIT_PORT, STATS_GPA, StatsSnapshot, offset};
 
@@ -288,8 +288,10 @@ impl TargetVm for Machine {
         self.cpu = state.cpu;
         Ok(())
     }
-    fn start(&mut self) -> VmResult<()> {
-        self.park.run_all();
+    fn start(&mut self, state: RunState) -> VmResult<()> {
+        if state == RunState::Running {
+            self.park.run_all();
+        }
         Ok(())
     }
 }

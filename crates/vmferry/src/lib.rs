@@ -106,10 +106,6 @@ pub use vmferry_engine::{
     ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy,
     save, save_copy,
 };
-<<<<<<< HEAD
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};
-pub use vmferry_thread::{Role as ThreadRole, on_start as on_thread_start};
-=======
 pub use vmferry_thread::{Park, Role as ThreadRole, StillWorking, Working, on_start as on_thread_start};
->>>>>>> 4cd149f (vmferry: serve vm-memory, re-export kvm, and boot a guest in an example)
