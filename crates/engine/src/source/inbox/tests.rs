@@ -105,6 +105,10 @@ impl Sources for Scripted {
         None
     }
 
+    fn streamed(&mut self) -> Option<Event> {
+        None
+    }
+
     fn receive(&mut self, _: Duration) -> Result<Option<Numbered>, Empty> {
         self.taken += 1;
         let flood = self.floods.then_some(Input::Message(ToSource::Pong(1), self.now));
