@@ -187,7 +187,7 @@ fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<Strin
             if progress.awaits_recover && !returns.load(Ordering::Acquire) {
                 monitor.abandon();
             }
-            if sending.is_finished() { Ok(()) } else { Err(progress) }
+            if sending.is_finished() { Ok(()) } else { Err(Box::new(progress)) }
         });
         lying.join().unwrap();
         sending.join().unwrap()
