@@ -17,6 +17,10 @@ pub struct Window<'a> {
     mapping: PhantomData<&'a std::cell::UnsafeCell<u8>>,
 }
 
+// SAFETY: an address and a length. The bytes are mapped for 'a wherever the window goes (the promise of `new`), no reference to
+// them is made, and every access allows for other writers.
+unsafe impl Send for Window<'_> {}
+
 impl<'a> Window<'a> {
     /// A window on the `len` bytes at `start`.
     ///

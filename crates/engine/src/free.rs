@@ -24,8 +24,8 @@
 //! | What it names, and no sender has begun with, is left out. | (1) and (2). |
 //! | What it does not name is sent at the end of this pass. | Nobody waits for an answer. |
 //!
-//! Only pages that the pass was given ([`base`](crate::source::pending)) can be left out; what a harvest finds later is in another
-//! set, which no answer touches. A pass ends with its questions: an answer that comes after it is dropped and counted, because
+//! Only pages that the pass was given can be left out; what a harvest finds later is in another
+//! [set](crate::source::pending), which no answer touches. A pass ends with its questions: an answer that comes after it is dropped and counted, because
 //! the harvest in between may have found a write to a page that it names. The page of such a write belongs to the next pass, and
 //! can be left out of that one, by questions that are asked after the harvest.
 //!

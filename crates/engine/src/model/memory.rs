@@ -22,7 +22,7 @@ impl Step<'_> {
         let (late, lost) = (self.flaw(Flaw::HarvestsBeforeSaving), self.flaw(Flaw::LosesPage));
         let early = self.flaw(Flaw::HarvestsBeforePause);
         let here = &mut self.world.here;
-        here.pending |= std::mem::take(&mut here.flight);
+        here.pending |= std::mem::take(&mut here.in_pass);
         let marked = if lost { here.marked & !1 } else { here.marked };
         if !(early && here.paused) {
             here.pending |= marked;
@@ -49,14 +49,14 @@ impl Step<'_> {
                 self.put_page(page, read.unwrap_or(self.world.here.memory[page]), false);
             }
             Some(Job::Pages { pass, hand: None, told }) => {
-                let flight = self.world.here.flight;
-                let Some(page) = pages(flight).next() else { return self.pass_sent(pass, told) };
+                let in_pass = self.world.here.in_pass;
+                let Some(page) = pages(in_pass).next() else { return self.pass_sent(pass, told) };
                 // The end of the pass overtakes its last page.
-                let told = flight.count_ones() == 1 && self.flaw(Flaw::AcknowledgedEarly);
+                let told = in_pass.count_ones() == 1 && self.flaw(Flaw::AcknowledgedEarly);
                 if told {
                     self.put(Cargo::Barrier(pass), false);
                 }
-                take(&mut self.world.here.flight, page);
+                take(&mut self.world.here.in_pass, page);
                 let read = self.flaw(Flaw::ProtectsLate).then_some(self.world.here.memory[page]);
                 if read.is_none() {
                     self.protect(page);

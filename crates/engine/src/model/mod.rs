@@ -121,7 +121,7 @@ impl Model for Protocol {
             protected: 0,
             marked: 0,
             pending: ALL,
-            flight: 0,
+            in_pass: 0,
             job: None,
             claims: None,
             serving: false,

@@ -285,7 +285,7 @@ impl Step<'_> {
 
     fn begin_pass(&mut self, pass: u32, what: Pass) -> Option<Event> {
         let here = &mut self.world.here;
-        let flight = match what {
+        let in_pass = match what {
             Pass::Dirty { .. } => std::mem::take(&mut here.pending),
             Pass::Again(runs) => mask_of_runs(&runs),
             Pass::Digests => {
@@ -296,7 +296,7 @@ impl Step<'_> {
             }
         };
         here.live_passes += u8::from(!here.paused);
-        here.flight = flight;
+        here.in_pass = in_pass;
         here.job = Some(Job::Pages { pass, hand: None, told: false });
         None
     }
@@ -402,7 +402,7 @@ impl Step<'_> {
     fn disconnect_source(&mut self) {
         self.close_source();
         let here = &mut self.world.here;
-        (here.connected, here.serving, here.job, here.flight) = (false, false, None, 0);
+        (here.connected, here.serving, here.job, here.in_pass) = (false, false, None, 0);
         here.early.clear();
         if self.model.flaw != Some(Flaw::ClaimSurvives) {
             here.claims = None;

@@ -177,7 +177,7 @@ impl Link {
 /// What the thread of the bulk channel sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Job {
-    /// The pages of the flight. `hand` is the one that is protected, and read as it is sent (or what was read of it, where that
+    /// The pages of the pass that no thread has taken. `hand` is the one that is protected, and read as it is sent (or what was read of it, where that
     /// comes first); `told` is that the pass's end was.
     Pages {
         pass: u32,
@@ -234,7 +234,7 @@ pub(super) struct Here {
     /// Harvested, or there from the start, and of no pass yet.
     pub(super) pending: Mask,
     /// What nobody has taken of the pass under way.
-    pub(super) flight: Mask,
+    pub(super) in_pass: Mask,
     pub(super) job: Option<Job>,
     pub(super) claims: Option<Mask>,
     pub(super) serving: bool,
@@ -335,7 +335,7 @@ impl Hash for Here {
         self.todo.as_ref().map(std::mem::discriminant).hash(state);
         (self.paused, self.link, self.connected, self.dial, self.in_vain).hash(state);
         (self.timed_out, self.switch_asked, self.live_passes).hash(state);
-        (self.protected, self.marked, self.pending, self.flight, self.job).hash(state);
+        (self.protected, self.marked, self.pending, self.in_pass, self.job).hash(state);
         (self.claims, self.serving, &self.early, self.lacking, self.writes_left).hash(state);
     }
 }

@@ -10,9 +10,8 @@ use crate::fence::{ArbiterError, Ruling, Side};
 use crate::lacking::Collected;
 use crate::plan::{Auto, Expected};
 use crate::run::{self, Agenda};
-use crate::source::flight::Flight;
 use crate::source::inbox::{self, Inbox, Input, Numbered, Sources};
-use crate::source::pending::Pending;
+use crate::source::pending::{PassPages, PendingPages};
 use crate::source::sender::SenderError;
 use crate::source::session::{Phase, Session};
 use crate::source::skip::Skipping;
@@ -35,7 +34,7 @@ pub(super) struct Job {
     /// Pages to compare.
     pub(super) left: VecDeque<usize>,
     /// Pages to send.
-    pub(super) flight: Option<Arc<Flight>>,
+    pub(super) pages: Option<Arc<PassPages>>,
     /// Digests were taken of these; their content is read when they are sent.
     pub(super) prepared: Vec<(usize, u64)>,
     pub(super) active: bool,
@@ -78,7 +77,7 @@ pub(super) struct Here {
     pub(super) connecting: bool,
     /// Bulk and then urgent channels that are lost alone.
     pub(super) dead: Vec<bool>,
-    pub(super) pending: Pending,
+    pub(super) pending: PendingPages,
     pub(super) skipping: Option<Skipping>,
     /// The share of its time that the guest is held for.
     pub(super) slowed: f64,
@@ -193,7 +192,7 @@ impl Here {
             connected: true,
             connecting: false,
             dead: vec![false; usize::from(channels + settings.urgent_count())],
-            pending: Pending::everything(&layout(pages)),
+            pending: PendingPages::everything(&layout(pages)),
             skipping: here_free::skipping(rng, memory, defect),
             slowed: 0.0,
             paused: false,

@@ -129,9 +129,9 @@ impl World {
     /// A pass has begun.
     pub(super) fn ask_what_is_free(&mut self) {
         if !self.here.paused
-            && let (Some(skipping), Some(flight)) = (&mut self.here.skipping, self.here.pending.flight())
+            && let (Some(skipping), Some(pass)) = (&mut self.here.skipping, self.here.pending.pass())
         {
-            skipping.begin(flight);
+            skipping.begin(pass);
             self.skip_later();
         }
     }

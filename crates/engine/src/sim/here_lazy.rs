@@ -34,9 +34,9 @@ impl World {
             self.settle_free();
         }
         let also = if self.defect == Defect::ForgetsSuspects { &[] } else { also };
-        let pending = self.here.pending.take(PageSet::empty(&layout(pages)));
+        let pending = self.here.pending.take_all(PageSet::empty(&layout(pages)));
         let set = lacking(pending, &layout(pages), also).expect("honest names");
-        self.here.pending.forget_skipped(&set);
+        self.here.pending.unskip(&set);
         for piece in pieces(&set) {
             if let Some(failed) = self.source_sends(ToTarget::Lacking(piece)) {
                 return failed;

@@ -3,17 +3,17 @@
 use super::here::Job;
 use super::here_lazy::{REGION, flags, set_of};
 use super::world::{Defect, World};
-use crate::source::flight::Turn;
+use crate::source::pending::Turn;
 use vmferry_protocol::source::{Event, Pass};
 
 impl World {
     pub(super) fn harvest(&mut self) -> Event {
         self.stop_asking();
-        self.here.pending.land();
-        let since = self.here.pending.since().region_mut(REGION).expect("the one region");
-        self.memory.harvest(since);
+        self.here.pending.end_pass();
+        let next = self.here.pending.next().region_mut(REGION).expect("the one region");
+        self.memory.harvest(next);
         if self.defect == Defect::LostPage && self.rng.per_mille(200) {
-            since.test_and_clear(self.rng.below(since.len()));
+            next.test_and_clear(self.rng.below(next.len()));
         }
         if self.here.paused {
             self.settle_free();
@@ -25,13 +25,13 @@ impl World {
         let pages = self.memory.pages.len();
         let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
         let mut compared = vec![false; pages];
-        let flight = match pass {
-            Pass::Dirty { .. } => Some(self.here.pending.take_off()),
+        let taken = match pass {
+            Pass::Dirty { .. } => Some(self.here.pending.begin_pass()),
             Pass::Again(runs) => {
                 let named =
                     |page: u64| runs.iter().any(|run| (run.first..run.first + run.count).contains(&page));
                 let set: Vec<bool> = (0..pages as u64).map(named).collect();
-                Some(self.here.pending.resend(&set_of(&set)))
+                Some(self.here.pending.begin_repeat(&set_of(&set)))
             }
             Pass::Digests => {
                 // What the target lacks is compared when it comes, what was left out never.
@@ -48,8 +48,8 @@ impl World {
         self.here.bytes = 0;
         for (channel, job) in self.here.jobs.iter_mut().enumerate() {
             let left = (0..pages).filter(|page| compared[*page] && page % channels == channel).collect();
-            let flight = flight.clone();
-            *job = Job { pass: number, digests, first, left, flight, active: true, ..Job::default() };
+            let pages = taken.clone();
+            *job = Job { pass: number, digests, first, left, pages, active: true, ..Job::default() };
         }
         self.start_senders();
         if digests {
@@ -64,13 +64,13 @@ impl World {
     pub(super) fn next_pages(&mut self, channel: usize, most: usize) -> Vec<usize> {
         let channels = self.here.jobs.len();
         let job = &mut self.here.jobs[channel];
-        let Some(flight) = &job.flight else {
+        let Some(pages) = &job.pages else {
             return job.left.drain(..most.min(job.left.len())).collect();
         };
         let mut next = Vec::new();
         for turn in [Turn::First, Turn::Last] {
             for page in (channel..self.memory.pages.len()).step_by(channels) {
-                if next.len() < most && flight.take_64(0, turn, 0, 1 << page) != 0 {
+                if next.len() < most && pages.take_64(0, turn, 0, 1 << page) != 0 {
                     next.push(page);
                 }
             }

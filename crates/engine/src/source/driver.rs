@@ -521,10 +521,10 @@ impl<'e> Driver<'_, 'e> {
 
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let began = self.now();
-        let (flight, first) = match pass {
-            Pass::Dirty { first } => (self.pages.pending.take_off(), first),
-            Pass::Again(runs) => match self.pages.resend(self.context.memory.layout(), &runs) {
-                Ok(flight) => (flight, false),
+        let (pages, first) = match pass {
+            Pass::Dirty { first } => (self.pages.pending.begin_pass(), first),
+            Pass::Again(runs) => match self.pages.begin_repeat(self.context.memory.layout(), &runs) {
+                Ok(pages) => (pages, false),
                 Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
             },
             Pass::Digests => return Some(self.send_digests(number)),
@@ -533,11 +533,11 @@ impl<'e> Driver<'_, 'e> {
         if !first && let Some(rate) = self.session.bandwidth() {
             self.channels.keep_sockets_short(rate);
         }
-        self.begin_pass(number, flight.pages());
-        self.give_out(&Job::Pages { pass: number, flight: Arc::clone(&flight), first });
+        self.begin_pass(number, pages.pages());
+        self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
         // A paused guest was settled at the last harvest.
         if !self.guest.is_paused() {
-            self.pages.ask_what_is_free(&flight);
+            self.pages.ask_what_is_free(&pages);
         }
         self.pages.count_free(0, self.context.monitor);
         None

@@ -7,7 +7,6 @@
 )]
 
 mod driver;
-pub(crate) mod flight;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;

@@ -4,7 +4,7 @@
 //! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
 //! between passes is needed for correctness, and the threads share nothing but counters.
 
-use super::flight::{Flight, Turn};
+use super::pending::{PassPages, Turn};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::monitor::Counters;
 use crate::vm::protect_run;
@@ -14,11 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    GuestMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Protect, Region, RegionId, VmError,
+    GuestMemory, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, Protect, Region, RegionId, VmError,
+    Window,
 };
-use vmferry_wire::{
-    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, RunKind, TableWriter,
-};
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, RunKind, TableWriter};
 
 /// Pages with content in a frame. A megabyte is read for its digests and then copied into the socket while a second-level
 /// cache still holds most of it; with less, both sides wait for each other more often.
@@ -76,12 +75,64 @@ impl FrameSink for Arc<Stream> {
     }
 }
 
+/// The frame that is being made: its table, and the guest memory that it carries.
+///
+/// The memory is looked up once, when a run is added: what the table has a digest of is what the socket gets.
+struct Frame<'a> {
+    table: TableWriter,
+    /// The pages with content, in the table's order. Empty in a frame of digests.
+    spans: Vec<Span<'a>>,
+}
+
+/// Some pages of a window.
+#[derive(Clone, Copy)]
+struct Span<'a> {
+    window: Window<'a>,
+    first: usize,
+    count: usize,
+}
+
+impl<'a> Frame<'a> {
+    fn new() -> Self {
+        Self { table: TableWriter::default(), spans: Vec::with_capacity(FRAME_PAGES) }
+    }
+
+    /// Adds page `index`, which is page `page` of `window`. Returns false if the frame is full.
+    #[must_use]
+    fn push(
+        &mut self,
+        kind: FrameKind,
+        index: PageIndex,
+        digest: Option<PageDigest>,
+        (window, page): (Window<'a>, usize),
+    ) -> bool {
+        if self.table.pages() == FRAME_PAGES || !self.table.push(index, digest) {
+            return false;
+        }
+        if digest.is_none() || kind != FrameKind::Pages {
+            return true;
+        }
+        match self.spans.last_mut() {
+            Some(span) if span.window.as_ptr() == window.as_ptr() && span.first + span.count == page => {
+                span.count += 1;
+            }
+            _ => self.spans.push(Span { window, first: page, count: 1 }),
+        }
+        true
+    }
+
+    fn clear(&mut self) {
+        self.table.clear();
+        self.spans.clear();
+    }
+}
+
 /// The sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
     pub(super) shared: Shared<'a>,
     sink: S,
     index: u16,
-    writer: TableWriter,
+    frame: Frame<'a>,
     scratch: Box<[u8; PAGE_BYTES]>,
     /// Which pages of a region were ever touched; one bitmap, reused from region to region.
     pub(super) touched: Bitmap,
@@ -90,17 +141,17 @@ pub(crate) struct Sender<'a, S> {
 
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: Shared<'a>, sink: S, index: u16) -> Self {
-        let (writer, scratch) = (TableWriter::default(), Box::new([0; PAGE_BYTES]));
-        Self { shared, sink, index, writer, scratch, touched: Bitmap::new(0), sequence: 0 }
+        let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
+        Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
 
-    /// Sends this channel's share of `flight` as pass `pass`, and its barrier: each page that is not taken out before its turn.
+    /// Sends this channel's share of `pages` as pass `pass`, and its barrier: each page that is not taken out before its turn.
     /// On the `first` pass pages that were never touched are left out: the target's memory reads as zeros already.
-    pub(crate) fn send_pass(&mut self, pass: u32, flight: &Flight, first: bool) -> Result<(), SenderError> {
+    pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
         for turn in [Turn::First, Turn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
-                if flight.has(position, turn) {
-                    self.send_region(pass, (flight, turn), (position, *region), first)?;
+                if pages.has(position, turn) {
+                    self.send_region(pass, (pages, turn), (position, *region), first)?;
                 }
             }
         }
@@ -110,7 +161,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     fn send_region(
         &mut self,
         pass: u32,
-        (flight, turn): (&Flight, Turn),
+        (pages, turn): (&PassPages, Turn),
         (position, region): (usize, Region),
         first: bool,
     ) -> Result<(), SenderError> {
@@ -123,7 +174,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             if self.shared.stop.load(Ordering::Relaxed) {
                 return Err(SenderError::Stopped);
             }
-            if flight.take(position, turn, chunk.clone(), &mut mine) {
+            if pages.take(position, turn, chunk.clone(), &mut mine) {
                 self.send_chunk(pass, region.id, &mine, chunk, first)?;
             }
         }
@@ -157,26 +208,32 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     }
 
     pub(super) fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
+        self.add_run(pass, region, run, FrameKind::Pages)
+    }
+
+    /// Adds the pages of `run` to the frame, or their digests, and sends each frame that is full.
+    fn add_run(
+        &mut self,
+        pass: u32,
+        region: RegionId,
+        run: PageRun,
+        kind: FrameKind,
+    ) -> Result<(), SenderError> {
         let window = self.shared.memory.window(region, run)?;
-        for page in 0..window.pages() {
-            if self.writer.pages() == FRAME_PAGES {
-                self.flush(FrameKind::Pages, region, pass)?;
-            }
+        for (page, index) in run.range().enumerate() {
             let digest = window.digest(page, &mut self.scratch);
-            let index = PageIndex(run.first.0 + page as u64);
-            if !self.writer.push(index, digest) {
-                self.flush(FrameKind::Pages, region, pass)?;
-                // An empty frame takes any page.
-                let fits = self.writer.push(index, digest);
-                debug_assert!(fits);
+            if !self.frame.push(kind, PageIndex(index), digest, (window, page)) {
+                self.flush(kind, region, pass)?;
+                let fits = self.frame.push(kind, PageIndex(index), digest, (window, page));
+                assert!(fits, "an empty frame takes any page");
             }
         }
         Ok(())
     }
 
     /// Pages with content in the frame that is being made.
-    pub(super) fn writer_pages(&self) -> usize {
-        self.writer.pages()
+    pub(super) fn frame_pages(&self) -> usize {
+        self.frame.table.pages()
     }
 
     /// Sends digests of this channel's share of all pages but `except` as pass `pass`, and its barrier. The guest is stopped.
@@ -210,23 +267,9 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         for run in touched.runs_in(part.clone()) {
             self.push_zeros(pass, region, at..run.start, FrameKind::Digests)?;
             at = run.end;
-            self.digest_run(pass, region, run.into())?;
+            self.add_run(pass, region, run.into(), FrameKind::Digests)?;
         }
         self.push_zeros(pass, region, at..part.end, FrameKind::Digests)
-    }
-
-    fn digest_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
-        let window = self.shared.memory.window(region, run)?;
-        for page in 0..window.pages() {
-            let digest = window.digest(page, &mut self.scratch);
-            let index = PageIndex(run.first.0 + page as u64);
-            if !self.writer.push(index, digest) {
-                self.flush(FrameKind::Digests, region, pass)?;
-                let fits = self.writer.push(index, digest);
-                debug_assert!(fits);
-            }
-        }
-        Ok(())
     }
 
     pub(super) fn push_zeros(
@@ -236,12 +279,12 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         run: Range<u64>,
         kind: FrameKind,
     ) -> Result<(), SenderError> {
-        if run.is_empty() || self.writer.push_zeros(run.clone().into()) {
+        if run.is_empty() || self.frame.table.push_zeros(run.clone().into()) {
             return Ok(());
         }
         self.flush(kind, region, pass)?;
-        let fits = self.writer.push_zeros(run.into());
-        debug_assert!(fits);
+        let fits = self.frame.table.push_zeros(run.into());
+        assert!(fits, "an empty frame takes any run of zeros");
         Ok(())
     }
 
@@ -262,30 +305,29 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     }
 
     pub(super) fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
-        if self.writer.is_empty() {
+        if self.frame.table.is_empty() {
             return Ok(());
         }
         if self.shared.stop.load(Ordering::Relaxed) {
             return Err(SenderError::Stopped);
         }
-        // The header and the table come first, and are known last.
-        let mut bufs = [IoBuf::from_bytes(&[]); 2 + MAX_FRAME_RUNS];
-        let (mut used, mut zero_pages, mut data_bytes) = (2, 0, 0);
-        for entry in self.writer.runs() {
-            match entry.kind {
-                RunKind::Zero => zero_pages += entry.run.count,
-                RunKind::Data if kind == FrameKind::Pages => {
-                    let window = self.shared.memory.window(region, entry.run)?;
-                    data_bytes += window.len();
-                    bufs[used] = IoBuf::from_window(window);
-                    used += 1;
-                }
-                RunKind::Data => {}
-            }
-        }
-        let (header, table) = self.writer.finish(kind, region, pass, self.sequence);
+        let zero_runs = self.frame.table.runs().filter(|entry| entry.kind == RunKind::Zero);
+        let zero_pages = zero_runs.map(|entry| entry.run.count).sum();
+        let (header, table) = self.frame.table.finish(kind, region, pass, self.sequence);
         let encoded = header.encode();
+        let mut bufs = [IoBuf::from_bytes(&[]); 2 + FRAME_PAGES];
         (bufs[0], bufs[1]) = (IoBuf::from_bytes(&encoded), IoBuf::from_bytes(table));
+        let mut data_pages = 0;
+        for (buf, span) in bufs[2..].iter_mut().zip(&self.frame.spans) {
+            *buf = IoBuf::from_window(span.window.slice(span.first, span.count));
+            data_pages += span.count;
+        }
+        assert!(
+            kind != FrameKind::Pages || data_pages == header.pages,
+            "a frame carries what its table names"
+        );
+        let used = 2 + self.frame.spans.len();
+        let data_bytes = data_pages * PAGE_BYTES;
         let bytes = encoded.len() + table.len() + data_bytes;
         let stop = || self.shared.stop.load(Ordering::Relaxed);
         self.shared.pacer.wait(bytes, stop);
@@ -295,7 +337,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);
             self.shared.counters.count_channel(self.index, bytes);
         }
-        self.writer.clear();
+        self.frame.clear();
         Ok(())
     }
 }

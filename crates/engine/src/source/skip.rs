@@ -1,7 +1,6 @@
 //! Leaving out of a pass what the guest says is free: the driver's part of [`crate::free`], which has the argument.
 
-use super::flight::{Flight, Turn};
-use super::pending::Pending;
+use super::pending::{PassPages, PendingPages, Turn};
 use crate::report::FreePagesFigures;
 use crate::vm::protect_run;
 use std::time::{Duration, Instant};
@@ -29,9 +28,9 @@ pub(crate) enum State {
     Idle,
     /// Which pages are worth the trouble?
     Asking,
-    /// They are being protected and put off.
-    PuttingOff(Cursor),
-    /// Which of them are free still? What lies behind the cursor is yet to be put off.
+    /// They are being protected and postponed.
+    Postponing(Cursor),
+    /// Which of them are free still? What lies behind the cursor is yet to be postponed.
     Confirming(Cursor),
 }
 
@@ -61,7 +60,7 @@ pub(crate) struct Skipping {
     worth: PageSet,
     /// Scratch: the pages of a chunk that are being protected, in a bitmap of the region.
     mine: Bitmap,
-    /// Pages put off since the last question.
+    /// Pages postponed since the last question.
     round: u64,
     /// When the first question of all was asked.
     asked: Option<Instant>,
@@ -116,21 +115,21 @@ impl Skipping {
     }
 
     /// A pass has begun: its pages are with the senders, which wait for nothing here.
-    pub(crate) fn begin(&mut self, flight: &Flight) {
+    pub(crate) fn begin(&mut self, pass: &PassPages) {
         self.close();
-        let all: u64 = flight.regions().map(|(.., pages)| pages).sum();
+        let all: u64 = pass.regions().map(|(.., pages)| pages).sum();
         match self.source.answers() {
             _ if self.failed => {}
-            Answers::AtOnce if flight.pages() > 0 && self.ask() => {
+            Answers::AtOnce if pass.pages() > 0 && self.ask() => {
                 self.worth.clear();
                 self.state = State::Asking;
             }
-            Answers::ByGuest if flight.pages() >= (all / WORTH_ASKING).max(1) => {
+            Answers::ByGuest if pass.pages() >= (all / WORTH_ASKING).max(1) => {
                 // A question is dear to a guest that answers itself, and its driver may name what it has named once no more: it is
                 // asked once, with all pages protected.
                 self.worth.iter_mut().for_each(|(_, map)| map.set_range(0..map.len()));
                 self.round = 0;
-                self.state = State::PuttingOff((0, 0));
+                self.state = State::Postponing((0, 0));
                 #[cfg(test)]
                 if self.flaw == Flaw::AsksFirst {
                     self.ask();
@@ -141,16 +140,16 @@ impl Skipping {
     }
 
     /// Goes on with what is to do, for a millisecond or so; returns how many pages were left out, and when it wants to go on.
-    pub(crate) fn step(&mut self, pending: &mut Pending, protect: &dyn Protect) -> (u64, Next) {
-        let Some(flight) = pending.flight().cloned() else { return (0, Next::Nothing) };
+    pub(crate) fn step(&mut self, pending: &mut PendingPages, protect: &dyn Protect) -> (u64, Next) {
+        let Some(pass) = pending.pass().cloned() else { return (0, Next::Nothing) };
         match self.state {
             State::Idle => (0, Next::Nothing),
-            State::Asking => (0, self.hear_candidates(&flight)),
-            State::PuttingOff(at) => match self.put_off(&flight, at, protect) {
+            State::Asking => (0, self.hear_candidates(&pass)),
+            State::Postponing(at) => match self.postpone(&pass, at, protect) {
                 Ok(next) => (0, next),
                 Err(error) => (0, self.give_up(&error)),
             },
-            State::Confirming(at) => self.hear_confirmed(&flight, pending, at, protect),
+            State::Confirming(at) => self.hear_confirmed(&pass, pending, at, protect),
         }
     }
 
@@ -164,18 +163,16 @@ impl Skipping {
 
     /// The guest is paused, and everything was harvested: leaves out what is free now, if that can be known. Returns how many
     /// pages that were.
-    pub(crate) fn settle(&mut self, pending: &mut Pending) -> u64 {
+    pub(crate) fn settle(&mut self, pending: &mut PendingPages) -> u64 {
         self.close();
         #[cfg(test)]
         if self.flaw == Flaw::SettlesEarly {
-            pending.settle();
-            return pending.leave_out(&self.worth);
+            return pending.skip(&self.worth);
         }
         if self.source.answers() != Answers::AtOnce {
             return 0;
         }
-        // The question comes after the harvest: what was harvested can be left out, too.
-        pending.settle();
+        // The question comes after the harvest: what was harvested can be skipped, too.
         if pending.count() == 0 || !self.ask() {
             return 0;
         }
@@ -185,7 +182,7 @@ impl Skipping {
         if heard.is_none_or(|answer| !answer.complete) {
             return 0;
         }
-        pending.leave_out(self.report.pages())
+        pending.skip(self.report.pages())
     }
 
     pub(crate) fn figures(&self) -> FreePagesFigures {
@@ -258,14 +255,14 @@ impl Skipping {
         None
     }
 
-    fn hear_candidates(&mut self, flight: &Flight) -> Next {
+    fn hear_candidates(&mut self, pass: &PassPages) -> Next {
         let Some(answer) = self.hear() else { return self.unless_failed(Next::Soon) };
         self.worth.union(self.report.pages());
         if !answer.complete {
             return Next::Soon;
         }
-        self.state = State::PuttingOff((0, 0));
-        if flight.regions().all(|(position, ..)| !flight.has(position, Turn::First)) {
+        self.state = State::Postponing((0, 0));
+        if pass.regions().all(|(position, ..)| !pass.has(position, Turn::First)) {
             self.close();
             return Next::Nothing;
         }
@@ -277,35 +274,35 @@ impl Skipping {
     }
 
     /// Pages that nobody has begun with are protected, and have their turn last.
-    fn put_off(&mut self, flight: &Flight, at: Cursor, protect: &dyn Protect) -> Result<Next, VmError> {
+    fn postpone(&mut self, pass: &PassPages, at: Cursor, protect: &dyn Protect) -> Result<Next, VmError> {
         let size = protect.chunk_pages().max(64);
         let (mut pages, mut chunks) = (0, 0);
         let round = match self.source.answers() {
-            Answers::AtOnce => ROUND_PAGES.max(flight.regions().map(|(.., pages)| pages).sum::<u64>() / 8),
+            Answers::AtOnce => ROUND_PAGES.max(pass.regions().map(|(.., pages)| pages).sum::<u64>() / 8),
             Answers::ByGuest => u64::MAX,
         };
-        for (position, id, len) in flight.regions().skip(at.0) {
+        for (position, id, len) in pass.regions().skip(at.0) {
             let mut first = if position == at.0 { at.1 } else { 0 };
             while first < len {
                 if self.round >= round {
                     return Ok(self.confirm((position, first)));
                 }
                 if pages >= BURST_PAGES || chunks >= BURST_CHUNKS {
-                    self.state = State::PuttingOff((position, first));
+                    self.state = State::Postponing((position, first));
                     return Ok(Next::Now);
                 }
                 let chunk = PageRun::from(first..(first + size).min(len));
-                let put_off = self.put_off_chunk(flight, (position, id), chunk, protect)?;
-                (pages, chunks, first) = (pages + put_off, chunks + 1, first + size);
-                self.round += put_off;
+                let postponed = self.postpone_chunk(pass, (position, id), chunk, protect)?;
+                (pages, chunks, first) = (pages + postponed, chunks + 1, first + size);
+                self.round += postponed;
             }
         }
         Ok(self.confirm((usize::MAX, 0)))
     }
 
-    fn put_off_chunk(
+    fn postpone_chunk(
         &mut self,
-        flight: &Flight,
+        pass: &PassPages,
         (position, id): (usize, vmferry_core::RegionId),
         chunk: PageRun,
         protect: &dyn Protect,
@@ -318,7 +315,7 @@ impl Skipping {
         let mut pages = 0;
         for at in words.clone() {
             let wanted = word(worth, at);
-            let taken = if wanted == 0 { 0 } else { flight.take_64(position, Turn::First, at * 64, wanted) };
+            let taken = if wanted == 0 { 0 } else { pass.take_64(position, Turn::First, at * 64, wanted) };
             pages += u64::from(taken.count_ones());
             self.mine.union_word(index(at), taken);
         }
@@ -335,7 +332,7 @@ impl Skipping {
             _ => protect_run(protect, id, chunk, &self.mine),
         };
         for at in words {
-            flight.put_off(position, at * 64, word(&self.mine, at));
+            pass.postpone(position, at * 64, word(&self.mine, at));
         }
         self.mine.clear_range(chunk.range());
         self.figures.put_off_pages += pages;
@@ -361,8 +358,8 @@ impl Skipping {
 
     fn hear_confirmed(
         &mut self,
-        flight: &Flight,
-        pending: &mut Pending,
+        pass: &PassPages,
+        pending: &mut PendingPages,
         rest: Cursor,
         protect: &dyn Protect,
     ) -> (u64, Next) {
@@ -371,20 +368,19 @@ impl Skipping {
         let _ = protect;
         #[cfg(test)]
         if self.flaw == Flaw::ProtectsLate {
-            for (_, id, len) in flight.regions() {
+            for (_, id, len) in pass.regions() {
                 let _ = protect.protect(id, PageRun::from(0..len), self.report.pages().region(id).unwrap());
             }
         }
         let mut pages = 0;
-        for (position, id, _) in flight.regions() {
-            let Some(free) = self.report.pages().region(id).filter(|_| flight.has(position, Turn::Last))
-            else {
+        for (position, id, _) in pass.regions() {
+            let Some(free) = self.report.pages().region(id).filter(|_| pass.has(position, Turn::Last)) else {
                 continue;
             };
             for (at, wanted) in (0..).zip(free.words()).filter(|(_, wanted)| **wanted != 0) {
-                let taken = flight.take_64(position, Turn::Last, at * 64, *wanted);
+                let taken = pass.take_64(position, Turn::Last, at * 64, *wanted);
                 if taken != 0 {
-                    pending.left_out(position, at * 64, taken);
+                    pending.mark_skipped(position, at * 64, taken);
                     pages += u64::from(taken.count_ones());
                 }
             }
@@ -396,7 +392,7 @@ impl Skipping {
             self.close();
             return (pages, Next::Nothing);
         }
-        self.state = State::PuttingOff(rest);
+        self.state = State::Postponing(rest);
         (pages, Next::Now)
     }
 }

@@ -4,8 +4,8 @@ use super::Context;
 use crate::MigrateError;
 use crate::channel::{Stream, tcp};
 use crate::monitor::Monitor;
-use crate::source::flight::Flight;
 use crate::source::inbox::{Input, Numbered};
+use crate::source::pending::PassPages;
 use crate::source::postcopy::{Claims, UrgentOut};
 use crate::source::sender::{Sender, UNSENT};
 use crate::vm::caught;
@@ -22,7 +22,7 @@ use vmferry_wire::{Role, Token};
 pub(super) enum Job<'e> {
     Pages {
         pass: u32,
-        flight: Arc<Flight>,
+        pages: Arc<PassPages>,
         first: bool,
     },
     /// Digests of all pages but these.
@@ -171,7 +171,7 @@ fn send_jobs(
     let mut sender = Sender::new(context.shared(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
-            Job::Pages { pass, flight, first } => sender.send_pass(*pass, flight, *first),
+            Job::Pages { pass, pages, first } => sender.send_pass(*pass, pages, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Rest { pass, claims, urgent } => {
                 vmferry_thread::scheduling::give_way();

@@ -4,9 +4,8 @@
 use super::Context;
 use crate::monitor::Monitor;
 use crate::report::Report;
-use crate::source::flight::Flight;
 use crate::source::inbox::TICK;
-use crate::source::pending::Pending;
+use crate::source::pending::{PassPages, PendingPages};
 use crate::source::postcopy::lacking;
 use crate::source::skip::{Next, Skipping};
 use crate::vm::shielded;
@@ -23,7 +22,7 @@ const LOOK_SHARE: u32 = 20;
 
 /// The pages to send.
 pub(super) struct Pages {
-    pub(super) pending: Pending,
+    pub(super) pending: PendingPages,
     /// Asks the guest for its free pages, where it can be asked.
     skipping: Option<Skipping>,
     /// The pages that the target was told are missing, once there was a handover.
@@ -34,7 +33,7 @@ impl Pages {
     /// Every page is to be sent, but for what `free` says.
     pub(super) fn everything(layout: &Layout, free: Option<Box<dyn FreePages>>) -> Self {
         Self {
-            pending: Pending::everything(layout),
+            pending: PendingPages::everything(layout),
             skipping: free.map(|free| Skipping::new(free, layout)),
             missing: None,
         }
@@ -50,12 +49,16 @@ impl Pages {
     /// that the harvest found.
     pub(super) fn before_harvest(&mut self) -> &mut PageSet {
         self.stop_asking();
-        self.pending.land();
-        self.pending.since()
+        self.pending.end_pass();
+        self.pending.next()
     }
 
     /// Begins a pass of pages that the target named, which may be anything that a peer can say.
-    pub(super) fn resend(&mut self, layout: &Layout, runs: &[RunName]) -> Result<Arc<Flight>, String> {
+    pub(super) fn begin_repeat(
+        &mut self,
+        layout: &Layout,
+        runs: &[RunName],
+    ) -> Result<Arc<PassPages>, String> {
         let mut set = PageSet::empty(layout);
         for name in runs {
             let run = PageRun::from(name.first..name.first.saturating_add(name.count));
@@ -64,13 +67,13 @@ impl Pages {
                 .ok_or_else(|| format!("the target asks for {run} of {}, which is not there", name.region))?;
             map.set_range(run.range());
         }
-        Ok(self.pending.resend(&set))
+        Ok(self.pending.begin_repeat(&set))
     }
 
     /// Takes the pages that the target has to be told are missing: what is pending, and `also`.
     pub(super) fn take_missing(&mut self, layout: &Layout, also: &[RunName]) -> Result<Arc<PageSet>, String> {
-        let missing = lacking(self.pending.take(PageSet::empty(layout)), layout, also)?;
-        self.pending.forget_skipped(&missing);
+        let missing = lacking(self.pending.take_all(PageSet::empty(layout)), layout, also)?;
+        self.pending.unskip(&missing);
         Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
     }
 
@@ -84,10 +87,10 @@ impl Pages {
         except
     }
 
-    /// Asks the guest which pages of `flight` are free. Its first pages are under way.
-    pub(super) fn ask_what_is_free(&mut self, flight: &Flight) {
+    /// Asks the guest which pages of `pass` are free. Its first pages are under way.
+    pub(super) fn ask_what_is_free(&mut self, pass: &PassPages) {
         if let Some(skipping) = &mut self.skipping {
-            skipping.begin(flight);
+            skipping.begin(pass);
         }
     }
 

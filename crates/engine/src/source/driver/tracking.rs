@@ -43,7 +43,7 @@ impl Tracking {
         Ok(())
     }
 
-    /// Returns what protects pages that are put off.
+    /// Returns what protects pages that are postponed.
     pub(super) fn protect(&self) -> Option<&dyn Protect> {
         self.run.as_ref()?.protect.as_deref()
     }

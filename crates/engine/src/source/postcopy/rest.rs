@@ -75,7 +75,7 @@ impl<S: FrameSink> Sender<'_, S> {
                 self.push_claimed(pass, *id, run, claims.look_up_untouched)?;
             }
             // At once: a page that is claimed and not sent keeps whoever waits for it waiting.
-            if self.writer_pages() > 0 {
+            if self.frame_pages() > 0 {
                 self.flush(FrameKind::Pages, *id, pass)?;
                 self.serve_queue(pass, claims, urgent)?;
             }

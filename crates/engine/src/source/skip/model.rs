@@ -1,6 +1,6 @@
 //! The whole exchange as a model whose every reachable state is looked at (stateright): a guest that takes, writes and frees pages
-//! and answers questions, a channel's thread, and the driver's, which runs what is shipped: the [`Session`] decides, [`Pending`],
-//! [`Flight`] and [`Skipping`] do.
+//! and answers questions, a channel's thread, and the driver's, which runs what is shipped: the [`Session`] decides, [`PendingPages`],
+//! [`PassPages`] and [`Skipping`] do.
 //!
 //! Two pages, few deeds of the guest, two passes besides the last. The tracker is KVM's log, as in the tests beside this one.
 
@@ -8,8 +8,7 @@ mod world;
 
 use super::{Flaw, Kept, Skipping, State as Asking};
 use crate::model::{any, shortest, wants_shortest};
-use crate::source::flight::{Flight, Turn};
-use crate::source::pending::Pending;
+use crate::source::pending::{PassPages, PendingPages, Turn};
 use crate::source::session::Session;
 use crate::source::{OnTimeout, Settings};
 use crate::sync::unscheduled;
@@ -63,20 +62,20 @@ impl Move {
     fn work<T>(
         &self,
         world: &mut World,
-        work: impl FnOnce(&mut Skipping, &mut Pending, &Tracker<'_>) -> T,
+        work: impl FnOnce(&mut Skipping, &mut PendingPages, &Tracker<'_>) -> T,
     ) -> T {
         let (mut skipping, said) = self.skipping(world);
-        let Sets { base, since, skipped, flight } = world.sets;
-        let flight = flight
-            .map(|(first, last, pages)| Arc::new(Flight::of_parts(&set_of(first), &set_of(last), pages)));
-        let mut pending = Pending::of([set_of(base), set_of(since), set_of(skipped)], flight);
+        let Sets { next, skipped, pass } = world.sets;
+        let pass = pass
+            .map(|(first, last, pages)| Arc::new(PassPages::of_parts(&set_of(first), &set_of(last), pages)));
+        let mut pending = PendingPages::of([set_of(next), set_of(skipped)], pass);
         let done = work(&mut skipping, &mut pending, &Tracker(Mutex::new(&mut world.pages)));
-        let [base, since, skipped] = pending.sets().map(mask_of);
-        let flight = pending.flight().map(|flight| {
-            let [first, last] = flight.sets(0).map(|map| map.words()[0]);
-            (first, last, flight.pages())
+        let [next, skipped] = pending.sets().map(mask_of);
+        let pass = pending.pass().map(|pass| {
+            let [first, last] = pass.sets(0).map(|map| map.words()[0]);
+            (first, last, pass.pages())
         });
-        world.sets = Sets { base, since, skipped, flight };
+        world.sets = Sets { next, skipped, pass };
         world.late |= skipping.figures().late_reports > 0;
         world.kept = skipping.keep();
         world.said = said.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -155,10 +154,10 @@ impl Move {
                 let (pages, paused) = (world.pages, world.paused);
                 let count = self.work(world, |skipping, pending, _| {
                     skipping.close();
-                    pending.land();
-                    let since = pending.since().region_mut(REGION).expect("the one region");
+                    pending.end_pass();
+                    let next = pending.next().region_mut(REGION).expect("the one region");
                     (0..).zip(&pages).filter(|(_, page)| page.marked).for_each(|(at, _)| {
-                        since.set(at);
+                        next.set(at);
                     });
                     if paused {
                         skipping.settle(pending);
@@ -177,9 +176,9 @@ impl Move {
                 let paused = world.paused;
                 world.live_passes += u8::from(!paused);
                 self.work(world, |skipping, pending, _| {
-                    let flight = pending.take_off();
+                    let pass = pending.begin_pass();
                     if !paused {
-                        skipping.begin(&flight);
+                        skipping.begin(&pass);
                     }
                 });
                 if world.live_passes == 2 {
@@ -210,8 +209,8 @@ impl Move {
             }
             None => {
                 let taken = self.work(world, |_, pending, _| {
-                    let flight = pending.flight().expect("a pass");
-                    let take = |turn, page: usize| flight.take_64(0, turn, 0, 1 << page) != 0;
+                    let pass = pending.pass().expect("a pass");
+                    let take = |turn, page: usize| pass.take_64(0, turn, 0, 1 << page) != 0;
                     [Turn::First, Turn::Last]
                         .into_iter()
                         .find_map(|turn| (0..PAGES).find(|page| take(turn, *page)))
@@ -263,7 +262,7 @@ impl Model for Move {
         let mut world = World {
             pages: [page(Use::Free), page(Use::Used)],
             said: Said::default(),
-            sets: Sets { base: (1 << PAGES) - 1, since: 0, skipped: 0, flight: None },
+            sets: Sets { next: (1 << PAGES) - 1, skipped: 0, pass: None },
             kept: Kept { state: Asking::Idle, question: 0, worth: set_of(0), round: 0 },
             session,
             session_key: 0,
@@ -365,9 +364,9 @@ impl Model for Move {
                 world.ended.is_none() || world.said.open.is_none()
             }),
             Property::always("a page is in one place", |_, world: &World| {
-                let Sets { base, flight, .. } = world.sets;
-                let (first, last, _) = flight.unwrap_or_default();
-                first & last == 0 && base & (first | last) == 0
+                let Sets { next, pass, .. } = world.sets;
+                let (first, last, _) = pass.unwrap_or_default();
+                first & last == 0 && next & (first | last) == 0
             }),
             Property::sometimes("a page is left out and the guest moves", |_, world: &World| {
                 world.ended == Some(true) && world.sets.skipped != 0

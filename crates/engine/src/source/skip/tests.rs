@@ -1,12 +1,11 @@
 //! Answers about free pages against harvests, senders and a guest that frees pages and uses them again, in many interleavings
-//! (shuttle). What is shipped runs here: [`Pending`], [`Flight`], [`Skipping`].
+//! (shuttle). What is shipped runs here: [`PendingPages`], [`PassPages`], [`Skipping`].
 //!
 //! The tracker is KVM's log, the one that forgets most: a page is marked and not protected at the start, to protect it takes its
 //! mark, and a harvest leaves marks as they are.
 
 use super::{Flaw, Next, Skipping};
-use crate::source::flight::{Flight, Turn};
-use crate::source::pending::Pending;
+use crate::source::pending::{PassPages, PendingPages, Turn};
 use shuttle::rand::Rng;
 use shuttle::sync::{Mutex, MutexGuard};
 use shuttle::thread;
@@ -109,12 +108,12 @@ impl Host {
     }
 
     /// As `Sender::send_pass`.
-    fn send(&self, flight: &Flight) {
+    fn send(&self, pages: &PassPages) {
         let mut mine = Bitmap::new(PAGES);
         for turn in [Turn::First, Turn::Last] {
             for page in 0..PAGES {
                 // Chunks of one page.
-                if flight.take_64(0, turn, 0, 1 << page) == 0 {
+                if pages.take_64(0, turn, 0, 1 << page) == 0 {
                     continue;
                 }
                 mine.set(page);
@@ -200,17 +199,17 @@ fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
     };
     let (guest, balloon) = (start(Host::guest), start(Host::balloon));
     let layout = Layout::new(vec![Region { id: REGION, gpa: Gpa(0), len: PAGES << 12 }]).unwrap();
-    let mut pending = Pending::everything(&layout);
+    let mut pending = PendingPages::everything(&layout);
     let source = Source { answers, host: Arc::clone(host), asked: None };
     let mut skipping = Skipping::new(Box::new(source), &layout);
     skipping.flaw = flaw;
     let mut skipped = 0;
     for _ in 0..PASSES {
-        let flight = pending.take_off();
+        let pass = pending.begin_pass();
         *host.sent.lock().unwrap() = false;
-        let (channel, pages) = (Arc::clone(host), Arc::clone(&flight));
+        let (channel, pages) = (Arc::clone(host), Arc::clone(&pass));
         let sender = thread::spawn(move || channel.send(&pages));
-        skipping.begin(&flight);
+        skipping.begin(&pass);
         // The driver's loop: until the channel is done, whatever is open.
         while !*host.sent.lock().unwrap() {
             let (pages, next) = skipping.step(&mut pending, &**host);
@@ -221,16 +220,16 @@ fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
         }
         sender.join().unwrap();
         skipping.close();
-        pending.land();
-        host.harvest(pending.since().region_mut(REGION).unwrap());
+        pending.end_pass();
+        host.harvest(pending.next().region_mut(REGION).unwrap());
     }
     // The guest has stopped.
     guest.join().unwrap();
     *host.ended.lock().unwrap() = true;
     balloon.join().unwrap();
-    host.harvest(pending.since().region_mut(REGION).unwrap());
+    host.harvest(pending.next().region_mut(REGION).unwrap());
     skipped += skipping.settle(&mut pending);
-    host.send(&pending.take_off());
+    host.send(&pending.begin_pass());
     skipped
 }
 

@@ -61,13 +61,12 @@ pub(super) struct Said {
     pub(super) answers: Vec<(u64, Mask)>,
 }
 
-/// The sets of [`Pending`], and those of the pass under way with how many pages it began with.
+/// The sets of [`PendingPages`], and those of the pass under way with how many pages it began with.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Sets {
-    pub(super) base: Mask,
-    pub(super) since: Mask,
+    pub(super) next: Mask,
     pub(super) skipped: Mask,
-    pub(super) flight: Option<(Mask, Mask, u64)>,
+    pub(super) pass: Option<(Mask, Mask, u64)>,
 }
 
 /// What the channel's thread does with the page that it has taken.
