@@ -3,6 +3,7 @@
 mod awake;
 mod channel;
 mod clock;
+mod demand;
 mod error;
 pub mod fence;
 mod free;
@@ -10,7 +11,6 @@ mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
 mod lacking;
-mod lazy;
 mod mapped;
 #[cfg(test)]
 mod model;

@@ -2,8 +2,8 @@
 
 use super::memory::{Memory, layout};
 use crate::channel::IoBuf;
-use crate::target::lazy::Lazy;
 use crate::target::receiver::{Arrivals, FrameSource, Mark, Receiver};
+use crate::target::urgent::{DemandPager, UrgentChannels};
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
@@ -49,24 +49,24 @@ pub fn drive_frames(bytes: &[u8]) {
     let source = Bytes(Cell::new(&stream));
     let receiver = if flags & URGENT == 0 { Receiver::new } else { Receiver::urgent };
     let mut receiver = receiver(&*memory, &arrivals, source);
-    let mut lazy = None;
+    let mut pager = None;
     if flags & (LAZY | URGENT) == LAZY | URGENT {
-        lazy = hand_over(&memory, &arrivals);
+        pager = hand_over(&memory, &arrivals);
     }
     let mut all_here = 0;
     while let Ok(mark) = receiver.receive() {
         match mark {
-            Mark::Barrier(_) if flags & LAZY != 0 && lazy.is_none() => lazy = hand_over(&memory, &arrivals),
+            Mark::Barrier(_) if flags & LAZY != 0 && pager.is_none() => pager = hand_over(&memory, &arrivals),
             Mark::Barrier(_) => {}
             Mark::AllHere => all_here += 1,
         }
     }
     assert!(all_here <= 1, "all pages came {all_here} times");
-    check(&memory, &arrivals, lazy.as_deref(), all_here == 1);
+    check(&memory, &arrivals, pager.as_deref(), all_here == 1);
 }
 
 /// Every other page comes late, and what is damaged. `None` if it may not be.
-fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<Lazy>> {
+fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<DemandPager>> {
     let mut lacking = PageSet::empty(memory.layout());
     for (id, pages) in REGIONS {
         let map = lacking.region_mut(vmferry_core::RegionId(id)).expect("a region");
@@ -82,24 +82,25 @@ fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<Lazy>> {
     }
     let own = Arc::clone(memory) as Arc<dyn vmferry_core::LazyMemory>;
     own.begin(&lacking).expect("it can");
-    let lazy = Arc::new(Lazy::new(own, &lacking, 1));
-    arrivals.go_on_lazily(Arc::clone(&lazy));
-    Some(lazy)
+    let pager = Arc::new(DemandPager::new(UrgentChannels::default(), own, &lacking, 1));
+    arrivals.go_on_with(Arc::clone(&pager));
+    Some(pager)
 }
 
-fn check(memory: &Memory, arrivals: &Arrivals, lazy: Option<&Lazy>, all_here: bool) {
+fn check(memory: &Memory, arrivals: &Arrivals, pager: Option<&DemandPager>, all_here: bool) {
     let (suspects, runs) = arrivals.suspects();
     let pages: u64 = REGIONS.iter().map(|(_, pages)| pages).sum();
     assert_eq!(runs.iter().map(|run| run.count).sum::<u64>(), suspects, "few enough to be named");
     assert!(suspects <= pages);
     let (compared, mismatched, samples) = arrivals.differences();
     assert!(mismatched <= compared && samples.len() <= 16, "{mismatched} of {compared} differ");
-    if let Some(lazy) = lazy {
-        assert_eq!(lazy.left() == 0, all_here, "{} pages are lacking", lazy.left());
+    if let Some(pager) = pager {
+        let left = pager.pages.left();
+        assert_eq!(left == 0, all_here, "{left} pages are missing");
     }
     // What no frame has named is as it was; of pages that were placed one by one that is the placer's to say.
     let mut page = [0; PAGE_BYTES];
-    for (region, run) in arrivals.untouched().into_iter().filter(|_| lazy.is_none()) {
+    for (region, run) in arrivals.untouched().into_iter().filter(|_| pager.is_none()) {
         let window = memory.window(region, run).expect("in the layout");
         assert!(window.copy_page(0, &mut page), "{run} in {region} was written, and no frame has named it");
     }

@@ -1,14 +1,14 @@
 //! Running a guest out of a file at once: its pages come when it touches them, and the rest in order.
 
-use super::fill::{FileOrigin, Lazy};
+use super::fill::{DemandPager, SnapshotFile};
 use super::open::{RestoreError, open};
 use super::progress::LazyProgress;
 use super::restore::load;
 use super::{identity, ms, uri};
-use crate::lazy::{again_after_panics, serve_faults};
+use crate::MigrateError;
+use crate::demand::{again_after_panics, serve_faults};
 use crate::monitor::thread_cpu_us;
 use crate::target::Received;
-use crate::{MigrateError, lazy};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -27,14 +27,18 @@ pub struct LazyRestore {
 /// The threads that fill; ended and waited for when dropped.
 #[derive(Debug)]
 struct Filling {
-    lazy: Arc<Lazy>,
+    pager: Arc<DemandPager>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Filling {
-    fn spawn(&mut self, name: String, work: impl FnOnce(&Lazy) + Send + 'static) -> Result<(), MigrateError> {
-        let lazy = Arc::clone(&self.lazy);
-        let spawned = vmferry_thread::spawn(vmferry_thread::Role::Fault, name, move || work(&lazy));
+    fn spawn(
+        &mut self,
+        name: String,
+        work: impl FnOnce(&DemandPager) + Send + 'static,
+    ) -> Result<(), MigrateError> {
+        let pager = Arc::clone(&self.pager);
+        let spawned = vmferry_thread::spawn(vmferry_thread::Role::Fault, name, move || work(&pager));
         self.threads.push(spawned.map_err(|source| MigrateError::Host { what: "a thread", source })?);
         Ok(())
     }
@@ -42,7 +46,7 @@ impl Filling {
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        FileOrigin::stop(&self.lazy);
+        self.pager.source.stop(&self.pager.pages);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread that fills memory panicked");
@@ -60,24 +64,24 @@ impl LazyRestore {
     /// How far it is.
     #[must_use]
     pub fn progress(&self) -> LazyProgress {
-        FileOrigin::progress(&self.filling.lazy)
+        self.filling.pager.source.progress(&self.filling.pager.pages)
     }
 
     /// Looks at the progress from another thread, for as long as it likes.
     pub fn watch(&self) -> impl Fn() -> LazyProgress + Send + Sync + 'static {
-        let lazy = Arc::clone(&self.filling.lazy);
-        move || FileOrigin::progress(&lazy)
+        let pager = Arc::clone(&self.filling.pager);
+        move || pager.source.progress(&pager.pages)
     }
 
     /// Waits until all pages are there, or one cannot be had, or `within` is over.
     pub fn wait(&self, within: Duration) -> LazyProgress {
-        FileOrigin::wait(&self.filling.lazy, within)
+        self.filling.pager.source.wait(&self.filling.pager.pages, within)
     }
 
     /// Ends it, also if pages are missing. Those stay missing, and a vCPU that needs one sleeps for ever: this is for a
     /// guest that is being ended.
     pub fn stop(&self) {
-        FileOrigin::stop(&self.filling.lazy);
+        self.filling.pager.source.stop(&self.filling.pager.pages);
     }
 }
 
@@ -93,27 +97,29 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
     let pages = open(path, vm)?;
     let (id, copy_of) = identity(&pages)?;
     let sections = pages.sections().map_err(failed)?;
-    let lacking = pages.lacking();
-    memory.begin(&lacking).map_err(not_lazy)?;
-    let lazy = lazy::Lazy::from(FileOrigin::new(pages), memory, &lacking, vm.config().vcpus);
-    let mut filling = Filling { lazy: Arc::new(lazy), threads: Vec::new() };
+    let missing = pages.lacking();
+    memory.begin(&missing).map_err(not_lazy)?;
+    let pager = DemandPager::new(SnapshotFile::new(pages), memory, &missing, vm.config().vcpus);
+    let mut filling = Filling { pager: Arc::new(pager), threads: Vec::new() };
     let start = |filling: &mut Filling| {
-        for stripe in 0..filling.lazy.memory.stripes() {
-            filling.spawn(format!("fault-{stripe}"), move |lazy| {
-                again_after_panics(|| serve_faults(lazy, stripe));
+        for stripe in 0..filling.pager.pages.memory.stripes() {
+            filling.spawn(format!("fault-{stripe}"), move |pager| {
+                again_after_panics(|| serve_faults(pager, stripe));
             })?;
         }
         let began = Instant::now();
         load(vm, &sections, copy_of.is_some()).map_err(|error| failed(error.into()))?;
-        let (load_ms, early) = (ms(began.elapsed()), filling.lazy.figures().pages);
-        if !filling.lazy.commit() {
-            let why = filling.lazy.origin.failure().unwrap_or_default();
+        let (load_ms, early) = (ms(began.elapsed()), filling.pager.pages.figures().pages);
+        if !filling.pager.pages.commit() {
+            let why = filling.pager.source.failure().unwrap_or_default();
             return Err(failed(RestoreError::Vm(VmError::new(why))));
         }
         // Only now: until here nothing is brought but what the state needs, so that the guest runs soon.
-        filling.spawn("restore".into(), move |lazy| FileOrigin::sweep(lazy, &lacking))?;
+        filling.spawn("restore".into(), move |pager| {
+            pager.source.sweep(&pager.pages, &missing);
+        })?;
         vm.start(RunState::Running).map_err(|error| failed(error.into()))?;
-        filling.lazy.memory.started();
+        filling.pager.pages.memory.started();
         Ok((load_ms, early))
     };
     match start(&mut filling) {
@@ -132,10 +138,10 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
             Ok(LazyRestore { received, filling })
         }
         Err(error) => {
-            let lazy = Arc::clone(&filling.lazy);
+            let pager = Arc::clone(&filling.pager);
             // First the threads: what is placed after the end would be an error.
             drop(filling);
-            lazy.end();
+            pager.pages.end();
             Err(error)
         }
     }

@@ -1,12 +1,13 @@
 //! The channels of a migration at its target, and the threads that serve them.
 
 use super::driver::{Input, Numbered};
-use super::lazy::{UrgentLine, again_after_panics, serve_faults};
 use super::probe::echo_probes;
 use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
+use super::urgent::UrgentChannel;
 use crate::awake::Asking;
 use crate::channel::{Greeted, Stream, answer, read_message, tcp};
+use crate::demand::{again_after_panics, serve_faults};
 use crate::monitor::thread_cpu_us;
 use crate::vm::{caught, caught_io};
 use crate::{MigrateError, random};
@@ -171,22 +172,23 @@ impl Link {
 
     /// Starts to take faults.
     pub(super) fn serve_faults(&mut self) -> io::Result<Vec<JoinHandle<()>>> {
-        let Some(lazy) = self.arrivals.lazy() else { return Ok(Vec::new()) };
-        lazy.ask_on(self.lines());
+        let Some(pager) = self.arrivals.pager() else { return Ok(Vec::new()) };
+        pager.source.replace(&pager.pages, self.urgent_channels());
         let serve = |stripe| {
-            let (lazy, cpu_us) = (Arc::clone(lazy), Arc::clone(&self.cpu_us));
+            let (pager, cpu_us) = (Arc::clone(pager), Arc::clone(&self.cpu_us));
             let work = move || {
-                again_after_panics(|| serve_faults(&lazy, stripe));
+                again_after_panics(|| serve_faults(&pager, stripe));
                 cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
             };
             vmferry_thread::spawn(vmferry_thread::Role::Fault, format!("target-fault-{stripe}"), work)
         };
-        (0..lazy.memory.stripes()).map(serve).collect()
+        (0..pager.pages.memory.stripes()).map(serve).collect()
     }
 
-    /// The urgent channels, to ask on.
-    pub(super) fn lines(&self) -> Vec<Arc<UrgentLine>> {
-        self.urgent.iter().flatten().map(|stream| Arc::new(UrgentLine::new(Arc::clone(stream)))).collect()
+    /// Returns the urgent channels, to send requests on.
+    pub(super) fn urgent_channels(&self) -> Vec<Arc<UrgentChannel>> {
+        let channel = |stream: &Arc<_>| Arc::new(UrgentChannel::new(Arc::clone(stream)));
+        self.urgent.iter().flatten().map(channel).collect()
     }
 
     /// Ends every channel but the control channel.
@@ -273,7 +275,7 @@ fn hand_in(
         Err(TrySendError::Disconnected(_)) => return false,
         Err(TrySendError::Full(input)) => input,
     };
-    if arrivals.lazy().is_none() {
+    if arrivals.pager().is_none() {
         // Nothing waits for a page yet: the queue is full because much is said, and there will be room at once.
         return inputs.send(input).is_ok();
     }

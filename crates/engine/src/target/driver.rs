@@ -224,7 +224,7 @@ impl<'a> Driver<'a> {
 
     fn load(&mut self, sections: &[Section]) -> Event {
         // From here on nobody may write the guest's memory but the guest: what a source still sends is refused.
-        if self.link.arrivals.lazy().is_none() && !self.link.arrivals.seal() {
+        if self.link.arrivals.pager().is_none() && !self.link.arrivals.seal() {
             let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
@@ -232,7 +232,7 @@ impl<'a> Driver<'a> {
         self.streams.clear();
         let began = self.now();
         let loaded = self.busy(|vm| vm.load(sections));
-        if self.link.arrivals.lazy().is_some_and(|lazy| lazy.abandoned()) {
+        if self.link.arrivals.pager().is_some_and(|pager| pager.pages.abandoned()) {
             // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
             let peer = &self.link.control.peer;
             return Event::PeerLost(format!(
@@ -281,15 +281,15 @@ impl<'a> Driver<'a> {
 
     fn start(&mut self, wanted: RunState) -> Event {
         let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::State, detail));
-        if self.link.arrivals.lazy().is_some_and(|lazy| !lazy.commit()) {
+        if self.link.arrivals.pager().is_some_and(|pager| !pager.pages.commit()) {
             return failed("the link was lost before the guest was started on the target".to_owned());
         }
         let began = self.now();
         match self.busy(|vm| vm.start(wanted)) {
             Ok(()) => {
                 self.paused = wanted == RunState::Paused;
-                if let Some(lazy) = self.link.arrivals.lazy() {
-                    lazy.memory.started();
+                if let Some(pager) = self.link.arrivals.pager() {
+                    pager.pages.memory.started();
                 }
                 let cpu_us = self.link.cpu_us.load(Ordering::Relaxed) + thread_cpu_us();
                 Event::Started { micros: micros(self.clock.since(began)), cpu_us }
@@ -301,8 +301,8 @@ impl<'a> Driver<'a> {
     /// Leaves no thread behind, and lets our last word arrive: closing a socket with unread bytes in it would destroy
     /// what we sent last, so the control channel is read to its end first, for a second at most.
     fn close(&mut self, outcome: &Outcome) {
-        if let Some(lazy) = self.link.arrivals.lazy() {
-            lazy.end();
+        if let Some(pager) = self.link.arrivals.pager() {
+            pager.pages.end();
         }
         if matches!(outcome, Outcome::Failed(_)) {
             self.link.control.finish();
@@ -397,7 +397,7 @@ impl Host for Driver<'_> {
                 None
             }
             Action::EndDemandPaging => {
-                self.link.arrivals.lazy().inspect(|lazy| lazy.end());
+                self.link.arrivals.pager().inspect(|pager| pager.pages.end());
                 None
             }
             // For the time after this driver.
@@ -467,7 +467,7 @@ impl Sources for Driver<'_> {
     }
 
     fn all_here(&self) -> Option<Event> {
-        self.link.arrivals.lazy().map(|lazy| Event::MissingArrived(lazy.figures()))
+        self.link.arrivals.pager().map(|pager| Event::MissingArrived(pager.pages.figures()))
     }
 }
 

@@ -17,12 +17,12 @@ mod channels;
 mod driver;
 pub(crate) mod inbox;
 mod incoming;
-pub(crate) mod lazy;
 mod measure;
 mod probe;
 pub(crate) mod receiver;
 mod relink;
 mod rest;
+pub(crate) mod urgent;
 
 pub use incoming::Incoming;
 pub use rest::{Rest, RestState, RestWatch};

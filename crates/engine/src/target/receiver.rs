@@ -1,6 +1,6 @@
 //! A bulk channel's receiving thread: frames straight into guest memory, and a digest of what arrived.
 
-use super::lazy::{Lazy, Stager, TABLE};
+use super::urgent::{DemandPager, Stager, TABLE};
 use crate::awake::{Asking, Awake};
 use crate::channel::{IoBuf, Stream, tcp};
 use std::cell::RefCell;
@@ -48,7 +48,7 @@ pub(crate) struct Arrivals {
     /// while a frame is taken.
     sealed: RwLock<bool>,
     /// What is still to come once memory is sealed: placed page by page.
-    lazy: OnceLock<Arc<Lazy>>,
+    pager: OnceLock<Arc<DemandPager>>,
     /// A channel is lost.
     lost: AtomicBool,
 }
@@ -86,7 +86,7 @@ impl Arrivals {
             mismatched: AtomicU64::new(0),
             samples: Mutex::new(Vec::new()),
             sealed: RwLock::new(false),
-            lazy: OnceLock::new(),
+            pager: OnceLock::new(),
             lost: AtomicBool::new(false),
         }
     }
@@ -112,7 +112,7 @@ impl Arrivals {
         self.suspects().0 == 0
     }
 
-    /// Refuses direct writes from now on; what comes later is for [`go_on_lazily`](Self::go_on_lazily). Fails if a frame is
+    /// Refuses direct writes from now on; what comes later is for [`go_on_with`](Self::go_on_with). Fails if a frame is
     /// just being taken, or a damaged page is not among those that are `lacking` and so will come again.
     pub(crate) fn seal_but_for(&self, lacking: &PageSet) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
@@ -126,10 +126,10 @@ impl Arrivals {
         })
     }
 
-    /// Frames that come from now on are placed by `lazy`.
-    pub(crate) fn go_on_lazily(&self, lazy: Arc<Lazy>) {
+    /// Frames that come from now on are placed by `pager`.
+    pub(crate) fn go_on_with(&self, pager: Arc<DemandPager>) {
         // Once for a migration; a second one would mean a second handover, which the session refuses.
-        let _ = self.lazy.set(lazy);
+        let _ = self.pager.set(pager);
         // First there, then looked: `lost` does it the other way round, so one of the two sees the other.
         if self.lost.load(Ordering::SeqCst) {
             self.lost();
@@ -137,15 +137,15 @@ impl Arrivals {
     }
 
     /// What is still to come after the handover, if it was one before all memory was here.
-    pub(crate) fn lazy(&self) -> Option<&Arc<Lazy>> {
-        self.lazy.get()
+    pub(crate) fn pager(&self) -> Option<&Arc<DemandPager>> {
+        self.pager.get()
     }
 
-    /// A channel is lost: see [`Lazy::lost`].
+    /// A channel is lost: see [`MissingPages::lost`](crate::demand::MissingPages::lost).
     pub(crate) fn lost(&self) {
         self.lost.store(true, Ordering::SeqCst);
-        if let Some(lazy) = self.lazy() {
-            lazy.lost();
+        if let Some(pager) = self.pager() {
+            pager.pages.lost();
         }
     }
 
@@ -277,6 +277,8 @@ pub(crate) struct Receiver<'a, S> {
     sequence: u64,
     /// As long as the longest table.
     table: Vec<u8>,
+    /// The memory of the frame's runs with content, looked up once: to receive into, and to check.
+    windows: Vec<Window<'a>>,
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
     stager: Stager,
@@ -311,6 +313,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             stream,
             sequence: 0,
             table: vec![0; MAX_TABLE_BYTES],
+            windows: Vec::with_capacity(MAX_FRAME_RUNS),
             scratch: Box::new([0; PAGE_BYTES]),
             touched: Bitmap::new(0),
         }
@@ -358,8 +361,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     fn receive_frame(&mut self, header: &FrameHeader) -> Result<bool, ReceiveError> {
         let arrivals = self.arrivals;
         let sealed = arrivals.sealed.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let lazy = arrivals.lazy.get().filter(|_| *sealed && header.kind == FrameKind::Pages);
-        if lazy.is_none() && (*sealed || !self.direct) {
+        let pager = arrivals.pager.get().filter(|_| *sealed && header.kind == FrameKind::Pages);
+        if pager.is_none() && (*sealed || !self.direct) {
             return Err(WireError::Field {
                 what: "a frame of pass",
                 value: header.pass.into(),
@@ -373,14 +376,14 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         let bytes = buffer.get_mut(..header.table_bytes()).ok_or(TABLE)?;
         self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
         let table = Table::decode(header, bytes, region.written.len())?;
-        let all_here = match (lazy, header.kind) {
-            (Some(lazy), _) => {
+        let all_here = match (pager, header.kind) {
+            (Some(pager), _) => {
                 if self.handed_over.is_none() {
-                    self.handed_over = Some(self.hand_over(lazy));
+                    self.handed_over = Some(self.hand_over(pager));
                 }
                 // Placed page by page, which excludes nobody; and a channel may be silent for long.
                 drop(sealed);
-                self.stager.take(lazy, header.region, &table, &self.stream)?
+                self.stager.take(pager, header.region, &table, &self.stream)?
             }
             (None, FrameKind::Digests) => self.compare(region, &table).map(|()| false)?,
             (None, _) => self.receive_pages(region, &table).map(|()| false)?,
@@ -391,44 +394,43 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
 
     /// The guest runs. A bulk channel gives way to whoever waits for a page, on the processors and with what is on its way; while
     /// there are urgent channels, processors stay awake.
-    fn hand_over(&mut self, lazy: &Lazy) -> Awake {
+    fn hand_over(&mut self, pager: &DemandPager) -> Awake {
         if self.direct {
             vmferry_thread::scheduling::give_way();
             self.stream.keep_short();
             return Awake::default();
         }
         let asking = std::mem::take(&mut self.asking);
-        if lazy.origin.stay_awake { asking.hold() } else { Awake::default() }
+        if pager.source.stay_awake() { asking.hold() } else { Awake::default() }
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
         let mut bufs = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS];
-        let mut used = 0;
+        self.windows.clear();
         for RunEntry { kind, run } in table.runs() {
             match kind {
                 RunKind::Zero => self.zero(region, run)?,
                 RunKind::Data => {
                     // Marked before it is written: a frame cut off half-way leaves no page that is taken for zero.
                     region.written.set_range(run.range());
-                    *bufs.get_mut(used).ok_or(TABLE)? =
-                        IoBuf::from_window(self.memory.window(region.id, run)?);
-                    used += 1;
+                    let window = self.memory.window(region.id, run)?;
+                    *bufs.get_mut(self.windows.len()).ok_or(TABLE)? = IoBuf::from_window(window);
+                    self.windows.push(window);
                 }
             }
         }
-        self.stream.fill(bufs.get_mut(..used).ok_or(TABLE)?)?;
+        self.stream.fill(bufs.get_mut(..self.windows.len()).ok_or(TABLE)?)?;
         self.check(region, table)
     }
 
-    /// Every page against its digest. A mismatch is no error yet: the guest may have written the page between the
+    /// Checks every page against its digest. A mismatch is no error yet: the guest may have written the page between the
     /// source's digest and its copy into the socket, and then it is dirty and comes again (hazards.md 10).
     fn check(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
         // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
         let mut digests = table.digests().rev();
         let data = table.runs().rev().filter(|entry| entry.kind == RunKind::Data);
         let mut pages = 0;
-        for RunEntry { run, .. } in data {
-            let window = self.memory.window(region.id, run)?;
+        for (RunEntry { run, .. }, window) in data.zip(self.windows.iter().rev()) {
             for page in (0..window.pages()).rev() {
                 let index = run.first.0 + page as u64;
                 if window.digest(page, &mut self.scratch) == digests.next() {
@@ -439,15 +441,21 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             }
             pages += run.count;
         }
+        assert!(digests.next().is_none(), "every digest of the table has its page");
         self.arrivals.pages.fetch_add(pages, Ordering::Relaxed);
         Ok(())
     }
 
+    /// Makes the pages of `run` zeros. Pages that no frame has written are so already.
     fn zero(&self, region: &RegionState, run: PageRun) -> Result<(), ReceiveError> {
-        for page in run.range() {
+        let mut window: Option<Window<'_>> = None;
+        for (at, page) in run.range().enumerate() {
             if region.written.test(page) {
-                let window: Window<'_> = self.memory.window(region.id, (page..page + 1).into())?;
-                window.zero();
+                let window = match window {
+                    Some(window) => window,
+                    None => *window.insert(self.memory.window(region.id, run)?),
+                };
+                window.slice(at, 1).zero();
             }
             self.arrivals.mark_sound(region, page);
         }

@@ -43,8 +43,8 @@ impl Link {
         // First: whoever asks on one of them must not be waited for.
         self.shutdown();
         self.control.shutdown();
-        if let Some(lazy) = self.arrivals.lazy() {
-            lazy.ask_on(Vec::new());
+        if let Some(pager) = self.arrivals.pager() {
+            pager.source.replace(&pager.pages, Vec::new());
         }
         // Threads that wait for room in the queue must find it until they have ended. A source that noticed the loss first may
         // have come back already.

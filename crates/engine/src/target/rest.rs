@@ -56,7 +56,7 @@ pub struct RestWatch(Arc<Watched>);
 
 #[derive(Debug)]
 struct Watched {
-    lazy: Option<Arc<super::lazy::Lazy>>,
+    pager: Option<Arc<super::urgent::DemandPager>>,
     state: Mutex<RestState>,
 }
 
@@ -81,9 +81,9 @@ impl RestWatch {
     /// How it is doing now.
     pub fn now(&self) -> RestState {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(lazy) = &self.0.lazy {
-            state.left = lazy.left();
-            state.postcopy = PostcopyFigures::from(&lazy.figures());
+        if let Some(pager) = &self.0.pager {
+            state.left = pager.pages.left();
+            state.postcopy = PostcopyFigures::from(&pager.pages.figures());
         }
         state
     }
@@ -107,7 +107,7 @@ impl Rest {
         fault_threads: Vec<JoinHandle<()>>,
     ) -> Self {
         let state = RestState { state: MigrationState::Postcopy, ..RestState::default() };
-        let watched = Watched { lazy: link.arrivals.lazy().cloned(), state: Mutex::new(state) };
+        let watched = Watched { pager: link.arrivals.pager().cloned(), state: Mutex::new(state) };
         Self {
             session,
             agenda,
@@ -210,8 +210,8 @@ impl Rest {
     /// Why a link that seems to be up brings nothing, if so.
     fn why_stalled(&mut self) -> Option<String> {
         let patience = self.peer_timeout.saturating_mul(PATIENCE);
-        let lazy = self.link.arrivals.lazy()?;
-        let (left, suspended) = (lazy.left(), self.session.suspended());
+        let pages = &self.link.arrivals.pager()?.pages;
+        let (left, suspended) = (pages.left(), self.session.suspended());
         if suspended || left != self.last_page.0 {
             self.last_page = (left, self.clock.now());
         }
@@ -221,7 +221,7 @@ impl Rest {
         if self.clock.since(self.last_page.1) > patience {
             return Some(format!("{left} pages are lacking, and none has come for {patience:?}"));
         }
-        (lazy.longest_wait() > patience)
+        (pages.longest_wait() > patience)
             .then(|| format!("a page that was asked for has not come for {patience:?}"))
     }
 
@@ -278,7 +278,7 @@ impl Rest {
 
     /// The last page may have come while the channels were ended, and the word of it been dropped with what else they reported.
     fn last_page_after_all(&mut self) {
-        let all_here = self.link.arrivals.lazy().is_some_and(|lazy| lazy.left() == 0);
+        let all_here = self.link.arrivals.pager().is_some_and(|pager| pager.pages.left() == 0);
         if all_here && !self.session.complete() {
             let event = self.all_here();
             self.pending.extend(event);
@@ -286,7 +286,7 @@ impl Rest {
     }
 
     fn all_here(&self) -> Option<Event> {
-        let mut figures = self.link.arrivals.lazy()?.figures();
+        let mut figures = self.link.arrivals.pager()?.pages.figures();
         figures.cpu_us = self.link.cpu_us.load(Ordering::Relaxed);
         Some(Event::MissingArrived(figures))
     }
@@ -304,11 +304,12 @@ impl Rest {
             }
             Action::NameMissing => self.retell(),
             Action::RequestAgain => {
-                self.link.arrivals.lazy()?.ask_on(self.link.lines());
+                let pager = self.link.arrivals.pager()?;
+                pager.source.replace(&pager.pages, self.link.urgent_channels());
                 None
             }
             Action::EndDemandPaging => {
-                self.link.arrivals.lazy()?.end();
+                self.link.arrivals.pager()?.pages.end();
                 None
             }
             // Before the guest ran.
@@ -322,8 +323,8 @@ impl Rest {
     }
 
     fn retell(&mut self) -> Option<Event> {
-        let lazy = Arc::clone(self.link.arrivals.lazy()?);
-        let lacking = lazy.lacking(self.link.memory.layout());
+        let pager = Arc::clone(self.link.arrivals.pager()?);
+        let lacking = pager.pages.missing(self.link.memory.layout());
         for piece in pieces(&lacking) {
             if let Some(lost) = self.send(&ToSource::Lacking(piece)) {
                 return Some(lost);
@@ -460,9 +461,9 @@ impl Drop for Rest {
         self.link.shutdown();
         self.link.control.shutdown();
         self.link.join();
-        if let Some(lazy) = self.link.arrivals.lazy() {
+        if let Some(pager) = self.link.arrivals.pager() {
             // While pages are lacking the guest's vCPUs may sleep on them, and must not be given zeros.
-            if lazy.left() == 0 { lazy.end() } else { lazy.stop() }
+            if pager.pages.left() == 0 { pager.pages.end() } else { pager.pages.stop() }
         }
         for thread in self.fault_threads.drain(..) {
             if thread.join().is_err() {

@@ -1,8 +1,8 @@
 //! Starting a guest before all of its memory is here.
 
 use super::super::channels::Link;
-use super::super::lazy::Lazy;
 use super::super::session::Event;
+use super::super::urgent::{DemandPager, UrgentChannels};
 use crate::lacking::Collected;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -70,10 +70,9 @@ impl Handover {
             return Some(failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}")));
         }
         let all_here = missing.is_empty();
-        let mut lazy = Lazy::new(memory, &missing, vm.config().vcpus);
-        lazy.origin.stay_awake = stay_awake;
-        let lazy = Arc::new(lazy);
-        link.arrivals.go_on_lazily(Arc::clone(&lazy));
+        let source = UrgentChannels::new(stay_awake);
+        let pager = Arc::new(DemandPager::new(source, memory, &missing, vm.config().vcpus));
+        link.arrivals.go_on_with(Arc::clone(&pager));
         match link.serve_faults() {
             Ok(threads) => self.threads = threads,
             Err(error) => {
@@ -81,7 +80,7 @@ impl Handover {
                 return Some(failed(RefusalCode::Other, detail));
             }
         }
-        all_here.then(|| Event::MissingArrived(lazy.figures()))
+        all_here.then(|| Event::MissingArrived(pager.pages.figures()))
     }
 
     /// Returns the threads that serve the guest's faults.

@@ -1,12 +1,12 @@
-//! The shipped core in many interleavings of a guest, its faults, and channels that bring pages (shuttle). Whoever waits for
-//! ever is a deadlock, which shuttle finds.
+//! The shipped pager in many interleavings of a guest, its faults, and channels that bring pages (shuttle). A thread that waits
+//! for ever is a deadlock, which shuttle finds.
 //!
 //! Shuttle takes every access for sequentially consistent, and all accesses that the argument rests on are.
 
-use super::ahead::Ahead;
-use super::{Flaw, Lazy, Origin, Place, serve_faults};
+use super::readahead::ReadAhead;
+use super::{DemandPager, Flaw, MissingPages, PageSource, Place, again_after_panics, serve_faults};
 use crate::channel::Stream;
-use crate::target::lazy::{Lines, UrgentLine};
+use crate::target::urgent::{UrgentChannel, UrgentChannels};
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
 use std::collections::VecDeque;
@@ -139,47 +139,47 @@ impl LazyMemory for Memory {
     }
 }
 
-/// An origin whose fault threads bring pages themselves, as they do out of a file.
+/// A source whose fault threads bring pages themselves, as they do out of a file.
 #[derive(Debug, Default)]
 struct Direct {
     /// How often a fault thread brought the last page.
     last: shuttle::sync::atomic::AtomicU32,
 }
 
-impl Origin for Direct {
-    type Hands = ();
+impl PageSource for Direct {
+    type Local = ();
 
-    fn hands(&self) {}
+    fn local(&self) {}
 
-    fn bring(lazy: &Lazy<Self>, (): &mut (), place: Place, _: u16) {
+    fn fetch(&self, pages: &MissingPages, (): &mut (), place: Place, _: u16) {
         let neighbour = place.page ^ 1;
         for page in [place.page, neighbour] {
-            let last = u32::from(bring_unclaimed(lazy, page));
-            lazy.origin.last.fetch_add(last, std::sync::atomic::Ordering::SeqCst);
+            let last = u32::from(bring_unclaimed(pages, page));
+            self.last.fetch_add(last, std::sync::atomic::Ordering::SeqCst);
         }
     }
 }
 
-fn bring_unclaimed(lazy: &Lazy<Direct>, page: u64) -> bool {
+fn bring_unclaimed(pages: &MissingPages, page: u64) -> bool {
     let place = Place { region: 0, page };
-    lazy.lacks(place) && lazy.claim(place) && bring(lazy, page)
+    pages.is_missing(place) && pages.claim(place) && bring(pages, page)
 }
 
-fn lazy<O>(origin: O, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc<Lazy<O>>) {
+fn pager<S: PageSource>(source: S, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc<DemandPager<S>>) {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
-    let lacking = PageSet::full(&Layout::new(vec![region]).unwrap());
+    let missing = PageSet::full(&Layout::new(vec![region]).unwrap());
     let memory = Arc::new(Memory { unit, ..Memory::default() });
-    let mut lazy = Lazy::from(origin, Arc::clone(&memory) as Arc<dyn LazyMemory>, &lacking, 2);
-    lazy.flaw = flaw;
-    (memory, Arc::new(lazy))
+    let mut pager = DemandPager::new(source, Arc::clone(&memory) as Arc<dyn LazyMemory>, &missing, 2);
+    pager.pages.flaw = flaw;
+    (memory, Arc::new(pager))
 }
 
 /// Brings a page; says whether it was the last.
-fn bring<O>(lazy: &Lazy<O>, page: u64) -> bool {
+fn bring(pages: &MissingPages, page: u64) -> bool {
     let run = PageRun::new(PageIndex(page), 1);
     match CONTENT[usize::try_from(page).unwrap()] {
-        0 => lazy.take_zeros(0, run),
-        content => lazy.place_run(0, run, &[content; PAGE_BYTES]).unwrap(),
+        0 => pages.take_zeros(0, run),
+        content => pages.place_run(0, run, &[content; PAGE_BYTES]).unwrap(),
     }
 }
 
@@ -191,12 +191,12 @@ fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
 /// The same with huge pages of `unit` pages.
 fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usize) {
     let (_, last) = run_on(
-        Lines::default(),
+        UrgentChannels::default(),
         (flaw, overflow, unit),
         reads,
         [
-            |lazy| [1, 2].into_iter().map(|page| u32::from(bring(lazy, page))).sum(),
-            |lazy| [0, 3].into_iter().map(|page| u32::from(bring(lazy, page))).sum(),
+            |pages| [1, 2].into_iter().map(|page| u32::from(bring(pages, page))).sum(),
+            |pages| [0, 3].into_iter().map(|page| u32::from(bring(pages, page))).sum(),
         ],
     );
     assert_eq!(last, 1, "the last page is noticed once");
@@ -204,22 +204,22 @@ fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usi
 
 /// Two vCPUs, a fault thread for each stripe that brings pages itself, and two that sweep.
 fn run_direct(reads: [&'static [usize]; 2], unit: usize) {
-    let sweep: fn(&Lazy<Direct>) -> u32 =
-        |lazy| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(lazy, page))).sum();
-    let (lazy, last) = run_on(Direct::default(), (Flaw::None, false, unit), reads, [sweep, sweep]);
-    let last = last + lazy.origin.last.load(std::sync::atomic::Ordering::SeqCst);
+    let sweep: fn(&MissingPages) -> u32 =
+        |pages| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(pages, page))).sum();
+    let (pager, last) = run_on(Direct::default(), (Flaw::None, false, unit), reads, [sweep, sweep]);
+    let last = last + pager.source.last.load(std::sync::atomic::Ordering::SeqCst);
     assert_eq!(last, 1, "the last page is noticed once");
 }
 
-fn run_on<O: Origin + 'static>(
-    origin: O,
+fn run_on<S: PageSource + 'static>(
+    source: S,
     (flaw, overflow, unit): (Flaw, bool, usize),
     reads: [&'static [usize]; 2],
-    channels: [fn(&Lazy<O>) -> u32; 2],
-) -> (Arc<Lazy<O>>, u32) {
-    let (memory, lazy) = lazy(origin, flaw, unit);
+    channels: [fn(&MissingPages) -> u32; 2],
+) -> (Arc<DemandPager<S>>, u32) {
+    let (memory, pager) = pager(source, flaw, unit);
     if overflow {
-        while lazy.waiters.add(Place { region: 0, page: 2 }, 0, None) {}
+        while pager.pages.waiters.add(Place { region: 0, page: 2 }, 0, None) {}
     }
     let guests: Vec<_> = (0u32..)
         .zip(reads)
@@ -232,35 +232,37 @@ fn run_on<O: Origin + 'static>(
             })
         })
         .collect();
-    let start = |work: fn(&Lazy<O>) -> u32| {
-        let lazy = Arc::clone(&lazy);
-        thread::spawn(move || work(&lazy))
-    };
-    let faults = [start(|lazy| (serve_faults(lazy, 0), 0).1), start(|lazy| (serve_faults(lazy, 1), 0).1)];
-    let channels = channels.map(start);
+    let faults = [0, 1].map(|stripe| {
+        let pager = Arc::clone(&pager);
+        thread::spawn(move || serve_faults(&pager, stripe))
+    });
+    let channels = channels.map(|work| {
+        let pager = Arc::clone(&pager);
+        thread::spawn(move || work(&pager.pages))
+    });
     guests.into_iter().for_each(|guest| guest.join().unwrap());
     let last: u32 = channels.into_iter().map(|channel| channel.join().unwrap()).sum();
-    lazy.stop();
-    faults.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), 0));
-    assert_eq!(lazy.left(), 0);
-    assert_eq!(lazy.waiters.waiting(), [], "somebody is still written down");
-    let (figures, raised) = (lazy.figures(), memory.state.lock().unwrap().raised);
+    pager.pages.stop();
+    faults.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!(pager.pages.left(), 0);
+    assert_eq!(pager.pages.waiting(), [], "a waiter is still noted");
+    let (figures, raised) = (pager.pages.figures(), memory.state.lock().unwrap().raised);
     assert_eq!((figures.pages, figures.duplicates), (2, 0));
-    assert!(overflow || figures.all.faults <= raised, "somebody was let go twice");
-    (lazy, last)
+    assert!(overflow || figures.all.faults <= raised, "a waiter was let go twice");
+    (pager, last)
 }
 
 const BOTH: [&[usize]; 2] = [&[1, 0], &[1, 2, 3]];
 const APART: [&[usize]; 2] = [&[1, 0], &[2, 3]];
 
 #[test]
-fn nobody_waits_for_ever_and_everybody_reads_what_was_sent() {
+fn each_waiter_goes_on_and_reads_what_was_sent() {
     shuttle::check_random(|| run(Flaw::None, BOTH, false), TRIES);
     shuttle::check_pct(|| run(Flaw::None, BOTH, false), TRIES, 4);
 }
 
 #[test]
-fn nobody_waits_for_ever_for_threads_that_bring_pages_themselves() {
+fn each_waiter_goes_on_where_fault_threads_bring_pages_themselves() {
     for unit in [1, 2] {
         shuttle::check_random(move || run_direct(BOTH, unit), TRIES);
         shuttle::check_pct(move || run_direct(BOTH, unit), TRIES, 4);
@@ -268,7 +270,7 @@ fn nobody_waits_for_ever_for_threads_that_bring_pages_themselves() {
 }
 
 #[test]
-fn nobody_waits_for_ever_for_a_huge_page_whose_parts_come_from_several_channels() {
+fn each_waiter_goes_on_for_a_huge_page_whose_parts_come_from_several_channels() {
     for unit in [2, 4] {
         shuttle::check_random(move || run_units(Flaw::None, BOTH, false, unit), TRIES);
         shuttle::check_pct(move || run_units(Flaw::None, BOTH, false, unit), TRIES, 4);
@@ -276,13 +278,13 @@ fn nobody_waits_for_ever_for_a_huge_page_whose_parts_come_from_several_channels(
 }
 
 #[test]
-#[should_panic(expected = "somebody is still written down")]
-fn a_fault_thread_that_looks_once_leaves_somebody_waiting_for_a_huge_page() {
+#[should_panic(expected = "a waiter is still noted")]
+fn fault_thread_that_looks_once_leaves_a_waiter_of_a_huge_page() {
     search(|| run_units(Flaw::LooksOnce, BOTH, false, 2));
 }
 
 #[test]
-fn nobody_waits_for_ever_beyond_what_can_be_written_down() {
+fn each_waiter_goes_on_where_the_table_is_full() {
     shuttle::check_random(|| run(Flaw::None, BOTH, true), TRIES);
 }
 
@@ -294,50 +296,60 @@ fn search(test: impl Fn() + Send + Sync + 'static) {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn a_fault_thread_that_looks_once_leaves_somebody_waiting() {
+fn fault_thread_that_looks_once_leaves_a_waiter() {
     search(|| run(Flaw::LooksOnce, APART, false));
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn a_channel_that_looks_for_waiters_first_leaves_somebody_waiting() {
+fn channel_that_looks_for_waiters_first_leaves_a_waiter() {
     search(|| run(Flaw::WaitersFirst, APART, false));
 }
 
 #[test]
 #[should_panic(expected = "lost")]
-fn a_page_that_is_taken_off_before_it_is_placed_is_lost() {
-    search(|| run(Flaw::OffBeforePlaced, BOTH, false));
+fn page_that_is_removed_before_it_is_placed_is_lost() {
+    search(|| run(Flaw::RemovesBeforePlacing, BOTH, false));
 }
 
 /// A fault while the link is taken up again: the page is asked for on the new line.
 fn relink(flaw: Flaw) {
-    let (_, lazy) = lazy(Lines::default(), flaw, 1);
+    let (_, pager) = pager(UrgentChannels::default(), flaw, 1);
     let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
     far.set_nonblocking(true).unwrap();
-    let line = Arc::new(UrgentLine::new(Arc::new(Stream::new(near, "near".into()).unwrap())));
-    let (faulted, linked) = (Arc::clone(&lazy), Arc::clone(&lazy));
+    let channel = Arc::new(UrgentChannel::new(Arc::new(Stream::new(near, "near".into()).unwrap())));
+    let (faulted, linked) = (Arc::clone(&pager), Arc::clone(&pager));
     let fault = Fault { region: RegionId(0), page: PageIndex(1), write: true, vcpu: None };
-    let fault = thread::spawn(move || faulted.serve(fault, &mut Ahead::default(), &mut ()));
+    let fault = thread::spawn(move || faulted.serve(fault, &mut ReadAhead::default(), &mut ()));
     let link = thread::spawn(move || {
-        linked.ask_on(Vec::new());
-        linked.ask_on(vec![line]);
+        linked.source.replace(&linked.pages, Vec::new());
+        linked.source.replace(&linked.pages, vec![channel]);
     });
     fault.join().unwrap();
     link.join().unwrap();
     let mut bytes = [0; REQUEST_BYTES];
     let got = std::io::Read::read(&mut &far, &mut bytes).unwrap_or(0);
-    assert_eq!(got, REQUEST_BYTES, "never asked for");
+    assert_eq!(got, REQUEST_BYTES, "never requested");
     assert!(matches!(Request::decode(&bytes), Ok(Request::Page { page: PageIndex(1), again: false, .. })));
 }
 
 #[test]
-fn who_waits_is_asked_for_when_the_link_is_back() {
+fn page_with_a_waiter_is_requested_when_the_link_is_back() {
     shuttle::check_random(|| relink(Flaw::None), TRIES);
 }
 
 #[test]
-#[should_panic(expected = "never asked for")]
-fn asking_before_the_lines_are_there_asks_for_nothing() {
-    search(|| relink(Flaw::AsksBeforeLines));
+#[should_panic(expected = "never requested")]
+fn request_before_the_channels_are_set_is_lost() {
+    search(|| relink(Flaw::AsksBeforeChannels));
+}
+
+#[test]
+fn fault_thread_goes_on_after_a_panic() {
+    let mut calls = 0;
+    again_after_panics(|| {
+        calls += 1;
+        assert!(calls > 2, "a clumsy VM");
+    });
+    assert_eq!(calls, 3);
 }

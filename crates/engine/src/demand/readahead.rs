@@ -23,7 +23,7 @@ struct Run {
 
 /// The runs of one stripe.
 #[derive(Debug, Default)]
-pub(super) struct Ahead {
+pub(super) struct ReadAhead {
     runs: [Run; RUNS],
     turn: u64,
 }
@@ -38,7 +38,7 @@ pub(super) struct Guess {
     pub(super) used: u16,
 }
 
-impl Ahead {
+impl ReadAhead {
     /// Takes in a fault on a page that has to be asked for.
     pub(super) fn fault(&mut self, region: usize, page: u64) -> Guess {
         self.turn += 1;
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn a_run_is_followed_further_and_further() {
-        let mut ahead = Ahead::default();
+        let mut ahead = ReadAhead::default();
         assert_eq!(ahead.fault(0, 100), Guess::default());
         assert_eq!(ahead.fault(0, 101), Guess { ahead: 2, used: 0 });
         // Pages 102 and 103 came ahead: the next fault is behind them.
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn random_faults_ask_for_nothing_ahead() {
-        let mut ahead = Ahead::default();
+        let mut ahead = ReadAhead::default();
         let mut page = 1u64;
         let mut asked = 0;
         for _ in 0..10_000 {
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn runs_side_by_side_are_told_apart() {
-        let mut ahead = Ahead::default();
+        let mut ahead = ReadAhead::default();
         let mut next = [1000, 2000, 3000, 2000];
         for round in 0..4 {
             for (at, page) in next.iter_mut().enumerate() {

@@ -1,0 +1,441 @@
+//! The pages that a running guest lacks, the threads that wait for them, and how long they wait.
+
+use super::latency::Latencies;
+use super::waiters::Waiters;
+use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+use vmferry_bitmap::Bitmap;
+use vmferry_core::{Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
+use vmferry_wire::LazyFigures;
+
+/// A page: the position of its region in the layout, and its index there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) region: usize,
+    pub(crate) page: u64,
+}
+
+#[derive(Debug)]
+struct Region {
+    id: RegionId,
+    /// Pages that come together: 1, or those of a huge page.
+    unit: u64,
+    missing: ClaimBitmap,
+    /// Pages that a thread is bringing, or that were requested on the present channels.
+    claimed: AtomicBitmap,
+}
+
+/// Statistics, on which nothing depends.
+type Counter = std::sync::atomic::AtomicU64;
+
+#[derive(Debug, Default)]
+struct Counters {
+    pages: Counter,
+    zero_pages: Counter,
+    duplicates: Counter,
+    damaged: Counter,
+    zero_faults: Counter,
+    requests: Counter,
+    ahead: Counter,
+    ahead_used: Counter,
+}
+
+/// The guest has not been started, and its pages come.
+const OPEN: u8 = 0;
+/// The guest is being started: from now on it waits for its pages, however long that takes.
+const COMMITTED: u8 = 1;
+/// Pages ceased to come before: the guest will not be started here.
+const ABANDONED: u8 = 2;
+
+/// The memory of a guest that runs before all of it is here. See the [module](super) for the sets and their invariants.
+#[derive(Debug)]
+pub(crate) struct MissingPages {
+    pub(crate) memory: Arc<dyn LazyMemory>,
+    regions: Vec<Region>,
+    left: AtomicU64,
+    pub(super) waiters: Waiters,
+    latencies: Latencies,
+    counters: Counters,
+    /// Faults are not answered any more.
+    stop: AtomicBool,
+    fate: AtomicU8,
+    began: Instant,
+    /// Nanoseconds from `began` to the guest's start.
+    started: AtomicU64,
+    /// Nanoseconds from `began` to the last page; 0 while there are pages to come.
+    ended: AtomicU64,
+    #[cfg(test)]
+    pub(crate) flaw: Flaw,
+}
+
+/// A way to get the order wrong, for tests that show that it matters.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    None,
+    /// A waiter is noted, and the page is not checked again.
+    LooksOnce,
+    /// The thread that brings zeros looks for waiters and then removes the page from the missing set.
+    WaitersFirst,
+    /// A page with content is removed from the missing set and then placed.
+    RemovesBeforePlacing,
+    /// When the link is taken up, pages are requested and then the new channels are set.
+    AsksBeforeChannels,
+}
+
+impl MissingPages {
+    pub(super) fn new(memory: Arc<dyn LazyMemory>, missing: &PageSet, vcpus: u32) -> Self {
+        let region = |(id, map): (RegionId, &Bitmap)| Region {
+            id,
+            unit: memory.unit_pages(id).max(1),
+            missing: ClaimBitmap::new(map),
+            claimed: AtomicBitmap::new(map.len()),
+        };
+        let regions = missing.iter().map(region).collect();
+        Self {
+            memory,
+            regions,
+            left: AtomicU64::new(missing.count()),
+            waiters: Waiters::new(),
+            latencies: Latencies::new(vcpus),
+            counters: Counters::default(),
+            stop: AtomicBool::new(false),
+            fate: AtomicU8::new(OPEN),
+            began: Instant::now(),
+            started: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            #[cfg(test)]
+            flaw: Flaw::None,
+        }
+    }
+}
+
+/// The pages.
+impl MissingPages {
+    /// Returns how many pages are still to come.
+    pub(crate) fn left(&self) -> u64 {
+        self.left.load(Ordering::SeqCst)
+    }
+
+    /// Returns the pages that are still to come. Exact only while no channel brings any.
+    pub(crate) fn missing(&self, layout: &Layout) -> PageSet {
+        let mut set = PageSet::empty(layout);
+        for region in &self.regions {
+            if let Some(map) = set.region_mut(region.id) {
+                map.union(&region.missing.snapshot());
+            }
+        }
+        set
+    }
+
+    /// Returns the position of a region in the layout.
+    pub(crate) fn position(&self, region: RegionId) -> Option<usize> {
+        self.regions.iter().position(|own| own.id == region)
+    }
+
+    /// Returns the name of the region at a position.
+    pub(crate) fn region(&self, position: usize) -> RegionId {
+        self.regions[position].id
+    }
+
+    /// Returns how many pages the region at a position has.
+    pub(crate) fn region_pages(&self, position: usize) -> u64 {
+        self.regions[position].missing.len()
+    }
+
+    pub(super) fn place_of(&self, region: RegionId, page: PageIndex) -> Option<Place> {
+        let position = self.position(region)?;
+        (page.0 < self.region_pages(position)).then_some(Place { region: position, page: page.0 })
+    }
+
+    pub(crate) fn is_missing(&self, place: Place) -> bool {
+        self.regions[place.region].missing.test(place.page)
+    }
+
+    /// Returns the pages that come together with `place`: itself, or its huge page.
+    pub(crate) fn unit(&self, place: Place) -> Range<u64> {
+        let region = &self.regions[place.region];
+        let first = place.page / region.unit * region.unit;
+        first..(first + region.unit).min(region.missing.len())
+    }
+
+    /// Returns whether the region at a position is in single pages.
+    pub(super) fn single(&self, position: usize) -> bool {
+        self.regions[position].unit == 1
+    }
+
+    /// Returns whether a page of the unit of `place` is missing.
+    fn unit_is_missing(&self, place: Place) -> bool {
+        if self.single(place.region) {
+            return self.is_missing(place);
+        }
+        self.regions[place.region].missing.any(self.unit(place))
+    }
+
+    /// Claims `place`, which the caller is going to bring. Returns false if another thread has claimed it.
+    pub(crate) fn claim(&self, place: Place) -> bool {
+        !self.regions[place.region].claimed.set(place.page)
+    }
+
+    /// Gives a claim back.
+    pub(crate) fn unclaim(&self, place: Place) {
+        self.regions[place.region].claimed.test_and_clear(place.page);
+    }
+
+    /// Gives all claims back: no thread brings any page now.
+    pub(crate) fn unclaim_all(&self) {
+        for region in &self.regions {
+            let mut forgotten = Bitmap::new(region.claimed.len());
+            region.claimed.harvest(&mut forgotten);
+        }
+    }
+
+    /// Removes `run` of a region from the missing set: it is here, or known to be zero. Returns how many pages that were, and
+    /// whether none is left.
+    fn remove(&self, region: usize, run: PageRun) -> (u64, bool) {
+        let (taken, _) = self.regions[region].missing.take_range(run.range());
+        let before = if taken > 0 { self.left.fetch_sub(taken, Ordering::SeqCst) } else { 0 };
+        assert!(before >= taken, "a page leaves the missing set once: {taken} of {before} left it");
+        let last = taken > 0 && before == taken;
+        if last {
+            self.ended.store(self.now().max(1), Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+        (taken, last)
+    }
+}
+
+/// Waiters.
+impl MissingPages {
+    /// Notes that a thread waits for `place`. Returns whether the page has to be fetched; otherwise the fault is answered.
+    pub(super) fn wait_for(&self, place: Place, vcpu: Option<u32>) -> bool {
+        let now = self.now();
+        if !self.unit_is_missing(place) {
+            self.answer(place);
+            return false;
+        }
+        // The waiter is noted before the page is checked again: see the module's documentation.
+        let measured = self.waiters.add(place, now, vcpu);
+        fence(Ordering::SeqCst);
+        #[cfg(test)]
+        if self.flaw == Flaw::LooksOnce {
+            return false;
+        }
+        if !self.unit_is_missing(place) {
+            self.release(place.region, self.unit(place));
+            self.answer(place);
+            return false;
+        }
+        if !measured {
+            tracing::debug!("more faults at once than can be watched");
+        }
+        true
+    }
+
+    /// The page is zero, or arrived in the meantime.
+    fn answer(&self, place: Place) {
+        self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
+        self.place_zero(place);
+    }
+
+    /// Returns how long the thread that has waited for longest has waited by now.
+    pub(crate) fn longest_wait(&self) -> Duration {
+        let since = self.waiters.oldest().unwrap_or(u64::MAX);
+        Duration::from_nanos(self.now().saturating_sub(since))
+    }
+
+    /// Returns the pages that a thread waits for now.
+    pub(crate) fn waiting(&self) -> Vec<Place> {
+        self.waiters.waiting()
+    }
+
+    /// These pages were removed from the missing set: each thread goes on that waited for one whose unit is complete now.
+    fn release_units(&self, region: usize, pages: Range<u64>) {
+        if self.single(region) {
+            return self.release(region, pages);
+        }
+        let mut page = pages.start;
+        while page < pages.end {
+            let unit = self.unit(Place { region, page });
+            page = unit.end;
+            if !self.unit_is_missing(Place { region, page: unit.start }) {
+                self.release(region, unit);
+            }
+        }
+    }
+
+    /// Each thread that waited for these pages goes on.
+    fn release(&self, region: usize, pages: Range<u64>) {
+        self.waiters.take(region, pages, |waiter| {
+            self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
+        });
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+/// Placing.
+impl MissingPages {
+    /// Takes pages of zeros: none is placed unless a thread waits for it, or may wait. Returns whether no page is missing now,
+    /// which one call does.
+    pub(crate) fn take_zeros(&self, region: usize, run: PageRun) -> bool {
+        #[cfg(test)]
+        if self.flaw == Flaw::WaitersFirst {
+            self.waiters
+                .take(region, run.range(), |waiter| self.place_zero(Place { region, page: waiter.page }));
+            return self.remove(region, run).1;
+        }
+        let single = self.single(region);
+        if !single {
+            // A thread may wait for the rest of its huge page, which is shown when nothing of it is missing.
+            self.place_zeros(region, run);
+        }
+        let (taken, last) = self.remove(region, run);
+        self.counters.zero_pages.fetch_add(taken, Ordering::Relaxed);
+        self.counters.duplicates.fetch_add(run.count - taken, Ordering::Relaxed);
+        if !single {
+            self.release_units(region, run.range());
+            return last;
+        }
+        self.waiters.take(region, run.range(), |waiter| {
+            self.place_zero(Place { region, page: waiter.page });
+            self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
+        });
+        if self.waiters.overflowed() {
+            run.range().for_each(|page| self.place_zero(Place { region, page }));
+        }
+        last
+    }
+
+    /// Places the contents `bytes` of the pages of `run`. Returns whether no page is missing now, which one call does.
+    pub(crate) fn place_run(&self, region: usize, run: PageRun, bytes: &[u8]) -> Result<bool, VmError> {
+        #[cfg(test)]
+        let early = (self.flaw == Flaw::RemovesBeforePlacing).then(|| self.remove(region, run));
+        let placed = self.memory.place(self.regions[region].id, run, bytes)?;
+        self.counters.pages.fetch_add(placed.pages, Ordering::Relaxed);
+        self.counters.duplicates.fetch_add(placed.there, Ordering::Relaxed);
+        let (_, last) = self.remove(region, run);
+        #[cfg(test)]
+        let last = early.map_or(last, |(_, last)| last);
+        self.release_units(region, run.range());
+        Ok(last)
+    }
+
+    fn try_place_zeros(&self, region: usize, run: PageRun) -> Result<(), VmError> {
+        let id = self.regions[region].id;
+        let placed = self
+            .memory
+            .place_zeros(id, run)
+            .and_then(|placed| if placed.there > 0 { self.memory.wake(id, run.first) } else { Ok(()) });
+        // Once faults have ended everything is there, and nothing can be placed.
+        if self.stopped() { Ok(()) } else { placed }
+    }
+
+    /// Places zeros, as often as it takes: no other thread will do it, and one waits.
+    fn place_zeros(&self, region: usize, run: PageRun) {
+        while let Err(error) = self.try_place_zeros(region, run) {
+            tracing::error!(
+                "pages of zeros cannot be placed for a thread that waits for them: {error}; trying again"
+            );
+            std::thread::sleep(super::AGAIN);
+        }
+    }
+
+    /// The same for a page.
+    fn place_zero(&self, place: Place) {
+        self.place_zeros(place.region, PageRun::new(PageIndex(place.page), 1));
+    }
+}
+
+/// The guest's fate.
+impl MissingPages {
+    /// The guest is about to be started. Returns false if it must not be, because its pages will not come.
+    pub(crate) fn commit(&self) -> bool {
+        self.started.store(self.now(), Ordering::Relaxed);
+        self.fate.compare_exchange(OPEN, COMMITTED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Pages do not come any more. If the guest has not been started it will not be, and a thread that waits for one of its pages
+    /// (the loading of its state) gets zeros, so that it ends; no vCPU will run on these.
+    pub(crate) fn lost(&self) {
+        if self.fate.compare_exchange(OPEN, ABANDONED, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            self.end();
+        }
+    }
+
+    /// Returns whether the link was lost before the guest was started: what was missing then reads as zeros.
+    pub(crate) fn abandoned(&self) -> bool {
+        self.fate.load(Ordering::SeqCst) == ABANDONED
+    }
+
+    /// Ends the faults: what is still missing reads as zeros.
+    pub(crate) fn end(&self) {
+        if let Err(error) = self.try_end() {
+            tracing::warn!("guest memory stays registered for faults: {error}");
+        }
+    }
+
+    /// Like [`end`](Self::end), for a caller that has something to do if the host refuses.
+    pub(crate) fn try_end(&self) -> Result<(), VmError> {
+        self.stop();
+        self.memory.end()
+    }
+
+    /// Ends the fault threads.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.memory.interrupt();
+    }
+
+    pub(crate) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+}
+
+/// Statistics.
+impl MissingPages {
+    /// Counts pages that were requested.
+    pub(crate) fn count_requests(&self, pages: u64) {
+        self.counters.requests.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// Counts a page that arrived damaged.
+    pub(crate) fn count_damaged(&self) {
+        self.counters.damaged.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts pages that are requested ahead, and those of earlier requests that were used.
+    pub(super) fn count_ahead(&self, ahead: u16, used: u16) {
+        self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
+        self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);
+    }
+
+    /// Returns the statistics so far.
+    pub(crate) fn figures(&self) -> LazyFigures {
+        let load = |counter: &Counter| counter.load(Ordering::Relaxed);
+        let elapsed = match self.ended.load(Ordering::Acquire) {
+            0 => self.began.elapsed(),
+            ns => Duration::from_nanos(ns),
+        };
+        let elapsed = elapsed.saturating_sub(Duration::from_nanos(self.started.load(Ordering::Relaxed)));
+        LazyFigures {
+            pages: load(&self.counters.pages),
+            zero_pages: load(&self.counters.zero_pages),
+            duplicates: load(&self.counters.duplicates),
+            damaged: load(&self.counters.damaged),
+            zero_faults: load(&self.counters.zero_faults),
+            requests: load(&self.counters.requests),
+            ahead: load(&self.counters.ahead),
+            ahead_used: load(&self.counters.ahead_used),
+            cpu_us: 0,
+            elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
+            all: self.latencies.all(),
+            latency: self.latencies.figures(),
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Missing pages over a link: requested on urgent channels, and brought by any channel.
+
+use super::receiver::{FrameSource, ReceiveError};
+use crate::channel::{IoBuf, Stream};
+use crate::demand::{self, MissingPages, PageSource, Place};
+use crate::sync::{AtomicU64, RwLock};
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
+
+/// Pages that arrived damaged and are requested again, at most: beyond that the link is given up.
+const MOST_DAMAGED: u64 = 10_000;
+
+/// Time that the source may take to take a request, and those for a huge page.
+const ONE: Duration = Duration::from_secs(1);
+const MANY: Duration = Duration::from_secs(10);
+
+/// A table that does not fit its frame; decoding it has found out before.
+pub(super) const TABLE: WireError = WireError::Damaged { what: "table of a frame" };
+
+/// Demand paging whose pages come over a link.
+pub(crate) type DemandPager = demand::DemandPager<UrgentChannels>;
+
+/// An urgent channel, to send requests on.
+#[derive(Debug)]
+pub(crate) struct UrgentChannel {
+    stream: Arc<Stream>,
+    /// A request is one write; several fault threads may share a channel.
+    turn: Mutex<()>,
+}
+
+impl UrgentChannel {
+    pub(crate) fn new(stream: Arc<Stream>) -> Self {
+        Self { stream, turn: Mutex::new(()) }
+    }
+
+    /// Sends whole requests.
+    fn send(&self, requests: &[u8], within: Duration) -> io::Result<()> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.stream.send_bytes_within(requests, within).map_err(|failed| failed.error)
+    }
+}
+
+/// The urgent channels: the source of missing pages that come over a link.
+#[derive(Debug, Default)]
+pub(crate) struct UrgentChannels {
+    /// Empty while the link is down.
+    channels: RwLock<Vec<Arc<UrgentChannel>>>,
+    /// Pages that arrived damaged on these channels.
+    damaged_here: AtomicU64,
+    /// Whether processors are kept awake while there are channels.
+    stay_awake: bool,
+}
+
+impl PageSource for UrgentChannels {
+    type Local = ();
+
+    fn local(&self) {}
+
+    /// Requests a page and what is missing of its unit, as far as that was not done already: each as a page that a thread waits
+    /// for, because what is only requested ahead stays behind at the source when there is another request.
+    fn fetch(&self, pages: &MissingPages, (): &mut (), place: Place, ahead: u16) {
+        let unit = pages.unit(place);
+        if unit.end - unit.start == 1 {
+            if pages.claim(place) {
+                self.request(pages, place.region, &[place.page], (ahead, false));
+            }
+            return;
+        }
+        let region = place.region;
+        let claimed = |page: &u64| {
+            let place = Place { region, page: *page };
+            pages.is_missing(place) && pages.claim(place)
+        };
+        let unit: Vec<u64> = unit.filter(claimed).collect();
+        self.request(pages, region, &unit, (0, false));
+    }
+}
+
+impl UrgentChannels {
+    /// No channels yet.
+    pub(crate) fn new(stay_awake: bool) -> Self {
+        Self { stay_awake, ..Self::default() }
+    }
+
+    /// Returns whether processors are kept awake while there are channels.
+    pub(crate) fn stay_awake(&self) -> bool {
+        self.stay_awake
+    }
+
+    /// Sends requests on `channels` from now on. Earlier requests are forgotten, because their channels are gone; each page that a
+    /// thread waits for is requested again. Without channels the link is down.
+    pub(crate) fn replace(&self, pages: &MissingPages, channels: Vec<Arc<UrgentChannel>>) {
+        let up = !channels.is_empty();
+        #[cfg(test)]
+        if pages.flaw == demand::Flaw::AsksBeforeChannels {
+            pages.waiting().into_iter().for_each(|place| self.fetch(pages, &mut (), place, 0));
+            *self.channels.write().unwrap_or_else(PoisonError::into_inner) = channels;
+            return;
+        }
+        *self.channels.write().unwrap_or_else(PoisonError::into_inner) = channels;
+        self.damaged_here.store(0, Ordering::Relaxed);
+        pages.unclaim_all();
+        if up {
+            for place in pages.waiting() {
+                self.fetch(pages, &mut (), place, 0);
+            }
+        }
+    }
+
+    /// Requests the pages `wanted`, of one stripe. A channel that fails is found broken by the thread that reads it, and then
+    /// they are requested again on the next.
+    fn request(&self, pages: &MissingPages, position: usize, wanted: &[u64], (ahead, again): (u16, bool)) {
+        let Some(first) = wanted.first() else { return };
+        let region = pages.region(position);
+        let stripe = pages.memory.stripe_of(region, PageIndex(*first));
+        let channels = self.channels.read().unwrap_or_else(PoisonError::into_inner);
+        let channel = channels.get(stripe % channels.len().max(1)).cloned();
+        // Not held while something is sent: the thread that replaces the channels must not wait for that.
+        drop(channels);
+        let Some(channel) = channel else {
+            // The link is down: pages that a thread waits for are requested when it is up again.
+            wanted.iter().for_each(|page| pages.unclaim(Place { region: position, page: *page }));
+            return;
+        };
+        pages.count_requests(wanted.len() as u64);
+        let request = |page: &u64| Request::Page { region, page: PageIndex(*page), ahead, again }.encode();
+        let sent = match wanted {
+            [page] => channel.send(&request(page), ONE),
+            // Of a huge page that the source is slow to send it takes the requests as slowly.
+            wanted => channel.send(&wanted.iter().flat_map(request).collect::<Vec<_>>(), MANY),
+        };
+        if let Err(error) = sent {
+            let count = wanted.len();
+            tracing::warn!("{count} pages of {region} from {first:#x} could not be requested: {error}");
+            // Half a request may have left: nothing that follows could be understood.
+            channel.stream.shutdown();
+        }
+    }
+
+    /// A page arrived damaged, and is requested again.
+    fn damaged(&self, pages: &MissingPages, place: Place) -> Result<(), ReceiveError> {
+        pages.count_damaged();
+        if self.damaged_here.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
+            return Err(WireError::Damaged { what: "content of thousands of pages" }.into());
+        }
+        // It stays claimed, unless a new link took all claims back.
+        pages.claim(place);
+        self.request(pages, place.region, &[place.page], (0, true));
+        Ok(())
+    }
+}
+
+/// A channel's buffer for pages that are not yet checked: nothing can be received into memory that is still missing.
+#[derive(Debug, Default)]
+pub(crate) struct Stager {
+    /// Allocated at the first frame, as large as the largest.
+    bytes: Vec<u8>,
+}
+
+impl Stager {
+    /// Receives a frame's contents from `source` and places them. Returns whether no page is missing now, which one call does.
+    pub(crate) fn take(
+        &mut self,
+        pager: &DemandPager,
+        region: RegionId,
+        table: &Table<'_>,
+        source: &impl FrameSource,
+    ) -> Result<bool, ReceiveError> {
+        self.bytes.resize(MAX_FRAME_PAGES * PAGE_BYTES, 0);
+        let position = pager.pages.position(region);
+        let position = position.ok_or(WireError::Field {
+            what: "region",
+            value: region.0.into(),
+            allowed: "one of the layout",
+        })?;
+        let pages = table.digests().count();
+        let contents = self.bytes.get_mut(..pages * PAGE_BYTES).ok_or(TABLE)?;
+        source.fill(&mut [IoBuf::from_bytes_mut(contents)])?;
+        let (mut contents, mut digests, mut last) = (&*contents, table.digests(), false);
+        for entry in table.runs() {
+            last |= match entry.kind {
+                RunKind::Zero => pager.pages.take_zeros(position, entry.run),
+                RunKind::Data => {
+                    let bytes = usize::try_from(entry.run.bytes()).unwrap_or(usize::MAX);
+                    let (own, rest) = contents.split_at_checked(bytes).ok_or(TABLE)?;
+                    contents = rest;
+                    pager.take_pages(position, entry.run, own, &mut digests)?
+                }
+            };
+        }
+        Ok(last)
+    }
+}
+
+impl DemandPager {
+    /// Takes pages with content: those that match their digest are placed, run by run; the others are requested again.
+    fn take_pages(
+        &self,
+        region: usize,
+        run: PageRun,
+        contents: &[u8],
+        digests: &mut impl Iterator<Item = PageDigest>,
+    ) -> Result<bool, ReceiveError> {
+        let mut last = false;
+        let mut sound = run.first.0..run.first.0;
+        for (page, content) in run.range().zip(contents.chunks_exact(PAGE_BYTES)) {
+            let digest = digests.next();
+            if digest == Some(PageDigest::of(content)) {
+                sound.end = page + 1;
+                continue;
+            }
+            last |= self.place_sound(region, run, sound, contents)?;
+            sound = page + 1..page + 1;
+            self.source.damaged(&self.pages, Place { region, page })?;
+        }
+        last |= self.place_sound(region, run, sound, contents)?;
+        Ok(last)
+    }
+
+    fn place_sound(
+        &self,
+        region: usize,
+        run: PageRun,
+        pages: Range<u64>,
+        contents: &[u8],
+    ) -> Result<bool, ReceiveError> {
+        if pages.is_empty() {
+            return Ok(false);
+        }
+        let byte =
+            |page: u64| usize::try_from(page - run.first.0).unwrap_or(usize::MAX).saturating_mul(PAGE_BYTES);
+        let bytes = contents.get(byte(pages.start)..byte(pages.end)).ok_or(TABLE)?;
+        Ok(self.pages.place_run(region, pages.into(), bytes)?)
+    }
+}
