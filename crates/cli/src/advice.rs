@@ -2,7 +2,7 @@
 //! states in docs/reliability.md has the same; a test compares them.
 
 use serde_json::Value;
-use vmferry_engine::Uri;
+use vmferry_engine::{MigrateError, Uri};
 
 /// A state that somebody may have to do something about. In its text `WHY` and `URI` stand for what they say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,6 +146,25 @@ pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
         }
     }
     words
+}
+
+/// Returns the text of an error of the library, with the options of the command that can do something about it.
+pub(crate) fn advised(error: &MigrateError, uri: &Uri) -> String {
+    // A connector's refusal is inside the failure to connect.
+    let inner = match error {
+        MigrateError::Connect { source, .. } => source.get_ref().and_then(|inner| inner.downcast_ref()),
+        _ => None,
+    };
+    let options = match (inner.unwrap_or(error), uri) {
+        (MigrateError::Connect { .. }, Uri::Tcp { .. } | Uri::Unix(_)) => {
+            return format!("{error} (start it with: vmferry run --incoming {uri})");
+        }
+        (MigrateError::NotLoopback { .. }, _) => "--tls-cert, --tls-key and --tls-ca, or --insecure",
+        (MigrateError::Tls { .. }, _) => "the expected name is the one in the address, or --tls-peer",
+        (MigrateError::Fence(_), _) => "--fence",
+        _ => return error.to_string(),
+    };
+    format!("{error} ({options})")
 }
 
 #[cfg(test)]

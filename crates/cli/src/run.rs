@@ -4,6 +4,7 @@ mod moving;
 
 pub(crate) use moving::tracker;
 
+use crate::advice::advised;
 use crate::api::{Api, Errand, Incoming, Order, Place, Shared};
 use crate::args::{OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
@@ -15,7 +16,7 @@ use crate::limit::Limiter;
 use crate::speed::EVERY;
 use crate::traces::Traces;
 use crate::{Status, balloon, dirty_rate, metrics, output, plan, sandbox, signals};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -240,17 +241,18 @@ fn deferred(
 
 /// Listens for a guest; encrypted, if this process was given a certificate.
 fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
-    Ok(match (uri, &shared.tls) {
+    let listener = match (uri, &shared.tls) {
         (Uri::Fd(names), tls) => {
             let sockets = shared.descriptors.take(names).with_context(|| uri.to_string())?;
             match tls {
-                Some(tls) => Listener::passed_encrypted(sockets, uri, tls.clone())?,
-                None => Listener::passed(sockets, uri, insecure)?,
+                Some(tls) => Listener::passed_encrypted(sockets, uri, tls.clone()),
+                None => Listener::passed(sockets, uri, insecure),
             }
         }
-        (_, Some(tls)) => Listener::bind_encrypted(uri, tls.clone())?,
-        (_, None) => Listener::bind(uri, insecure)?,
-    })
+        (_, Some(tls)) => Listener::bind_encrypted(uri, tls.clone()),
+        (_, None) => Listener::bind(uri, insecure),
+    };
+    listener.map_err(|error| anyhow!(advised(&error, uri)))
 }
 
 /// Waits for a guest.

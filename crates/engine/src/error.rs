@@ -55,7 +55,7 @@ pub enum MigrateError {
     },
     /// No encrypted connection came about.
     #[error(
-        "no encrypted connection to {uri}: {source}; have both sides certificates of an authority that the other trusts, the target's for the name in this address or in --tls-peer, this side's for the name in the target's --tls-peer?"
+        "no encrypted connection to {uri}: {source}; check that each side has a certificate of an authority that the other side trusts, for the name that the other side expects"
     )]
     Tls {
         /// Where.
@@ -73,7 +73,7 @@ pub enum MigrateError {
     },
     /// Unencrypted traffic would leave the host.
     #[error(
-        "{uri} is not on this host: plain connections can be read and changed on the way; give both sides certificates, or say --insecure to allow it"
+        "{uri} is not on this host, and plain connections can be read and changed on the way: encrypt them on both sides, or permit plain connections"
     )]
     NotLoopback {
         /// Where.
@@ -124,7 +124,7 @@ pub enum MigrateError {
     Vm(String),
     /// Nobody could decide if it came to that, so nothing is begun.
     #[error(
-        "the fence cannot be used: {0}; without it nothing is moved. Is it up, and does --fence name it as on the target?"
+        "the fence cannot be used: {0}. Nothing is moved without it: check that it is up, and that both sides use the same fence"
     )]
     Fence(ArbiterError),
     /// The host refused a thread or random bits.

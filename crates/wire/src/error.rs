@@ -143,7 +143,7 @@ impl std::fmt::Display for RefusalCode {
             Self::Cancelled => "cancelled",
             Self::Timeout => "timed out",
             Self::Encryption => "it takes encrypted connections only: give this side a certificate",
-            Self::Fence => "the two sides do not have the same fence: give both the same --fence, or neither",
+            Self::Fence => "the two sides do not have the same fence: give both the same fence, or neither",
         })
     }
 }

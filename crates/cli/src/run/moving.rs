@@ -1,5 +1,6 @@
 //! A guest that is to go: what is asked for, and what became of it.
 
+use crate::advice::advised;
 use crate::api::{MigrateRequest, Place, Shared};
 use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::fence::Asked;
@@ -10,8 +11,7 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_dirty::Policy;
 use vmferry_engine::{
-    Connect, MigrateError, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save,
-    save_copy,
+    Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
 };
 
 /// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
@@ -168,16 +168,6 @@ fn move_away(
     }
     shared.end_migration(report, place);
     (place, if lost { Status::Lost } else { Status::Done })
-}
-
-/// Returns the text of `error`, with what the user of the command can do about it.
-fn advised(error: &MigrateError, uri: &Uri) -> String {
-    match (error, uri) {
-        (MigrateError::Connect { .. }, Uri::Tcp { .. } | Uri::Unix(_)) => {
-            format!("{error} (start it with: vmferry run --incoming {uri})")
-        }
-        _ => error.to_string(),
-    }
 }
 
 /// Place of the guest after a migration. It is `here` if it is this side's.

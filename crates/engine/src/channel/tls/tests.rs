@@ -241,7 +241,7 @@ fn sides_that_do_not_agree_on_encryption_say_so() {
     assert!(matches!(error, MigrateError::RefusedHello { code: RefusalCode::Encryption, .. }), "{error}");
     let error = greet(Some(tls), None).unwrap_err();
     assert!(matches!(error, MigrateError::Tls { .. }), "{error}");
-    assert!(error.to_string().contains("have both sides certificates of an authority"), "{error}");
+    assert!(error.to_string().contains("check that each side has a certificate of an authority"), "{error}");
 }
 
 /// Whether a connection of this host to `port` of loopback waits for the answer to its first packet.
