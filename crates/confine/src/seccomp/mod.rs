@@ -99,6 +99,7 @@ fn compile(policy: Policy, otherwise: SeccompAction, listed: SeccompAction) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     /// What the kernel takes: `BPF_MAXINSNS`.
     const MOST: usize = 4096;
@@ -126,6 +127,34 @@ mod tests {
         }
         for role in Role::ALL {
             assert_eq!(roles::role(role).beyond(&roles::base()), Vec::<String>::new(), "{role}");
+        }
+    }
+
+    /// The rows of the table in the guide for embedders: a role, and the calls that the row names.
+    fn table_for_embedders() -> Vec<(&'static str, BTreeSet<&'static str>)> {
+        let guide = include_str!("../../../../docs/embedding.md");
+        let (_, table) = guide.split_once("<!-- system calls:").expect("the table's mark");
+        let rows = table.lines().skip(3).take_while(|line| line.starts_with('|'));
+        rows.map(|row| {
+            let cells: Vec<_> = row.split('|').map(str::trim).collect();
+            (cells[1], cells[2].split(' ').map(|name| name.trim_matches('`')).collect())
+        })
+        .collect()
+    }
+
+    #[test]
+    fn guide_for_embedders_names_the_system_calls_of_each_engine_thread() {
+        // Not of an embedder's threads: the command's filters and capabilities, and files that a thread reaches by name.
+        let own: BTreeSet<_> = ["seccomp", "capget", "capset"].into();
+        let rows = table_for_embedders();
+        let each = &rows[0].1;
+        let told: Vec<_> = rows[1..].iter().map(|(role, _)| *role).collect();
+        assert_eq!(told, ["sender", "receiver", "control", "listener", "fault", "snapshot", "tracker"]);
+        for (name, calls) in &rows[1..] {
+            let role = Role::ALL.into_iter().find(|role| role.to_string() == *name).expect("a role");
+            let needed: BTreeSet<_> = roles::called(role).names().difference(&own).copied().collect();
+            let told: BTreeSet<_> = each.union(calls).copied().collect();
+            assert_eq!(told, needed, "{name}");
         }
     }
 }

@@ -68,6 +68,12 @@ impl Policy {
         beyond.map(|(call, rules)| format!("{} {rules:x?}", names::name(*call).unwrap_or("?"))).collect()
     }
 
+    /// The names of its calls.
+    #[cfg(test)]
+    pub(super) fn names(&self) -> std::collections::BTreeSet<&'static str> {
+        self.0.keys().map(|call| names::name(*call).expect("a call with a name")).collect()
+    }
+
     /// As the library takes it.
     pub(super) fn rules(self) -> Result<BTreeMap<i64, Vec<SeccompRule>>, seccompiler::BackendError> {
         let chain = |(call, rules): (i64, Vec<Must>)| {

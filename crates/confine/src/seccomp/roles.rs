@@ -224,6 +224,13 @@ const fn opens(role: Role) -> bool {
 
 /// What threads of this role may do.
 pub(super) fn role(role: Role) -> Policy {
+    let called = called(role);
+    // Of a thread that opens no files these are on the list, and fail ([`unread`]).
+    if opens(role) { called } else { called.any(NAMES) }
+}
+
+/// What threads of this role call and rely on.
+pub(super) fn called(role: Role) -> Policy {
     let own = match role {
         Role::Owner => owner(),
         Role::Vcpu => vcpu(),
@@ -277,7 +284,6 @@ pub(super) fn role(role: Role) -> Policy {
         .each(SYS_fcntl, (1, WHOLE), &[number(libc::F_GETFD), number(libc::F_GETFL)])
         .each(SYS_prctl, (0, WHOLE), &[number(libc::PR_GET_NAME)])
         .and(own);
-    let common = if opens(role) { common } else { common.any(NAMES) };
     let data = Must::Have { argument: 2, mask: EXEC, value: 0 };
     [SYS_mmap, SYS_mprotect].into_iter().fold(common, |policy, call| policy.when(call, data.clone()))
 }
