@@ -526,7 +526,7 @@ fn what_cannot_begin_says_why_at_once() {
         "{nobody}"
     );
     let far = fails(&Uri::Tcp { host: "192.0.2.1".into(), port: 9 }, &quick());
-    assert!(far.contains("--insecure"), "{far}");
+    assert!(far.contains("permit plain connections"), "{far}");
     let none = fails(&unix_uri(), &Settings { channels: 0, ..quick() });
     assert!(none.contains("1 to 64"), "{none}");
     let still = fails(&unix_uri(), &Settings { max_bandwidth: Some(0), ..quick() });

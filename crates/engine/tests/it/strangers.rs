@@ -231,7 +231,7 @@ impl Evil {
         let _ = self.bulk[0].write_all(&bytes);
     }
 
-    /// Waits until the target has looked at its guest's memory `times` during `act`.
+    /// Waits until the target has looked up its guest's memory for so many frames, `times`, during `act`.
     fn until_looks(&mut self, times: usize, act: impl FnOnce(&mut Self)) {
         let before = (self.looks)();
         act(self);
@@ -334,7 +334,11 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
         hear(&mut evil.control);
-        evil.until_looks(2, |evil| evil.frame(1, 5, |_, _, content| content[17] ^= 1));
+        // The target takes the second frame after it has checked the first.
+        evil.until_looks(2, |evil| {
+            evil.frame(1, 5, |_, _, content| content[17] ^= 1);
+            evil.frame(1, 6, |_, _, _| {});
+        });
         evil.say(&ToTarget::Load);
     });
     // Half a frame is under way.
