@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use values::{address, dirty_ring, memory, size, workload};
 pub(crate) use values::{rate, time};
-use vmferry_dirty::Policy;
+use vmferry_baselines::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 use vmferry_vmm::NetOptions;
@@ -347,7 +347,7 @@ pub(crate) struct MigrateArgs {
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
-    /// Who says when dirty rings are harvested: fixed, gears, aimd or predict
+    /// Harvest policy of dirty rings: predict, or the baselines fixed, gears and aimd
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
     /// Parallel channels [default: 2, or what several sockets leave]

@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_dirty::{Policy, RatePoint, check_windows};
+use vmferry_baselines::Policy;
+use vmferry_dirty::{RatePoint, check_windows};
 
 /// The machine's owner does nothing else meanwhile.
 pub(crate) const LONGEST: Duration = Duration::from_secs(15);
@@ -36,7 +37,7 @@ pub(crate) struct DirtyRateArgs {
     /// How the guest's writes are found
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
-    /// Who says when dirty rings are harvested
+    /// Harvest policy of dirty rings
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
     /// Write the result as JSON to this file, - for standard output

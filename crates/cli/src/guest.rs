@@ -10,7 +10,7 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
-use vmferry_dirty::Policy;
+use vmferry_baselines::Policy;
 use vmferry_engine::{RunState, SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
@@ -118,10 +118,10 @@ impl Machine {
         Ok(Self::Process(Box::new(guest)))
     }
 
-    /// Who says when dirty rings are harvested, in migrations from now on.
+    /// Sets the harvest policy of dirty rings, for migrations from now on.
     pub(crate) fn set_reaper(&mut self, policy: Policy) {
         match self {
-            Self::Kvm(vm) => vm.set_reaper(policy),
+            Self::Kvm(vm) => vm.set_reaper(Arc::new(policy)),
             Self::Process(_) => {}
         }
     }

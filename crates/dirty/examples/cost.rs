@@ -20,9 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 use user_guest::{FIRST, add_slot, guest, running};
+use vmferry_baselines::Policy;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, Gpa, Layout, PageIndex, PageRun, PageSet, Region, RegionId};
-use vmferry_dirty::{KvmLogTracker, Policy, RingTracker, WpTracker, touched};
+use vmferry_dirty::{KvmLogTracker, RingTracker, WpTracker, touched};
 
 fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {
@@ -87,7 +88,7 @@ fn ring() {
             let memory = Memory::new(Kind::Small, FIRST + 2 * set);
             let Some(mut guest) = guest(&memory, entries, 2, set) else { return };
             running(&mut guest, |_| std::thread::sleep(Duration::from_secs(1)));
-            let mut tracker = RingTracker::new(&guest.rings, policy);
+            let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(policy));
             tracker.start().unwrap();
             let begin = Instant::now();
             let (_, writes) = running(&mut guest, |_| std::thread::sleep(Duration::from_secs(4)));
@@ -115,7 +116,7 @@ fn start_and_stop() {
     let set = 1 << ((memory.pages - FIRST) / 2).ilog2();
     let Some(mut guest) = guest(&memory, 65536, 1, set) else { return };
     running(&mut guest, |_| std::thread::sleep(Duration::from_secs(8)));
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Policy::Fixed));
     for _ in 0..2 {
         let started = timed(|| tracker.start().unwrap());
         let ((harvest, pages), _) = running(&mut guest, |_| {
@@ -162,7 +163,7 @@ fn trace() {
     let memory = Memory::new(Kind::Small, FIRST + 2 * 32768);
     let Some(mut guest) = guest(&memory, 65536, 2, 32768) else { return };
     let layout = guest.layout.clone();
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Policy::Fixed));
     tracker.start().unwrap();
     let mut seen = [0; 2];
     // Working sets, in pages, of the two; nobody writes in the third.

@@ -6,6 +6,8 @@
 //! | [`RingTracker`] | KVM's dirty rings, one a vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault; and a stop when a ring is full |
 //! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and huge pages are split where they are written |
 //!
+//! A VMM can choose when rings are harvested: [`ReaperPolicy`]. [`Predict`] is the policy of this crate.
+//!
 //! All keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`touched`] tells which pages were never
 //! touched and need not be sent at all.
 //!
@@ -28,7 +30,7 @@ pub use residency::{prepare, touched};
 #[cfg(any(test, feature = "sim"))]
 pub use ring::sim;
 pub use ring::{
-    DirtyRings, Policy, ReaperReport, ReaperState, RingReport, RingTracker, RingVcpu, UnknownPolicy,
-    VcpuRingReport,
+    DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
+    RingVcpu, RingView, Rings, VcpuRingReport,
 };
 pub use wp::WpTracker;

@@ -1,7 +1,7 @@
 //! Draws what each reaper policy did to a simulated guest: a file `reaper-POLICY.svg` for each into a folder.
 //!
 //! ```sh
-//! cargo run -p vmferry-dirty --features sim --example reapers |
+//! cargo run -p vmferry-baselines --example reapers |
 //!     cargo run -p vmferry-report --example policies -- docs/img bursts 4096
 //! ```
 

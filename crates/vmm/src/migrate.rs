@@ -55,7 +55,7 @@ impl Vm {
                  --dirty-ring 4096",
             )
         })?;
-        Ok(Box::new(RingTracker::new(rings, self.reaper())))
+        Ok(Box::new(RingTracker::with_policy(rings, Arc::clone(self.reaper()))))
     }
 }
 

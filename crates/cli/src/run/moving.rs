@@ -9,7 +9,7 @@ use crate::{Status, output, plan, sandbox};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
-use vmferry_dirty::Policy;
+use vmferry_baselines::Policy;
 use vmferry_engine::{
     Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
 };

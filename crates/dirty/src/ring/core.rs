@@ -3,6 +3,7 @@
 //! Everything that is KVM's is behind [`Kernel`], so that the tests can put a model in its place and try out every
 //! interleaving of the very code that ships.
 
+use super::policy::RingView;
 use super::stats::Counters;
 use super::sync::{Mutex, MutexGuard, lock};
 use crate::TrackerError;
@@ -98,21 +99,6 @@ struct Ring {
     counters: Counters,
 }
 
-/// What one look at a ring shows, without taking anything from it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct RingView {
-    /// Entries that wait to be harvested.
-    pub(crate) used: u32,
-    /// Pages harvested from it, by whomever, since tracking started.
-    pub(crate) harvested: u64,
-    /// How often its vCPU found it full, since tracking started.
-    pub(crate) full_exits: u64,
-    /// For how long its vCPU stood still because of that.
-    pub(crate) stalled: Duration,
-    /// When it was harvested last, since the rings were made.
-    pub(crate) emptied_at: Duration,
-}
-
 /// A way to get the order wrong, for tests that show that it matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,7 +117,7 @@ pub(crate) struct Core<K> {
     /// Held for each call of `reset`. While another thread's call is under way that took our entries, a call of our own can
     /// return with nothing to do, and our entries can be free, before their pages are protected or TLBs flushed.
     resets: Mutex<()>,
-    /// The one lock of the published policies: see [`Core::harvest_all`].
+    /// Lock of policies that harvest all rings at once: see [`Core::harvest_all`].
     one: Mutex<()>,
     found: Found,
     /// Entries that a vCPU can fill before it is stopped: learned, as it depends on the processor.
@@ -295,13 +281,14 @@ impl<K: Kernel> Core<K> {
         self.harvest(0..self.rings.len())
     }
 
-    /// The same in the surroundings of the published policies: whoever comes meanwhile, full ring or not, waits.
+    /// Takes all that is in any ring, under one lock. Every other caller waits, also a vCPU whose ring is full.
     pub(crate) fn harvest_all(&self) -> Result<u64, TrackerError> {
         let _one = lock(&self.one);
         self.harvest_every()
     }
 
-    /// Called by the vCPU of `ring` when it was stopped because the ring is full; `all` as the published policies do it.
+    /// Makes room in `ring` for its vCPU, which was stopped because the ring is full. With `all`, harvests all rings under
+    /// one lock.
     pub(crate) fn full(&self, ring: usize, all: bool) -> Result<(), TrackerError> {
         let begin = Instant::now();
         let counters = &self.rings[ring].counters;

@@ -5,10 +5,12 @@
 //! | [`DirtyRings`] | the rings of a VM, for as long as the VM lives |
 //! | [`RingVcpu`] | what a vCPU's thread calls when its ring is full |
 //! | [`RingTracker`] | starts and stops tracking, and hands out what was found |
-//! | [`Policy`] | when the reaper, a thread that a tracker starts, harvests meanwhile |
+//! | [`ReaperPolicy`] | extension point: when the reaper, a thread that a tracker starts, harvests meanwhile |
+//! | [`Predict`] | the product's policy |
 
 mod core;
 mod policy;
+mod predict;
 mod reaper;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
@@ -18,7 +20,8 @@ mod tracker;
 
 use self::core::{Core, Found, Kernel};
 use crate::{LogSlot, TrackerError};
-pub use policy::{Policy, UnknownPolicy};
+pub use policy::{HarvestSchedule, ReaperPolicy, RingView, Rings};
+pub use predict::Predict;
 use reaper::Desk;
 pub use stats::{ReaperReport, ReaperState, RingReport, VcpuRingReport};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -43,7 +46,7 @@ pub(crate) struct Shared {
     desk: Desk,
     /// Whether a tracker is started.
     in_use: AtomicBool,
-    /// Whether a full ring has all rings harvested: [`Policy::harvests_all`].
+    /// True if a full ring has all rings harvested: [`ReaperPolicy::harvests_all`].
     full_harvests_all: AtomicBool,
 }
 
@@ -131,8 +134,9 @@ pub struct RingVcpu {
 
 impl RingVcpu {
     /// To be called when `KVM_RUN` returned with exit reason [`EXIT_RING_FULL`](ring::EXIT_RING_FULL), before it is called
-    /// again: makes room. Counts the exit and the time. With [`Policy::Predict`], or without a tracker, only this vCPU's
-    /// ring is harvested, and nothing is locked that another running vCPU needs.
+    /// again: makes room. Counts the exit and the time. Without a tracker, and with a policy that does not
+    /// [harvest all](ReaperPolicy::harvests_all), only the ring of this vCPU is harvested, and nothing is locked that
+    /// another running vCPU needs.
     ///
     /// # Errors
     /// If the ring cannot be reset. The vCPU cannot go on then: it may try again, or end; nothing that was harvested is lost.

@@ -1,8 +1,8 @@
 //! The thread that harvests.
 
 use super::Shared;
-use super::core::RingView;
-use super::policy::{Pace, Policy, World};
+use super::policy::{ReaperPolicy, RingView, Rings};
+use super::predict::Predict;
 use super::stats::{ReaperReport, ReaperState};
 use crate::TrackerError;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -32,18 +32,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Returns the report of a reaper that has done nothing yet.
+fn fresh(policy: &dyn ReaperPolicy, state: ReaperState) -> ReaperReport {
+    ReaperReport {
+        policy: policy.name().to_owned(),
+        state,
+        iterations: 0,
+        harvests: 0,
+        sleep: Duration::ZERO,
+        cpu: Duration::ZERO,
+    }
+}
+
 impl Desk {
     pub(crate) fn new(rings: usize) -> Self {
-        let report = ReaperReport {
-            policy: Policy::default(),
-            state: ReaperState::Off,
-            iterations: 0,
-            harvests: 0,
-            sleep: Duration::ZERO,
-            cpu: Duration::ZERO,
-        };
         Self {
-            report: Mutex::new(report),
+            report: Mutex::new(fresh(&Predict, ReaperState::Off)),
             asked: Mutex::default(),
             changed: Condvar::new(),
             marks: (0..rings).map(|_| AtomicU32::new(u32::MAX)).collect(),
@@ -55,16 +59,8 @@ impl Desk {
         lock(&self.report).clone()
     }
 
-    fn begin(&self, policy: Policy) {
-        let mut report = lock(&self.report);
-        *report = ReaperReport {
-            policy,
-            state: ReaperState::Sleeping,
-            iterations: 0,
-            harvests: 0,
-            sleep: Duration::ZERO,
-            cpu: Duration::ZERO,
-        };
+    fn begin(&self, policy: &dyn ReaperPolicy) {
+        *lock(&self.report) = fresh(policy, ReaperState::Sleeping);
         *lock(&self.asked) = Asked::default();
     }
 
@@ -107,11 +103,12 @@ pub(crate) struct Reaper {
 
 impl Reaper {
     /// Starts the thread.
-    pub(crate) fn start(shared: &Arc<Shared>, policy: Policy) -> Result<Self, TrackerError> {
-        shared.desk().begin(policy);
+    pub(crate) fn start(shared: &Arc<Shared>, policy: &Arc<dyn ReaperPolicy>) -> Result<Self, TrackerError> {
+        shared.desk().begin(&**policy);
         let worker = Worker { shared: Arc::clone(shared) };
+        let policy = Arc::clone(policy);
         let thread =
-            vmferry_thread::spawn(vmferry_thread::Role::Tracker, "reaper", move || worker.live(policy));
+            vmferry_thread::spawn(vmferry_thread::Role::Tracker, "reaper", move || worker.live(&*policy));
         let thread = thread.map_err(|error| {
             lock(&shared.desk().report).state = ReaperState::Off;
             TrackerError::Reaper(error)
@@ -153,24 +150,27 @@ impl Drop for Farewell<'_> {
 }
 
 impl Worker {
-    fn live(self, policy: Policy) {
+    fn live(self, policy: &dyn ReaperPolicy) {
         let desk = self.shared.desk();
         let _farewell = Farewell(desk);
-        let mut rings = RealRings { shared: &self.shared, used: vec![0; self.shared.core().len()] };
-        let (mut pace, mut sleep) = Pace::new(policy, &rings);
+        let mut rings =
+            RealRings { shared: &self.shared, used: vec![0; self.shared.core().len()], harvested: false };
+        let mut schedule = policy.begin(&rings);
+        let mut sleep = schedule.first_sleep();
         lock(&desk.report).sleep = sleep;
         while desk.sleep(sleep) {
             lock(&desk.report).state = ReaperState::Working;
-            let turn = pace.turn(&mut rings);
+            rings.harvested = false;
+            let turn = schedule.turn(&mut rings);
             let mut report = lock(&desk.report);
             report.iterations += 1;
             report.cpu = vmferry_sys::cpu_time();
             match turn {
-                Ok(turn) => {
-                    report.harvests += u64::from(turn.harvested);
+                Ok(next) => {
+                    report.harvests += u64::from(rings.harvested);
                     report.state = ReaperState::Sleeping;
-                    report.sleep = turn.sleep;
-                    sleep = turn.sleep;
+                    report.sleep = next;
+                    sleep = next;
                 }
                 Err(error) => {
                     report.state = ReaperState::Failed(error.to_string());
@@ -179,43 +179,52 @@ impl Worker {
             }
             drop(report);
             for (ring, mark) in desk.marks.iter().enumerate() {
-                mark.store(pace.watermark(ring).unwrap_or(u32::MAX), Ordering::Relaxed);
-                rings.used[ring] = pace.used(ring);
+                mark.store(schedule.watermark(ring).unwrap_or(u32::MAX), Ordering::Relaxed);
             }
             desk.woken.store(false, Ordering::Relaxed);
         }
     }
 }
 
-/// The rings of a VM, as a policy wants them.
+/// Rings of a VM, as a policy sees them.
 struct RealRings<'a> {
     shared: &'a Shared,
-    /// Entries of each that were in use at the last look: where to begin to look now.
+    /// Entries of each ring that were in use at the last look: where the next look begins.
     used: Vec<u32>,
+    /// True if the policy harvested in this turn.
+    harvested: bool,
 }
 
-impl World for RealRings<'_> {
-    type Error = TrackerError;
-
+impl Rings for RealRings<'_> {
     fn now(&self) -> Duration {
         self.shared.core().now()
     }
 
-    fn sizes(&self) -> (u32, u32) {
-        (self.shared.core().entries(), self.shared.core().usable())
+    fn entries(&self) -> u32 {
+        self.shared.core().entries()
+    }
+
+    fn usable(&self) -> u32 {
+        self.shared.core().usable()
     }
 
     fn look(&mut self, views: &mut Vec<RingView>) {
         views.clear();
-        views.extend(self.used.iter().enumerate().map(|(ring, used)| self.shared.core().view(ring, *used)));
-    }
-
-    fn harvest_all(&mut self) -> Result<u64, TrackerError> {
-        self.shared.core().harvest_all()
+        for (ring, used) in self.used.iter_mut().enumerate() {
+            let view = self.shared.core().view(ring, *used);
+            *used = view.used;
+            views.push(view);
+        }
     }
 
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError> {
+        self.harvested |= !rings.is_empty();
         self.shared.core().harvest(rings.iter().copied())
+    }
+
+    fn harvest_all(&mut self) -> Result<u64, TrackerError> {
+        self.harvested = true;
+        self.shared.core().harvest_all()
     }
 }
 

@@ -1,7 +1,6 @@
 //! What there is to know about rings and reaper while they work.
 
-use super::core::RingView;
-use super::policy::Policy;
+use super::policy::RingView;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use vmferry_core::{RingFigures, VcpuRing};
@@ -99,8 +98,8 @@ pub enum ReaperState {
 /// The reaper, since tracking started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReaperReport {
-    /// By what it decides.
-    pub policy: Policy,
+    /// Name of its policy.
+    pub policy: String,
     /// What it is doing.
     pub state: ReaperState,
     /// How often it woke up.
@@ -138,7 +137,7 @@ impl RingReport {
         };
         RingFigures {
             entries: self.entries,
-            policy: self.reaper.policy.to_string(),
+            policy: self.reaper.policy.clone(),
             full_exits: self.full_exits(),
             full_stall_us: micros(self.stalled()),
             harvests: self.vcpus.iter().map(|vcpu| vcpu.harvests).sum(),

@@ -1,7 +1,7 @@
 //! The tracker.
 
 use super::reaper::Reaper;
-use super::{DirtyRings, Policy, RingReport, Shared};
+use super::{DirtyRings, Predict, ReaperPolicy, RingReport, Shared};
 use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
@@ -34,14 +34,20 @@ use vmferry_sys::kvm::{self, ManualProtect};
 #[derive(Debug)]
 pub struct RingTracker {
     rings: DirtyRings,
-    policy: Policy,
+    policy: Arc<dyn ReaperPolicy>,
     reaper: Option<Reaper>,
 }
 
 impl RingTracker {
-    /// A tracker that uses `rings` and harvests by `policy`.
+    /// Creates a tracker that uses `rings`. Its reaper harvests by [`Predict`].
     #[must_use]
-    pub fn new(rings: &DirtyRings, policy: Policy) -> Self {
+    pub fn new(rings: &DirtyRings) -> Self {
+        Self::with_policy(rings, Arc::new(Predict))
+    }
+
+    /// Creates a tracker that uses `rings`. Its reaper harvests by `policy`.
+    #[must_use]
+    pub fn with_policy(rings: &DirtyRings, policy: Arc<dyn ReaperPolicy>) -> Self {
         Self { rings: rings.clone(), policy, reaper: None }
     }
 
@@ -84,7 +90,7 @@ impl RingTracker {
             core.unlearn();
             (0..core.len()).for_each(|ring| core.counters(ring).restart(core.now()));
             shared.full_harvests_all.store(self.policy.harvests_all(), Ordering::Relaxed);
-            Reaper::start(&shared, self.policy)
+            Reaper::start(&shared, &self.policy)
         });
         match reaper {
             Ok(reaper) => {

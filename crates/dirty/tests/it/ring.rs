@@ -2,10 +2,12 @@
 
 use crate::memory::{Kind, Memory};
 use crate::user_guest::{FIRST, fd, guest, running};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use vmferry_baselines::Policy;
 use vmferry_core::{DirtyTracker, PAGE_BYTES, PageSet, RegionId};
-use vmferry_dirty::{Policy, ReaperState, RingTracker};
+use vmferry_dirty::{Predict, ReaperPolicy, ReaperState, RingTracker};
 use vmferry_sys::kvm;
 use vmferry_testkit::{say, wait, wait_for};
 
@@ -38,7 +40,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
     let memory = Memory::new(Kind::Small, FIRST + 2 * set);
     let mut guest = guest(&memory, entries, 2, set)?;
     let layout = guest.layout.clone();
-    let mut tracker = RingTracker::new(&guest.rings, policy);
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(policy));
     let mut copy = vec![0; usize::try_from(memory.pages).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(&layout);
     tracker.start().unwrap();
@@ -69,7 +71,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
     let report = tracker.report();
     let pages: u64 = report.vcpus.iter().map(|vcpu| vcpu.pages).sum();
     assert!(pages > 2 * set && report.vcpus.iter().all(|vcpu| vcpu.harvests > 0), "{report:?}");
-    assert_eq!(report.reaper.policy, policy);
+    assert_eq!(report.reaper.policy, policy.name());
     Some(report.full_exits())
 }
 
@@ -101,7 +103,7 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
     let mut regs = guest.vcpus[1].get_regs().unwrap();
     regs.r8 = 255;
     guest.vcpus[1].set_regs(&regs).unwrap();
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Fixed);
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Policy::Fixed));
     let began = Instant::now();
     tracker.start().unwrap();
     let (_, writes) = running(&mut guest, |_| {
@@ -121,7 +123,7 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
     assert!(report.reaper.iterations <= took.as_secs(), "it sleeps for a second: {report:?} in {took:?}");
     assert!(report.vcpus[1].pages >= 255, "the published way harvests every ring: {report:?}");
     tracker.stop().unwrap();
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Predict);
+    let mut tracker = RingTracker::new(&guest.rings);
     tracker.start().unwrap();
     assert_eq!(tracker.report().full_exits(), 0, "counts begin anew");
     running(&mut guest, |_| wait("many pages", || tracker.report().vcpus[0].pages > 8192));
@@ -140,10 +142,11 @@ fn trackers_take_turns_and_say_so() {
     kvm::enable_manual_protect(fd(&guest.vm), offered).unwrap();
     running(&mut guest, |stretches| until_written(stretches, 4));
     let mut dirty = PageSet::empty(&guest.layout);
-    let mut first = RingTracker::new(&guest.rings, Policy::Predict);
-    let mut second = RingTracker::new(&guest.rings, Policy::Gears);
+    let mut first = RingTracker::new(&guest.rings);
+    let mut second = RingTracker::with_policy(&guest.rings, Arc::new(Policy::Gears));
     assert!(first.harvest(&mut dirty).unwrap_err().to_string().contains("not started"));
     assert_eq!(first.report().reaper.state, ReaperState::Off);
+    assert_eq!(first.report().reaper.policy, Predict.name());
     for _ in 0..3 {
         first.start().unwrap();
         assert!(second.start().unwrap_err().to_string().contains("another tracker"));
@@ -173,7 +176,7 @@ fn trackers_take_turns_and_say_so() {
 fn an_idle_guest_costs_the_reaper_next_to_nothing() {
     let memory = Memory::new(Kind::Small, FIRST + 16 * 64);
     let Some(guest) = guest(&memory, 4096, 16, 64) else { return };
-    let mut tracker = RingTracker::new(&guest.rings, Policy::Predict);
+    let mut tracker = RingTracker::new(&guest.rings);
     // The reaper may look before this thread runs again.
     let begin = Instant::now();
     tracker.start().unwrap();

@@ -22,7 +22,7 @@ use state::Pristine;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RunState;
-use vmferry_dirty::{DirtyRings, Policy};
+use vmferry_dirty::{DirtyRings, Predict, ReaperPolicy};
 use vmferry_fault::LazySlot;
 use vmferry_kvm::{CpuModel, VcpuSaver};
 use vmferry_virtio::device::Resume;
@@ -84,7 +84,7 @@ pub struct Vm {
     /// The guest has come from elsewhere and has not run here.
     has_come: bool,
     incoming: bool,
-    reaper: Policy,
+    reaper: Arc<dyn ReaperPolicy>,
     throttle: Arc<Throttle>,
     /// There if the guest is asked for statistics.
     keeper: Option<Keeper>,
@@ -141,7 +141,7 @@ impl Vm {
             wanted: RunState::Running,
             has_come: options.incoming,
             incoming: options.incoming,
-            reaper: Policy::default(),
+            reaper: Arc::new(Predict),
             throttle,
             keeper,
             tsc_khz: saver.tsc_khz(),
@@ -368,8 +368,8 @@ impl Vm {
         self.shared.rings.as_ref()
     }
 
-    /// Who says when the rings are harvested, for trackers that are made from now on.
-    pub fn set_reaper(&mut self, policy: Policy) {
+    /// Sets the harvest policy of the rings, for trackers that are made from now on. A VM starts with [`Predict`].
+    pub fn set_reaper(&mut self, policy: Arc<dyn ReaperPolicy>) {
         self.reaper = policy;
     }
 
@@ -396,8 +396,8 @@ impl Vm {
         self.shared.devices.balloon().is_some()
     }
 
-    pub(crate) fn reaper(&self) -> Policy {
-        self.reaper
+    pub(crate) fn reaper(&self) -> &Arc<dyn ReaperPolicy> {
+        &self.reaper
     }
 
     pub(crate) fn machine(&self) -> &Arc<Machine> {

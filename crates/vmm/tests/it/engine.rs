@@ -8,7 +8,9 @@ use crate::patient;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use vmferry_baselines::Policy;
 use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
+use vmferry_dirty::ReaperPolicy;
 use vmferry_engine::{
     Arrival, AutoConverge, DirtyTracker, FillState, GuestMemory, Listener, MachineConfig, MigrateError,
     MigrationState, Monitor, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, Uri,
@@ -346,13 +348,14 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
     let mut options = VmOptions::new(MEMORY, 1);
     options.dirty_ring = Some(256);
     let mut vm = running_with(options.clone());
-    for policy in ["fixed", "gears", "aimd", "predict"] {
+    for policy in Policy::ALL {
         // A sequential guest fills its ring and waits for it. A busy host may let the guest write little during one migration.
         wait("a migration during which the ring was full", || {
-            vm.set_reaper(policy.parse().unwrap());
+            vm.set_reaper(Arc::new(policy));
             // Signals come all the time while vCPUs empty their rings.
             vm.set_throttle(&[0.3]).unwrap();
-            let (report, target) = moved_with(&mut vm, policy, TrackerKind::Ring, true, options.clone());
+            let (report, target) =
+                moved_with(&mut vm, policy.name(), TrackerKind::Ring, true, options.clone());
             assert_eq!(report.state, MigrationState::Completed, "{report:?}");
             // What the guest said is free has nothing to be compared.
             assert_eq!(
@@ -360,7 +363,7 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
                 (MEMORY >> 12, 0)
             );
             let ring = report.ring.expect("figures of the rings");
-            assert_eq!((ring.entries, ring.policy.as_str()), (256, policy));
+            assert_eq!((ring.entries, ring.policy.as_str()), (256, policy.name()));
             assert!(ring.harvests >= ring.full_exits && ring.vcpus[0].pages > 0, "{ring:?}");
             assert_eq!(corrupt_after_a_check(&target), 0);
             vm = target;

@@ -1,20 +1,15 @@
-//! The policies in simulated time: the decisions that ship, on a guest of arithmetic.
+//! Harvest policies in simulated time: the decisions that ship, on a guest of arithmetic.
 //!
-//! [`run`] plays a [`Trace`] under a [`Policy`] and says what it cost; with `series`, also when the reaper slept how long
-//! and how full the rings were, for a chart:
-//!
-//! ```sh
-//! cargo run -p vmferry-dirty --features sim --example reapers > reapers.csv
-//! ```
+//! [`run`] plays a [`Trace`] under a [`ReaperPolicy`] and returns what it cost. With `series` it also returns how long
+//! the reaper slept at each turn and how full the rings were, for a chart.
 
 mod guest;
 mod trace;
 
-use super::core::RingView;
-use super::policy::{Pace, Policy, World};
+use super::policy::{ReaperPolicy, RingView, Rings};
+use crate::TrackerError;
 use guest::Vcpu;
 pub use guest::{Costs, Order, Phase};
-use std::convert::Infallible;
 use std::time::Duration;
 pub use trace::Trace;
 use vmferry_sys::ring::RESERVED_ENTRIES;
@@ -32,7 +27,7 @@ pub struct Sample {
     pub harvested: bool,
 }
 
-/// What a policy came to.
+/// Cost of a policy on a trace.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Outcome {
     /// Writes that the guest got done.
@@ -75,8 +70,10 @@ struct Host<'a> {
     costs: &'a Costs,
     entries: u32,
     usable: f64,
-    /// Whether a full ring has all rings harvested.
+    /// True if a full ring has all rings harvested.
     all: bool,
+    /// True if the policy harvested in this turn.
+    harvested: bool,
     now: f64,
     vcpus: Vec<Vcpu>,
     counts: Vec<RingView>,
@@ -87,10 +84,11 @@ struct Host<'a> {
 /// Plays `trace`, round and round, for `seconds` under `policy`, with rings of `entries`.
 ///
 /// # Panics
-/// If a vCPU of the trace has no phase.
+/// If a vCPU of the trace has no phase, a ring of the policy does not exist, or the policy makes up an error: no
+/// simulated harvest fails.
 #[must_use]
 pub fn run(
-    policy: Policy,
+    policy: &dyn ReaperPolicy,
     trace: &Trace,
     entries: u32,
     costs: &Costs,
@@ -98,26 +96,21 @@ pub fn run(
     series: bool,
 ) -> Outcome {
     let vcpus: Vec<_> = trace.vcpus.iter().map(|phases| Vcpu::new(phases.clone())).collect();
-    let empty = RingView {
-        used: 0,
-        harvested: 0,
-        full_exits: 0,
-        stalled: Duration::ZERO,
-        emptied_at: Duration::ZERO,
-    };
     let mut host = Host {
         costs,
         entries,
         usable: f64::from(entries.saturating_sub(RESERVED_ENTRIES)),
         all: policy.harvests_all(),
+        harvested: false,
         now: 0.0,
-        counts: vec![empty; vcpus.len()],
+        counts: vec![RingView::default(); vcpus.len()],
         vcpus,
         jobs: Vec::new(),
         reaper_cpu: 0.0,
     };
     let mut outcome = Outcome { sleeps: (f64::INFINITY, 0.0), ..Outcome::default() };
-    let (mut pace, mut sleep) = Pace::new(policy, &host);
+    let mut schedule = policy.begin(&host);
+    let mut sleep = schedule.first_sleep();
     loop {
         host.run_until((host.now + sleep.as_secs_f64()).min(seconds));
         if host.now >= seconds {
@@ -125,15 +118,15 @@ pub fn run(
         }
         let occupancy = host.vcpus.iter().map(Vcpu::used).fold(0.0, f64::max) / f64::from(entries);
         let at = host.now;
-        let Ok(turn) = pace.turn(&mut host);
-        sleep = turn.sleep;
+        host.harvested = false;
+        sleep = schedule.turn(&mut host).expect("no simulated harvest fails");
         host.reaper_cpu += costs.look;
         outcome.turns += 1;
-        outcome.harvests += u64::from(turn.harvested);
+        outcome.harvests += u64::from(host.harvested);
         let slept = sleep.as_secs_f64();
         outcome.sleeps = (outcome.sleeps.0.min(slept), outcome.sleeps.1.max(slept));
         if series {
-            outcome.series.push(Sample { at, sleep: slept, occupancy, harvested: turn.harvested });
+            outcome.series.push(Sample { at, sleep: slept, occupancy, harvested: host.harvested });
         }
     }
     outcome.writes = host.vcpus.iter().map(|vcpu| vcpu.writes).sum();
@@ -225,15 +218,17 @@ impl Host<'_> {
     }
 }
 
-impl World for Host<'_> {
-    type Error = Infallible;
-
+impl Rings for Host<'_> {
     fn now(&self) -> Duration {
         Duration::from_secs_f64(self.now)
     }
 
-    fn sizes(&self) -> (u32, u32) {
-        (self.entries, whole(self.usable))
+    fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    fn usable(&self) -> u32 {
+        whole(self.usable)
     }
 
     fn look(&mut self, views: &mut Vec<RingView>) {
@@ -242,12 +237,14 @@ impl World for Host<'_> {
         views.extend(seen.map(|(vcpu, count)| RingView { used: whole(vcpu.used()), ..*count }));
     }
 
-    fn harvest_all(&mut self) -> Result<u64, Infallible> {
-        Ok(self.reap((0..self.vcpus.len()).collect()))
+    fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError> {
+        self.harvested |= !rings.is_empty();
+        Ok(self.reap(rings.to_vec()))
     }
 
-    fn harvest(&mut self, rings: &[usize]) -> Result<u64, Infallible> {
-        Ok(self.reap(rings.to_vec()))
+    fn harvest_all(&mut self) -> Result<u64, TrackerError> {
+        self.harvested = true;
+        Ok(self.reap((0..self.vcpus.len()).collect()))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The reaper that looks before it harvests.
+//! `predict`, the product's harvest policy: looks at the rings, and harvests each as late as is safe.
 //!
 //! What a harvest costs the guest: each page that it protects, and that is written again, faults anew, about 10 us a
 //! page, which is fifty times what it costs to harvest the page. A ring holds only pages written *for the first time*
@@ -12,19 +12,20 @@
 //! working sets much larger than the ring it is the first, and the ring is harvested right now; for those that barely
 //! do not fit, it can be the second.
 
-use super::super::core::RingView;
+use super::policy::{HarvestSchedule, ReaperPolicy, RingView, Rings};
+use crate::TrackerError;
 use std::time::Duration;
 
 /// The shortest sleep. Waking up a thread and looking takes about 50 us of a processor where it was measured, so on the
 /// last stretch before a ring is full a tenth of one is used at worst.
-pub(crate) const SHORTEST: Duration = Duration::from_micros(500);
+const SHORTEST: Duration = Duration::from_micros(500);
 
 /// The longest sleep: ten looks a second are half a thousandth of a processor.
-pub(crate) const LONGEST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_millis(100);
 
 /// The longest sleep is no less than this while a guest could write much more than it does: a hundred looks a second are
 /// half a hundredth of a processor. Also the first sleep, as a guest begins by writing its whole working set anew.
-pub(crate) const GUARD: Duration = Duration::from_millis(10);
+const GUARD: Duration = Duration::from_millis(10);
 
 /// How many times faster than now a vCPU may write from one moment to the next (a ratio) and still be noticed before its
 /// ring is full, as far as [`GUARD`] allows.
@@ -127,9 +128,64 @@ impl Known {
     }
 }
 
-/// Knows each vCPU's own fill rate, and harvests each ring as late as is safe.
+/// The product's harvest policy.
+///
+/// It looks at the rings without taking anything, knows the fill rate of each vCPU, and harvests
+/// each ring as late as is safe. A full ring is harvested alone, by its vCPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Predict;
+
+impl Predict {
+    /// The shortest time that the reaper thread sleeps.
+    pub const SHORTEST_SLEEP: Duration = SHORTEST;
+
+    /// The longest time that the reaper thread sleeps.
+    pub const LONGEST_SLEEP: Duration = LONGEST;
+}
+
+impl ReaperPolicy for Predict {
+    fn name(&self) -> &'static str {
+        "predict"
+    }
+
+    fn begin(&self, rings: &dyn Rings) -> Box<dyn HarvestSchedule> {
+        let forecast = Forecast::new(rings.entries(), rings.now());
+        Box::new(Schedule { forecast, views: Vec::new(), due: Vec::new() })
+    }
+}
+
+/// The policy at work, with the buffers that its turns use again.
 #[derive(Debug)]
-pub(crate) struct Predict {
+struct Schedule {
+    forecast: Forecast,
+    views: Vec<RingView>,
+    due: Vec<usize>,
+}
+
+impl HarvestSchedule for Schedule {
+    fn first_sleep(&self) -> Duration {
+        GUARD
+    }
+
+    fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+        rings.look(&mut self.views);
+        let begin = rings.now();
+        let sleep = self.forecast.look(begin, rings.usable(), &self.views, &mut self.due);
+        if !self.due.is_empty() {
+            let pages = rings.harvest(&self.due)?;
+            self.forecast.took(pages, rings.now().saturating_sub(begin));
+        }
+        Ok(sleep)
+    }
+
+    fn watermark(&self, ring: usize) -> Option<u32> {
+        Some(self.forecast.watermark(ring))
+    }
+}
+
+/// What is known of all rings, and the decisions that follow from it.
+#[derive(Debug)]
+struct Forecast {
     looked_at: Duration,
     rings: Vec<Known>,
     /// Seconds that harvesting a page takes, besides [`HARVEST_SECONDS`].
@@ -142,8 +198,8 @@ pub(crate) struct Predict {
     late: f64,
 }
 
-impl Predict {
-    pub(crate) fn new(entries: u32, now: Duration) -> Self {
+impl Forecast {
+    fn new(entries: u32, now: Duration) -> Self {
         Self {
             looked_at: now,
             rings: Vec::new(),
@@ -156,13 +212,7 @@ impl Predict {
     }
 
     /// Decides at `now` what is `due` to be harvested at once, in ascending order, and how long to sleep after that.
-    pub(crate) fn look(
-        &mut self,
-        now: Duration,
-        usable: u32,
-        views: &[RingView],
-        due: &mut Vec<usize>,
-    ) -> Duration {
+    fn look(&mut self, now: Duration, usable: u32, views: &[RingView], due: &mut Vec<usize>) -> Duration {
         let seconds = now.saturating_sub(self.looked_at).as_secs_f64();
         if seconds >= LEAST_INTERVAL {
             self.looked_at = now;
@@ -245,7 +295,7 @@ impl Predict {
     }
 
     /// A harvest of `pages` took this long.
-    pub(crate) fn took(&mut self, pages: u64, time: Duration) {
+    fn took(&mut self, pages: u64, time: Duration) {
         self.wake += time;
         // Few pages measure the call, not the page.
         if pages >= u64::from(self.usable / 4).max(1) {
@@ -255,7 +305,7 @@ impl Predict {
     }
 
     /// More entries of `ring` than this at the next turn would be a surprise.
-    pub(crate) fn watermark(&self, ring: usize) -> u32 {
+    fn watermark(&self, ring: usize) -> u32 {
         let used = self.rings.get(ring).map_or(0, |known| known.used);
         // Half of what is left: time enough to wake up and harvest.
         used + self.usable.saturating_sub(used) / 2
@@ -274,15 +324,15 @@ mod tests {
     }
 
     /// A look, on time, however long it wanted to sleep.
-    fn look(predict: &mut Predict, ms: u64, views: &[RingView]) -> (f64, Vec<usize>) {
+    fn look(predict: &mut Forecast, ms: u64, views: &[RingView]) -> (f64, Vec<usize>) {
         let mut due = Vec::new();
         predict.wake = Duration::from_millis(ms);
         let sleep = predict.look(Duration::from_millis(ms), USABLE, views, &mut due);
         (sleep.as_secs_f64() * 1e3, due)
     }
 
-    fn predict() -> Predict {
-        Predict::new(4096, Duration::ZERO)
+    fn predict() -> Forecast {
+        Forecast::new(4096, Duration::ZERO)
     }
 
     #[test]
@@ -332,7 +382,7 @@ mod tests {
     }
 
     /// Has it not try anything for now.
-    fn untried(predict: &mut Predict, rings: usize) {
+    fn untried(predict: &mut Forecast, rings: usize) {
         predict.rings.resize(rings, Known { try_every: 256, ..Known::default() });
     }
 

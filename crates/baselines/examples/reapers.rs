@@ -1,11 +1,12 @@
-//! Writes what each reaper policy does to each simulated guest, as CSV: a line for each turn of the reaper.
+//! Writes what each harvest policy does to each simulated guest, as CSV: one line for each turn of the
+//! reaper.
 //!
 //! ```sh
-//! cargo run -p vmferry-dirty --features sim --example reapers > reapers.csv
+//! cargo run -p vmferry-baselines --example reapers > reapers.csv
 //! ```
 
 use std::io::{self, BufWriter, Write};
-use vmferry_dirty::Policy;
+use vmferry_baselines::Policy;
 use vmferry_dirty::sim::{Costs, Trace, run};
 
 const SECONDS: f64 = 60.0;
@@ -16,7 +17,7 @@ fn main() -> io::Result<()> {
     for trace in Trace::steady().into_iter().chain(Trace::changing()) {
         for entries in [4096, 65536] {
             for policy in Policy::ALL {
-                let outcome = run(policy, &trace, entries, &Costs::default(), SECONDS, true);
+                let outcome = run(&policy, &trace, entries, &Costs::default(), SECONDS, true);
                 for turn in outcome.series {
                     writeln!(
                         out,

@@ -1,0 +1,352 @@
+//! Baselines: published harvest policies for dirty rings, kept to be compared with the product's
+//! own, [`Predict`](vmferry_dirty::Predict).
+//!
+//! Nothing in the product needs a baseline. `vmferry migrate --reaper` selects one by its name, and
+//! `vmferry-bench reaper` measures all of them beside `predict` in one run.
+//!
+//! | name | rule | published as |
+//! |---|---|---|
+//! | `fixed` | sleeps one second | QEMU's reaper thread |
+//! | `gears` | six sleeps of 1000 to 80 ms, chosen by occupancy | patches for QEMU that make the reaper adaptive |
+//! | `aimd` | halves the sleep above 0.8 of occupancy, adds 20 ms up to 0.2 | a proposal in the review of these patches: "20 lines instead of 100" |
+//!
+//! The rules are written from their published descriptions, not from code. The published code of
+//! `gears` never shifts down, because it increments a pointer and not the counter behind it. This
+//! crate has the rule of the text.
+//!
+//! The baselines keep the surroundings that they were published in:
+//!
+//! - One lock covers all harvests of the reaper and of full rings.
+//! - A vCPU whose ring is full harvests all rings.
+//! - Occupancy is the number of pages harvested from all rings, divided by the size of one ring.
+//!   With several vCPUs it can exceed 1.
+//!
+//! All of this goes through [`ReaperPolicy`], the extension point of `vmferry-dirty`. A policy of
+//! your own looks like the ones here.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+use vmferry_dirty::{HarvestSchedule, Predict, ReaperPolicy, RingView, Rings, TrackerError};
+
+/// Harvest policy by its name: a baseline, or the product's policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Policy {
+    /// Harvests every second.
+    Fixed,
+    /// Chooses one of six sleeps by occupancy: up at once, down after six harvests that wanted a
+    /// lower gear.
+    Gears,
+    /// Halves the sleep when the rings were full, and adds to it when they were not.
+    Aimd,
+    /// The product's policy, [`Predict`].
+    #[default]
+    Predict,
+}
+
+impl Policy {
+    /// All policies.
+    pub const ALL: [Self; 4] = [Self::Fixed, Self::Gears, Self::Aimd, Self::Predict];
+
+    /// Returns the shortest and the longest time that the reaper sleeps.
+    #[must_use]
+    pub fn sleeps(self) -> (Duration, Duration) {
+        match self {
+            Self::Fixed => (Fixed::FIRST_SLEEP, Fixed::FIRST_SLEEP),
+            Self::Gears => (GEAR_SLEEPS[FASTEST], GEAR_SLEEPS[0]),
+            Self::Aimd => (AIMD_SHORTEST, AIMD_LONGEST),
+            Self::Predict => (Predict::SHORTEST_SLEEP, Predict::LONGEST_SLEEP),
+        }
+    }
+}
+
+impl ReaperPolicy for Policy {
+    fn name(&self) -> &str {
+        match self {
+            Self::Fixed => "fixed",
+            Self::Gears => "gears",
+            Self::Aimd => "aimd",
+            Self::Predict => Predict.name(),
+        }
+    }
+
+    fn harvests_all(&self) -> bool {
+        *self != Self::Predict
+    }
+
+    fn begin(&self, rings: &dyn Rings) -> Box<dyn HarvestSchedule> {
+        match self {
+            Self::Fixed => Box::new(Baseline::<Fixed>::default()),
+            Self::Gears => Box::new(Baseline::<Gears>::default()),
+            Self::Aimd => Box::new(Baseline::<Aimd>::default()),
+            Self::Predict => Predict.begin(rings),
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Error of a text that names no policy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no reaper policy; there are fixed, gears, aimd and predict")]
+pub struct UnknownPolicy(String);
+
+impl FromStr for Policy {
+    type Err = UnknownPolicy;
+
+    fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
+        let policy = Self::ALL.into_iter().find(|policy| policy.name() == text);
+        policy.ok_or_else(|| UnknownPolicy(text.to_owned()))
+    }
+}
+
+/// Result of a harvest of all rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Reaped {
+    /// Pages harvested from all rings.
+    pages: u64,
+    /// Entries of one ring.
+    entries: u32,
+    /// True if a vCPU found its ring full since the harvest before.
+    went_full: bool,
+}
+
+impl Reaped {
+    /// Returns the occupancy in whole tenths: 0.29 is 2, and more than one ring's worth is more
+    /// than 10.
+    fn tenths(self) -> u64 {
+        self.pages.saturating_mul(10) / u64::from(self.entries)
+    }
+}
+
+/// Published rule: the time to sleep after a harvest.
+trait Rule: Default {
+    /// Time to sleep before the first harvest.
+    const FIRST_SLEEP: Duration;
+
+    /// Returns the time to sleep after the harvest `reaped`.
+    fn next(&mut self, reaped: Reaped) -> Duration;
+}
+
+/// Baseline at work: harvests all rings at each turn, and lets its rule choose the sleep.
+#[derive(Debug, Default)]
+struct Baseline<R> {
+    rule: R,
+    views: Vec<RingView>,
+    /// Full exits of all rings at the turn before.
+    full_exits: u64,
+}
+
+impl<R: Rule> HarvestSchedule for Baseline<R> {
+    fn first_sleep(&self) -> Duration {
+        R::FIRST_SLEEP
+    }
+
+    fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+        let pages = rings.harvest_all()?;
+        rings.look(&mut self.views);
+        let full_exits = self.views.iter().map(|view| view.full_exits).sum();
+        let went_full = full_exits != std::mem::replace(&mut self.full_exits, full_exits);
+        Ok(self.rule.next(Reaped { pages, entries: rings.entries(), went_full }))
+    }
+}
+
+/// Rule `fixed`: always sleeps for one second.
+#[derive(Debug, Default)]
+struct Fixed;
+
+impl Rule for Fixed {
+    const FIRST_SLEEP: Duration = Duration::from_secs(1);
+
+    fn next(&mut self, _: Reaped) -> Duration {
+        Self::FIRST_SLEEP
+    }
+}
+
+/// Sleep of each gear, as published.
+const GEAR_SLEEPS: [Duration; 6] = [
+    Duration::from_millis(1000),
+    Duration::from_millis(500),
+    Duration::from_millis(250),
+    Duration::from_millis(125),
+    Duration::from_millis(100),
+    Duration::from_millis(80),
+];
+
+/// The gear with the shortest sleep.
+const FASTEST: usize = GEAR_SLEEPS.len() - 1;
+
+/// Harvests that want a lower gear before there is one, not counting the harvest that shifts. As
+/// published.
+const DOWN_AFTER: u32 = 5;
+
+/// Rule `gears`: a gear for each tenth of occupancy, the fastest from one half on.
+///
+/// The rule shifts up one gear at once if a harvest wants a higher gear or a ring went full. It
+/// shifts down one gear after more than [`DOWN_AFTER`] harvests in a row that wanted a lower gear.
+/// As published, the count restarts when a harvest wants a higher gear. Neither staying nor a shift
+/// down resets the count: once it is reached, each further harvest that wants a lower gear gets it.
+/// A harvest after a full ring shifts up and does not count. The count stays.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Gears {
+    gear: usize,
+    wanted_lower: u32,
+}
+
+impl Rule for Gears {
+    const FIRST_SLEEP: Duration = GEAR_SLEEPS[0];
+
+    fn next(&mut self, reaped: Reaped) -> Duration {
+        let wanted = usize::try_from(reaped.tenths()).unwrap_or(FASTEST).min(FASTEST);
+        if wanted > self.gear {
+            self.wanted_lower = 0;
+        }
+        if wanted > self.gear || reaped.went_full {
+            self.gear = (self.gear + 1).min(FASTEST);
+        } else if wanted < self.gear {
+            self.wanted_lower = self.wanted_lower.saturating_add(1);
+            if self.wanted_lower > DOWN_AFTER {
+                self.gear -= 1;
+            }
+        }
+        GEAR_SLEEPS[self.gear]
+    }
+}
+
+/// Shortest sleep of `aimd`, as proposed.
+const AIMD_SHORTEST: Duration = Duration::from_millis(100);
+/// Longest sleep of `aimd`, as proposed.
+const AIMD_LONGEST: Duration = Duration::from_secs(1);
+/// Time that `aimd` adds to a sleep that was short enough, as proposed.
+const AIMD_STEP: Duration = Duration::from_millis(20);
+
+/// Rule `aimd`: above 0.8 of occupancy the sleep is halved, up to 0.2 it grows by [`AIMD_STEP`], in
+/// between it stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Aimd {
+    sleep: Duration,
+}
+
+impl Default for Aimd {
+    fn default() -> Self {
+        Self { sleep: AIMD_LONGEST }
+    }
+}
+
+impl Rule for Aimd {
+    const FIRST_SLEEP: Duration = AIMD_LONGEST;
+
+    fn next(&mut self, reaped: Reaped) -> Duration {
+        let (pages, entries) = (u128::from(reaped.pages), u128::from(reaped.entries));
+        let sleep = if pages * 10 > entries * 8 {
+            self.sleep / 2
+        } else if pages * 10 <= entries * 2 {
+            self.sleep + AIMD_STEP
+        } else {
+            self.sleep
+        };
+        self.sleep = sleep.clamp(AIMD_SHORTEST, AIMD_LONGEST);
+        self.sleep
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_are_named_as_on_the_command_line() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.to_string().parse(), Ok(policy));
+        }
+        let error = "Fixed".parse::<Policy>().unwrap_err().to_string();
+        assert!(error.contains("`Fixed` is no reaper policy; there are fixed, gears"), "{error}");
+    }
+
+    #[test]
+    fn occupancy_is_counted_in_tenths_of_one_ring() {
+        let tenths = |pages| Reaped { pages, entries: 4096, went_full: false }.tenths();
+        // A tenth of 4096 is 409.6.
+        assert_eq!([0, 409, 410, 819, 820, 4096, 8192].map(tenths), [0, 0, 1, 1, 2, 10, 20]);
+    }
+
+    /// Returns the sleeps in milliseconds for a trace of (occupancy in percent, went full).
+    fn trace(gears: &mut Gears, steps: &[(u64, bool)]) -> Vec<u128> {
+        let step = |&(percent, went_full): &(u64, bool)| {
+            gears.next(Reaped { pages: percent, entries: 100, went_full }).as_millis()
+        };
+        steps.iter().map(step).collect()
+    }
+
+    fn calm(percents: &[u64]) -> Vec<(u64, bool)> {
+        percents.iter().map(|&percent| (percent, false)).collect()
+    }
+
+    #[test]
+    fn gears_have_a_gear_for_each_tenth() {
+        for (percent, sleep) in [
+            (0, 1000),
+            (9, 1000),
+            (10, 500),
+            (19, 500),
+            (20, 250),
+            (30, 125),
+            (40, 100),
+            (49, 100),
+            (50, 80),
+            (900, 80),
+        ] {
+            let mut gears = Gears::default();
+            assert_eq!(trace(&mut gears, &calm(&[percent; 9])).last(), Some(&sleep), "{percent} %");
+        }
+    }
+
+    #[test]
+    fn gears_shift_up_one_at_a_time_and_at_once() {
+        let mut gears = Gears::default();
+        assert_eq!(trace(&mut gears, &calm(&[75; 6])), [500, 250, 125, 100, 80, 80]);
+        let mut gears = Gears::default();
+        assert_eq!(trace(&mut gears, &[(5, true), (5, true), (5, false)]), [500, 250, 250], "full is enough");
+    }
+
+    #[test]
+    fn gears_shift_down_after_six_harvests_and_then_with_each() {
+        let mut gears = Gears { gear: FASTEST, wanted_lower: 0 };
+        let sleeps = trace(&mut gears, &calm(&[0; 12]));
+        assert_eq!(sleeps, [80, 80, 80, 80, 80, 100, 125, 250, 500, 1000, 1000, 1000]);
+    }
+
+    #[test]
+    fn gears_keep_the_count_when_they_stay_and_restart_it_when_a_higher_gear_is_wanted() {
+        let mut gears = Gears { gear: 3, wanted_lower: 0 };
+        // Five want lower, one stays, the sixth gets it.
+        assert_eq!(trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 35, 0])), [125, 125, 125, 125, 125, 125, 250]);
+        let mut gears = Gears { gear: 3, wanted_lower: 0 };
+        // Five want lower, one wants higher, and it takes six again.
+        assert_eq!(
+            trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 45, 0, 0, 0, 0, 0, 0, 0])),
+            [125, 125, 125, 125, 125, 100, 100, 100, 100, 100, 100, 125, 250]
+        );
+    }
+
+    #[test]
+    fn gears_do_not_count_a_harvest_after_a_full_ring() {
+        let mut gears = Gears { gear: 2, wanted_lower: 5 };
+        assert_eq!(trace(&mut gears, &[(0, true), (0, false)]), [125, 250]);
+    }
+
+    #[test]
+    fn aimd_halves_above_eight_tenths_adds_up_to_two_and_stays_between() {
+        let mut aimd = Aimd::default();
+        let mut next = |pages| aimd.next(Reaped { pages, entries: 1000, went_full: false }).as_millis();
+        assert_eq!([800, 801, 801, 500].map(&mut next), [1000, 500, 250, 250]);
+        assert_eq!([201, 200, 0].map(&mut next), [250, 270, 290]);
+        assert_eq!([999, 9999, 9999].map(&mut next), [145, 100, 100], "not below 100 ms");
+        let last = (0..100).map(|_| next(0)).last();
+        assert_eq!(last, Some(1000), "not above a second");
+    }
+}
