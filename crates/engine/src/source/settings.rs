@@ -8,15 +8,17 @@ use std::time::Duration;
 use vmferry_protocol::source as session;
 use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, SwitchoverBandwidth};
 
-/// How a page that the running guest needs gets to it. The target cannot tell the difference.
+/// Path of a page that the guest, running on the target, waits for. The target cannot tell which path it is.
+///
+/// `Dedicated` is the product's path. The other two are baselines: published paths that are kept for comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum UrgentPath {
-    /// In the bulk channel, behind what is queued there.
+    /// Baseline: in the bulk channel, behind what is queued there.
     Shared,
-    /// On an urgent channel, by the thread that sends the bulk, between two of its frames.
+    /// Baseline: on an urgent channel, by the thread that sends the bulk, between two of its frames.
     Interleaved,
-    /// On the urgent channel that it was asked for on, at once, by the thread that read the request.
+    /// On the urgent channel that the request came on, at once, by the thread that read the request.
     #[default]
     Dedicated,
 }

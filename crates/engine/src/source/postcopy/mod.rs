@@ -1,8 +1,16 @@
-//! Sending the pages of a guest that runs on the target already: those that it waits for, and the rest.
+//! Pages of a guest that runs on the target already: those that it waits for, and the rest.
 //!
-//! Memory is frozen, so a page can be read by any thread at any time and there is one version of it. What must not happen is
-//! that it is sent twice: every page is claimed, by an atomic bit, by whoever is about to send it.
+//! | module | sends |
+//! |---|---|
+//! | `urgent` | a page that the guest waits for: the thread that reads the request sends the page at once |
+//! | `rest` | all other pages, in order, on the bulk channels |
+//! | `baselines` | urgent pages on two published paths, kept for comparison |
+//!
+//! Memory is frozen, so any thread can read a page at any time, and there is one version of each
+//! page. No page may be sent twice. Therefore a thread claims each page by an atomic bit before it
+//! sends the page.
 
+mod baselines;
 mod rest;
 mod urgent;
 
@@ -10,10 +18,9 @@ pub(crate) use urgent::{UrgentOut, serve_urgent};
 
 use super::settings::UrgentPath;
 use crate::source::sender::SenderError;
-use crate::sync::{AtomicU64, AtomicUsize, ClaimBitmap, Mutex, MutexGuard};
-use std::collections::VecDeque;
+use crate::sync::{AtomicU64, ClaimBitmap};
+use baselines::BulkQueue;
 use std::ops::Range;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
@@ -36,18 +43,13 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
 /// A bulk frame near the guest is so many times shorter than others: it costs more, and who needs a page of it waits less.
 const NEAR: u64 = 4;
 
-/// Requests that wait for bulk threads, at most: more than a guest has vCPUs.
-const MOST_QUEUED: usize = 4096;
-
-/// A page that somebody waits for, in a queue.
+/// Page that the guest waits for, and pages that it may need next.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) region: usize,
     pub(crate) page: u64,
     pub(crate) ahead: u16,
     pub(crate) again: bool,
-    /// The urgent channel that it was asked for on.
-    pub(crate) channel: usize,
 }
 
 /// The pages that the target lacks, for one set of channels: when these are lost, so are the claims, and the target says
@@ -61,30 +63,13 @@ pub(crate) struct Claims {
     cursor: AtomicU64,
     /// Where a guest that walks through memory is, as far as its faults tell: a number of a page counted from the first chunk, plus 1; 0 for nowhere.
     near: AtomicU64,
-    pub(crate) path: UrgentPath,
-    /// Requests that wait for a bulk thread, unless the path is dedicated.
-    queue: Mutex<VecDeque<Wanted>>,
-    queued: AtomicUsize,
-    /// Bulk threads at work: they serve the queue.
-    bulk_at_work: AtomicUsize,
+    /// Queue of requests for the bulk threads; `None` on the dedicated path.
+    baseline: Option<BulkQueue>,
     /// Most pages of a bulk frame.
     frame_pages: AtomicU64,
     /// Pages never touched on this side read as zeros on the other: looked up before they are read. False if all that
     /// is lacking was written.
     pub(crate) look_up_untouched: bool,
-    #[cfg(test)]
-    flaw: Flaw,
-}
-
-/// A way to get the order wrong, for tests that show that it matters.
-#[cfg(test)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flaw {
-    None,
-    /// The last bulk thread sees that nothing waits, and then takes itself out.
-    EndsLate,
-    /// A request is left because a bulk thread was at work a moment ago.
-    LeavesLate,
 }
 
 /// A bulk thread's piece of work.
@@ -111,14 +96,9 @@ impl Claims {
             chunks: ClaimBitmap::new(&Bitmap::full(lacking.iter().map(|(_, map)| chunks(map.len())).sum())),
             cursor: AtomicU64::new(0),
             near: AtomicU64::new(0),
-            path,
-            queue: Mutex::default(),
-            queued: AtomicUsize::new(0),
-            bulk_at_work: AtomicUsize::new(0),
+            baseline: BulkQueue::of(path),
             frame_pages: AtomicU64::new(64),
             look_up_untouched,
-            #[cfg(test)]
-            flaw: Flaw::None,
         }
     }
 
@@ -193,73 +173,6 @@ impl Claims {
             number -= chunks(map.len());
         }
         None
-    }
-
-    fn queue(&self) -> MutexGuard<'_, VecDeque<Wanted>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Leaves a request to a bulk thread. False if none is at work.
-    fn leave(&self, wanted: Wanted) -> bool {
-        let (_, map) = &self.regions[wanted.region];
-        if wanted.ahead == 0 && !wanted.again && !map.test(wanted.page) {
-            // On its way already.
-            return true;
-        }
-        #[cfg(test)]
-        if self.flaw == Flaw::LeavesLate {
-            let at_work = self.bulk_at_work.load(Ordering::Relaxed) > 0;
-            if at_work {
-                let mut queue = self.queue();
-                queue.push_back(wanted);
-                self.queued.store(queue.len(), Ordering::Release);
-            }
-            return at_work;
-        }
-        let mut queue = self.queue();
-        // A target can ask faster than bulk threads send; then the asking thread sends, and reads no further meanwhile.
-        if queue.len() >= MOST_QUEUED {
-            return false;
-        }
-        // Under the lock: the last bulk thread takes itself out under it, too, and then finds what is here.
-        if self.bulk_at_work.load(Ordering::Relaxed) == 0 {
-            return false;
-        }
-        queue.push_back(wanted);
-        self.queued.store(queue.len(), Ordering::Release);
-        true
-    }
-
-    /// The oldest request that waits for a bulk thread.
-    fn next_wanted(&self) -> Option<Wanted> {
-        if self.queued.load(Ordering::Acquire) == 0 {
-            return None;
-        }
-        let mut queue = self.queue();
-        let wanted = queue.pop_front();
-        self.queued.store(queue.len(), Ordering::Release);
-        wanted
-    }
-
-    fn bulk_begins(&self) {
-        let _queue = self.queue();
-        self.bulk_at_work.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// A bulk thread has nothing left to send. False: there is a request that it must serve first.
-    fn bulk_ends(&self) -> bool {
-        let queue = self.queue();
-        #[cfg(test)]
-        if self.flaw == Flaw::EndsLate && queue.is_empty() {
-            drop(queue);
-            self.bulk_at_work.fetch_sub(1, Ordering::Relaxed);
-            return true;
-        }
-        if queue.is_empty() || self.bulk_at_work.load(Ordering::Relaxed) > 1 {
-            self.bulk_at_work.fetch_sub(1, Ordering::Relaxed);
-            return true;
-        }
-        false
     }
 }
 

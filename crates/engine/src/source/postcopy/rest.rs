@@ -1,7 +1,6 @@
-//! A bulk thread's work: what nobody asks for, in order, and between two frames what somebody does.
+//! Work of a bulk thread: sends the pages that the guest does not wait for, in order.
 
 use super::super::sender::{FrameSink, Sender, SenderError};
-use super::super::settings::UrgentPath;
 use super::urgent::UrgentOut;
 use super::{Chunk, Claims, Wanted};
 use std::ops::Range;
@@ -10,21 +9,22 @@ use vmferry_core::{PageIndex, PageRun, RegionId};
 use vmferry_wire::FrameKind;
 
 impl<S: FrameSink> Sender<'_, S> {
-    /// Sends what is left of `claims`, chunk by chunk, then a barrier. Requests that are left to bulk threads are served
-    /// after each frame, on `urgent` or on this channel, as the path says.
+    /// Sends what is left of `claims`, chunk by chunk, then a barrier.
+    ///
+    /// On a baseline path this also serves, after each frame, the requests that were left to bulk threads.
     pub(crate) fn send_rest(
         &mut self,
         pass: u32,
         claims: &Claims,
         urgent: &[UrgentOut<'_>],
     ) -> Result<(), SenderError> {
-        claims.bulk_begins();
+        if let Some(queue) = &claims.baseline {
+            queue.bulk_begins();
+        }
         while let Some(chunk) = claims.next_chunk() {
             self.send_rest_of(pass, claims, &chunk, urgent)?;
         }
-        while !claims.bulk_ends() {
-            self.serve_queue(pass, claims, urgent)?;
-        }
+        self.end_serving(pass, claims, urgent)?;
         self.barrier(pass)
     }
 
@@ -46,7 +46,7 @@ impl<S: FrameSink> Sender<'_, S> {
         self.send_part_of(pass, claims, chunk, chunk.from..chunk.pages.end, urgent)?;
         self.send_part_of(pass, claims, chunk, chunk.pages.start..chunk.from, urgent)?;
         self.flush(FrameKind::Pages, *id, pass)?;
-        self.serve_queue(pass, claims, urgent)
+        self.serve_left(pass, claims, urgent)
     }
 
     fn send_part_of(
@@ -74,10 +74,10 @@ impl<S: FrameSink> Sender<'_, S> {
                 let run = first + begin..first + begin + len;
                 self.push_claimed(pass, *id, run, claims.look_up_untouched)?;
             }
-            // At once: a page that is claimed and not sent keeps whoever waits for it waiting.
+            // At once: a page that is claimed and not sent keeps a vCPU waiting.
             if self.frame_pages() > 0 {
                 self.flush(FrameKind::Pages, *id, pass)?;
-                self.serve_queue(pass, claims, urgent)?;
+                self.serve_left(pass, claims, urgent)?;
             }
         }
         Ok(())
@@ -106,26 +106,7 @@ impl<S: FrameSink> Sender<'_, S> {
         self.push_zeros(pass, region, at..run.end, FrameKind::Pages)
     }
 
-    fn serve_queue(
-        &mut self,
-        pass: u32,
-        claims: &Claims,
-        urgent: &[UrgentOut<'_>],
-    ) -> Result<(), SenderError> {
-        if claims.path == UrgentPath::Dedicated {
-            return Ok(());
-        }
-        while let Some(wanted) = claims.next_wanted() {
-            match (claims.path, urgent.get(wanted.channel)) {
-                (UrgentPath::Interleaved, Some(out)) => out.send(claims, wanted)?,
-                _ => self.send_wanted(pass, claims, wanted)?,
-            }
-        }
-        Ok(())
-    }
-
-    /// Sends a page that somebody waits for, if it is still here to be sent, as a frame of its own; then those asked for
-    /// ahead, as another.
+    /// Sends a page that the guest waits for, as a frame of its own, unless another thread has claimed it.
     pub(crate) fn send_wanted(
         &mut self,
         pass: u32,
@@ -138,10 +119,10 @@ impl<S: FrameSink> Sender<'_, S> {
             self.send_run(pass, *id, page)?;
             self.flush(FrameKind::Pages, *id, pass)?;
         }
-        self.send_ahead(pass, claims, wanted, || false)
+        Ok(())
     }
 
-    /// Sends what was asked for ahead, in pieces, until it `must_yield` to a page that somebody waits for.
+    /// Sends what was asked for ahead, in pieces, until it `must_yield` to a page that the guest waits for.
     pub(super) fn send_ahead(
         &mut self,
         pass: u32,
@@ -149,15 +130,15 @@ impl<S: FrameSink> Sender<'_, S> {
         wanted: Wanted,
         must_yield: impl Fn() -> bool,
     ) -> Result<(), SenderError> {
-        /// Pages between two looks whether somebody waits: 32 KiB, 130 us of a link of 2 Gb/s.
-        const PIECE: u64 = 8;
+        /// Pages between two looks at the requests: 32 KiB, 130 us of a link of 2 Gb/s.
+        const PIECE: usize = 8;
         let (id, map) = &claims.regions[wanted.region];
         let ahead = wanted.page + 1..wanted.page.saturating_add(1 + u64::from(wanted.ahead)).min(map.len());
-        for first in ahead.clone().step_by(8) {
+        for first in ahead.clone().step_by(PIECE) {
             if must_yield() {
                 return Ok(());
             }
-            for page in first..(first + PIECE).min(ahead.end) {
+            for page in first..(first + PIECE as u64).min(ahead.end) {
                 if map.take(page) {
                     self.send_run(pass, *id, PageRun::new(PageIndex(page), 1))?;
                 }

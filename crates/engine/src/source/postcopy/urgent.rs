@@ -1,15 +1,15 @@
-//! An urgent channel's thread: reads requests, and sends the page at once or leaves it to a bulk thread.
+//! The dedicated path: the thread that reads a request from an urgent channel sends the page at once.
 
 use super::super::sender::{Sender, SenderError, Shared};
-use super::super::settings::UrgentPath;
 use super::{Claims, Wanted, not_there};
 use crate::awake::Asking;
 use crate::channel::{SendError, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_wire::{REQUEST_BYTES, Request, WireError};
 
-/// The sending side of an urgent channel. On the dedicated path its own thread holds it; on the interleaved one bulk
-/// threads take turns.
+/// Sending side of an urgent channel.
+///
+/// The channel's own thread sends. On the interleaved baseline bulk threads do, hence the lock.
 pub(crate) struct UrgentOut<'a> {
     stream: Arc<Stream>,
     sender: Mutex<Sender<'a, Arc<Stream>>>,
@@ -22,10 +22,10 @@ impl<'a> UrgentOut<'a> {
         Self { stream, sender, pass }
     }
 
-    /// Sends a page that somebody waits for, and then what was asked for ahead, until there is another request.
+    /// Sends a page that the guest waits for, and then what was asked for ahead, until there is another request.
     pub(crate) fn send(&self, claims: &Claims, wanted: Wanted) -> Result<(), SenderError> {
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
-        sender.send_wanted(self.pass, claims, Wanted { ahead: 0, ..wanted })?;
+        sender.send_wanted(self.pass, claims, wanted)?;
         sender.send_ahead(self.pass, claims, wanted, || self.stream.has_input())
     }
 }
@@ -61,11 +61,13 @@ fn serve(claims: &Claims, out: &UrgentOut<'_>, channel: usize, request: Request)
     };
     let region = claims.position(id).filter(|region| page.0 < claims.regions[*region].1.len());
     let region = region.ok_or_else(|| not_there(id, page.0))?;
-    let wanted = Wanted { region, page: page.0, ahead, again, channel };
+    let wanted = Wanted { region, page: page.0, ahead, again };
     if ahead > 0 {
         claims.guest_runs_on(region, page.0.saturating_add(ahead.into()));
     }
-    if claims.path != UrgentPath::Dedicated && claims.leave(wanted) {
+    if let Some(queue) = &claims.baseline
+        && queue.leave(&claims.regions[region].1, wanted, channel)
+    {
         return Ok(());
     }
     out.send(claims, wanted)
