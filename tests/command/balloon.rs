@@ -38,19 +38,42 @@ fn a_target_moves_with_its_guest() {
     let folder = Folder::new();
     let source = Run::source("kvm", &folder);
     assert_eq!(code(&vmferry(&["balloon", "--api", &source.api, "--target", "80M"])), 0);
-    let without =
-        Run::start("kvm", &folder, "without", &["--incoming", "tcp:127.0.0.1:0", "--balloon", "off"]);
-    let status = without.wait("the target listening", |s| s["vm"]["incoming"].is_string());
-    assert!(status["vm"]["balloon"].is_null(), "{status}");
-    let output = source.migrate(status["vm"]["incoming"].as_str().unwrap(), &[]);
-    assert!(errors(&output).contains("balloon=off here and balloon=on there"), "{output:?}");
-    source.goes_on();
+    for (option, name) in [("--balloon", "off"), ("--balloon-extension", "without-extension")] {
+        let without = Run::start("kvm", &folder, name, &["--incoming", "tcp:127.0.0.1:0", option, "off"]);
+        let status = without.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+        assert_eq!(status["vm"]["balloon"].is_null(), option == "--balloon", "{status}");
+        let output = source.migrate(status["vm"]["incoming"].as_str().unwrap(), &[]);
+        let why = format!("balloon={name} here and balloon=on there");
+        assert!(errors(&output).contains(&why), "{output:?}");
+        source.goes_on();
+    }
     let (target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
     let output = source.migrate(&uri, &["--verify"]);
     assert_eq!(code(&output), 0, "{output:?}");
     target.wait("the guest on the target", |s| s["vm"]["place"] == "running");
     target.goes_on();
     assert_eq!(target.status().unwrap()["vm"]["balloon"]["target"], 80 << 20);
+}
+
+#[test]
+fn a_guest_whose_balloon_has_no_extension_moves() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let extension = ["--balloon-extension", "off"];
+    let source = Run::start("kvm", &folder, "source", &extension);
+    let features = |run: &Run| run.status().unwrap()["vm"]["balloon"]["features"].to_string();
+    source.wait("the guest's driver", |s| s["vm"]["balloon"]["driver"] == true);
+    let accepted = features(&source);
+    assert!(accepted.contains("reporting") && !accepted.contains("ranges"), "{accepted}");
+    let incoming = ["--incoming", "tcp:127.0.0.1:0"];
+    let target = Run::start("kvm", &folder, "target", &[extension, incoming].concat());
+    let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
+    let output = source.migrate(status["vm"]["incoming"].as_str().unwrap(), &["--verify"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    target.goes_on();
+    assert_eq!(features(&target), accepted);
 }
 
 #[test]

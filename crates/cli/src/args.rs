@@ -242,6 +242,12 @@ pub(crate) struct RunArgs {
     /// Give it a balloon, by which it gives memory back and is asked for it; the same on both sides of a move
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) balloon: OnOff,
+    /// Offer the balloon's extension beyond virtio 1.2; the same on both sides of a move
+    ///
+    /// The extension has three feature bits that no driver of Linux accepts. docs/balloon-extension.md specifies them. With `off` the
+    /// balloon is the device of virtio 1.2, and nothing else.
+    #[arg(long, value_enum, default_value = "on")]
+    pub(crate) balloon_extension: OnOff,
     /// Let the balloon follow the host: take memory while the host is short of it, but leave the guest at least this much
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) balloon_auto: Option<u64>,

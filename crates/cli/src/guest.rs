@@ -53,6 +53,7 @@ impl Machine {
         options.incoming = args.incoming.is_some();
         options.dirty_ring = args.dirty_ring.0;
         options.balloon = args.balloon == OnOff::On;
+        options.balloon_extension = args.balloon_extension == OnOff::On;
         options.rng = args.rng == OnOff::On;
         options.kicks = args.ioeventfd == OnOff::On;
         options.disks = args.disks.iter().map(DiskArg::options).collect();

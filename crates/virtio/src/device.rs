@@ -72,6 +72,13 @@ pub trait Device: Send + Debug {
     /// The features of the device type that it offers; those of rings and transport are the transport's.
     fn features(&self) -> u128;
 
+    /// Returns false if the device does not have queue `index` of [`QUEUES`](Self::QUEUES), as it was made. Saved state has the
+    /// queue all the same.
+    fn has_queue(&self, index: u16) -> bool {
+        let _ = index;
+        true
+    }
+
     /// The driver reads `data.len()` bytes of the configuration at `offset`. Given zeros; what does not exist is left so.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 

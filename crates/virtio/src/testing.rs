@@ -2,7 +2,7 @@
 //! called with.
 
 use crate::balloon::{
-    Balloon, BalloonControl, BalloonHost, BalloonOptions, Dropped, HostError, WholePages, Why,
+    Balloon, BalloonControl, BalloonHost, BalloonOptions, Dropped, HostError, Why, extension::WholePages,
 };
 use crate::device::{Device, Doorbell, Wiring};
 use crate::mmio::MmioTransport;
@@ -185,12 +185,17 @@ pub(crate) fn memory() -> Memory {
 
 impl Guest {
     pub(crate) fn new() -> Self {
+        Self::with_extension(true)
+    }
+
+    /// Returns a guest whose balloon has the extension, or not.
+    pub(crate) fn with_extension(extension: bool) -> Self {
         let memory = memory();
         let host = Arc::new(Host { memory: memory.clone(), calls: Mutex::default(), refuse: false.into() });
         // A hole within the first region, as below 1 MiB.
         let piece = |region, pages| WholePages { region: RegionId(region), pages };
         let ram = vec![piece(0, 0..30), piece(0, 40..LOW), piece(1, 0..HIGH.1)];
-        let options = BalloonOptions { layout: layout(), ram };
+        let options = BalloonOptions { layout: layout(), extension, ram };
         let make = |wiring: Wiring| Balloon::new(options, Arc::clone(&host) as _, wiring.signals);
         let mut control = None;
         let driver = Driver::new(memory, |wiring| {

@@ -97,7 +97,12 @@ impl Devices {
         let mut balloon = None;
         if options.balloon {
             bus.plug(|place| {
-                let made = Arc::new(VmBalloon::new(machine.ram(), lazy, options.drop_way, line(place)));
+                let made = Arc::new(VmBalloon::new(
+                    machine.ram(),
+                    lazy,
+                    (options.drop_way, options.balloon_extension),
+                    line(place),
+                ));
                 let device = Arc::clone(made.device());
                 balloon = Some(made);
                 Ok(device)

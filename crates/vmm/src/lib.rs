@@ -68,6 +68,7 @@ pub use options::{
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
-pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError};
+pub use vmferry_virtio::balloon::extension::MapError;
+pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats};
 pub use vmferry_virtio::blk::BlkFigures;
 pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};

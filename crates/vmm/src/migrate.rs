@@ -20,6 +20,7 @@ impl Vm {
     /// of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
     #[must_use]
     pub fn machine_config(&self) -> MachineConfig {
+        let balloon = self.devices().balloon().map_or("off", |balloon| balloon.description());
         let disks = (0..).zip(self.devices().disks());
         let disks = disks.map(|(n, disk): (u32, _)| (format!("disk {n}"), disk.description()));
         MachineConfig {
@@ -28,7 +29,7 @@ impl Vm {
             regions: self.ram().layout().regions().to_vec(),
             extra: [
                 ("cpu".to_owned(), self.model().vendor()),
-                ("balloon".to_owned(), if self.has_balloon() { "on" } else { "off" }.to_owned()),
+                ("balloon".to_owned(), balloon.to_owned()),
                 ("devices".to_owned(), self.devices().bus().names().join(",")),
             ]
             .into_iter()

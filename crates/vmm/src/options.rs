@@ -176,6 +176,9 @@ pub struct VmOptions {
     pub dirty_ring: Option<u32>,
     /// Whether it has a balloon, which both sides of a migration must agree upon.
     pub balloon: bool,
+    /// Whether its balloon offers the extension that `docs/balloon-extension.md` specifies, which both sides of a migration must
+    /// agree upon.
+    pub balloon_extension: bool,
     /// How pages that the guest gives back go.
     pub drop_way: DropWay,
     /// How often the guest is asked for its memory statistics; `None` for never.
@@ -208,6 +211,7 @@ impl VmOptions {
             incoming: false,
             dirty_ring: None,
             balloon: true,
+            balloon_extension: true,
             drop_way: DropWay::default(),
             stats_every: Some(STATS_EVERY),
             rng: false,

@@ -167,7 +167,7 @@ counters! {
         low_pages,
         /// Features that were negotiated with the balloon, bits 0 to 63; 0 if there is none.
         features,
-        /// Private features that were negotiated, from bit 96 on.
+        /// Features of the balloon extension that were negotiated, from bit 96 on.
         private_features,
         /// The command that was answered last.
         hint_id,

@@ -1,4 +1,5 @@
-//! The driver of the memory balloon (virtio 1.2, section 5.5), and of what vmferry's has beyond it.
+//! Driver of the memory balloon (virtio 1.2, section 5.5), and of vmferry's extension of it
+//! (docs/balloon-extension.md).
 //!
 //! The first vCPU serves it: it polls the configuration, inflates and deflates, and answers requests for hints, in [`Service`]. Reports
 //! come from the vCPUs that free (`pool.rs`), and any vCPU that runs out of memory takes pages back.

@@ -5,10 +5,12 @@ use crate::carve::Carver;
 use crate::memory::pointer;
 use core::sync::atomic::{Ordering, fence};
 use vmferry_guest_abi::Windows;
+use vmferry_guest_abi::balloon::VENDOR;
 
 const MAGIC: u64 = 0x000;
 const VERSION: u64 = 0x004;
 const DEVICE_ID: u64 = 0x008;
+const VENDOR_ID: u64 = 0x00c;
 const DEVICE_FEATURES: u64 = 0x010;
 const DEVICE_FEATURES_SEL: u64 = 0x014;
 const DRIVER_FEATURES: u64 = 0x020;
@@ -37,8 +39,8 @@ const FEATURES_OK: u32 = 8;
 
 /// Bit 32: the device is one of the specification.
 pub(crate) const VERSION_1: u32 = 32;
-/// The first of the private features' bank.
-const PRIVATE: u32 = 96;
+/// First bit of the bank that has the features of vmferry's extensions (docs/balloon-extension.md).
+const EXTENSION: u32 = 96;
 
 /// Where QEMU's microvm has its windows when it says so in ACPI tables only: 24 at most.
 const MICROVM: u64 = 0xfeb0_0000;
@@ -96,8 +98,11 @@ impl Mmio {
         assert!(reset, "the virtio device at {:#x} does not reset", self.base);
         self.write(STATUS, ACKNOWLEDGE);
         self.write(STATUS, ACKNOWLEDGE | DRIVER);
+        // On a device of another vendor the bits of an extension have no meaning that this driver knows.
+        let own = self.read(VENDOR_ID) == VENDOR;
+        let known = if own { known } else { known & ((1 << EXTENSION) - 1) };
         let features = self.offered() & known;
-        for bank in (0..4).filter(|bank| *bank < 2 || features >> PRIVATE != 0) {
+        for bank in (0..4).filter(|bank| *bank < 2 || features >> EXTENSION != 0) {
             self.write(DRIVER_FEATURES_SEL, bank);
             self.write(DRIVER_FEATURES, bank_of(features, bank));
         }

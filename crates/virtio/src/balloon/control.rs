@@ -1,17 +1,15 @@
 //! The balloon, as other threads see it.
 
-use super::map::{self, MapError, WholePages};
+use super::extension::Published;
 use super::metrics::{BalloonFigures, Metrics, add};
 use super::stats::GuestStats;
-use super::{BalloonHost, BalloonOptions, Dropped, Why, feature, report};
+use super::{BalloonHost, BalloonOptions, Dropped, Why, feature};
 use crate::runs::{BadRange, GuestRun};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
-use vm_memory::GuestMemory;
-use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
-use vmferry_guest_abi::balloon::FreeMap;
+use vmferry_core::Layout;
 
 /// Hints: stop, and keep the pages (5.5.6.4).
 pub(super) const STOP: u32 = 0;
@@ -20,7 +18,7 @@ pub(super) const DONE: u32 = 1;
 /// The first id of a request for hints.
 pub(super) const FIRST: u32 = 2;
 
-/// Why the guest cannot be asked for hints.
+/// Reason for which the guest cannot be asked for hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AskError {
@@ -29,11 +27,11 @@ pub enum AskError {
     NoDriver,
 }
 
-/// What the device and everybody else share. Locks are held for a copy only, never while guest memory is touched.
+/// State that the device shares with [`BalloonControl`]. Locks are held for a copy only, never while guest memory is
+/// touched.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) layout: Layout,
-    pub(super) ram: Vec<WholePages>,
     pub(super) host: Arc<dyn BalloonHost>,
     pub(super) signals: Arc<Signals>,
     pub(super) metrics: Metrics,
@@ -51,7 +49,7 @@ pub(super) struct Shared {
     pub(super) stats_wanted: AtomicBool,
     stats: Mutex<GuestStats>,
     stats_at: Mutex<Option<SystemTime>>,
-    map: Mutex<Option<FreeMap>>,
+    pub(super) extension: Published,
 }
 
 impl Shared {
@@ -62,7 +60,6 @@ impl Shared {
     ) -> Arc<Self> {
         Arc::new(Self {
             layout: options.layout,
-            ram: options.ram,
             host,
             signals,
             metrics: Metrics::default(),
@@ -75,7 +72,7 @@ impl Shared {
             stats_wanted: AtomicBool::new(false),
             stats: Mutex::default(),
             stats_at: Mutex::default(),
-            map: Mutex::default(),
+            extension: Published::new(options.ram),
         })
     }
 
@@ -102,14 +99,6 @@ impl Shared {
 
     pub(super) fn stats(&self) -> GuestStats {
         *lock(&self.stats)
-    }
-
-    pub(super) fn map(&self) -> Option<FreeMap> {
-        *lock(&self.map)
-    }
-
-    pub(super) fn set_map(&self, map: Option<FreeMap>) {
-        *lock(&self.map) = map;
     }
 
     /// The guest relies on finding its poison in free pages. Zeros are what a dropped page reads as, so they are no obstacle.
@@ -170,13 +159,13 @@ impl BalloonControl {
         self.shared.features()
     }
 
-    /// Whether the guest's driver accepted feature `bit`.
+    /// Returns true if the guest's driver accepted feature `bit`.
     #[must_use]
     pub fn has(&self, bit: u32) -> bool {
         self.shared.has(bit)
     }
 
-    /// How many pages the balloon is to have.
+    /// Returns the number of pages that the balloon is to have.
     #[must_use]
     pub fn target(&self) -> u32 {
         self.shared.target.load(Ordering::Acquire)
@@ -191,7 +180,7 @@ impl BalloonControl {
         }
     }
 
-    /// How many pages it has, as the driver says.
+    /// Returns the number of pages that it has, as the driver says.
     #[must_use]
     pub fn actual(&self) -> u32 {
         self.shared.actual.load(Ordering::Acquire)
@@ -212,13 +201,13 @@ impl BalloonControl {
         wanted.then_some(super::device::STATS_QUEUE)
     }
 
-    /// When they came; `None` if none have come here yet.
+    /// Returns the time at which statistics came last; `None` if none have come here yet.
     #[must_use]
     pub fn stats_at(&self) -> Option<SystemTime> {
         *lock(&self.shared.stats_at)
     }
 
-    /// What happened so far.
+    /// Returns the figures so far.
     #[must_use]
     pub fn figures(&self) -> BalloonFigures {
         self.shared.metrics.figures()
@@ -227,8 +216,8 @@ impl BalloonControl {
     /// Asks the guest which pages are free. The host is [told](BalloonHost::hinted) as they come, with the id given here. A request
     /// under way is over.
     ///
-    /// What was written to a page since this call counts; what was in it before does not. So whoever skips hinted pages tracks writes
-    /// before asking.
+    /// What was written to a page since this call counts; what was in it before does not. So a migration that skips hinted pages tracks writes
+    /// before it asks.
     ///
     /// # Errors
     /// If its driver cannot answer.
@@ -251,7 +240,7 @@ impl BalloonControl {
         }
     }
 
-    /// Ends the request under way; the guest uses all its pages again. Does nothing if nobody asked.
+    /// Ends the request under way; the guest uses all its pages again. Does nothing without a request.
     pub fn done(&self) {
         if self.shared.asked.load(Ordering::Acquire) >= FIRST
             && self.shared.command.load(Ordering::Acquire) != DONE
@@ -263,32 +252,5 @@ impl BalloonControl {
     fn command(&self, command: u32) {
         self.shared.command.store(command, Ordering::Release);
         self.shared.signals.config_changed();
-    }
-
-    /// The map of free pages that the guest keeps, if it keeps one.
-    #[must_use]
-    pub fn map(&self) -> Option<FreeMap> {
-        self.shared.map()
-    }
-
-    /// Adds the pages that the guest's own map says are free to `free`, a set of its layout; says how many there are. Each bit is what
-    /// it was at some moment during the call.
-    ///
-    /// # Errors
-    /// If there is no map, or none that fits; `free` may have pages of it.
-    pub fn read_map<M: GuestMemory>(&self, memory: &M, free: &mut PageSet) -> Result<u64, MapError> {
-        let map = self.map().ok_or(MapError::None)?;
-        if self.shared.poisoned() {
-            return Err(MapError::Poison);
-        }
-        map::read(&self.shared, memory, map, free)
-    }
-
-    /// A vCPU wrote `page` to the port of the hypercall: reports the blocks that are listed in that page. Several vCPUs may do so at
-    /// once.
-    pub fn report<M: GuestMemory>(&self, memory: &M, page: u32) {
-        if self.has(feature::FEATURE_HYPERCALL) {
-            report::hypercall(&self.shared, memory, u64::from(page) << PAGE_SHIFT);
-        }
     }
 }

@@ -1,8 +1,8 @@
 //! The device.
 
 use super::control::{BalloonControl, STOP, Shared};
+use super::extension::{self, Extension, FEATURE_RANGES, RANGES_QUEUE};
 use super::inflate::{self, Way};
-use super::map::MapRegisters;
 use super::persist::BalloonSaved;
 use super::{BalloonHost, BalloonOptions, feature, hint, report, stats};
 use crate::device::{Device, Progress, QueueSpec, read_bytes};
@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::GuestMemory;
-use vmferry_guest_abi::balloon::{RANGES_QUEUE, free_map};
 
 /// Most entries of a queue.
 const QUEUE_SIZE: u16 = 256;
@@ -21,7 +20,7 @@ const INFLATE_QUEUE: u16 = 0;
 const DEFLATE_QUEUE: u16 = 1;
 /// The first of the queues that depend on features.
 const FIRST_OPTIONAL: u16 = 2;
-/// Where drivers that number queues as the specification does have statistics; and all others, as nobody leaves them out in front.
+/// Index of the queue of statistics, for each way in which drivers number queues: no driver leaves out a queue before it.
 pub(super) const STATS_QUEUE: u16 = 2;
 
 /// Offsets in the configuration (5.5.4), all 32 bits.
@@ -30,7 +29,7 @@ mod config {
     pub(super) const POISON: u64 = 12;
 }
 
-/// What a queue is for.
+/// Role of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Inflate,
@@ -48,13 +47,13 @@ const OPTIONAL: [(u32, Role); 3] = [
     (feature::REPORTING, Role::Report),
 ];
 
-/// Which queue is which.
+/// Roles of all queues.
 ///
 /// The specification gives the queues the indices 0 to 4, whatever is negotiated. QEMU numbers those whose features its *device
 /// offers*; this device offers all, which comes to the same. Linux numbers those whose features its *driver accepts*: a driver without
 /// statistics has hints at 2 and reports at 3. The two disagree only if a driver leaves something out, and then a driver that counts
 /// like Linux has made a queue ready that does not exist for one that counts like the specification, because that feature was not
-/// accepted; nobody does so otherwise.
+/// accepted; no driver does so otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Roles {
     optional: [Option<Role>; OPTIONAL.len()],
@@ -72,7 +71,7 @@ impl Roles {
             let mut kept = by_number.into_iter().flatten();
             optional = std::array::from_fn(|_| kept.next());
         }
-        Self { optional, ranges: accepted(feature::FEATURE_RANGES) }
+        Self { optional, ranges: accepted(FEATURE_RANGES) }
     }
 
     pub(super) fn of(&self, queue: u16) -> Option<Role> {
@@ -88,13 +87,13 @@ impl Roles {
 /// The balloon.
 #[derive(Debug)]
 pub struct Balloon {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     pub(super) roles: Roles,
     /// The statistics buffer that is kept, by its first descriptor.
     pub(super) held: Option<u16>,
     /// The request for hints that the driver answers at the moment.
     pub(super) stream: Option<u32>,
-    registers: MapRegisters,
+    pub(super) extension: Extension,
     buffer: Buffer,
     gather: Gather,
     bytes: Vec<u8>,
@@ -104,31 +103,23 @@ impl Balloon {
     /// A balloon of no pages.
     #[must_use]
     pub fn new(options: BalloonOptions, host: Arc<dyn BalloonHost>, signals: Arc<Signals>) -> Self {
+        let extension = Extension::new(options.extension);
         Self {
             shared: Shared::new(options, host, signals),
             roles: Roles::default(),
             held: None,
             stream: None,
-            registers: MapRegisters::default(),
+            extension,
             buffer: Buffer::default(),
             gather: Gather::default(),
             bytes: Vec::new(),
         }
     }
 
-    /// What other threads have of it.
+    /// Returns the handle for other threads.
     #[must_use]
     pub fn control(&self) -> BalloonControl {
         BalloonControl { shared: Arc::clone(&self.shared) }
-    }
-
-    pub(super) fn shared(&self) -> &Shared {
-        &self.shared
-    }
-
-    pub(super) fn set_registers(&mut self, registers: MapRegisters) {
-        self.registers = registers;
-        self.shared.set_map(registers.map());
     }
 }
 
@@ -152,17 +143,18 @@ impl Device for Balloon {
             feature::FREE_PAGE_HINT,
             feature::PAGE_POISON,
             feature::REPORTING,
-            feature::FEATURE_RANGES,
-            feature::FEATURE_FREE_MAP,
-            feature::FEATURE_HYPERCALL,
         ]
         .iter()
-        .fold(0, |bits, bit| bits | 1 << bit)
+        .fold(self.extension.features(), |bits, bit| bits | 1 << bit)
+    }
+
+    fn has_queue(&self, index: u16) -> bool {
+        self.extension.has_queue(index)
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        if offset >= free_map::PAGES {
-            self.registers.read(offset, data);
+        if offset >= extension::CONFIG {
+            self.extension.read_config(offset, data);
             return;
         }
         let shared = &self.shared;
@@ -179,13 +171,7 @@ impl Device for Balloon {
             (config::POISON, Ok(bytes)) => {
                 self.shared.poison.store(u32::from_le_bytes(bytes), Ordering::Release);
             }
-            // Whether there is a map at all is decided when the driver is ready, or now if it is.
-            (free_map::PAGES.., _) => {
-                let changed = self.registers.write(offset, data);
-                if changed && self.shared.has(feature::FEATURE_FREE_MAP) {
-                    self.shared.set_map(self.registers.map());
-                }
-            }
+            (extension::CONFIG.., _) => self.extension.write_config(&self.shared, offset, data),
             _ => {}
         }
     }
@@ -193,9 +179,7 @@ impl Device for Balloon {
     fn activate(&mut self, features: u128, ready: &[u16]) {
         self.roles = Roles::new(features, ready);
         self.shared.set_features(features);
-        if self.shared.has(feature::FEATURE_FREE_MAP) {
-            self.shared.set_map(self.registers.map());
-        }
+        self.extension.publish(&self.shared);
         tracing::debug!(features, ?ready, "the guest's balloon driver is ready");
     }
 
@@ -209,9 +193,8 @@ impl Device for Balloon {
             Some(Role::Deflate) => queue.serve(memory, buffer, signals, |b| {
                 inflate::numbers(shared, Way::Out, (gather, bytes), b, memory);
             }),
-            Some(Role::Ranges) => {
-                queue.serve(memory, buffer, signals, |b| inflate::ranges(shared, (gather, bytes), b, memory))
-            }
+            Some(Role::Ranges) => queue
+                .serve(memory, buffer, signals, |b| extension::ranges(shared, (gather, bytes), b, memory)),
             Some(Role::Report) => queue.serve(memory, buffer, signals, |b| report::buffer(shared, gather, b)),
             Some(Role::Hint) => {
                 queue.serve(memory, buffer, signals, |b| hint::buffer(shared, stream, gather, b, memory))
@@ -229,7 +212,7 @@ impl Device for Balloon {
         self.shared.command.store(STOP, Ordering::Release);
         self.shared.stats_wanted.store(false, Ordering::Release);
         self.shared.set_stats(stats::GuestStats::default());
-        self.set_registers(MapRegisters::default());
+        self.extension.reset(&self.shared);
         (self.roles, self.held) = (Roles::default(), None);
         if let Some(ended) = self.stream.take() {
             self.shared.host.hints_end(ended);

@@ -61,7 +61,7 @@ fn pass_on(shared: &Shared, stream: Option<u32>, gather: &mut Gather) {
         return;
     }
     // The command may have changed since the driver named it. It may do so after this look as well: the id goes with the hints, for
-    // whoever takes them to compare.
+    // which the host compares.
     match stream.filter(|command| *command == shared.command.load(Ordering::Acquire)) {
         Some(command) => {
             add(&shared.metrics.hinted_pages, runs.iter().map(|run| run.run.count).sum());

@@ -1,4 +1,4 @@
-//! What happened.
+//! Counters of the balloon.
 
 use crate::figures::figures;
 

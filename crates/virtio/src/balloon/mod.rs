@@ -1,24 +1,24 @@
-//! The memory balloon (virtio 1.2, section 5.5), with the private features of [`vmferry_guest_abi::balloon`].
+//! The memory balloon (virtio 1.2, section 5.5), and an [`extension`] of it that can be left out.
 //!
 //! | module | what |
 //! |---|---|
 //! | `device` | queues and their roles, features, configuration |
-//! | `inflate` | page numbers and ranges, in and out |
-//! | `report` | free pages that are given back, by queue and by hypercall |
+//! | `inflate` | page numbers, in and out |
+//! | `report` | free pages that are given back |
 //! | `hint` | free pages that a migration need not send |
-//! | `map` | the guest's own map of its free pages |
 //! | `stats` | what the guest says of its memory |
 //! | `metrics` | what happened |
 //! | `persist` | saved state |
+//! | [`extension`] | what the device has beyond the specification: ranges, a map of free pages, reports by a hypercall |
 //!
 //! [`Balloon`] is the device, which its transport owns; [`BalloonControl`] is what the VMM's other threads have of it, none of which
 //! ever waits for a request that is being processed. [`BalloonHost`] is what the VMM does with memory.
 
 mod control;
 mod device;
+pub mod extension;
 mod hint;
 mod inflate;
-mod map;
 mod metrics;
 mod persist;
 mod report;
@@ -28,19 +28,19 @@ mod tests;
 
 pub use control::{AskError, BalloonControl};
 pub use device::Balloon;
-pub use map::{FREE_MAP_BITS_MAX, MapError, WholePages};
 pub use metrics::BalloonFigures;
 pub use persist::BalloonSaved;
 pub use stats::GuestStats;
 
 use crate::runs::GuestRun;
+use extension::WholePages;
 use std::fmt::Debug;
 use vmferry_core::Layout;
 
-/// The device offers more than any driver knows: the specification's queues are always there, whatever a driver accepts.
+/// Feature bits of the specification that the device offers.
+///
+/// The queues of the specification are always there, whatever a driver accepts.
 pub mod feature {
-    pub use vmferry_guest_abi::balloon::{FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES};
-
     /// The guest reports statistics.
     pub const STATS: u32 = 1;
     /// The guest may take pages back when it runs out of memory.
@@ -53,7 +53,7 @@ pub mod feature {
     pub const REPORTING: u32 = 5;
 }
 
-/// Why pages are dropped.
+/// Reason for which pages are dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
     /// The guest put them into the balloon.
@@ -62,7 +62,7 @@ pub enum Why {
     Reported,
 }
 
-/// What became of pages that were to be dropped.
+/// Result of a request to drop pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dropped {
     /// They are gone.
@@ -71,11 +71,11 @@ pub enum Dropped {
     Held,
 }
 
-/// Why the host could not do it, in its own words.
+/// Error of the host.
 pub type HostError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What the VMM does with guest memory for the balloon. Called from vCPUs' threads, several at once; never with pages that are not in
-/// the layout. The runs of one call neither overlap nor touch.
+/// Operations of the VMM on guest memory for the balloon. Called from vCPUs' threads, several at once; never with pages that are
+/// not in the layout. The runs of one call neither overlap nor touch.
 pub trait BalloonHost: Send + Sync + Debug {
     /// Gives `runs` back to the host: the guest does not need what is in them, and must find zeros or what was there. When this
     /// returns, the guest may use them again.
@@ -97,11 +97,13 @@ pub trait BalloonHost: Send + Sync + Debug {
     fn hints_end(&self, command: u32);
 }
 
-/// What a balloon is made of.
+/// Options of a balloon.
 #[derive(Debug, Clone)]
 pub struct BalloonOptions {
     /// The guest's memory.
     pub layout: Layout,
-    /// The whole pages of its RAM as it was told of them, for its map of free pages.
+    /// Whether the [`extension`] is offered. A device without it is the one of virtio 1.2.
+    pub extension: bool,
+    /// The whole pages of its RAM as the memory map told the guest, for its map of free pages.
     pub ram: Vec<WholePages>,
 }

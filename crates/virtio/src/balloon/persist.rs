@@ -2,12 +2,10 @@
 
 use super::control::{DONE, FIRST, STOP};
 use super::device::{Balloon, Role, Roles};
-use super::map::MapRegisters;
 use super::stats::GuestStats;
 use crate::device::QueueSpec;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
-use vmferry_guest_abi::balloon::FreeMap;
 
 /// The balloon, apart from its registers and queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,15 +14,15 @@ pub struct BalloonSaved {
     pub target: u32,
     /// Pages that it has, as the driver says.
     pub actual: u32,
-    /// What the driver is to do about hints.
+    /// Command to the driver about hints.
     pub command: u32,
     /// The last request for hints.
     pub asked: u32,
-    /// What the driver fills free pages with.
+    /// Value with which the driver fills free pages.
     pub poison: u32,
     /// The statistics buffer that the device keeps, by its first descriptor.
     pub held: Option<u16>,
-    /// Address and pages of the guest's map of free pages.
+    /// Registers of the extension: address and pages of the guest's map of free pages, if written.
     pub map: Option<(u64, u64)>,
     /// The guest's latest statistics.
     pub stats: GuestStats,
@@ -32,7 +30,7 @@ pub struct BalloonSaved {
 
 impl BalloonSaved {
     pub(super) fn of(balloon: &Balloon) -> Self {
-        let shared = balloon.shared();
+        let shared = &balloon.shared;
         Self {
             target: shared.target.load(Ordering::Acquire),
             actual: shared.actual.load(Ordering::Acquire),
@@ -40,7 +38,7 @@ impl BalloonSaved {
             asked: shared.asked.load(Ordering::Acquire),
             poison: shared.poison.load(Ordering::Acquire),
             held: balloon.held,
-            map: shared.map().map(|map| (map.gpa, map.pages)),
+            map: balloon.extension.saved(),
             stats: shared.stats(),
         }
     }
@@ -48,8 +46,8 @@ impl BalloonSaved {
     /// Takes it up. A buffer that is kept must be one that the queue can have; everything else may be anything, as a driver may
     /// write anything.
     ///
-    /// A request for hints does not survive a move: whoever asked is on the other side. The guest is told that it is over, or it
-    /// would keep the hinted pages out of use for ever.
+    /// A request for hints does not survive a move: the thread that asked is on the source. The guest is told that the request is
+    /// over, or it would keep the hinted pages out of use for ever.
     pub(super) fn load(
         &self,
         balloon: &mut Balloon,
@@ -64,8 +62,9 @@ impl BalloonSaved {
         {
             return Err(format!("it keeps a statistics buffer at {held}, where there is none"));
         }
+        balloon.extension.check(self.map)?;
         let command = if self.asked >= FIRST { DONE } else { STOP };
-        let shared = balloon.shared();
+        let shared = &balloon.shared;
         shared.target.store(self.target, Ordering::Release);
         shared.actual.store(self.actual, Ordering::Release);
         shared.asked.store(self.asked, Ordering::Release);
@@ -76,7 +75,7 @@ impl BalloonSaved {
         balloon.roles = roles;
         balloon.held = self.held;
         balloon.stream = None;
-        balloon.set_registers(MapRegisters::of(self.map.map(|(gpa, pages)| FreeMap { gpa, pages })));
+        balloon.extension.load(&balloon.shared, self.map);
         Ok(command != self.command)
     }
 }

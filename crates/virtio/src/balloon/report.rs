@@ -1,12 +1,10 @@
-//! Free pages that are given back: free page reporting (5.5.6.6), and the same by hypercall.
+//! Free pages that are given back: free page reporting (5.5.6.6).
 
 use super::Why;
 use super::control::Shared;
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::Gather;
-use vm_memory::{Bytes, GuestAddress, GuestMemory};
-use vmferry_guest_abi::balloon::{REPORT_ENTRIES, reported};
 
 /// A buffer of the reporting queue: its parts are the free pages themselves.
 ///
@@ -25,28 +23,8 @@ pub(super) fn buffer(shared: &Shared, gather: &mut Gather, buffer: &Buffer) {
     give_back(shared, gather);
 }
 
-/// A page of reports, by hypercall.
-pub(super) fn hypercall<M: GuestMemory>(shared: &Shared, memory: &M, gpa: u64) {
-    let mut page = [0; REPORT_ENTRIES * 8];
-    if memory.read_slice(&mut page, GuestAddress(gpa)).is_err() {
-        shared.malformed("reports");
-        return;
-    }
-    let mut gather = Gather::default();
-    for entry in page.as_chunks().0.iter().map(|entry| u64::from_le_bytes(*entry)).filter(|e| *e != 0) {
-        match reported(entry) {
-            Some(range) => {
-                if let Err(why) = gather.add(&shared.layout, range.gpa, range.len) {
-                    shared.bad_range("report", why);
-                }
-            }
-            None => shared.malformed("reports"),
-        }
-    }
-    give_back(shared, &mut gather);
-}
-
-fn give_back(shared: &Shared, gather: &mut Gather) {
+/// Gives the pages of one report back to the host.
+pub(super) fn give_back(shared: &Shared, gather: &mut Gather) {
     let runs = gather.merged();
     let pages = runs.iter().map(|run| run.run.count).sum();
     add(&shared.metrics.reports, 1);

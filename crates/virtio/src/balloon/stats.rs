@@ -1,4 +1,4 @@
-//! What the guest says of its memory (5.5.6.3).
+//! Statistics of the guest's memory (5.5.6.3).
 
 use super::control::Shared;
 use super::metrics::add;

@@ -1,6 +1,8 @@
 //! Tests of the balloon through its transport.
 
+use super::extension::MapError;
 use super::*;
+use crate::mmio::LoadError;
 use crate::testing::{Call, Guest, SIZE, WRITE, layout};
 use virtio_bindings::virtio_mmio as register;
 use vm_memory::{Bytes, GuestAddress};
@@ -212,7 +214,7 @@ fn hints_are_taken_for_the_command_that_is_current() {
     assert_eq!(guest.config(8), 0);
     guest.control.done();
     guest.control.stop();
-    assert_eq!(guest.config(8), 0, "nobody asked");
+    assert_eq!(guest.config(8), 0, "there is no request");
     let hint = |guest: &mut Guest, page: u64| guest.send(HINTS, &[(page << 12, 0x2000, WRITE)]);
     hint(&mut guest, 24);
     assert_eq!((guest.calls(), guest.control.figures().stale_hints), (vec![], 1), "before any command");
@@ -386,6 +388,58 @@ fn the_guests_own_map_is_read_around_the_holes() {
     let without = Guest::ready(&ALL, &[0]);
     publish(&without, 0x1_4000, 86);
     assert_eq!(without.control.map(), None, "without the feature");
+}
+
+#[test]
+fn a_map_published_before_the_driver_is_ready_moves_with_its_guest() {
+    let mut guest = Guest::new();
+    assert!(guest.negotiate(&[32, 97]));
+    publish(&guest, 0x1_4000, 86);
+    let there = guest.moved();
+    assert_eq!(there.control.map(), None, "the driver is not ready");
+    there.ok();
+    assert_eq!(there.control.map().map(|map| (map.gpa, map.pages)), Some((0x1_4000, 86)));
+}
+
+#[test]
+fn a_device_without_the_extension_is_the_specifications() {
+    let mut guest = Guest::with_extension(false);
+    let bank = |guest: &Guest, bank| {
+        guest.set(register::VIRTIO_MMIO_DEVICE_FEATURES_SEL, bank);
+        guest.get(register::VIRTIO_MMIO_DEVICE_FEATURES)
+    };
+    assert_eq!([2, 3].map(|n| bank(&guest, n)), [0, 0]);
+    for bit in OWN {
+        assert!(!guest.negotiate(&[32, bit]), "bit {bit} is not offered");
+    }
+    guest.set(register::VIRTIO_MMIO_QUEUE_SEL, RANGES_QUEUE.into());
+    assert_eq!(guest.get(register::VIRTIO_MMIO_QUEUE_NUM_MAX), 0);
+    guest.start(&ALL, &[0, 1, 2, 3, 4]);
+    publish(&guest, 0x1_4000, 86);
+    assert_eq!((guest.config(0x40), guest.config(0x48), guest.control.map()), (0, 0, None));
+    guest.memory.write_slice(&report_entry(0x2_0000, 2).to_le_bytes(), GuestAddress(0x1_4000)).unwrap();
+    guest.control.report(&guest.memory, 0x14);
+    assert_eq!(guest.calls(), []);
+    guest.send(REPORTS, &[(0x1_8000, 0x1000, WRITE)]);
+    assert_eq!(guest.calls(), [Call::Drop(Why::Reported, vec![(0, 24..25)])]);
+}
+
+#[test]
+fn state_that_uses_the_extension_needs_it() {
+    let load = |from: &Guest| {
+        let there = Guest::with_extension(false);
+        there.device.load(&there.memory, &from.device.save()).map_err(|error| error.to_string())
+    };
+    let guest = Guest::ready(&ALL, &[0, 1, 2, 3, 4]);
+    assert_eq!(load(&guest), Ok(()), "a driver of the specification does not use it");
+    publish(&guest, 0x1_4000, 86);
+    assert!(load(&guest).unwrap_err().contains("this balloon has no extension"));
+    for bit in OWN {
+        let guest = Guest::ready(&[bit], &[0, 1]);
+        assert!(load(&guest).unwrap_err().contains("features"), "bit {bit}");
+    }
+    let guest = Guest::ready(&ALL, &[0, RANGES_QUEUE]);
+    assert_eq!(load(&guest), Err(LoadError::Queues.to_string()));
 }
 
 #[test]

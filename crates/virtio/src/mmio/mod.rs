@@ -23,6 +23,7 @@ use virtio_bindings::virtio_mmio as register;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory};
+use vmferry_guest_abi::balloon::VENDOR;
 
 /// Bytes of a device's window: the registers and a configuration of 256 bytes.
 pub const WINDOW: u64 = 0x200;
@@ -34,8 +35,6 @@ pub const NOTIFY: u64 = register::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
 const VERSION: u32 = 2;
-/// Nobody's: vendor ids are not assigned to devices that the specification describes.
-const VENDOR: u32 = u32::from_le_bytes(*b"vmfy");
 
 const NEEDS_RESET: u32 = VIRTIO_CONFIG_S_NEEDS_RESET;
 const DRIVER_OK: u32 = VIRTIO_CONFIG_S_DRIVER_OK;

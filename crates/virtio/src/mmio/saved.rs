@@ -111,6 +111,9 @@ impl<D: Device> MmioTransport<D> {
     ) -> Result<(), LoadError> {
         let mut core = self.core();
         let slots = slots::<D, M>(memory, saved)?;
+        if slots.iter().any(|slot| slot.queue.is_some() && !core.device.has_queue(slot.setup.spec.index)) {
+            return Err(LoadError::Queues);
+        }
         let status = saved.status;
         let accepted = status & FEATURES_OK == 0 || core.acceptable(saved.driver_features);
         if status & !(DRIVERS | NEEDS_RESET) != 0

@@ -26,12 +26,13 @@ impl<D: Device> Core<D> {
     }
 
     pub(super) fn selected(&self) -> Option<&Slot> {
-        self.slots.iter().find(|slot| u32::from(slot.setup.spec.index) == self.queue_select)
+        let index = u16::try_from(self.queue_select).ok().filter(|index| self.device.has_queue(*index))?;
+        self.slots.iter().find(|slot| slot.setup.spec.index == index)
     }
 
     pub(super) fn selected_mut(&mut self) -> Option<&mut Slot> {
-        let select = self.queue_select;
-        self.slots.iter_mut().find(|slot| u32::from(slot.setup.spec.index) == select)
+        let index = u16::try_from(self.queue_select).ok().filter(|index| self.device.has_queue(*index))?;
+        self.slots.iter_mut().find(|slot| slot.setup.spec.index == index)
     }
 
     pub(super) fn accept(&mut self, bits: u32) {

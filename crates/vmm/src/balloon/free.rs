@@ -115,7 +115,7 @@ mod tests {
     fn balloon(features: &[u32]) -> (BalloonHandle, Arc<GuestRam>) {
         let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
         let lazy = Arc::new(LazySlot::new(1));
-        let balloon = VmBalloon::new(&ram, &lazy, crate::DropWay::default(), Box::new(NoLine));
+        let balloon = VmBalloon::new(&ram, &lazy, (crate::DropWay::default(), true), Box::new(NoLine));
         let write = |offset: u64, value: u32| balloon.device().write(offset, &value.to_le_bytes());
         for status in [1, 3] {
             write(0x70, status);

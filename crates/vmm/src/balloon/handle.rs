@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
-use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, MapError, feature};
+use vmferry_virtio::balloon::extension::{FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, MapError};
+use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, feature};
 
 /// How a balloon is doing.
 #[derive(Debug, Clone)]
@@ -70,9 +71,9 @@ impl BalloonHandle {
             (feature::FREE_PAGE_HINT, "free-page-hint"),
             (feature::PAGE_POISON, "page-poison"),
             (feature::REPORTING, "reporting"),
-            (feature::FEATURE_RANGES, "ranges"),
-            (feature::FEATURE_FREE_MAP, "free-map"),
-            (feature::FEATURE_HYPERCALL, "hypercall"),
+            (FEATURE_RANGES, "ranges"),
+            (FEATURE_FREE_MAP, "free-map"),
+            (FEATURE_HYPERCALL, "hypercall"),
         ];
         BalloonStatus {
             memory,

@@ -45,7 +45,9 @@ pub(crate) struct VmBalloon {
     hints: Arc<HintBoard>,
     ram: Arc<GuestRam>,
     lazy: Arc<LazySlot>,
-    /// The keeper asks for statistics at each of so many ticks, of a second each where nobody says otherwise; at none if 0.
+    /// Whether the device offers the extension.
+    extension: bool,
+    /// The keeper asks for statistics at each of so many ticks, by default of a second each; at none if 0.
     every: AtomicU32,
     ticks: AtomicU32,
 }
@@ -54,24 +56,32 @@ impl VmBalloon {
     pub(crate) fn new(
         ram: &Arc<GuestRam>,
         lazy: &Arc<LazySlot>,
-        way: crate::DropWay,
+        (way, extension): (crate::DropWay, bool),
         line: Box<dyn Interrupt>,
     ) -> Self {
         let hints = Arc::new(HintBoard::new(ram.layout()));
         let host = RamHost::new(Arc::clone(ram), Arc::clone(lazy), way, Arc::clone(&hints));
-        let options =
-            BalloonOptions { layout: ram.layout().clone(), ram: crate::boot::whole_pages(ram.layout()) };
+        let options = BalloonOptions {
+            layout: ram.layout().clone(),
+            extension,
+            ram: crate::boot::whole_pages(ram.layout()),
+        };
         let (wiring, socket) = virtio::wire(line);
         let balloon = Balloon::new(options, Arc::new(host), wiring.signals);
         let control = balloon.control();
         let device = socket.plug(balloon, ram, 0);
         let (every, ticks) = (AtomicU32::new(1), AtomicU32::new(0));
-        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy), every, ticks }
+        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy), extension, every, ticks }
     }
 
     /// What is on the bus.
     pub(crate) fn device(&self) -> &Arc<VirtioMmio<Balloon>> {
         &self.device
+    }
+
+    /// Returns what the two sides of a migration must have alike. A peer of an earlier version has the extension, and says `on`.
+    pub(crate) fn description(&self) -> &'static str {
+        if self.extension { "on" } else { "without-extension" }
     }
 
     /// A vCPU writes to the port of the hypercall; several words are several calls.

@@ -4,7 +4,7 @@ use super::BootError;
 use crate::memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::{Layout, PAGE_SIZE};
-use vmferry_virtio::balloon::WholePages;
+use vmferry_virtio::balloon::extension::WholePages;
 
 // In RAM below 1 MiB, clear of the interrupt vectors, the BIOS data area, and each other.
 pub(super) const GDT: u64 = 0x500;

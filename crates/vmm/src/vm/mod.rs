@@ -392,10 +392,6 @@ impl Vm {
         &self.shared.devices
     }
 
-    pub(crate) fn has_balloon(&self) -> bool {
-        self.shared.devices.balloon().is_some()
-    }
-
     pub(crate) fn reaper(&self) -> &Arc<dyn ReaperPolicy> {
         &self.reaper
     }

@@ -1,19 +1,16 @@
-//! The guest's own map of its free pages ([`vmferry_guest_abi::balloon::FreeMap`]).
+//! The map of free pages that the guest keeps ([`FreeMap`]).
 
-use super::control::Shared;
 use crate::runs::copy_bits;
 use std::ops::Range;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use vmferry_core::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 use vmferry_guest_abi::balloon::{FreeMap, free_map};
 
-/// Most bits that a map may have: the pages of the largest guest.
-pub const FREE_MAP_BITS_MAX: u64 = MAX_PAGES;
-
-/// Whole pages of RAM, as the guest was told of them: `pages` of `region`, which are the next bits of its map.
+/// Whole pages of RAM, as the memory map told the guest: `pages` of `region`, which are the next
+/// bits of its map.
 ///
-/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has as many of these as there are pieces. Of a piece that does not begin and
-/// end at a page boundary only the whole pages count.
+/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has as many of these as there are pieces.
+/// Of a piece that does not begin and end at a page boundary only the whole pages count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WholePages {
     /// The region.
@@ -22,7 +19,7 @@ pub struct WholePages {
     pub pages: Range<u64>,
 }
 
-/// Why there is no map to read.
+/// Reason for which there is no map to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
@@ -32,20 +29,22 @@ pub enum MapError {
     /// The guest relies on what is in its free pages.
     #[error("the guest relies on what is in its free pages (page poison)")]
     Poison,
-    /// A map that cannot be.
+    /// The map does not fit the memory.
     #[error("the guest's map of {pages} pages at {gpa:#x} does not fit its memory")]
     Misfit {
-        /// Where it is said to begin.
+        /// Address that the driver wrote.
         gpa: u64,
-        /// How many pages it is said to have.
+        /// Number of pages that the driver wrote.
         pages: u64,
     },
-    /// Its pages are not here.
+    /// Pages of the guest are missing.
     #[error("the guest's pages are still coming from elsewhere")]
     Elsewhere,
 }
 
-/// The two registers of the map, as they are written: the map is there once the last byte of the address has been.
+/// The two registers of the map, as the driver writes them.
+///
+/// The map changes when the last byte of the address is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct MapRegisters {
     pages: u64,
@@ -53,8 +52,14 @@ pub(super) struct MapRegisters {
 }
 
 impl MapRegisters {
-    pub(super) fn of(map: Option<FreeMap>) -> Self {
-        map.map_or(Self::default(), |map| Self { pages: map.pages, gpa: map.gpa })
+    /// Returns the registers that were [saved](Self::saved).
+    pub(super) fn of(saved: Option<(u64, u64)>) -> Self {
+        saved.map_or(Self::default(), |(gpa, pages)| Self { pages, gpa })
+    }
+
+    /// Returns address and pages, if a driver has written to them.
+    pub(super) fn saved(&self) -> Option<(u64, u64)> {
+        (*self != Self::default()).then_some((self.gpa, self.pages))
     }
 
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
@@ -62,8 +67,10 @@ impl MapRegisters {
         crate::device::read_bytes(&bytes, offset.wrapping_sub(free_map::PAGES), data);
     }
 
-    /// Says whether the map has changed: on a write that reaches the last byte of the address. (Whoever writes it as two 32-bit words
-    /// writes the low one first.)
+    /// Writes to the registers. Returns true if the map has changed: the write reached the last
+    /// byte of the address.
+    ///
+    /// A driver that writes the address as two 32-bit words writes the low one first.
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> bool {
         let mut bytes = [self.pages.to_le_bytes(), self.gpa.to_le_bytes()].concat();
         let Ok(from) = usize::try_from(offset.wrapping_sub(free_map::PAGES)) else { return false };
@@ -79,19 +86,19 @@ impl MapRegisters {
     }
 }
 
-/// Adds the pages that `map` says are free to `free`; says how many bits were set.
+/// Adds the pages that `map` says are free to `free`. Returns the number of bits that were set.
 ///
-/// The guest changes the map meanwhile: each bit is what it was at some moment between call and return. Bits have meaning one by one,
-/// so it does not matter in what portions they are copied.
+/// The guest changes the map meanwhile: each bit is what it was at some moment between call and
+/// return. Each bit has its meaning alone, so bits may be copied in portions of any size.
 pub(super) fn read<M: GuestMemory>(
-    shared: &Shared,
+    ram: &[WholePages],
     memory: &M,
     map: FreeMap,
     free: &mut PageSet,
 ) -> Result<u64, MapError> {
     let misfit = MapError::Misfit { gpa: map.gpa, pages: map.pages };
-    let pages: u64 = shared.ram.iter().map(|piece| piece.pages.end - piece.pages.start).sum();
-    if map.pages != pages || !map.gpa.is_multiple_of(PAGE_SIZE) || pages > FREE_MAP_BITS_MAX {
+    let pages: u64 = ram.iter().map(|piece| piece.pages.end - piece.pages.start).sum();
+    if map.pages != pages || !map.gpa.is_multiple_of(PAGE_SIZE) || pages > MAX_PAGES {
         return Err(misfit);
     }
     let words = usize::try_from(pages.div_ceil(64)).map_err(|_| misfit)?;
@@ -99,7 +106,7 @@ pub(super) fn read<M: GuestMemory>(
     memory.read_slice(&mut bytes, GuestAddress(map.gpa)).map_err(|_| misfit)?;
     let bits: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
     let (mut at, mut count) = (0, 0);
-    for piece in &shared.ram {
+    for piece in ram {
         let Some(region) = free.region_mut(piece.region).filter(|region| region.len() >= piece.pages.end)
         else {
             return Err(misfit);

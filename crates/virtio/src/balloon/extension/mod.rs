@@ -1,0 +1,158 @@
+//! The balloon extension: what the device has beyond virtio 1.2.
+//!
+//! `docs/balloon-extension.md` specifies the extension. [`vmferry_guest_abi::balloon`] has its
+//! numbers and layouts, for device and driver.
+//!
+//! | module | feature bit | what the guest can do |
+//! |---|---|---|
+//! | `ranges` | [`FEATURE_RANGES`] | inflate and deflate by ranges, on a queue of their own |
+//! | `map` | [`FEATURE_FREE_MAP`] | keep a bitmap of its free pages, which the host reads |
+//! | `hypercall` | [`FEATURE_HYPERCALL`] | report free blocks by a write to a port |
+//!
+//! The standard device is complete without this module. The device asks [`Extension`] for feature
+//! bits and for the configuration from [`CONFIG`] on, and gives it the queue [`RANGES_QUEUE`].
+
+mod hypercall;
+mod map;
+mod ranges;
+
+pub use map::{MapError, WholePages};
+pub use vmferry_guest_abi::balloon::{
+    FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, FreeMap, RANGES_QUEUE,
+};
+
+pub(super) use ranges::ranges;
+
+use super::control::{BalloonControl, Shared};
+use map::MapRegisters;
+use std::sync::{Mutex, PoisonError};
+use vm_memory::GuestMemory;
+use vmferry_core::{PAGE_SHIFT, PageSet};
+use vmferry_guest_abi::balloon::free_map;
+
+/// Feature bits of the extension.
+pub const FEATURES: u128 = 1 << FEATURE_RANGES | 1 << FEATURE_FREE_MAP | 1 << FEATURE_HYPERCALL;
+
+/// First byte of the configuration that belongs to the extension.
+pub(super) const CONFIG: u64 = free_map::PAGES;
+
+/// The extension in the device: whether it is offered, and its registers.
+#[derive(Debug)]
+pub(super) struct Extension {
+    offered: bool,
+    registers: MapRegisters,
+}
+
+impl Extension {
+    pub(super) fn new(offered: bool) -> Self {
+        Self { offered, registers: MapRegisters::default() }
+    }
+
+    /// Returns the feature bits to offer.
+    pub(super) fn features(&self) -> u128 {
+        if self.offered { FEATURES } else { 0 }
+    }
+
+    /// Returns true if the device has queue `index`.
+    pub(super) fn has_queue(&self, index: u16) -> bool {
+        self.offered || index != RANGES_QUEUE
+    }
+
+    pub(super) fn read_config(&self, offset: u64, data: &mut [u8]) {
+        if self.offered {
+            self.registers.read(offset, data);
+        }
+    }
+
+    pub(super) fn write_config(&mut self, shared: &Shared, offset: u64, data: &[u8]) {
+        if self.offered && self.registers.write(offset, data) {
+            self.publish(shared);
+        }
+    }
+
+    /// Publishes the map of the registers, if the driver is ready and accepted the feature.
+    pub(super) fn publish(&self, shared: &Shared) {
+        let map = self.registers.map().filter(|_| shared.has(FEATURE_FREE_MAP));
+        shared.extension.set_map(map);
+    }
+
+    /// Clears the registers, for a reset of the device.
+    pub(super) fn reset(&mut self, shared: &Shared) {
+        self.registers = MapRegisters::default();
+        shared.extension.set_map(None);
+    }
+
+    /// Returns address and pages of the registers, if a driver has written to them.
+    pub(super) fn saved(&self) -> Option<(u64, u64)> {
+        self.registers.saved()
+    }
+
+    /// Returns an error if registers that were [saved](Self::saved) cannot be those of this device.
+    pub(super) fn check(&self, saved: Option<(u64, u64)>) -> Result<(), String> {
+        if self.offered || saved.is_none() {
+            return Ok(());
+        }
+        Err("its guest keeps a map of free pages, and this balloon has no extension".to_owned())
+    }
+
+    /// Takes up `saved`, after the accepted features were set.
+    pub(super) fn load(&mut self, shared: &Shared, saved: Option<(u64, u64)>) {
+        self.registers = MapRegisters::of(saved);
+        self.publish(shared);
+    }
+}
+
+/// Part of the extension that other threads see.
+#[derive(Debug)]
+pub(super) struct Published {
+    /// Whole pages of RAM, which are the bits of a map.
+    ram: Vec<WholePages>,
+    map: Mutex<Option<FreeMap>>,
+}
+
+impl Published {
+    pub(super) fn new(ram: Vec<WholePages>) -> Self {
+        Self { ram, map: Mutex::default() }
+    }
+
+    fn map(&self) -> Option<FreeMap> {
+        *self.map.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_map(&self, map: Option<FreeMap>) {
+        *self.map.lock().unwrap_or_else(PoisonError::into_inner) = map;
+    }
+}
+
+impl BalloonControl {
+    /// Returns the map of free pages that the guest keeps, if it keeps one.
+    #[must_use]
+    pub fn map(&self) -> Option<FreeMap> {
+        self.shared.extension.map()
+    }
+
+    /// Adds the pages that the guest's map says are free to `free`, a set of its layout. Returns
+    /// how many there are.
+    ///
+    /// Each bit is what it was at some moment during the call.
+    ///
+    /// # Errors
+    /// If there is no map, or none that fits; `free` may have pages of it.
+    pub fn read_map<M: GuestMemory>(&self, memory: &M, free: &mut PageSet) -> Result<u64, MapError> {
+        let map = self.map().ok_or(MapError::None)?;
+        if self.shared.poisoned() {
+            return Err(MapError::Poison);
+        }
+        map::read(&self.shared.extension.ram, memory, map, free)
+    }
+
+    /// Reports the blocks that are listed in `page`, whose number a vCPU wrote to the port of the
+    /// hypercall.
+    ///
+    /// Several vCPUs may do so at once. Does nothing if the driver has not accepted the feature.
+    pub fn report<M: GuestMemory>(&self, memory: &M, page: u32) {
+        if self.has(FEATURE_HYPERCALL) {
+            hypercall::report(&self.shared, memory, u64::from(page) << PAGE_SHIFT);
+        }
+    }
+}
