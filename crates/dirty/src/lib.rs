@@ -11,8 +11,8 @@
 //! All keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`touched`] tells which pages were never
 //! touched and need not be sent at all.
 //!
-//! What none of them sees is memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes
-//! to zeros without a write. Whoever drops memory marks it in the region's marks, after it is dropped.
+//! No tracker sees memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes to zeros
+//! without a write. The VMM marks dropped memory in the region's marks, after it is dropped.
 
 mod error;
 mod log;

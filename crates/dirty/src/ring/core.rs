@@ -16,7 +16,7 @@ use vmferry_sys::SysError;
 use vmferry_sys::ring::{RESERVED_ENTRIES, RingPage};
 
 /// Calls of `KVM_RESET_DIRTY_RINGS` in a row that free nothing, until a ring counts as stuck. A call is ended early by
-/// each signal, and costs about a microsecond then: nobody sends a thread ten thousand signals in a row.
+/// each signal, and costs about a microsecond then. No thread gets ten thousand signals in a row.
 const FRUITLESS_RESETS: u32 = 10_000;
 
 /// The memory of the rings, and the call that resets them. Methods as in [`vmferry_sys::ring`].
@@ -29,7 +29,7 @@ pub(crate) trait Kernel: Send + Sync {
     fn reset(&self) -> Result<u32, SysError>;
 }
 
-/// Where harvested pages go: one bitmap for each slot.
+/// Destination of harvested pages: one bitmap for each slot.
 #[derive(Debug)]
 pub(crate) struct Found {
     maps: Vec<(u32, Arc<AtomicBitmap>)>,
@@ -82,7 +82,7 @@ impl Cursor {
     }
 }
 
-/// What whoever harvests a ring has to itself.
+/// State of a ring that belongs to the thread that harvests it.
 #[derive(Debug)]
 struct Harvester {
     next: Cursor,
@@ -164,7 +164,7 @@ impl<K: Kernel> Core<K> {
         self.kernel.entries()
     }
 
-    /// How many rings there are.
+    /// Returns the number of rings.
     pub(crate) fn len(&self) -> usize {
         self.rings.len()
     }
@@ -200,9 +200,9 @@ impl<K: Kernel> Core<K> {
     /// reset that protected it has returned, never before. A write before that reset is in what the engine reads; a write
     /// after it finds the page protected, and puts it in the ring anew.
     ///
-    /// # Who waits
-    /// Whoever harvests a ring holds that ring's lock until its pages are published, so when a harvest of all rings
-    /// returns, nobody still has pages of an earlier one up its sleeve. A vCPU takes a lock only when its ring is full.
+    /// # Locks
+    /// A thread that harvests a ring holds the lock of that ring until the pages are published. Therefore no other thread
+    /// holds back pages when a harvest of all rings returns. A vCPU takes a lock only when its ring is full.
     ///
     /// # Errors
     /// If the reset fails. What was taken stays with the ring, and the next harvest of it tries again.
@@ -303,7 +303,7 @@ impl<K: Kernel> Core<K> {
     }
 
     /// A processor that logs writes itself is stopped some 500 entries earlier: what was in a full ring says when. Less
-    /// than a quarter of the ring means that somebody else had harvested most of it before.
+    /// than a quarter of the ring means that another thread had harvested most of it before.
     fn learn_usable(&self, pages: u64) {
         if let Ok(pages) = u32::try_from(pages)
             && pages >= self.kernel.entries() / 4
@@ -312,7 +312,7 @@ impl<K: Kernel> Core<K> {
         }
     }
 
-    /// What is in `ring`, of which `before` entries were in use at the last look. No lock; two loads of the ring's memory if
+    /// Returns the state of `ring`, of which `before` entries were in use at the last look. No lock; two loads of the ring's memory if
     /// nothing was written since, the logarithm of its size otherwise.
     pub(crate) fn view(&self, ring: usize, before: u32) -> RingView {
         let counters = &self.rings[ring].counters;
@@ -338,7 +338,7 @@ impl<K: Kernel> Core<K> {
         low
     }
 
-    /// Whether more than `entries` of `ring` are in use: one load.
+    /// Returns true if more than `entries` of `ring` are in use: one load.
     pub(crate) fn above(&self, ring: usize, entries: u32) -> bool {
         let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
         self.kernel.dirty(ring, next.plus(entries)).is_some()

@@ -36,7 +36,7 @@ use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 #[derive(Debug, Clone)]
 pub struct DirtyRings(Arc<Shared>);
 
-/// What all who deal with the rings share.
+/// State that the handles of a VM's rings share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     core: Core<Host>,
@@ -44,7 +44,7 @@ pub(crate) struct Shared {
     /// For each slot, the pages that were harvested from the rings and not handed out yet.
     maps: Vec<Arc<AtomicBitmap>>,
     desk: Desk,
-    /// Whether a tracker is started.
+    /// True while a tracker is started.
     in_use: AtomicBool,
     /// True if a full ring has all rings harvested: [`ReaperPolicy::harvests_all`].
     full_harvests_all: AtomicBool,
@@ -114,7 +114,7 @@ impl DirtyRings {
         (0..self.0.core.len()).map(|ring| self.0.core.view(ring, 0).used).collect()
     }
 
-    /// How rings and reaper are doing, since tracking was started last.
+    /// Returns the figures of rings and reaper since tracking was started last.
     #[must_use]
     pub fn report(&self) -> RingReport {
         RingReport {

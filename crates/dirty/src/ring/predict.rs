@@ -1,13 +1,13 @@
 //! `predict`, the product's harvest policy: looks at the rings, and harvests each as late as is safe.
 //!
-//! What a harvest costs the guest: each page that it protects, and that is written again, faults anew, about 10 us a
-//! page, which is fifty times what it costs to harvest the page. A ring holds only pages written *for the first time*
+//! A harvest costs the guest a fault for each page that it protects and that is written again: about 10 us a page, which
+//! is fifty times what it costs to harvest the page. A ring holds only pages written *for the first time*
 //! since its last harvest, so a working set that fits never needs one. One that does not fit has to be harvested at some
 //! point, and then as late as possible: a ring of twice the fill saves the more faults, the closer working set and ring
 //! are to each other.
 //!
-//! What a full ring costs the guest: its vCPU stands still while it harvests its own ring. That is what harvesting a
-//! little earlier, in another thread, avoids. So there are two questions for each ring. *Would it be full before I look
+//! A full ring costs the guest a stop: its vCPU stands still while it harvests its own ring. A harvest that comes a little
+//! earlier, in another thread, avoids the stop. So there are two questions for each ring. *Would it be full before I look
 //! again?* If not, leave it. *If so, does it lose more time by being full, or by faulting again a little earlier?* For
 //! working sets much larger than the ring it is the first, and the ring is harvested right now; for those that barely
 //! do not fit, it can be the second.
@@ -35,7 +35,7 @@ const LEAP: f64 = 10.0;
 /// page takes 5 to 13 us.
 const FASTEST_FILL_SECONDS: f64 = 5e-6;
 
-/// What a page costs that is written again after a harvest: the fault, 10 us where it was measured.
+/// Cost of a page that is written again after a harvest: the fault, 10 us where it was measured.
 const FAULT_SECONDS: f64 = 10e-6;
 
 /// Until it was measured: what harvesting a page takes, and what a harvest takes besides.
@@ -79,7 +79,7 @@ const TRY_EVERY: (u32, u32) = (4, 256);
 /// Measurements over less time than this say nothing of a rate, in seconds: a handful of entries at the fastest.
 const LEAST_INTERVAL: f64 = 50e-6;
 
-/// What is known of one ring.
+/// Knowledge of one ring.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
     /// Pages that went through it, harvested or not.
@@ -91,7 +91,7 @@ struct Known {
     used: u32,
     full_exits: u64,
     emptied_at: Duration,
-    /// Left alone until somebody empties it.
+    /// Left alone until another thread empties it.
     trying: bool,
     /// Harvests since that was tried last, and how many there are to be until the next time.
     harvests: u32,
@@ -120,7 +120,7 @@ impl Known {
         self.used = view.used;
     }
 
-    /// Whether this harvest is to be left out, to see what happens.
+    /// Returns true if this harvest is left out, to learn whether the ring gets full.
     fn tries(&mut self) -> bool {
         self.trying = self.trying || self.harvests >= self.try_every;
         self.harvests += u32::from(!self.trying);
@@ -183,7 +183,7 @@ impl HarvestSchedule for Schedule {
     }
 }
 
-/// What is known of all rings, and the decisions that follow from it.
+/// Knowledge of all rings, and the decisions that follow from it.
 #[derive(Debug)]
 struct Forecast {
     looked_at: Duration,
@@ -265,12 +265,12 @@ impl Forecast {
         (room > needed).then(|| (room - needed) / rate)
     }
 
-    /// What the next harvest takes, of one full ring at least.
+    /// Returns the seconds that the next harvest takes, of one full ring at least.
     fn harvest_seconds(&self) -> f64 {
         HARVEST_SECONDS + self.page_seconds * self.together.max(f64::from(self.usable))
     }
 
-    /// Whether a harvest now loses less of the guest's time than letting the ring get full, which its vCPU empties then.
+    /// Returns true if a harvest now loses less of the guest's time than letting the ring get full, which its vCPU empties then.
     ///
     /// Compared is the share of time that is lost between two harvests: now, that is the faults since the last one; later,
     /// a whole ring of faults and the stop, over the longer time that this takes at the present rate. A ring that fills as
@@ -381,7 +381,7 @@ mod tests {
         assert!(looks < 12, "{looks}");
     }
 
-    /// Has it not try anything for now.
+    /// Keeps the policy from leaving a ring alone for now.
     fn untried(predict: &mut Forecast, rings: usize) {
         predict.rings.resize(rings, Known { try_every: 256, ..Known::default() });
     }

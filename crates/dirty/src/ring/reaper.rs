@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What the reaper's thread shares with those who watch it, wake it and stop it.
+/// State that the reaper thread shares with the threads that watch it, wake it and stop it.
 #[derive(Debug)]
 pub(crate) struct Desk {
     report: Mutex<ReaperReport>,
@@ -18,7 +18,7 @@ pub(crate) struct Desk {
     changed: Condvar,
     /// For each ring: more entries than these are a reason to wake up. `u32::MAX` for none.
     marks: Vec<AtomicU32>,
-    /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake anybody.
+    /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake the reaper.
     woken: AtomicBool,
 }
 
@@ -64,13 +64,13 @@ impl Desk {
         *lock(&self.asked) = Asked::default();
     }
 
-    /// The entries of `ring` above which the reaper wants to know; `None` if it does not, or knows already.
+    /// Returns the entries of `ring` above which a vCPU wakes the reaper; `None` if none does, or one has.
     pub(crate) fn mark(&self, ring: usize) -> Option<u32> {
         let mark = self.marks[ring].load(Ordering::Relaxed);
         (mark != u32::MAX && !self.woken.load(Ordering::Relaxed)).then_some(mark)
     }
 
-    /// Wakes the reaper, unless somebody just did.
+    /// Wakes the reaper, unless another vCPU just did.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::Relaxed) {
             lock(&self.asked).look = true;
@@ -78,7 +78,7 @@ impl Desk {
         }
     }
 
-    /// Sleeps for `time`, or until woken; false if it is time to stop.
+    /// Sleeps for `time`, or until woken. Returns false if the thread is to stop.
     fn sleep(&self, time: Duration) -> bool {
         let asked = lock(&self.asked);
         let quiet = |asked: &mut Asked| !asked.stop && !asked.look;
@@ -94,7 +94,7 @@ impl Desk {
     }
 }
 
-/// A reaper that works, from outside. Dropping it stops it.
+/// Handle of a running reaper thread. Dropping it stops the thread.
 #[derive(Debug)]
 pub(crate) struct Reaper {
     shared: Arc<Shared>,
@@ -138,7 +138,7 @@ struct Worker {
     shared: Arc<Shared>,
 }
 
-/// Says that the thread panicked, if it does.
+/// Records that the thread panicked, if it does.
 struct Farewell<'a>(&'a Desk);
 
 impl Drop for Farewell<'_> {

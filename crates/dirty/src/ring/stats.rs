@@ -1,11 +1,11 @@
-//! What there is to know about rings and reaper while they work.
+//! Figures of rings and reaper.
 
 use super::policy::RingView;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use vmferry_core::{RingFigures, VcpuRing};
 
-/// Counts of one ring, since tracking started. Written by whoever harvests it, read by anybody.
+/// Counts of one ring, since tracking started. The thread that harvests the ring writes them, and any thread reads them.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     harvests: AtomicU64,
@@ -68,19 +68,19 @@ impl Counters {
 /// One vCPU's ring, since tracking started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VcpuRingReport {
-    /// Harvests that found something, by whomever.
+    /// Harvests that found something, by any thread.
     pub harvests: u64,
     /// Pages harvested: what the vCPU dirtied. A page counts again when it is written again after a harvest.
     pub pages: u64,
-    /// How often the vCPU stopped because its ring was full.
+    /// Number of times that the vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// For how long, in total, outside the guest.
+    /// Total time of these stops, outside the guest.
     pub stalled: Duration,
-    /// The longest of these.
+    /// The longest of these stops.
     pub stalled_max: Duration,
 }
 
-/// What the reaper is doing.
+/// State of the reaper thread.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ReaperState {
@@ -91,7 +91,7 @@ pub enum ReaperState {
     Sleeping,
     /// It looks and harvests.
     Working,
-    /// It gave up: with this error. vCPUs still empty their rings when these are full, and so does every harvest.
+    /// It ended with this error. vCPUs still empty their rings when these are full, and so does every harvest.
     Failed(String),
 }
 
@@ -100,15 +100,15 @@ pub enum ReaperState {
 pub struct ReaperReport {
     /// Name of its policy.
     pub policy: String,
-    /// What it is doing.
+    /// State of the thread.
     pub state: ReaperState,
-    /// How often it woke up.
+    /// Number of wake-ups.
     pub iterations: u64,
-    /// How many of these it harvested in.
+    /// Number of wake-ups in which it harvested.
     pub harvests: u64,
-    /// For how long it sleeps now.
+    /// Time that it sleeps now.
     pub sleep: Duration,
-    /// Processor time it used.
+    /// Processor time that it used.
     pub cpu: Duration,
 }
 

@@ -51,14 +51,15 @@ impl RingTracker {
         Self { rings: rings.clone(), policy, reaper: None }
     }
 
-    /// How rings and reaper are doing, since the start.
+    /// Returns the figures of rings and reaper since the start.
     #[must_use]
     pub fn report(&self) -> RingReport {
         self.rings.report()
     }
 
-    /// Puts back pages that were harvested and then not sent: the next harvest reports them again. The pages need not be
-    /// protected for that: whoever was given them has not read them for good, and whoever is given them will.
+    /// Puts back pages that were harvested and then not sent. The next harvest reports them again.
+    ///
+    /// The pages need not be protected for that: their content is read after the harvest that reports them again.
     ///
     /// # Errors
     /// If `pages` are not of this tracker's regions.
@@ -196,7 +197,7 @@ impl DirtyTracker for RingTracker {
 
 impl Drop for RingTracker {
     fn drop(&mut self) {
-        // Nobody is left to be told; a log that stays on makes the guest slower, nothing else.
+        // No caller is left to get the error. A log that stays on only makes the guest slower.
         let _ = self.try_stop();
     }
 }

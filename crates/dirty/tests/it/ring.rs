@@ -110,7 +110,7 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
         wait_for("full rings", || {
             let report = tracker.report();
             let enough = report.vcpus[0].full_exits > 3 && report.vcpus[1].pages >= 255;
-            if enough { Ok(()) } else { Err(report) }
+            if enough { Ok(()) } else { Err(Box::new(report)) }
         });
     });
     let (report, took) = (tracker.report(), began.elapsed());
@@ -121,7 +121,7 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
     );
     assert_eq!(report.entries, 1024);
     assert!(report.reaper.iterations <= took.as_secs(), "it sleeps for a second: {report:?} in {took:?}");
-    assert!(report.vcpus[1].pages >= 255, "the published way harvests every ring: {report:?}");
+    assert!(report.vcpus[1].pages >= 255, "the baseline harvests every ring: {report:?}");
     tracker.stop().unwrap();
     let mut tracker = RingTracker::new(&guest.rings);
     tracker.start().unwrap();
@@ -137,7 +137,7 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
 fn trackers_take_turns_and_say_so() {
     let memory = Memory::new(Kind::Small, FIRST + 1024);
     let Some(mut guest) = guest(&memory, 4096, 1, 1024) else { return };
-    // Somebody had tried the log on this VM, which leaves a way of protecting behind that the rings cannot use.
+    // The log was tried on this VM before, which leaves a way of protecting behind that the rings cannot use.
     let offered = kvm::manual_protect_offered(fd(&guest.vm)).unwrap();
     kvm::enable_manual_protect(fd(&guest.vm), offered).unwrap();
     running(&mut guest, |stretches| until_written(stretches, 4));

@@ -1,4 +1,4 @@
-//! How to migrate, as the caller says it.
+//! Settings of a migration.
 
 use crate::channel::Tls;
 use crate::fence::Arbiter;
@@ -23,34 +23,34 @@ pub enum UrgentPath {
     Dedicated,
 }
 
-/// How fast the bulk is sent beside urgent pages.
+/// Rate of the bulk beside urgent pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Pace {
-    /// As fast as leaves the queues on the way short: found by watching round trips.
+    /// The highest rate that keeps the queues on the way short, found by watching round trips.
     #[default]
     Auto,
-    /// As fast as it goes.
+    /// No limit.
     Off,
-    /// At so many bytes a second.
+    /// This many bytes a second.
     Rate(u64),
 }
 
-/// How to migrate.
+/// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// When the guest changes sides.
+    /// Mode: when the guest changes sides.
     pub mode: MigrationMode,
-    /// How urgent pages are sent in postcopy.
+    /// Path of urgent pages in postcopy.
     pub urgent: UrgentPath,
     /// Channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]; used in postcopy only.
     pub urgent_channels: u16,
-    /// How fast bulk pages are sent beside urgent ones.
+    /// Rate of bulk pages beside urgent ones.
     pub pace: Pace,
-    /// How long a lost link is tried to be taken up again by itself in postcopy, before somebody has to say so.
+    /// Time during which a link that is lost in postcopy is taken up again without a command.
     pub reconnect_for: Duration,
     /// Whether this host's processors are kept awake while the guest waits for pages on the target, where this process may ask
-    /// for that: its faults are answered in about half the time, at the price of power for as long as postcopy takes.
+    /// for that. Faults are answered in about half the time. The price is power for as long as postcopy takes.
     pub stay_awake: bool,
     /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
     pub channels: u16,
@@ -58,32 +58,33 @@ pub struct Settings {
     pub downtime_limit: Duration,
     /// Bytes a second on all channels together; `None` for as fast as it goes.
     ///
-    /// It is a promise to whoever shares the link, and so it holds while the guest is stopped too, at the cost of downtime
-    /// (QEMU lifts its limit then), unless [`Settings::switchover_bandwidth`] says otherwise.
+    /// The limit is a promise to others that share the link. Therefore it also holds while the guest is stopped, at the cost of
+    /// downtime, unless [`Settings::switchover_bandwidth`] says otherwise. (QEMU lifts its limit then.)
     pub max_bandwidth: Option<u64>,
-    /// What holds instead from the moment the guest is being stopped; `None` for no change.
+    /// Limit from the moment the guest is being stopped; `None` for no change.
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
-    /// How long a migration may take before [`Settings::on_timeout`].
+    /// Time that a migration may take before [`Settings::on_timeout`].
     pub timeout: Option<Duration>,
-    /// What then.
+    /// Action taken when `timeout` expires.
     pub on_timeout: OnTimeout,
     /// Whether the guest may be slowed.
     pub auto_converge: AutoConverge,
-    /// What this migration may do by itself when it departs from what was planned; `None` for nothing but what is said here.
+    /// What this migration may change when it departs from its plan; `None` for nothing.
     pub auto: Option<Auto>,
     /// Leave out the pages that the guest says are free, where it can be asked.
     pub free_pages: bool,
     /// Compare every page's digest while the guest is stopped.
     pub verify: bool,
-    /// How long the peer may be silent before it is given up. A side whose VM takes longer for something says that it is there meanwhile,
-    /// for three times this.
+    /// Time that the peer may be silent before it is given up. A side whose VM needs longer sends keepalives, for three times this
+    /// time.
     pub peer_timeout: Duration,
-    /// Plain connections to other hosts, which anyone on the way can read and change.
+    /// Whether plain connections to other hosts are allowed. Every host on the way can read and change what they carry.
     pub insecure: bool,
-    /// Encrypted connections, and to nobody but whom this trusts; `None` for plain ones.
+    /// Encryption, and the peers that are trusted; `None` for plain connections.
     #[cfg(feature = "tls")]
     pub tls: Option<Tls>,
-    /// Who decides who owns a guest of which neither side can know; the target must have the same. `None` to leave that to a person.
+    /// Arbiter that decides which side owns the guest if neither side can know; the target must have the same. `None` to leave that to
+    /// the operator.
     pub fence: Option<Arc<dyn Arbiter>>,
 }
 

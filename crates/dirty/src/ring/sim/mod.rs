@@ -17,13 +17,13 @@ use vmferry_sys::ring::RESERVED_ENTRIES;
 /// One turn of the reaper.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
-    /// When, in seconds since the start.
+    /// Time of the turn, in seconds since the start.
     pub at: f64,
-    /// How long it slept after that, in seconds.
+    /// Time that it slept after the turn, in seconds.
     pub sleep: f64,
-    /// How full the fullest ring was just before, as a share of its entries.
+    /// Fill of the fullest ring just before, as a share of its entries.
     pub occupancy: f64,
-    /// Whether it harvested.
+    /// True if it harvested.
     pub harvested: bool,
 }
 
@@ -34,7 +34,7 @@ pub struct Outcome {
     pub writes: f64,
     /// Faults that it took for them.
     pub faults: f64,
-    /// How often a vCPU stopped because of a full ring.
+    /// Number of times that a vCPU stopped because of a full ring.
     pub full_exits: u64,
     /// vCPU seconds that passed in these stops.
     pub stalled: f64,

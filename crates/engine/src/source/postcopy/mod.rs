@@ -30,7 +30,7 @@ use vmferry_core::{Layout, PAGE_SIZE, PageSet, RegionId, VmError};
 /// them it claims 64 at a time, right before it sends them.
 const CHUNK_PAGES: u64 = 512;
 
-/// What a bulk channel may have on its way out of this host: so much time of its pace.
+/// Time of its pace that a bulk channel may have on its way out of this host.
 const AT_ONCE: Duration = Duration::from_micros(500);
 
 /// The bytes that a channel sends within [`AT_ONCE`] at `rate` bytes a second: at least a page and its headers, at most a
@@ -40,7 +40,8 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
 }
 
-/// A bulk frame near the guest is so many times shorter than others: it costs more, and who needs a page of it waits less.
+/// Factor by which a bulk frame near the guest is shorter than others. It costs more, and a vCPU that needs a page of it
+/// waits less.
 const NEAR: u64 = 4;
 
 /// Page that the guest waits for, and pages that it may need next.
@@ -84,7 +85,7 @@ struct Chunk {
     near: bool,
 }
 
-/// How many chunks so many pages are.
+/// Returns the number of chunks that `pages` pages are.
 fn chunks(pages: u64) -> u64 {
     pages.div_ceil(CHUNK_PAGES)
 }
@@ -109,13 +110,13 @@ impl Claims {
     }
 
     /// Makes bulk frames as long as a channel takes `AT_ONCE` for at `rate` bytes a second. Its pages are on their way from
-    /// the claim until the frame's end has arrived, and whoever needs one of them waits for as long.
+    /// the claim until the frame's end has arrived, and a vCPU that needs one of them waits for as long.
     pub(crate) fn fit_frames(&self, rate: u64) {
         let pages = unsent_bytes(rate) / PAGE_SIZE;
         self.frame_pages.store(pages.clamp(1, 64), Ordering::Relaxed);
     }
 
-    /// Pages that nobody has claimed.
+    /// Returns the number of pages that no thread has claimed.
     pub(crate) fn left(&self) -> u64 {
         self.regions.iter().map(|(_, map)| map.left()).sum()
     }
@@ -129,7 +130,7 @@ impl Claims {
     fn guest_runs_on(&self, region: usize, page: u64) {
         let page = page.min(self.regions[region].1.len().saturating_sub(1));
         let before: u64 = self.regions[..region].iter().map(|(_, map)| chunks(map.len())).sum();
-        // A hint: whichever comes last will do, and one that is lost costs a fault.
+        // A hint: the last one wins, and one that is lost costs a fault.
         self.near.store(before * CHUNK_PAGES + page + 1, Ordering::Relaxed);
     }
 

@@ -40,7 +40,7 @@ impl<S: FrameSink> Sender<'_, S> {
             if self.touched.len() != map.len() {
                 self.touched = Bitmap::new(map.len());
             }
-            // Of other chunks it holds what was found then, which nobody asks for again.
+            // For other chunks it holds what an earlier look found, which is not used again.
             self.shared.memory.touched(*id, chunk.pages.clone().into(), &mut self.touched)?;
         }
         self.send_part_of(pass, claims, chunk, chunk.from..chunk.pages.end, urgent)?;
