@@ -62,7 +62,9 @@ fn a_guest_whose_balloon_has_no_extension_moves() {
     }
     let folder = Folder::new();
     let extension = ["--balloon-extension", "off"];
-    let source = Run::start("kvm", &folder, "source", &extension);
+    // Only a guest with an allocator drives its balloon.
+    let workload = ["--workload", "uniform,ws=4M,rate=1k,alloc=16M"];
+    let source = Run::start("kvm", &folder, "source", &[extension, workload].concat());
     let features = |run: &Run| run.status().unwrap()["vm"]["balloon"]["features"].to_string();
     source.wait("the guest's driver", |s| s["vm"]["balloon"]["driver"] == true);
     let accepted = features(&source);

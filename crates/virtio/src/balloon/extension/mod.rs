@@ -9,8 +9,8 @@
 //! | `map` | [`FEATURE_FREE_MAP`] | keep a bitmap of its free pages, which the host reads |
 //! | `hypercall` | [`FEATURE_HYPERCALL`] | report free blocks by a write to a port |
 //!
-//! The standard device is complete without this module. The device asks [`Extension`] for feature
-//! bits and for the configuration from [`CONFIG`] on, and gives it the queue [`RANGES_QUEUE`].
+//! The standard device is complete without this module. The device asks `Extension` for feature
+//! bits and for the configuration from `CONFIG` on, and gives it the queue [`RANGES_QUEUE`].
 
 mod hypercall;
 mod map;
