@@ -1,5 +1,5 @@
 //! Baselines: published harvest policies for dirty rings, kept to be compared with the product's
-//! own, [`Predict`](vmferry_dirty::Predict).
+//! own, [`Predict`].
 //!
 //! Nothing in the product needs a baseline. `vmferry migrate --reaper` selects one by its name, and
 //! `vmferry-bench reaper` measures all of them beside `predict` in one run.
