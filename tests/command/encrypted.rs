@@ -55,7 +55,7 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
         unknown[5] = options(&folder, &ours, "known")[5].clone();
         let unknown: Vec<_> = unknown.iter().map(String::as_str).collect();
         let unwanted = here.migrate(&uri, &unknown);
-        assert!(errors(&unwanted).contains("have both sides certificates"), "{unwanted:?}");
+        assert!(errors(&unwanted).contains("check that each side has a certificate"), "{unwanted:?}");
         let own = options(&folder, &ours, "source.example");
         let own: Vec<_> = own.iter().map(String::as_str).collect();
         let elsewhere = here.migrate(&uri, &[&own[..], &["--tls-peer", "elsewhere.example"]].concat());
