@@ -161,7 +161,8 @@ pub trait SourceVm {
         Vec::new()
     }
 
-    /// Returns the guest's memory.
+    /// Returns the guest's memory. Each call returns a clone of one `Arc`, and of a VM that received its guest it is that of
+    /// [`TargetVm::memory`]: the engine knows by it a memory whose pages still arrive.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
     /// Returns a tracker for all of the guest's memory. It is not started.
@@ -294,7 +295,7 @@ pub trait TargetVm {
     /// Returns the description of this machine, which must equal the source's.
     fn config(&self) -> MachineConfig;
 
-    /// Returns the memory that receives the guest's pages.
+    /// Returns the memory that receives the guest's pages. Each call returns a clone of one `Arc`.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 
     /// Returns the same memory for demand paging, which postcopy and lazy restores need. The engine

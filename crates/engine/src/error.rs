@@ -116,6 +116,9 @@ pub enum MigrateError {
         /// What is missing, and how to permit it.
         why: String,
     },
+    /// Pages of the guest still arrive from the host, or the file, that it came from.
+    #[error("pages of this guest still arrive from where it was: wait until all are here")]
+    StillArriving,
     /// The settings ask for something impossible.
     #[error("{0}")]
     Settings(String),

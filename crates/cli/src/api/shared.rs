@@ -441,7 +441,7 @@ impl Shared {
                     "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
                 );
             }
-            Place::Running if matches!(order, Order::Migrate(_)) && self.lacks_pages() => {
+            Place::Running | Place::Paused if matches!(order, Order::Migrate(_)) && self.lacks_pages() => {
                 bail!("pages of this guest are still coming from where it was; wait until all are here");
             }
             Place::Running | Place::Paused | Place::Unknown => {}

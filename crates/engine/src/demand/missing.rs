@@ -1,14 +1,15 @@
 //! The pages that a running guest lacks, the threads that wait for them, and how long they wait.
 
+use super::arriving::Arriving;
 use super::latency::Latencies;
 use super::waiters::Waiters;
 use crate::sync::{AtomicBitmap, AtomicBool, AtomicU64, ClaimBitmap, fence};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
+use vmferry_core::{GuestMemory, Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
 use vmferry_wire::LazyFigures;
 
 /// A page: the position of its region in the layout, and its index there.
@@ -56,6 +57,8 @@ pub(crate) struct MissingPages {
     pub(crate) memory: Arc<dyn LazyMemory>,
     regions: Vec<Region>,
     left: AtomicU64,
+    /// Says that pages of the guest's memory still arrive.
+    arriving: OnceLock<Arriving>,
     pub(super) waiters: Waiters,
     latencies: Latencies,
     counters: Counters,
@@ -99,6 +102,7 @@ impl MissingPages {
             memory,
             regions,
             left: AtomicU64::new(missing.count()),
+            arriving: OnceLock::new(),
             waiters: Waiters::new(),
             latencies: Latencies::new(vcpus),
             counters: Counters::default(),
@@ -115,6 +119,12 @@ impl MissingPages {
 
 /// The pages.
 impl MissingPages {
+    /// Has `memory`, whose pages are missing, neither moved on nor saved before all pages are here.
+    pub(crate) fn hold(&self, memory: Arc<dyn GuestMemory>) {
+        let fresh = self.arriving.set(Arriving::new(memory)).is_ok();
+        assert!(fresh, "missing pages are of one memory");
+    }
+
     /// Returns how many pages are still to come.
     pub(crate) fn left(&self) -> u64 {
         self.left.load(Ordering::SeqCst)
@@ -383,7 +393,14 @@ impl MissingPages {
     /// Like [`end`](Self::end), for a caller that has something to do if the host refuses.
     pub(crate) fn try_end(&self) -> Result<(), VmError> {
         self.stop();
-        self.memory.end()
+        self.memory.end()?;
+        // Pages that are missing now read as zeros: that memory never becomes complete.
+        if self.left() == 0
+            && let Some(arriving) = self.arriving.get()
+        {
+            arriving.complete();
+        }
+        Ok(())
     }
 
     /// Ends the fault threads.

@@ -41,11 +41,13 @@
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
 )]
 
+mod arriving;
 mod latency;
 mod missing;
 mod readahead;
 mod waiters;
 
+pub(crate) use arriving::still_arrives;
 #[cfg(test)]
 pub(crate) use missing::Flaw;
 pub(crate) use missing::{MissingPages, Place};

@@ -100,6 +100,7 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
     let missing = pages.lacking();
     memory.begin(&missing).map_err(not_lazy)?;
     let pager = DemandPager::new(SnapshotFile::new(pages), memory, &missing, vm.config().vcpus);
+    pager.pages.hold(vm.memory());
     let mut filling = Filling { pager: Arc::new(pager), threads: Vec::new() };
     let start = |filling: &mut Filling| {
         for stripe in 0..filling.pager.pages.memory.stripes() {

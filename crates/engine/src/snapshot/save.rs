@@ -2,6 +2,7 @@
 
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
+use crate::demand::still_arrives;
 use crate::monitor::{MigrationState, Monitor};
 use crate::report::{Bytes, Downtime, PassReport, Report, Way};
 use crate::vm::warn_if_panics_abort;
@@ -62,6 +63,9 @@ fn store(
 ) -> Result<Report, MigrateError> {
     let began = Instant::now();
     warn_if_panics_abort();
+    if still_arrives(&vm.memory()) {
+        return Err(MigrateError::StillArriving);
+    }
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
     if let Some(stream) = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?.first() {

@@ -28,6 +28,7 @@ pub use vmferry_protocol::source::{
 
 use crate::channel::{Connect, Dialer, Pacer, Stream};
 use crate::clock::Clock;
+use crate::demand::still_arrives;
 use crate::fence::Asker;
 use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
 use crate::report::{Report, Way, word};
@@ -147,6 +148,9 @@ fn open_control(
 }
 
 fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
+    if still_arrives(&vm.memory()) {
+        return Err(MigrateError::StillArriving);
+    }
     let most = Settings::MAX_CHANNELS;
     if !(1..=most).contains(&settings.channels) {
         return Err(MigrateError::Settings(format!(

@@ -1,13 +1,17 @@
 //! A process guest that runs before its memory has come.
 
+use crate::rig::{self, can_fault, running};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
-use vmferry_engine::{GuestMemory, LazyMemory, SourceVm, TargetVm};
+use vmferry_engine::{
+    Arrival, GuestMemory, LazyMemory, Listener, MigrateError, MigrationMode, MigrationState, Monitor,
+    Settings, SourceVm, TargetVm, Uri, migrate, receive, save,
+};
 use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_process::{Error, ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 
 const MEMORY: u64 = 32 << 20;
 const CPUS: u32 = 3;
@@ -129,4 +133,34 @@ fn a_guest_whose_pages_do_not_come_cannot_be_paused_and_says_so_and_can_be_dropp
     // Ends its threads, and does not wait for those that sleep.
     drop(target);
     drop((source, lazy));
+}
+
+/// A page that has not come looks to the guest's memory as one that was never touched.
+#[test]
+fn guest_whose_pages_still_arrive_is_not_moved_on_or_saved() {
+    if !can_fault() {
+        return;
+    }
+    let mut source = running();
+    let mut target = ProcessGuest::new_incoming(rig::options()).unwrap();
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), false).unwrap();
+    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
+    // Three seconds for all pages, and longer where the host is starved.
+    let slow = Settings { max_bandwidth: Some(8 << 20), ..rig::settings(MigrationMode::Postcopy) };
+    let nowhere: Uri = "unix:/nonexistent/vmferry".parse().unwrap();
+    std::thread::scope(|scope| {
+        let moved = scope.spawn(|| migrate(&mut source, &uri, None, &slow, &Monitor::new()).unwrap());
+        let received = receive(&mut target, &listener, &arrival).unwrap();
+        let rest = received.rest.expect("pages that still arrive");
+        let on = migrate(&mut target, &nowhere, None, &Settings::default(), &Monitor::new());
+        assert!(matches!(on, Err(MigrateError::StillArriving)), "{on:?}");
+        let file = save(&mut target, std::path::Path::new("/nonexistent/vmferry"), &Monitor::new());
+        assert!(matches!(file, Err(MigrateError::StillArriving)), "{file:?}");
+        let state = rest.finish(&listener, &arrival);
+        assert_eq!(state.state, MigrationState::Completed, "{state:?}");
+        assert_eq!(moved.join().unwrap().state, MigrationState::Completed);
+    });
+    let on = migrate(&mut target, &nowhere, None, &Settings::default(), &Monitor::new());
+    assert!(matches!(on, Err(MigrateError::Connect { .. })), "{on:?}");
+    rig::whole(&target, "moved, and all pages are here");
 }

@@ -72,6 +72,7 @@ impl Handover {
         let all_here = missing.is_empty();
         let source = UrgentChannels::new(stay_awake);
         let pager = Arc::new(DemandPager::new(source, memory, &missing, vm.config().vcpus));
+        pager.pages.hold(Arc::clone(&link.memory));
         link.arrivals.go_on_with(Arc::clone(&pager));
         match link.serve_faults() {
             Ok(threads) => self.threads = threads,
