@@ -85,10 +85,11 @@ class Guest:
             await asyncio.sleep(0.02)
         return self.process.returncode
 
-    def close(self):
+    async def close(self):
+        """The end of a process with a VM can take seconds, in which the other tests must go on."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        await asyncio.to_thread(self.process.wait)
         self.log.close()
 
 
@@ -96,6 +97,7 @@ class Watcher:
     """All events that a client is told, with what they say."""
 
     def __init__(self, client, names=None):
+        self.client = client
         self.listener = EventListener(names)
         client.register_listener(self.listener)
         self.seen = []
@@ -112,6 +114,10 @@ class Watcher:
                 self.seen.append(event)
                 if fits(event):
                     return event
+                # Nothing comes after the end of a migration.
+                if event["event"] == "MIGRATION" and event["data"]["status"] == "failed":
+                    info = await self.client.execute("query-migrate")
+                    raise AssertionError(f"{name} {data} is awaited, and the migration failed: {info}")
 
         for event in self.seen:
             if fits(event):
@@ -155,7 +161,7 @@ async def leave(client):
 
 async def source_of(vmferry, folder, kind, stack, *more):
     guest = Guest(vmferry, folder, "source", kind, "--workload", WORKLOAD, *more)
-    stack.callback(guest.close)
+    stack.push_async_callback(guest.close)
     client = await guest.connect("source")
     stack.push_async_callback(leave, client)
 
@@ -169,7 +175,7 @@ async def source_of(vmferry, folder, kind, stack, *more):
 
 async def target_of(vmferry, folder, name, kind, stack, *more):
     guest = Guest(vmferry, folder, name, kind, "--incoming", "defer", "--peer-timeout", "120s", *more)
-    stack.callback(guest.close)
+    stack.push_async_callback(guest.close)
     client = await guest.connect(name)
     stack.push_async_callback(leave, client)
     assert (await client.execute("query-status")) == {"running": False, "status": "inmigrate"}
@@ -487,7 +493,7 @@ async def by_postcopy(vmferry, folder, kind):
 
 async def vcpu_limits(vmferry, folder, kind):
     """A vCPU that may dirty only so much; the other may do what it likes."""
-    if kind == "process" or not has_rings(vmferry):
+    if kind == "process" or not await has_rings(vmferry):
         print(f"qemu.qmp: vcpu_limits, {kind} guest: there are no dirty rings: only that it is refused")
         async with contextlib.AsyncExitStack() as stack:
             _, client = await source_of(vmferry, folder, kind, stack)
@@ -524,8 +530,9 @@ async def vcpu_limits(vmferry, folder, kind):
         print(f"qemu.qmp: vCPU 0 held to {limit} MB/s of the {first} that it dirtied")
 
 
-def has_rings(vmferry):
-    checked = subprocess.run([vmferry, "check"], stdout=subprocess.PIPE, check=False).stdout.decode()
+async def has_rings(vmferry):
+    check = asyncio.to_thread(subprocess.run, [vmferry, "check"], stdout=subprocess.PIPE, check=False)
+    checked = (await check).stdout.decode()
     return any(line.startswith("yes") and "dirty rings" in line for line in checked.splitlines())
 
 
