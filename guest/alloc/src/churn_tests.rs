@@ -1,7 +1,7 @@
 //! Tests of the allocation workload: what it leaves behind, and what it finds.
 
 use super::*;
-use crate::heap::tests::{Model, buffers, entries, settle, spans, words};
+use crate::heap::tests::{Model, buffers, entries, machine, own_heap, settle, spans, words};
 use crate::{ASYNC_ENTRIES, Batch, Reports, SYNC_ENTRIES};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::vec::Vec;
@@ -23,14 +23,9 @@ fn run(machine: &Model<'_>, churn: &mut Churn, heap: &mut Heap<'_>) -> Vec<Corru
 
 #[test]
 fn everything_is_touched_checked_freed_and_reported() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 8192);
     let start = machine.with(|buddy| buddy.check());
-    let entries = entries(1, SYNC_ENTRIES);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 512];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    own_heap!(mut heap, SYNC_ENTRIES, 512);
     let mut churn = Churn::new(spec(24 * MIB, 5, 0), 0, 1);
     assert_eq!(run(&machine, &mut churn, &mut heap), []);
     settle(&machine, std::slice::from_mut(&mut heap));
@@ -47,13 +42,8 @@ fn everything_is_touched_checked_freed_and_reported() {
 
 #[test]
 fn fragmented_memory_is_reported_too() {
-    let spans = spans(16_384);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, SYNC_ENTRIES);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 512];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 16_384);
+    own_heap!(mut heap, SYNC_ENTRIES, 512);
     let mut churn = Churn::new(spec(48 * MIB, 2, 64), 0, 1);
     assert_eq!(run(&machine, &mut churn, &mut heap), []);
     settle(&machine, std::slice::from_mut(&mut heap));
@@ -74,14 +64,9 @@ fn fragmented_memory_is_reported_too() {
 #[test]
 fn a_host_that_takes_more_than_was_reported_is_noticed() {
     for frag in [0, 8] {
-        let spans = spans(8192);
-        let mut words = words(&spans);
-        let mut machine = Model::new(spans, &mut words);
+        machine!(mut machine, 8192);
         machine.greed = 1;
-        let entries = entries(1, SYNC_ENTRIES);
-        let buffers = buffers(&entries);
-        let mut slots = [Block::default(); 512];
-        let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+        own_heap!(mut heap, SYNC_ENTRIES, 512);
         let mut churn = Churn::new(spec(24 * MIB, 3, frag), 0, 1);
         let mut wrong = run(&machine, &mut churn, &mut heap);
         churn.verify(&machine, &mut |corrupt| wrong.push(corrupt));
@@ -92,9 +77,7 @@ fn a_host_that_takes_more_than_was_reported_is_noticed() {
 
 #[test]
 fn a_page_of_an_earlier_round_is_noticed() {
-    let spans = spans(4096);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 4096);
     let mut slots = [Block::default(); 8];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
     let mut churn = Churn::new(spec(8 * MIB, 0, 4), 0, 1);
@@ -130,9 +113,7 @@ fn shares_add_up() {
 /// Several vCPUs at once in memory that is barely enough, so that they take from each other and wait.
 fn together(reports: [Reports; 3], entries_each: usize, frag: u64) {
     const PAGES: u64 = 8192;
-    let spans = spans(PAGES);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, PAGES);
     let entries = entries(3, entries_each);
     let buffers = buffers(&entries);
     let mut slots = [const { [Block { frame: 0, order: 0 }; 512] }; 3];

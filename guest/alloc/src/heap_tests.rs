@@ -11,6 +11,28 @@ use vmferry_guest_abi::{PAGE_SIZE, PAGE_WORDS};
 /// Guest-physical address where memory begins.
 const START: u64 = 0x12_3000;
 
+/// Declares a machine with so many pages. What the machine borrows lives as long as the calling block.
+macro_rules! machine {
+    ($machine:pat, $pages:expr) => {
+        let spans = spans($pages);
+        let mut words = words(&spans);
+        let $machine = Model::new(spans, &mut words);
+    };
+}
+pub(crate) use machine;
+
+/// Declares the heap of the only vCPU, which reports its own blocks out of a buffer with so many
+/// entries, `$slots` blocks at a time.
+macro_rules! own_heap {
+    ($heap:pat, $entries:expr, $slots:expr) => {
+        let entries = entries(1, $entries);
+        let buffers = buffers(&entries);
+        let mut slots = [Block::default(); $slots];
+        let $heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    };
+}
+pub(crate) use own_heap;
+
 /// A machine with words as memory. Time passes by the call of [`advance`](Self::advance), a microsecond at a time by itself.
 pub(crate) struct Model<'a> {
     buddy: Mutex<Buddy<'a>>,
@@ -115,13 +137,8 @@ pub(crate) fn settle(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
 
 #[test]
 fn a_full_buffer_is_reported_by_who_filled_it() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, SYNC_ENTRIES);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 512];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 8192);
+    own_heap!(mut heap, SYNC_ENTRIES, 512);
     // Every second page is freed, so that nothing merges.
     let blocks: Vec<_> = (0..2048).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     for block in blocks.iter().step_by(2).take(511) {
@@ -142,13 +159,8 @@ fn a_full_buffer_is_reported_by_who_filled_it() {
 
 #[test]
 fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, SYNC_ENTRIES);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 512];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 8192);
+    own_heap!(mut heap, SYNC_ENTRIES, 512);
     let large = heap.alloc(&machine, 10).unwrap();
     heap.free(&machine, large);
     // A part of it is in use again, the rest has no entry of its own.
@@ -163,13 +175,8 @@ fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
 
 #[test]
 fn small_blocks_wait_until_they_have_merged_or_nobody_wants_them() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, 16);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 64];
-    let heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 8192);
+    own_heap!(heap, 16, 64);
     let mut heap = heap.reporting_from(9);
     let mut blocks: Vec<_> = (0..4096).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     blocks.sort_unstable();
@@ -201,9 +208,7 @@ fn small_blocks_wait_until_they_have_merged_or_nobody_wants_them() {
 
 #[test]
 fn off_reports_nothing() {
-    let spans = spans(4096);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 4096);
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Own, true, Batch::new(&mut slots));
     let blocks: Vec<_> = (0..1000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
@@ -215,9 +220,7 @@ fn off_reports_nothing() {
 
 #[test]
 fn another_vcpu_reports_what_was_handed_over() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 8192);
     let entries = entries(2, ASYNC_ENTRIES);
     let buffers = buffers(&entries);
     let (mut first, mut second) = ([Block::default(); 512], [Block::default(); 512]);
@@ -240,13 +243,8 @@ fn another_vcpu_reports_what_was_handed_over() {
 
 #[test]
 fn who_frees_does_not_wait_for_who_reports() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, SYNC_ENTRIES);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 512];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 8192);
+    own_heap!(mut heap, SYNC_ENTRIES, 512);
     let blocks: Vec<_> = (0..2000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     assert!(machine.claim());
     blocks.iter().step_by(2).take(600).for_each(|block| heap.free(&machine, *block));
@@ -262,13 +260,8 @@ fn who_frees_does_not_wait_for_who_reports() {
 
 #[test]
 fn reporting_stops_when_memory_is_low() {
-    let spans = spans(8192);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
-    let entries = entries(1, 16);
-    let buffers = buffers(&entries);
-    let mut slots = [Block::default(); 64];
-    let mut heap = Heap::new(&buffers, 0, Reports::Own, true, Batch::new(&mut slots));
+    machine!(machine, 8192);
+    own_heap!(mut heap, 16, 64);
     let blocks: Vec<_> = (0..8192 - 100).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     blocks.iter().step_by(2).take(100).for_each(|block| heap.free(&machine, *block));
     settle(&machine, std::slice::from_mut(&mut heap));
@@ -314,9 +307,7 @@ fn an_allocation_waits_only_for_what_is_being_reported() {
 
 #[test]
 fn a_wait_for_a_host_that_never_answers_ends() {
-    let spans = spans(4096);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 4096);
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
     let block = heap.alloc(&machine, 0).unwrap();
@@ -330,9 +321,7 @@ fn a_wait_for_a_host_that_never_answers_ends() {
 
 #[test]
 fn hinted_pages_come_back_when_memory_is_short() {
-    let spans = spans(4096);
-    let mut words = words(&spans);
-    let machine = Model::new(spans, &mut words);
+    machine!(machine, 4096);
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
     let mut held = [Block::default(); 64];
