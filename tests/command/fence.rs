@@ -3,17 +3,16 @@
 
 use crate::authority::Authority;
 use crate::etcd::{self, Etcd, Slow};
-use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{
     Folder, Run, beside, can_track, code, errors, finish, kinds, say, spawn, vmferry, wait_for,
 };
 use rustix::process::Signal;
 use serde_json::Value;
 use std::net::TcpListener;
-use std::path::PathBuf;
 use std::process::Child;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
+use vmferry_engine::Uri;
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 
 /// The commit of a precopy, or a postcopy, is cut: it still arrives (`CutBehindCommit`), or it does not.
 const CUTS: [Harm; 2] = [Harm::CutBehindCommit, Harm::CutAllAtCommit];
@@ -50,13 +49,12 @@ impl Pair {
     /// A precopy that `migrate` begins. It cannot end before `meanwhile` has returned: its pages
     /// take minutes until then.
     fn begun(&self, migrate: impl FnOnce() -> Child, meanwhile: impl FnOnce()) -> Child {
-        let slows_pages = &self.proxy.shared.slows_pages;
-        slows_pages.store(true, Ordering::Release);
+        self.proxy.slow_pages(true);
         let child = migrate();
         let begun = |s: &Value| s["passes"].as_array().is_some_and(|all| !all.is_empty());
         self.source.wait("the first pass", |s| s["state"] == "precopy" && begun(s));
         meanwhile();
-        slows_pages.store(false, Ordering::Release);
+        self.proxy.slow_pages(false);
         child
     }
 
@@ -72,7 +70,7 @@ impl Pair {
         let target = Run::start(kind, &folder, "target", &incoming);
         target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
         let way = Way { connection: 0, to_target: true };
-        let proxy = Proxy::new(PathBuf::from(at), harm.map(|harm| Rule { way, after: 0, harm }));
+        let proxy = Proxy::new(&Uri::Unix(at.into()), harm.map(|harm| Rule::on(way, 0, harm)));
         Self { source, target, uri: proxy.uri().to_string(), proxy, _folder: folder }
     }
 
@@ -123,7 +121,7 @@ fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
                 let what = format!("{kind}, {mode}, {harm:?}");
                 let mut pair = Pair::new(kind, [&fence, &fence], Some(harm));
                 let output = finish(pair.migrate(&["--mode", mode]));
-                assert!(pair.proxy.harmed(), "{what}: no commit was cut: {output:?}");
+                assert!(pair.proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");
                 let moved = pair.one_owner(&what);
                 // Whoever asked is told where it is: by its exit status, and in words.
                 let (wanted, words) = if moved { (0, "completed") } else { (1, "goes on where it was") };

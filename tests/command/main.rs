@@ -16,11 +16,7 @@ mod moves;
 mod passed;
 mod plan;
 mod postcopy;
-#[expect(dead_code, reason = "the engine's tests use the rest")]
-#[path = "../../crates/engine/tests/it/proxy.rs"]
-mod proxy;
 mod qmp;
-mod rig;
 mod sandbox;
 mod support;
 mod terminal;

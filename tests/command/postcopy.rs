@@ -1,6 +1,5 @@
 //! Guests that run on the target before their memory is there: every way to get there, and what may go wrong on it.
 
-use crate::proxy::{Harm, Proxy, Rule, Way};
 use crate::support::{
     Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds, say, skip,
     spawn, vmferry, wait_for, wait_for_end,
@@ -9,9 +8,9 @@ use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
+use vmferry_engine::Uri;
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 
 /// Moves a loaded guest with these arguments, and looks at it on the other side.
 fn moves(kind: &str, uri: impl Fn(&Folder) -> String, more: &[&str]) -> Value {
@@ -82,7 +81,7 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
         let by_hand = [&slow[..], &["--mode", "hybrid"]].concat();
         let child = begun(&source, &proxy.uri().to_string(), &by_hand, "precopy");
         assert_eq!(code(&vmferry(&["switch", "--api", &source.api])), 0);
-        quickly(&proxy);
+        proxy.slow_pages(false);
         assert_eq!(code(&finish(child)), 0);
         target.wait("all of the guest", |s| s["state"] == "completed");
         target.whole();
@@ -113,14 +112,9 @@ const SILENCE: &str = "6s";
 pub(crate) fn slowly(kind: &str, folder: &Folder, name: &str) -> (Run, Proxy) {
     let at = folder.path(&format!("{name}.wire"));
     let (target, _) = Run::target(kind, folder, name, &format!("unix:{at}"));
-    let proxy = Proxy::new(PathBuf::from(at), None);
-    proxy.shared.slows_pages.store(true, Ordering::Release);
+    let proxy = Proxy::new(&Uri::Unix(at.into()), None);
+    proxy.slow_pages(true);
     (target, proxy)
-}
-
-/// Has the pages go at full speed from now on.
-pub(crate) fn quickly(proxy: &Proxy) {
-    proxy.shared.slows_pages.store(false, Ordering::Release);
 }
 
 #[test]
@@ -166,7 +160,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
         // Ctrl-C: heard, and heeded when the target has everything.
         source.signal(Signal::INT);
         target.signal(Signal::STOP);
-        quickly(&proxy);
+        proxy.slow_pages(false);
         source.wait("the loss", |s| s["state"] == "postcopy-paused");
         if by_hand {
             let output = finish(child);
@@ -234,9 +228,9 @@ fn a_commit_that_is_lost_leaves_the_guest_at_its_source() {
             let at = folder.path("wire");
             let (mut target, _) = Run::target(kind, &folder, "target", &format!("unix:{at}"));
             let way = Way { connection: 0, to_target: true };
-            let proxy = Proxy::new(PathBuf::from(at), Some(Rule { way, after: 0, harm }));
+            let proxy = Proxy::new(&Uri::Unix(at.into()), Some(Rule::on(way, 0, harm)));
             let output = source.migrate(&proxy.uri().to_string(), &["--mode", "postcopy"]);
-            assert!(proxy.harmed(), "{what}: no commit was cut: {output:?}");
+            assert!(proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");
             assert!(
                 code(&output) == 1 && errors(&output).contains("goes on where it was"),
                 "{what}: {output:?}"

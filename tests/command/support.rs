@@ -4,13 +4,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use vmferry_control::Client;
-pub(crate) use vmferry_testkit::{Need, PATIENCE, say, skip, wait_for};
+pub(crate) use vmferry_testkit::{Folder, Need, PATIENCE, say, skip, wait_for};
 
 pub(crate) const VMFERRY: &str = env!("CARGO_BIN_EXE_vmferry");
 pub(crate) const WORKLOAD: &str = "uniform,ws=16M,data=48M,rate=20k,fill=random";
@@ -55,28 +54,6 @@ pub(crate) fn beside<T: Send>(cases: impl IntoIterator<Item = T>, test: impl Fn(
             scope.spawn(move || test(case));
         }
     });
-}
-
-pub(crate) struct Folder(PathBuf);
-
-impl Folder {
-    pub(crate) fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vmferry-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    pub(crate) fn path(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 pub(crate) fn vmferry(args: &[&str]) -> Output {

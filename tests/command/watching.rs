@@ -1,6 +1,6 @@
 //! Watching guests and their migrations: on a terminal, from Prometheus, afterwards as a page.
 
-use crate::postcopy::{quickly, slowly};
+use crate::postcopy::slowly;
 use crate::support::{
     Folder, PATIENCE, Run, beside, can_track, code, errors, finish, spawn, vmferry, wait_for,
 };
@@ -220,7 +220,7 @@ fn a_migration_is_shown_on_a_terminal() {
         terminal.wait_for("pass 0");
         terminal.wait_for(" left, dirty ");
         terminal.wait_for("ETA");
-        quickly(&proxy);
+        proxy.slow_pages(false);
         assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
         terminal.wait_for("outcome      completed");
         let text = terminal.text();

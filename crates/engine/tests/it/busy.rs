@@ -1,9 +1,9 @@
 //! Guests whose I/O does not come to rest when they are stopped: they go on, and are moved when it does.
 
-use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
+use crate::rig::{Ended, between, check_owner, monitored, quick};
 use crate::toy::{Options, Toy, Tracking};
 use std::time::Duration;
-use vmferry_engine::{Listener, MigrationMode, MigrationState, Monitor, Settings};
+use vmferry_engine::{MigrationMode, MigrationState, Monitor, Settings};
 use vmferry_testkit::wait;
 
 /// Moves a guest whose I/O is busy when it is looked at for the times that `busy` says.
@@ -11,10 +11,8 @@ fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, lazy: true, ..Options::default() }, true);
     let mut target = source.target();
     source.busy(busy);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     let settings = Settings { mode, verify: true, ..quick() };
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    let ended = between(&mut source, &mut target, &settings);
     check_owner(&source, &target, &ended);
     (source, target, ended)
 }
@@ -67,8 +65,6 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     let mut target = source.target();
     // If it went on trying in its own time, the last of these would be minutes away.
     source.busy(&[true; 20]);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     let settings = Settings { mode: MigrationMode::Postcopy, ..quick() };
     let monitor = Monitor::new();
     let ended = std::thread::scope(|scope| {
@@ -76,7 +72,7 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
             wait("a guest that is waited for", || monitor.progress().busy.is_some());
             monitor.switch_now();
         });
-        attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor)
+        monitored(&mut source, &mut target, &settings, &monitor)
     });
     check_owner(&source, &target, &ended);
     assert_eq!(monitor.progress().busy, None, "it waits for nothing any more");

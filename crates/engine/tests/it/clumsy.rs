@@ -1,7 +1,7 @@
 //! VMs whose own code panics: the call that drove them passes that on, or fails where a thread of the engine's drove them; and nobody waits
 //! for ever.
 
-use crate::rig::{attempt, check_owner, quick, unix_uri};
+use crate::rig::{between, check_owner, monitored, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
@@ -28,12 +28,8 @@ fn end(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> (End, bool) {
         let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
         let mut target = source.target();
         prepare(&source, &target);
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         let settings = quick();
-        let moved = catch_unwind(AssertUnwindSafe(|| {
-            attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new())
-        }));
+        let moved = catch_unwind(AssertUnwindSafe(|| between(&mut source, &mut target, &settings)));
         let end = moved.map_or(End::PassedOn, |ended| {
             check_owner(&source, &target, &ended);
             assert_eq!(ended.state(), Some(MigrationState::Failed));
@@ -80,10 +76,8 @@ fn a_panic_after_the_end_does_not_take_the_report() {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
     let mut target = source.target();
     source.panics(Method::TrackerStop);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     let watched = Monitor::watched(|_| panic!("a clumsy watcher"));
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &watched);
+    let ended = monitored(&mut source, &mut target, &quick(), &watched);
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Completed));
     assert_eq!(source.called(Method::TrackerStop), 1);

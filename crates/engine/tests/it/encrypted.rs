@@ -1,23 +1,20 @@
 //! Migrations over encrypted connections, and who is kept out of them.
 
 use crate::authority::Authority;
-use crate::proxy::{Harm, Proxy, Rule, Way};
-use crate::rig::{attempt, check_owner, move_well_to, quick, socket_path};
+use crate::rig::{attempt, check_owner, move_well_to, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
-use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
     Arrival, Listener, MigrationState, Monitor, ReceiveFailure, Settings, TargetVm, Tls, Uri, receive,
 };
-use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, MigrationId, Mode, RefusalCode,
-    Role, ToSource, ToTarget, Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
-};
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
+use vmferry_testkit_peers::peer::{hear, hello, introduce, say};
+use vmferry_wire::{Mode, RefusalCode, Role, ToSource, ToTarget, Token};
 
 fn host(authority: &Authority, name: &str) -> Tls {
     let (certificate, key) = authority.issue(name);
@@ -51,16 +48,15 @@ fn a_changed_byte_never_gets_in() {
             Options { pages: vec![520, 40], used: 24, tracking: Tracking::ByHand, ..Options::default() };
         let mut source = Toy::new(options, true);
         let mut target = source.target();
-        let path = socket_path();
-        let listener =
-            Listener::bind_encrypted(&Uri::Unix(path.clone()), host(&authority, "target")).unwrap();
-        let rule = Rule { way: Way { connection, to_target: true }, after, harm: Harm::Flip };
-        let proxy = Proxy::new(path, Some(rule));
+        let uri = unix_uri();
+        let listener = Listener::bind_encrypted(&uri, host(&authority, "target")).unwrap();
+        let rule = Rule::on(Way { connection, to_target: true }, after, Harm::Flip);
+        let proxy = Proxy::new(&uri, Some(rule));
         let tls = Some(host(&authority, "source").expecting("target").unwrap());
         let settings = Settings { tls, peer_timeout: Duration::from_secs(2), ..quick() };
         let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
         check_owner(&source, &target, &ended);
-        if proxy.harmed() {
+        if proxy.harmed() > 0 {
             assert_ne!(ended.state(), Some(MigrationState::Completed), "{rule:?}");
             assert!(source.works() && source.lost().is_empty(), "{rule:?}: {}", ended.error());
             ends.lock().unwrap().push(ended.error());
@@ -112,20 +108,8 @@ impl ByHand {
         let socket = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut channel = StreamOwned::new(connection, socket);
-        let hello = Hello {
-            version_min: VERSION_MIN,
-            version_max: VERSION_MAX,
-            features: 0,
-            migration: MigrationId([7; 16]),
-            role,
-            index: 0,
-            token,
-            fence: 0,
-        };
-        channel.write_all(&hello.encode()).unwrap();
-        let mut reply = [0; HELLO_BYTES];
-        channel.read_exact(&mut reply).unwrap();
-        (channel, HelloReply::decode(&reply).unwrap().refused)
+        let refused = introduce(&mut channel, &hello(role, 0, token));
+        (channel, refused)
     }
 }
 
@@ -151,13 +135,8 @@ fn a_channel_of_another_host_is_not_of_this_migration() {
             urgent_channels: 0,
             probe: false,
         };
-        control.write_all(&encode_control(&setup).unwrap()).unwrap();
-        let mut header = [0; CONTROL_HEADER_BYTES];
-        control.read_exact(&mut header).unwrap();
-        let header = ControlHeader::decode(&header).unwrap();
-        let mut body = vec![0; header.len];
-        control.read_exact(&mut body).unwrap();
-        let Ok(ToSource::Accept { bulk, .. }) = decode_control(header, &body) else { panic!("not accepted") };
+        say(&mut control, &setup);
+        let Some(ToSource::Accept { bulk, .. }) = hear(&mut control) else { panic!("not accepted") };
         // A second certificate for the same name is another host, too: nobody issues two to one.
         for name in ["elsewhere", "source"] {
             let other = ByHand::new(&authority, name, port);

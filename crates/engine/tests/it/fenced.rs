@@ -1,11 +1,12 @@
 //! The source's register at its arbiter, over real sockets.
 
-use crate::rig::{quick, socket_path};
+use crate::rig::{quick, unix_uri};
 use crate::toy::{Options, Toy};
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
 use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Word};
 use vmferry_engine::{MigrateError, Monitor, Settings, Uri, migrate};
+use vmferry_testkit::temp_path;
 
 /// An arbiter that notes what is asked of it.
 #[derive(Debug, Default)]
@@ -66,7 +67,7 @@ fn refused(uri: &Uri, arbiter: Noting) -> (MigrateError, Vec<&'static str>) {
 /// The target's limit for announcing a guest begins with the hello, and an arbiter may take longer.
 #[test]
 fn source_opens_its_register_before_it_connects() {
-    let path = socket_path();
+    let path = temp_path("fenced");
     let target = UnixListener::bind(&path).unwrap();
     target.set_nonblocking(true).unwrap();
     let arbiter = Noting { target: Some(target), ..Noting::default() };
@@ -78,7 +79,7 @@ fn source_opens_its_register_before_it_connects() {
 
 #[test]
 fn source_that_reaches_no_target_removes_its_register() {
-    let (error, asked) = refused(&Uri::Unix(socket_path()), Noting::default());
+    let (error, asked) = refused(&unix_uri(), Noting::default());
     assert!(matches!(error, MigrateError::Connect { .. }), "{error}");
     assert_eq!(asked, ["open", "close"]);
 }

@@ -2,11 +2,11 @@
 //! postcopy makes of it is tested with real faults, with the process guest.
 
 use crate::freeing::FreeKind;
-use crate::rig::{attempt, check_owner, move_well, quick, unix_uri};
+use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{FreePagesFigures, Listener, MigrationState, Monitor, OnTimeout, Settings};
+use vmferry_engine::{FreePagesFigures, MigrationState, Monitor, OnTimeout, Settings};
 use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
@@ -121,14 +121,12 @@ fn answers_that_come_late_are_dropped_and_cost_nothing() {
     let (monitor, late) = (Monitor::new(), |figures: FreePagesFigures| figures.late_reports > 0);
     let mut source = Toy::new(options(free, Tracking::ByHand), true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
             wait("a late answer", || monitor.progress().free_pages.is_some_and(late));
             monitor.cancel();
         });
-        attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor)
+        monitored(&mut source, &mut target, &settings, &monitor)
     });
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
@@ -165,8 +163,6 @@ fn a_cancel_leaves_the_guest_its_pages() {
         let free = if round % 2 == 0 { FreeKind::AtOnce } else { FreeKind::After(Duration::from_millis(3)) };
         let mut source = Toy::new(Options { free_one_in: 3, ..options(free, Tracking::ByHand) }, true);
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -175,7 +171,7 @@ fn a_cancel_leaves_the_guest_its_pages() {
                 wait("so many bytes", || sent() || done.load(Ordering::Relaxed));
                 monitor.cancel();
             });
-            let ended = attempt(&mut source, &mut target, &listener, &uri, &slow(), &monitor);
+            let ended = monitored(&mut source, &mut target, &slow(), &monitor);
             done.store(true, Ordering::Relaxed);
             ended
         });
@@ -186,10 +182,9 @@ fn a_cancel_leaves_the_guest_its_pages() {
             continue;
         }
         assert!(source.works());
-        drop((target, listener));
-        let (mut target, listener) = (source.target(), Listener::bind(&unix_uri(), false).unwrap());
-        let uri = listener.uri().unwrap();
-        let again = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        drop(target);
+        let mut target = source.target();
+        let again = between(&mut source, &mut target, &quick());
         check_owner(&source, &target, &again);
         assert_eq!(again.state(), Some(MigrationState::Completed), "{}", again.error());
         assert_eq!((target.lost(), target.surprises()), (vec![], 0));

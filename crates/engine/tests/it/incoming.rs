@@ -1,13 +1,13 @@
 //! Targets that learn which guest comes before they have a VM.
 
-use crate::rig::{Ended, check_owner, quick, socket_path, unix_uri};
+use crate::rig::{Ended, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use vmferry_engine::{
     Arrival, Incoming, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, SourceVm,
-    Uri, migrate,
+    migrate,
 };
+use vmferry_testkit_peers::peer::connect;
 
 /// Moves the guest of `source` to a target that has no VM before `create` makes one.
 fn move_to_blank(
@@ -95,12 +95,12 @@ fn source_that_is_refused_hears_why_and_goes_on() {
 
 #[test]
 fn wait_for_an_announcement_ends_at_a_stop_and_survives_strangers() {
-    let path = socket_path();
-    let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+    let uri = unix_uri();
+    let listener = Listener::bind(&uri, false).unwrap();
     let arrival = Arrival::new(Duration::from_secs(120));
     std::thread::scope(|scope| {
         let target = scope.spawn(|| Incoming::accept(&listener, &arrival).map(drop));
-        drop(UnixStream::connect(&path).unwrap());
+        drop(connect(&uri));
         arrival.stop();
         assert!(matches!(target.join().unwrap(), Err(ReceiveFailure::Stopped)));
     });

@@ -1,149 +1,35 @@
 //! Targets that mean harm: whatever they say or leave unsaid, the source's guest goes on.
 
-use crate::proxy::until_hung_up;
-use crate::rig::{socket_path, unix_uri};
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::time::{Duration, Instant};
 use vmferry_core::RegionId;
-use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, Uri, migrate};
-use vmferry_testkit::{PATIENCE, wait_for};
+use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, migrate};
+use vmferry_testkit::PATIENCE;
+use vmferry_testkit_peers::peer::{Listener, Target};
+use vmferry_testkit_peers::until_hung_up;
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
-    HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
-    decode_control, encode_control,
+    HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget,
+    encode_control,
 };
 
 /// How long the source bears silence where that is what is tried.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// Listens. A source that does not come must not hang the test.
-fn listen(path: &Path) -> UnixListener {
-    let listener = UnixListener::bind(path).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    listener
-}
-
-fn connection(listener: &UnixListener) -> UnixStream {
-    let (stream, _) = wait_for("a connection of the source", || listener.accept());
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream
-}
-
-fn answer(stream: &mut UnixStream) -> Option<Hello> {
-    let mut bytes = [0; HELLO_BYTES];
-    stream.read_exact(&mut bytes).ok()?;
-    let hello = Hello::decode(&bytes).unwrap();
-    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
-    stream.write_all(&reply.encode()).ok()?;
-    Some(hello)
-}
-
-/// A target that takes all frames of one channel and looks at none.
-struct Liar {
-    control: UnixStream,
-    bulk: UnixStream,
-    listener: UnixListener,
-}
-
-impl Liar {
-    fn say(&mut self, message: &ToSource) {
-        let _ = self.control.write_all(&encode_control(message).unwrap());
-    }
-
-    /// The next message that is no ping; pings are answered.
-    fn hear(&mut self) -> Option<ToTarget> {
-        loop {
-            let mut header = [0; CONTROL_HEADER_BYTES];
-            self.control.read_exact(&mut header).ok()?;
-            let header = ControlHeader::decode(&header).unwrap();
-            let mut body = vec![0; header.len];
-            self.control.read_exact(&mut body).ok()?;
-            match decode_control(header, &body).unwrap() {
-                ToTarget::Ping(number) => self.say(&ToSource::Pong(number)),
-                message => return Some(message),
-            }
-        }
-    }
-
-    fn accept(&mut self) {
-        assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
-        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) });
-        let mut bulk = connection(&self.listener);
-        assert!(answer(&mut bulk).is_some());
-        self.bulk = bulk;
-        self.say(&ToSource::ChannelsUp);
-    }
-
-    /// Reads frames up to a barrier; its pass.
-    fn swallow_pass(&mut self) -> Option<u32> {
-        loop {
-            let mut header = [0; FRAME_HEADER_BYTES];
-            self.bulk.read_exact(&mut header).ok()?;
-            let header = FrameHeader::decode(&header).unwrap();
-            let data = if header.kind == FrameKind::Pages { header.pages * 4096 } else { 0 };
-            self.bulk.read_exact(&mut vec![0; header.table_bytes() + data]).ok()?;
-            if header.kind == FrameKind::Barrier {
-                return Some(header.pass);
-            }
-        }
-    }
-
-    fn received(&mut self, pass: u32, suspects: u64, runs: Vec<RunName>) {
-        self.say(&ToSource::Received { pass, suspects, runs });
-    }
-
-    /// Goes along until the guest has stopped and the last pass is here, which it leaves unanswered; its pass.
-    fn until_the_last_pass(&mut self) -> u32 {
-        self.accept();
-        loop {
-            match self.hear().unwrap() {
-                ToTarget::Pass { .. } => {
-                    let pass = self.swallow_pass().unwrap();
-                    self.received(pass, 0, vec![]);
-                }
-                ToTarget::Final { .. } => return self.swallow_pass().unwrap(),
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-
-    /// Goes along until `Load` has been said.
-    fn until_load(&mut self) {
-        let pass = self.until_the_last_pass();
-        self.received(pass, 0, vec![]);
-        while self.hear().unwrap() != ToTarget::Load {}
-    }
-
-    /// Reads on, and answers pings, until the source hangs up.
-    fn listen(&mut self) {
-        while self.hear().is_some() {}
-    }
-}
-
 /// Migrates to a target that does as `script` says. What the source bears is that of `settings`.
-fn meet(settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
+fn meet(settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
     bring(Toy::new(Options::default(), true), settings, script)
 }
 
 /// Migrates the guest of `source` to a target that does as `script` says.
-fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Liar) + Send) -> (Report, Toy) {
-    let path = socket_path();
-    let listener = listen(&path);
-    let uri = Uri::Unix(path.clone());
+fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
+    let listener = Listener::unix();
+    let uri = listener.uri().clone();
     let settings = Settings { channels: 1, ..settings };
     let report = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut control = connection(&listener);
-            answer(&mut control).unwrap();
-            let bulk = control.try_clone().unwrap();
-            script(&mut Liar { control, bulk, listener });
-        });
+        scope.spawn(move || script(&mut Target::meet(&listener)));
         migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap()
     });
-    std::fs::remove_file(&path).unwrap();
     (report, source)
 }
 
@@ -155,7 +41,7 @@ fn impatient() -> Settings {
     Settings { peer_timeout: SILENCE, ..Settings::default() }
 }
 
-type Script<'a> = Box<dyn FnOnce(&mut Liar) + Send + 'a>;
+type Script<'a> = Box<dyn FnOnce(&mut Target<'_>) + Send + 'a>;
 
 /// Such targets are all seen through; at once, because most of them only let time pass.
 fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
@@ -167,7 +53,7 @@ fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
 }
 
 /// Such a target is seen through: the guest goes on here.
-fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Liar) + Send) {
+fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) {
     let (report, source) = meet(settings, script);
     let error = report.error.unwrap_or_default();
     assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
@@ -248,17 +134,17 @@ fn words_out_of_turn_end_it() {
         liar.listen();
     });
     seen_through("Returned, which does not fit this moment", patient(), |liar| {
-        liar.accept();
+        liar.accept(1);
         liar.say(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
         liar.listen();
     });
     seen_through("Received, which does not fit this moment", patient(), |liar| {
-        liar.accept();
+        liar.accept(1);
         liar.received(7, 0, vec![]);
         liar.listen();
     });
     seen_through("magic", patient(), |liar| {
-        liar.accept();
+        liar.accept(1);
         liar.control.write_all(&[0x55; 64]).unwrap();
         liar.listen();
     });
@@ -271,7 +157,7 @@ fn words_out_of_turn_end_it() {
 
 #[test]
 fn silence_ends_it_at_every_step() {
-    let silent = |liar: &mut Liar| {
+    let silent = |liar: &mut Target<'_>| {
         // Reads, so that only its words are missing.
         let _ = liar.control.set_read_timeout(Some(PATIENCE));
         while matches!(liar.control.read(&mut [0; 4096]), Ok(1..)) {}
@@ -282,7 +168,7 @@ fn silence_ends_it_at_every_step() {
         (
             what,
             Box::new(move |liar| {
-                liar.accept();
+                liar.accept(1);
                 silent(liar);
             }),
         ),
@@ -297,7 +183,7 @@ fn silence_ends_it_at_every_step() {
         (
             what,
             Box::new(|liar| {
-                liar.accept();
+                liar.accept(1);
                 until_hung_up(&liar.control);
             }),
         ),
@@ -310,7 +196,7 @@ fn target_that_would_start_a_paused_guest_does_not_get_it() {
     let source = Toy::new(Options { paused: true, ..Options::default() }, true);
     source.halt();
     let (report, source) = bring(source, patient(), |target| {
-        target.accept();
+        target.accept(1);
         loop {
             match target.hear() {
                 Some(ToTarget::Pass { .. }) => {
@@ -332,11 +218,11 @@ fn target_that_would_start_a_paused_guest_does_not_get_it() {
 #[test]
 fn pings_alone_do_not_hold_a_guest() {
     all_seen_through(vec![
-        ("has not accepted the guest", Box::new(Liar::listen)),
+        ("has not accepted the guest", Box::new(|liar| liar.listen())),
         (
             "has not received the pages",
             Box::new(|liar| {
-                liar.accept();
+                liar.accept(1);
                 liar.swallow_pass();
                 liar.listen();
             }),
@@ -365,7 +251,7 @@ fn a_flood_of_words_does_not_stop_the_clock() {
         Settings { timeout: Some(Duration::from_secs(3)), on_timeout: OnTimeout::Cancel, ..patient() };
     let began = Instant::now();
     let (report, source) = meet(settings, |liar| {
-        liar.accept();
+        liar.accept(1);
         let pongs = encode_control(&ToSource::Pong(u64::MAX)).unwrap().repeat(500);
         // A source that does not look at its clock sees the end of this, and that is no cancel.
         while began.elapsed() < PATIENCE && liar.control.write_all(&pongs).is_ok() {}
@@ -377,7 +263,7 @@ fn a_flood_of_words_does_not_stop_the_clock() {
 /// After the commit nobody guesses; only the target's own word that it never ran gives the guest back.
 #[test]
 fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
-    let commit = |liar: &mut Liar| {
+    let commit = |liar: &mut Target<'_>| {
         liar.until_load();
         liar.say(&ToSource::Ready { load_us: 1 });
         assert_eq!(liar.hear(), Some(ToTarget::Commit));
@@ -450,20 +336,17 @@ fn an_endless_reason_is_cut_short() {
 fn other_programs_are_told_from_targets() {
     let refuse = |reply: Vec<u8>| {
         let mut source = Toy::new(Options::default(), true);
-        let uri = unix_uri();
-        let Uri::Unix(path) = &uri else { unreachable!() };
-        let listener = listen(path);
+        let listener = Listener::unix();
         // One that says nothing is given up for its silence.
         let settings = if reply.is_empty() { impatient() } else { patient() };
         let error = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut stream = connection(&listener);
+                let mut stream = listener.connection();
                 let _ = stream.write_all(&reply);
                 let _ = stream.read_to_end(&mut Vec::new());
             });
-            migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap_err().to_string()
+            migrate(&mut source, listener.uri(), None, &settings, &Monitor::new()).unwrap_err().to_string()
         });
-        std::fs::remove_file(path).unwrap();
         assert!(source.works() && source.called(Method::TrackerStart) == 0);
         error
     };

@@ -1,12 +1,13 @@
 //! Links that break at every boundary and anywhere between, and links that change bytes.
 
-use crate::proxy::{Harm, Proxy, Rule, Way, holds_commit};
-use crate::rig::{Ended, attempt, check_owner, quick, socket_path};
+use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use vmferry_engine::{Listener, MigrationState, Monitor, Settings, Uri};
-use vmferry_testkit::{PATIENCE, wait, wait_for};
+use vmferry_engine::{Listener, MigrationState, Monitor, Settings};
+use vmferry_testkit::{PATIENCE, alone, in_parallel, wait, wait_for};
+use vmferry_testkit_peers::link::{Connection, Harm, Proxy, Rule, Way, holds_commit};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
 };
@@ -37,7 +38,7 @@ struct Passage {
     source: Toy,
     target: Toy,
     /// All bytes, each way.
-    seen: Vec<(Way, Vec<u8>)>,
+    seen: BTreeMap<Way, Vec<u8>>,
     harmed: bool,
 }
 
@@ -45,20 +46,20 @@ struct Passage {
 fn through(rule: Option<Rule>) -> Passage {
     let mut source = Toy::new(small(), true);
     let mut target = source.target();
-    let path = socket_path();
-    let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
-    let proxy = Proxy::new(path, rule);
-    let settings = match rule.map(|rule| (rule.harm, rule.way.connection, rule.after)) {
+    let uri = unix_uri();
+    let listener = Listener::bind(&uri, false).unwrap();
+    let proxy = Proxy::recording(&uri, rule);
+    let settings = match rule.map(|rule| (rule.harm, rule.connection, rule.after)) {
         // On a busy host a peer may be taken for silent before the damage is done, which would be another fault.
-        Some((Harm::Flip, 0, _) | (Harm::Flip, _, ..HELLO_BYTES)) => impatient(5),
+        Some((Harm::Flip, Connection::Number(0), _) | (Harm::Flip, _, ..HELLO_BYTES)) => impatient(5),
         // Damage in a frame is found by its checksum, and a link that is cut at the commit ends on both sides.
         Some((harm, ..)) if harm != Harm::Flip && !harm.at_commit() => impatient(2),
         _ => settings(),
     };
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
-    let harmed = proxy.harmed();
+    let harmed = proxy.harmed() > 0;
     // What each way carried is known once its pump has ended.
-    let seen = proxy.finished().into_iter().collect();
+    let seen = proxy.finished();
     Passage { ended, source, target, seen, harmed }
 }
 
@@ -69,9 +70,9 @@ type Places = Vec<(Way, usize)>;
 fn boundaries() -> (Places, Places) {
     let mut source = Toy::new(small(), true);
     let mut target = source.target();
-    let path = socket_path();
-    let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
-    let proxy = Proxy::new(path, None);
+    let uri = unix_uri();
+    let listener = Listener::bind(&uri, false).unwrap();
+    let proxy = Proxy::recording(&uri, None);
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &Monitor::new());
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
     // All pumps have ended once the sockets are closed; the proxy tells then.
@@ -106,9 +107,8 @@ fn boundaries() -> (Places, Places) {
 }
 
 /// Whether a whole commit was among the bytes that reached the target.
-fn commit_arrived(seen: &[(Way, Vec<u8>)]) -> bool {
-    let control = Way { connection: 0, to_target: true };
-    seen.iter().any(|(way, bytes)| *way == control && holds_commit(bytes))
+fn commit_arrived(seen: &BTreeMap<Way, Vec<u8>>) -> bool {
+    seen.get(&Way { connection: 0, to_target: true }).is_some_and(|bytes| holds_commit(bytes))
 }
 
 fn cut(rule: Rule) -> MigrationState {
@@ -130,20 +130,8 @@ fn cut(rule: Rule) -> MigrationState {
     }
 }
 
-/// Runs `work` on `items` by several threads: they mostly wait for timeouts.
-fn in_parallel<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
-    let items = Mutex::new(items.into_iter());
-    std::thread::scope(|scope| {
-        for _ in 0..24 {
-            scope.spawn(|| {
-                loop {
-                    let Some(item) = ({ items.lock().unwrap().next() }) else { break };
-                    work(item);
-                }
-            });
-        }
-    });
-}
+/// Number of migrations at the same time: they mostly wait for timeouts.
+const THREADS: usize = 24;
 
 #[test]
 fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
@@ -151,8 +139,8 @@ fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
     let (cuts, lengths) = boundaries();
     let mut rules: Vec<Rule> = Vec::new();
     for (way, after) in cuts {
-        rules.push(Rule { way, after, harm: Harm::CutOne });
-        rules.push(Rule { way, after, harm: Harm::CutAll });
+        rules.push(Rule::on(way, after, Harm::CutOne));
+        rules.push(Rule::on(way, after, Harm::CutAll));
     }
     let at_boundaries = rules.len();
     let mut random = 0x1234_5678_9abc_def1_u64;
@@ -161,11 +149,11 @@ fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
         let choice = usize::try_from(random >> 33).unwrap();
         let (way, length) = lengths[choice % lengths.len()];
         let harm = if choice & 64 == 0 { Harm::CutOne } else { Harm::CutAll };
-        rules.push(Rule { way, after: choice / 128 % length, harm });
+        rules.push(Rule::on(way, choice / 128 % length, harm));
     }
     let all = rules.len();
     let ends = Mutex::new(Vec::new());
-    in_parallel(rules, |rule| {
+    in_parallel(THREADS, rules, |rule| {
         let end = cut(rule);
         ends.lock().unwrap().push(end);
     });
@@ -188,7 +176,7 @@ fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
 fn a_link_cut_at_the_commit_leaves_the_source_not_knowing() {
     let way = Way { connection: 0, to_target: true };
     for (harm, moved) in [(Harm::CutBehindCommit, true), (Harm::CutAtCommit, false)] {
-        let Passage { ended, source, target, harmed, .. } = through(Some(Rule { way, after: 0, harm }));
+        let Passage { ended, source, target, harmed, .. } = through(Some(Rule::on(way, 0, harm)));
         assert!(harmed);
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Unknown), "{}", ended.error());
@@ -217,8 +205,8 @@ fn damage_outside_of_pages_is_noticed_by_both_sides() {
         (bulk, HELLO_BYTES + 60),
         (bulk, HELLO_BYTES + FRAME_HEADER_BYTES + 4),
     ];
-    in_parallel(cases.into(), |(way, after)| {
-        let rule = Rule { way, after, harm: Harm::Flip };
+    in_parallel(THREADS, cases, |(way, after)| {
+        let rule = Rule::on(way, after, Harm::Flip);
         let Passage { ended, source, target, harmed, .. } = through(Some(rule));
         assert!(harmed, "{rule:?}: {}; {:?}", ended.error(), ended.received);
         check_owner(&source, &target, &ended);
@@ -241,14 +229,14 @@ fn damaged_pages_come_again() {
         // A guest that never writes, so that nothing but the damage makes the page come again.
         let mut source = Toy::new(Options { writers: 0, ..small() }, true);
         let mut target = source.target();
-        let path = socket_path();
-        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let uri = unix_uri();
+        let listener = Listener::bind(&uri, false).unwrap();
         let way = Way { connection: 1, to_target: true };
-        let proxy = Proxy::new(path, Some(Rule { way, after, harm: Harm::Flip }));
+        let proxy = Proxy::new(&uri, Some(Rule::on(way, after, Harm::Flip)));
         let settings = Settings { verify: true, ..quick() };
         let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
         check_owner(&source, &target, &ended);
-        assert!(proxy.harmed());
+        assert!(proxy.harmed() > 0);
         let report = ended.sent.unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
         assert_eq!(report.suspect_pages_resent, 1, "{report:?}");
@@ -262,16 +250,16 @@ fn a_cancel_ends_what_any_channel_waits_for() {
     for connection in [0, 1, 2] {
         let mut source = Toy::new(small(), true);
         let mut target = source.target();
-        let path = socket_path();
-        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let uri = unix_uri();
+        let listener = Listener::bind(&uri, false).unwrap();
         let way = Way { connection, to_target: false };
-        let proxy = Proxy::new(path, Some(Rule { way, after: 0, harm: Harm::Hold }));
+        let proxy = Proxy::new(&uri, Some(Rule::on(way, 0, Harm::Hold)));
         let (monitor, began) = (Monitor::new(), Instant::now());
         // Without the cancel it would wait longer than this test.
         let patient = Settings { peer_timeout: PATIENCE * 2, ..settings() };
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                wait("a channel that is held", || proxy.harmed());
+                wait("a channel that is held", || proxy.harmed() > 0);
                 monitor.cancel();
             });
             attempt(&mut source, &mut target, &listener, &proxy.uri(), &patient, &monitor)
@@ -288,31 +276,18 @@ fn descriptors_and_threads() -> (usize, usize) {
     (count("/proc/self/fd"), count("/proc/self/task"))
 }
 
-/// Runs itself again in a process of its own, where nobody else opens anything.
+/// Runs in a process of its own, in which no other test opens anything.
 #[test]
 fn nothing_is_left_behind() {
-    const ALONE: &str = "VMFERRY_TEST_ALONE";
-    if std::env::var_os(ALONE).is_some() {
-        return leave_nothing_behind();
+    if !alone("links::nothing_is_left_behind") {
+        return;
     }
-    let arguments = ["links::nothing_is_left_behind", "--exact", "--test-threads=1"];
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(arguments)
-        .env(ALONE, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-}
-
-fn leave_nothing_behind() {
     let once = |after: usize, harm, to_target, connection| {
-        let rule = Rule { way: Way { connection, to_target }, after, harm };
-        drop(through(Some(rule)));
+        drop(through(Some(Rule::on(Way { connection, to_target }, after, harm))));
     };
     once(500, Harm::CutAll, true, 1);
     let before = descriptors_and_threads();
-    in_parallel((0..10).collect(), |round| {
+    in_parallel(THREADS, 0..10, |round| {
         once(10 + round * 40, Harm::CutAll, round % 2 == 0, 0);
         once(50 + round * 4000, Harm::CutOne, true, 1);
         once(usize::MAX, Harm::CutAll, true, 1);

@@ -17,7 +17,6 @@ mod liars;
 mod links;
 mod moves;
 mod passed;
-mod proxy;
 mod recorded;
 mod renounced;
 mod rig;

@@ -1,6 +1,6 @@
 //! Migrations that go well, those that are cancelled, and those whose VM fails.
 
-use crate::rig::{Ended, attempt, check_owner, move_well, quick, unix_uri};
+use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, device_byte, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -77,9 +77,7 @@ fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
         let mut source = Toy::new(Options { pause_costs, ..Options::default() }, true);
         let mut target = source.target();
         let count = source.counter();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &settings);
         check_owner(&source, &target, &ended);
         let report = ended.sent.unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
@@ -90,13 +88,6 @@ fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
     assert!(predicted >= Some(20e3), "{predicted:?}");
     let (calls, trials, _) = pauses(PauseCosts::Measured);
     assert!(calls > 1 && trials > 0, "{calls} pauses, {trials} of them trials");
-}
-
-/// Migrates the guest of `source` to `target` over a Unix socket.
-fn between(source: &mut Toy, target: &mut Toy, settings: &Settings) -> Ended {
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    attempt(source, target, &listener, &uri, settings, &Monitor::new())
 }
 
 #[test]
@@ -200,10 +191,8 @@ fn a_slow_vm_is_found_in_its_part_of_the_downtime() {
         let mut target = source.target();
         let there = matches!(method, Method::Load | Method::Start);
         (if there { &target } else { &source }).takes(method, SLOW);
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         let settings = Settings { downtime_limit: PATIENCE, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &settings);
         check_owner(&source, &target, &ended);
         let report = ended.sent.unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{method:?}: {:?}", report.error);
@@ -307,9 +296,7 @@ fn a_timeout_cancels_or_switches() {
     assert!(report.total_ms >= 300.0);
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &endless, &Monitor::new());
+    let ended = between(&mut source, &mut target, &endless);
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Cancelled));
     assert!(ended.error().contains("not done within 300ms"), "{}", ended.error());
@@ -323,8 +310,6 @@ fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
     for round in 0..20u64 {
         let mut source = Toy::new(Options { pages: vec![1200, 300], ..Options::default() }, true);
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         // 900 pages have content, 3.7 MB, and the cancels are spread over them and what is written meanwhile.
         let settings = Settings { max_bandwidth: Some(80_000_000), verify: round % 2 == 0, ..quick() };
         let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
@@ -334,7 +319,7 @@ fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
                 wait("so many bytes", || sent() || done.load(Ordering::Relaxed));
                 monitor.cancel();
             });
-            let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &monitor);
+            let ended = monitored(&mut source, &mut target, &settings, &monitor);
             done.store(true, Ordering::Relaxed);
             ended
         });
@@ -345,10 +330,9 @@ fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
         assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
         cancelled += 1;
         assert!(source.works());
-        drop((target, listener));
-        let (mut target, listener) = (source.target(), Listener::bind(&unix_uri(), false).unwrap());
-        let uri = listener.uri().unwrap();
-        let again = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        drop(target);
+        let mut target = source.target();
+        let again = between(&mut source, &mut target, &quick());
         check_owner(&source, &target, &again);
         assert_eq!(again.state(), Some(MigrationState::Completed), "{}", again.error());
         assert_eq!(target.lost(), []);
@@ -376,12 +360,10 @@ fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
     for (method, after, text) in cases {
         let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         source.fail(method, after);
         // However long a pause takes on a busy host, one trial is enough.
         let settings = Settings { downtime_limit: PATIENCE, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+        let ended = between(&mut source, &mut target, &settings);
         assert!(!source.failure_left(), "{method:?} was not called {after} times before");
         check_owner(&source, &target, &ended);
         let error = ended.error();
@@ -408,10 +390,8 @@ fn every_failure_of_the_target_is_named_on_both_sides() {
     {
         let mut source = Toy::new(Options::default(), true);
         let mut target = source.target();
-        let listener = Listener::bind(&unix_uri(), false).unwrap();
-        let uri = listener.uri().unwrap();
         target.fail(method, 0);
-        let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+        let ended = between(&mut source, &mut target, &quick());
         assert!(!target.failure_left());
         check_owner(&source, &target, &ended);
         let (here, there) = (ended.error(), ended.received.as_ref().unwrap_err().to_string());
@@ -428,23 +408,19 @@ fn every_failure_of_the_target_is_named_on_both_sides() {
 fn failures_after_the_end_change_nothing_and_are_said() {
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     source.fail(Method::TrackerStop, 0);
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &quick(), &Monitor::new());
+    let ended = between(&mut source, &mut target, &quick());
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Completed));
 
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     target.fail(Method::Load, 0);
     source.fail(Method::Resume, 1);
     // However long a pause takes on a busy host, one trial is enough: the second resume is the one
     // after the failure.
     let settings = Settings { downtime_limit: PATIENCE, ..quick() };
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    let ended = between(&mut source, &mut target, &settings);
     assert_eq!(ended.state(), Some(MigrationState::Failed));
     let error = ended.error();
     assert!(error.contains("failure of Load") && error.contains("failure of Resume"), "{error}");
@@ -459,10 +435,8 @@ fn a_lost_page_is_found_by_verification_and_by_the_guest() {
     let options = Options { lose, ..Options::default() };
     let mut source = Toy::new(options.clone(), true);
     let mut target = source.target();
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     let settings = Settings { verify: true, ..quick() };
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    let ended = between(&mut source, &mut target, &settings);
     check_owner(&source, &target, &ended);
     let name = page_text(RegionId(3), 41);
     assert!(
@@ -472,7 +446,7 @@ fn a_lost_page_is_found_by_verification_and_by_the_guest() {
     );
     let report = ended.sent.as_ref().unwrap();
     assert_eq!((report.state, report.mismatched_pages), (MigrationState::Failed, 1));
-    drop((source, target, listener));
+    drop((source, target));
 
     let mut source = Toy::new(options, true);
     let mut target = source.target();

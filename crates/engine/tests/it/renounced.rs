@@ -1,15 +1,14 @@
 //! A link that is lost between the source's commit and the start of the guest, which has not all of its memory there: the
 //! target renounces the guest and stays, and the source takes it back when it has heard so over a new link.
 
-use crate::proxy::{Harm, Proxy, Rule, Way};
-use crate::rig::{Ended, attempt, check_owner, quick, socket_path};
+use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, Uri, migrate,
-    receive,
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, migrate, receive,
 };
 use vmferry_testkit::{PATIENCE, wait_for};
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 
 const CONTROL: Way = Way { connection: 0, to_target: true };
 
@@ -33,14 +32,14 @@ impl Scene {
     fn new(harm: Harm) -> Self {
         let source = Toy::new(options(), true);
         let target = source.target();
-        let path = socket_path();
-        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
-        let proxy = Proxy::new(path, Some(Rule { way: CONTROL, after: 0, harm }));
+        let uri = unix_uri();
+        let listener = Listener::bind(&uri, false).unwrap();
+        let proxy = Proxy::new(&uri, Some(Rule::on(CONTROL, 0, harm)));
         Self { source, target, listener, proxy }
     }
 
     fn check_returned(&self, ended: &Ended) {
-        assert!(self.proxy.harmed());
+        assert!(self.proxy.harmed() > 0);
         check_owner(&self.source, &self.target, ended);
         assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
         assert!(ended.error().contains("before the guest was started on the target"), "{}", ended.error());

@@ -1,8 +1,6 @@
 //! A source and a target on this host, a migration between them, and what must hold after any of them.
 
 use crate::toy::{Options, Toy};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
     Arrival, Connect, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report,
@@ -10,16 +8,7 @@ use vmferry_engine::{
 };
 use vmferry_testkit::wait;
 
-/// A path for a socket that nobody else uses.
-pub(crate) fn socket_path() -> PathBuf {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
-    std::env::temp_dir().join(format!("vmferry-it-{}-{number}", std::process::id()))
-}
-
-pub(crate) fn unix_uri() -> Uri {
-    Uri::Unix(socket_path())
-}
+pub(crate) use vmferry_testkit_peers::unix_uri;
 
 /// Settings with a peer timeout that only a hang reaches. On a busy host, a thread that opens a file
 /// or a socket may wait half a minute for the kernel (a grace period of RCU).
@@ -72,6 +61,18 @@ pub(crate) fn attempt(
         arrival.abandon();
         Ended { sent, received: receiving.join().unwrap() }
     })
+}
+
+/// Migrates the guest of `source` to `target` over a Unix socket.
+pub(crate) fn between(source: &mut Toy, target: &mut Toy, settings: &Settings) -> Ended {
+    monitored(source, target, settings, &Monitor::new())
+}
+
+/// The same, with a monitor of the caller.
+pub(crate) fn monitored(source: &mut Toy, target: &mut Toy, settings: &Settings, monitor: &Monitor) -> Ended {
+    let listener = Listener::bind(&unix_uri(), false).unwrap();
+    let uri = listener.uri().unwrap();
+    attempt(source, target, &listener, &uri, settings, monitor)
 }
 
 /// Exactly one side runs the guest, or none and it says so; whatever happened.

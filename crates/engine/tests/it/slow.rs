@@ -1,10 +1,10 @@
 //! VMs that take longer for something than either side bears silence: a slow disk that is flushed, vCPUs that do not stop at once. The other
 //! side hears meanwhile that its peer is there.
 
-use crate::rig::{Ended, attempt, check_owner, unix_uri};
+use crate::rig::{Ended, between, check_owner};
 use crate::toy::{Method, Options, Toy, Tracking};
 use std::time::Duration;
-use vmferry_engine::{Listener, MigrationState, Monitor, Settings};
+use vmferry_engine::{MigrationState, Settings};
 
 /// Moves a guest between VMs of which one takes `time` for `method`, and both bear silence for `peer_timeout`.
 fn moved(method: Method, time: Duration, peer_timeout: Duration) -> (Toy, Toy, Ended) {
@@ -12,11 +12,9 @@ fn moved(method: Method, time: Duration, peer_timeout: Duration) -> (Toy, Toy, E
     let mut target = source.target();
     let there = matches!(method, Method::Load | Method::Start);
     (if there { &target } else { &source }).takes(method, time);
-    let listener = Listener::bind(&unix_uri(), false).unwrap();
-    let uri = listener.uri().unwrap();
     // A guest that stands still for that long is no reason to go on.
     let settings = Settings { peer_timeout, downtime_limit: Duration::from_secs(60), ..Settings::default() };
-    let ended = attempt(&mut source, &mut target, &listener, &uri, &settings, &Monitor::new());
+    let ended = between(&mut source, &mut target, &settings);
     check_owner(&source, &target, &ended);
     (source, target, ended)
 }

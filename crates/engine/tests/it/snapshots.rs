@@ -5,7 +5,6 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use vmferry_core::RegionId;
 use vmferry_engine::{
@@ -13,35 +12,12 @@ use vmferry_engine::{
     MigrationState, Monitor, Report, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
     restore_lazy, save, save_copy,
 };
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_testkit::{Folder, Need, PATIENCE, say, skip, wait, wait_for};
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap};
 
-/// A folder of a test's own.
-pub(crate) struct Folder(PathBuf);
-
-impl Folder {
-    pub(crate) fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("vmferry-snap-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    pub(crate) fn file(&self) -> PathBuf {
-        self.0.join("guest")
-    }
-
-    fn names(&self) -> Vec<String> {
-        let entries = std::fs::read_dir(&self.0).unwrap();
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+/// Path of the snapshot in `folder`.
+pub(crate) fn guest(folder: &Folder) -> PathBuf {
+    folder.file("guest")
 }
 
 fn saved(source: &mut Toy, path: &Path) -> Report {
@@ -90,12 +66,12 @@ fn a_guest_comes_out_of_a_file_as_it_went_in() {
         let folder = Folder::new();
         let mut source = Toy::new(Options { pages: pages.clone(), ..Options::default() }, true);
         assert!(source.works());
-        let report = saved(&mut source, &folder.file());
+        let report = saved(&mut source, &guest(&folder));
         assert_eq!(folder.names(), ["guest"]);
         let all: u64 = pages.iter().sum();
         assert_eq!(report.bytes.raw_pages + report.bytes.zero_pages, all);
         let mut target = source.target();
-        let received = restore(&mut target, &folder.file()).unwrap();
+        let received = restore(&mut target, &guest(&folder)).unwrap();
         assert_eq!(target.arrived_equal(), Some(true));
         assert_eq!((received.pages, received.copy_of), (report.bytes.raw_pages, None));
         assert_eq!(received.id, report.id);
@@ -108,8 +84,8 @@ fn a_file_takes_the_room_of_the_pages_with_content() {
     let folder = Folder::new();
     let options = Options { pages: vec![40_000, 9000], used: 600, ..Options::default() };
     let mut source = Toy::new(options, true);
-    let report = saved(&mut source, &folder.file());
-    let found = std::fs::metadata(folder.file()).unwrap();
+    let report = saved(&mut source, &guest(&folder));
+    let found = std::fs::metadata(guest(&folder)).unwrap();
     let contents = report.bytes.raw_pages * 4096;
     assert!(found.len() > 49_000 * 4096, "every page has its place");
     let room = found.blocks() * 512;
@@ -130,10 +106,10 @@ fn a_guest_runs_while_its_memory_comes() {
         let options =
             Options { pages: vec![3000, 700], used: 2500, writers: 2, load_touches, ..Options::default() };
         let mut source = Toy::new(lazy(options), true);
-        let report = saved(&mut source, &folder.file());
+        let report = saved(&mut source, &guest(&folder));
         let before = source.writes();
         let mut target = source.target();
-        let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+        let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
         assert!(target.running());
         assert_eq!(restored.received().id, report.id);
         done(&restored);
@@ -152,9 +128,9 @@ fn a_touched_page_comes_before_all_others() {
     let folder = Folder::new();
     let options = Options { pages: vec![20_000], used: 20_000, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
-    let _ = saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &guest(&folder));
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
-    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
     // The page, its neighbours at most, and nothing of the 19,984 before. Perhaps none by the count, which comes after the
     // page: its placing wakes whoever waits.
     assert!(restored.received().pages <= 16, "{}", restored.received().pages);
@@ -169,9 +145,9 @@ fn pages_of_zeros_come_when_they_are_touched() {
     // The guest itself touches nothing that it did not use.
     let options = Options { pages: vec![20_000], used: 4, writers: 1, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
-    let _ = saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &guest(&folder));
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
-    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
     done(&restored);
     let faulting = target.faulting().unwrap();
     // Pages of zeros that nobody touched take no memory: its neighbour, and those of the block in which there are others.
@@ -185,11 +161,11 @@ fn pages_of_zeros_come_when_they_are_touched() {
 fn a_vm_without_faults_says_so_and_can_be_filled_first() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let _ = saved(&mut source, &folder.file());
+    let _ = saved(&mut source, &guest(&folder));
     let mut target = source.target();
-    let error = restore_lazy(&mut target, &folder.file()).unwrap_err();
+    let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err();
     assert!(matches!(&error, MigrateError::NotLazy { why } if why.contains("no faults")), "{error}");
-    let _ = restore(&mut target, &folder.file()).unwrap();
+    let _ = restore(&mut target, &guest(&folder)).unwrap();
     goes_on(&target);
 }
 
@@ -197,13 +173,13 @@ fn a_vm_without_faults_says_so_and_can_be_filled_first() {
 fn a_copy_leaves_the_guest_here_and_gets_names_of_its_own() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let report = save_copy(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let report = save_copy(&mut source, &guest(&folder), &Monitor::new()).unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
     assert!(source.works());
     let mut names = vec![report.id.clone()];
     for _ in 0..2 {
         let mut copy = Toy::new(Options::default(), false);
-        let received = restore(&mut copy, &folder.file()).unwrap();
+        let received = restore(&mut copy, &guest(&folder)).unwrap();
         assert_eq!(received.copy_of, Some(report.id.clone()));
         assert!(!names.contains(&received.id), "{names:?}");
         names.push(received.id);
@@ -253,7 +229,7 @@ impl TargetVm for Noting {
 fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let copy = folder.file();
+    let copy = guest(&folder);
     let _ = save_copy(&mut source, &copy, &Monitor::new()).unwrap();
     let mut target = Noting::new(Options::default());
     let _ = restore(&mut target, &copy).unwrap();
@@ -278,12 +254,12 @@ fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
 fn copy_without_new_identity_does_not_run() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let _ = save_copy(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let _ = save_copy(&mut source, &guest(&folder), &Monitor::new()).unwrap();
     let mut target = Noting { refuses: true, ..Noting::new(Options::default()) };
-    let error = restore(&mut target, &folder.file()).unwrap_err().to_string();
+    let error = restore(&mut target, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("no random numbers"), "{error}");
     let mut lazily = Noting { refuses: true, ..Noting::new(lazy(Options::default())) };
-    let error = restore_lazy(&mut lazily, &folder.file()).unwrap_err().to_string();
+    let error = restore_lazy(&mut lazily, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("no random numbers"), "{error}");
     assert_eq!((target.calls, lazily.calls), (vec!["load", "renew"], vec!["load", "renew"]));
 }
@@ -323,10 +299,10 @@ fn memory_that_changes_while_it_is_written_is_noticed() {
         let folder = Folder::new();
         let options = Options { writers: 1, rest: Duration::ZERO, ..Options::default() };
         let mut source = Restless(Toy::new(options, true));
-        let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+        let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
         if report.state == MigrationState::Completed {
             let _ =
-                restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &folder.file())
+                restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &guest(&folder))
                     .unwrap();
             continue;
         }
@@ -350,7 +326,7 @@ fn an_interrupted_save_leaves_nothing_behind() {
         (Method::Touched, 1),
     ] {
         source.fail(method, after);
-        let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+        let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Failed);
         assert!(report.error.unwrap().contains("injected"), "{method:?}");
         assert_eq!(folder.names(), [""; 0], "{method:?}");
@@ -358,7 +334,7 @@ fn an_interrupted_save_leaves_nothing_behind() {
     }
     let monitor = Monitor::new();
     monitor.cancel();
-    let report = save(&mut source, &folder.file(), &monitor).unwrap();
+    let report = save(&mut source, &guest(&folder), &monitor).unwrap();
     assert_eq!(report.state, MigrationState::Cancelled);
     assert_eq!(folder.names(), [""; 0]);
     goes_on(&source);
@@ -369,15 +345,15 @@ fn an_interrupted_save_leaves_nothing_behind() {
 fn nothing_is_replaced() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let late = folder.file();
+    let late = guest(&folder);
     let quicker = Monitor::watched(move |_| std::fs::write(&late, b"another's").unwrap());
-    let report = save(&mut source, &folder.file(), &quicker).unwrap();
+    let report = save(&mut source, &guest(&folder), &quicker).unwrap();
     assert_eq!(report.state, MigrationState::Failed);
     assert!(report.error.as_ref().unwrap().contains("there already"), "{report:?}");
     assert!(source.works());
-    let error = save(&mut source, &folder.file(), &Monitor::new()).unwrap_err();
+    let error = save(&mut source, &guest(&folder), &Monitor::new()).unwrap_err();
     assert!(error.to_string().contains("there already"), "{error}");
-    assert_eq!((folder.names().len(), std::fs::read(folder.file()).unwrap()), (1, b"another's".to_vec()));
+    assert_eq!((folder.names().len(), std::fs::read(guest(&folder)).unwrap()), (1, b"another's".to_vec()));
     goes_on(&source);
 }
 
@@ -386,15 +362,15 @@ fn a_full_disk_leaves_the_guest_here() {
     let folder = Folder::new();
     let mounted = std::process::Command::new("mount")
         .args(["-t", "tmpfs", "-o", "size=1m", "none"])
-        .arg(&folder.0)
+        .arg(folder.root())
         .output();
     if !mounted.as_ref().is_ok_and(|output| output.status.success()) {
         return skip(Need::Root, format!("a small file system cannot be mounted here: {mounted:?}"));
     }
     let mut source = Toy::new(Options::default(), true);
-    let report = save(&mut source, &folder.file(), &Monitor::new()).unwrap();
+    let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
     let names = folder.names();
-    std::process::Command::new("umount").arg(&folder.0).status().unwrap();
+    std::process::Command::new("umount").arg(folder.root()).status().unwrap();
     assert_eq!(report.state, MigrationState::Failed);
     assert!(report.error.as_ref().is_some_and(|why| why.contains("could not be written")), "{report:?}");
     assert_eq!(names, [""; 0]);
@@ -416,8 +392,8 @@ fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
 fn damage_before_the_tables_is_found_before_the_guest_runs() {
     let folder = Folder::new();
     let mut source = Toy::new(lazy(Options::default()), true);
-    let _ = saved(&mut source, &folder.file());
-    let (header, map) = map(&folder.file());
+    let _ = saved(&mut source, &guest(&folder));
+    let (header, map) = map(&guest(&folder));
     let parts = [
         ("header", 8, SNAPSHOT_HEADER_BYTES as u64, "header"),
         ("machine", map.machine, map.machine + u64::from(header.machine.bytes), "description of the machine"),
@@ -432,31 +408,31 @@ fn damage_before_the_tables_is_found_before_the_guest_runs() {
     for (part, start, end, words) in parts {
         let step = usize::try_from((end - start) / 40).unwrap().max(1) | 1;
         for at in (start..end).step_by(step) {
-            flip(&folder.file(), at);
-            refused(&folder.file(), &source, &format!("{part} at {at}"), &["guest: ", words, "damaged"]);
-            flip(&folder.file(), at);
+            flip(&guest(&folder), at);
+            refused(&guest(&folder), &source, &format!("{part} at {at}"), &["guest: ", words, "damaged"]);
+            flip(&guest(&folder), at);
         }
     }
-    flip(&folder.file(), 3);
-    refused(&folder.file(), &source, "magic", &["no snapshot"]);
-    flip(&folder.file(), 3);
-    let _ = restore(&mut source.target(), &folder.file()).unwrap();
+    flip(&guest(&folder), 3);
+    refused(&guest(&folder), &source, "magic", &["no snapshot"]);
+    flip(&guest(&folder), 3);
+    let _ = restore(&mut source.target(), &guest(&folder)).unwrap();
 }
 
 #[test]
 fn files_that_were_cut_off_or_never_finished_are_refused() {
     let folder = Folder::new();
     let mut source = Toy::new(lazy(Options::default()), true);
-    let _ = saved(&mut source, &folder.file());
-    let (_, map) = map(&folder.file());
-    let copy = folder.0.join("copy");
+    let _ = saved(&mut source, &guest(&folder));
+    let (_, map) = map(&guest(&folder));
+    let copy = folder.file("copy");
     let lengths = (0..map.len).step_by(usize::try_from(map.len / 50).unwrap() | 1);
     for len in lengths.chain([1, 4095, 4096, 4097, map.len - 1, map.len + 1]) {
-        std::fs::copy(folder.file(), &copy).unwrap();
+        std::fs::copy(guest(&folder), &copy).unwrap();
         OpenOptions::new().write(true).open(&copy).unwrap().set_len(len).unwrap();
         refused(&copy, &source, &format!("{len} bytes"), &[&format!("the file has {len} bytes"), "cut off"]);
     }
-    std::fs::copy(folder.file(), &copy).unwrap();
+    std::fs::copy(guest(&folder), &copy).unwrap();
     let file = OpenOptions::new().write(true).open(&copy).unwrap();
     file.write_all_at(&[0; SNAPSHOT_HEADER_BYTES], 0).unwrap();
     refused(&copy, &source, "no header", &["never finished"]);
@@ -465,15 +441,15 @@ fn files_that_were_cut_off_or_never_finished_are_refused() {
         refused(&copy, &source, "a stranger", &["no snapshot of a guest"]);
     }
     let other = Toy::new(lazy(Options { vcpus: 7, ..Options::default() }), false);
-    refused(&folder.file(), &other, "another machine", &["the machines differ: vCPUs: 7 here and 2 there"]);
-    let missing = restore(&mut source.target(), &folder.0.join("nothing")).unwrap_err().to_string();
+    refused(&guest(&folder), &other, "another machine", &["the machines differ: vCPUs: 7 here and 2 there"]);
+    let missing = restore(&mut source.target(), &folder.file("nothing")).unwrap_err().to_string();
     assert!(missing.contains("cannot use file:"), "{missing}");
 }
 
 /// Restores eagerly from a file that is damaged at `at`; the words must be in the error.
 fn not_eagerly(folder: &Folder, source: &Toy, words: &[&str]) {
     let mut target = source.target();
-    let text = restore(&mut target, &folder.file()).unwrap_err().to_string();
+    let text = restore(&mut target, &guest(folder)).unwrap_err().to_string();
     assert!(words.iter().all(|word| text.contains(word)), "{words:?} in: {text}");
     assert!(!target.ran());
 }
@@ -483,18 +459,18 @@ fn a_damaged_table_is_found() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
-    let _ = saved(&mut source, &folder.file());
-    let (_, map) = map(&folder.file());
+    let _ = saved(&mut source, &guest(&folder));
+    let (_, map) = map(&guest(&folder));
     // Pages 512 to 599 of the first region are in its second table.
     for at in (0..4096).step_by(173) {
         let at = map.regions[0].table(1) + at;
-        flip(&folder.file(), at);
+        flip(&guest(&folder), at);
         not_eagerly(&folder, &source, &["table for region 0 pages 0x200..0x400", "damaged"]);
-        flip(&folder.file(), at);
+        flip(&guest(&folder), at);
     }
-    flip(&folder.file(), map.regions[0].table(1) + 5);
+    flip(&guest(&folder), map.regions[0].table(1) + 5);
     let mut target = source.target();
-    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
     let progress = restored.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Failed);
     assert!(progress.error.is_some_and(|why| why.contains("table for region 0 pages 0x200..0x400")));
@@ -515,13 +491,13 @@ fn a_damaged_page_is_named_and_never_placed() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
-    let _ = saved(&mut source, &folder.file());
-    let (_, map) = map(&folder.file());
+    let _ = saved(&mut source, &guest(&folder));
+    let (_, map) = map(&guest(&folder));
     let page = 0x123;
-    flip(&folder.file(), map.regions[1].data + page * 4096 + 77);
+    flip(&guest(&folder), map.regions[1].data + page * 4096 + 77);
     not_eagerly(&folder, &source, &["content of region 3 page 0x123", "damaged"]);
     let mut target = source.target();
-    let restored = restore_lazy(&mut target, &folder.file()).unwrap();
+    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
     let progress = restored.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Failed);
     assert!(progress.error.as_ref().is_some_and(|why| why.contains("region 3 page 0x123")), "{progress:?}");
@@ -550,17 +526,17 @@ fn a_page_that_the_state_needs_and_nobody_has_ends_the_restore() {
     let folder = Folder::new();
     let options = Options { zero_one_in: u64::MAX, ..lazy(Options::default()) };
     let mut source = Toy::new(options.clone(), true);
-    let _ = saved(&mut source, &folder.file());
-    let (_, map) = map(&folder.file());
-    flip(&folder.file(), map.regions[0].data + 5 * 4096);
+    let _ = saved(&mut source, &guest(&folder));
+    let (_, map) = map(&guest(&folder));
+    flip(&guest(&folder), map.regions[0].data + 5 * 4096);
     let mut target = Toy::new(Options { load_touches: Some((0, 5)), ..options.clone() }, false);
-    let error = restore_lazy(&mut target, &folder.file()).unwrap_err().to_string();
+    let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("content of region 0 page 0x5 at byte"), "{error}");
     assert!(!target.ran() && target.faulting().unwrap().ended());
     for method in [Method::Load, Method::Start] {
         let mut target = Toy::new(options.clone(), false);
         target.fail(method, 0);
-        let error = restore_lazy(&mut target, &folder.file()).unwrap_err().to_string();
+        let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err().to_string();
         assert!(error.contains("injected"), "{error}");
         assert!(!target.ran() && target.faulting().unwrap().ended());
     }

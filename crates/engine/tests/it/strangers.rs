@@ -3,7 +3,6 @@
 use crate::rig::{quick, unix_uri};
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId, Section};
 use vmferry_engine::{
@@ -11,53 +10,15 @@ use vmferry_engine::{
     TargetVm, Uri, migrate, receive,
 };
 use vmferry_testkit::{PATIENCE, wait, wait_for};
+use vmferry_testkit_peers::Socket;
+use vmferry_testkit_peers::peer::{Frame, Source, connect, greet, hear, hello, say};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply, MigrationId,
-    Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter, ToSource, ToTarget, Token, VERSION_MAX,
-    VERSION_MIN, decode_control, encode_control,
+    FrameHeader, FrameKind, Hello, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter,
+    ToSource, ToTarget, Token, encode_control,
 };
 
-fn hello(role: Role, index: u16, token: Token) -> Hello {
-    let migration = MigrationId([7; 16]);
-    let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
-    Hello { version_min, version_max, features: 0, migration, role, index, token, fence: 0 }
-}
-
-fn connect(uri: &Uri) -> UnixStream {
-    let Uri::Unix(path) = uri else { panic!("{uri} is no Unix socket") };
-    let stream = UnixStream::connect(path).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
-    stream
-}
-
-/// Greets; the stream and the verdict.
-fn greet(uri: &Uri, hello: &Hello) -> (UnixStream, Option<RefusalCode>) {
-    let mut stream = connect(uri);
-    stream.write_all(&hello.encode()).unwrap();
-    let mut reply = [0; HELLO_BYTES];
-    stream.read_exact(&mut reply).unwrap();
-    let reply = HelloReply::decode(&reply).unwrap();
-    assert_eq!(reply.migration, hello.migration);
-    (stream, reply.refused)
-}
-
-fn say(stream: &mut UnixStream, message: &ToTarget) {
-    // A target that has hung up already is what some of these want.
-    let _ = stream.write_all(&encode_control(message).unwrap());
-}
-
-fn hear(stream: &mut UnixStream) -> Option<ToSource> {
-    let mut header = [0; CONTROL_HEADER_BYTES];
-    stream.read_exact(&mut header).ok()?;
-    let header = ControlHeader::decode(&header).unwrap();
-    let mut body = vec![0; header.len];
-    stream.read_exact(&mut body).ok()?;
-    Some(decode_control(header, &body).unwrap())
-}
-
 /// Whether the other end has closed, having said nothing more.
-fn closed(stream: &mut UnixStream) -> bool {
+fn closed(stream: &mut Socket) -> bool {
     matches!(stream.read(&mut [0; 100]), Ok(0))
 }
 
@@ -125,7 +86,7 @@ fn a_hello_and_nothing_more_keeps_nobody_out_for_long() {
 fn a_source_that_is_refused_does_not_stop_the_next_one() {
     for _ in 0..3 {
         then_the_real_source(|uri| {
-            let (mut other, _) = greet(uri, &hello(Role::Control, 0, Token::NONE));
+            let mut other = Source::new(uri);
             let machine = MachineConfig {
                 kind: "other".into(),
                 vcpus: 1,
@@ -133,20 +94,12 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
                 extra: vec![],
                 features: vec![],
             };
-            say(
-                &mut other,
-                &ToTarget::Setup {
-                    machine,
-                    mode: Mode::Precopy,
-                    bulk_channels: 1,
-                    urgent_channels: 0,
-                    probe: false,
-                },
-            );
-            let Some(ToSource::Failed(why)) = hear(&mut other) else { panic!("it was not refused") };
+            let Some(ToSource::Failed(why)) = other.offer(&machine, Mode::Precopy, 1, 0) else {
+                panic!("it was not refused")
+            };
             assert!(why.code == RefusalCode::Machine && why.detail.contains("toy here and other there"));
             // It does not hang up, and keeps talking.
-            let mut held = other.try_clone().unwrap();
+            let mut held = other.control.try_clone().unwrap();
             std::thread::spawn(move || {
                 for number in 0..2000 {
                     say(&mut held, &ToTarget::Ping(number));
@@ -157,12 +110,10 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
     }
 }
 
-/// A source that speaks the protocol well.
+/// A source at a target with a [`Toy`].
 struct Evil {
-    control: UnixStream,
-    bulk: Vec<UnixStream>,
-    sequence: u64,
-    /// How often the target has looked at its guest's memory: twice for each run of pages, of which the second time is at its end.
+    source: Source,
+    /// How often the target has looked up its guest's memory: once for each frame here.
     looks: Box<dyn Fn() -> usize>,
 }
 
@@ -170,65 +121,32 @@ impl Evil {
     fn new(
         uri: &Uri,
         target: impl Fn(Method) -> usize + 'static,
-        machine: MachineConfig,
+        machine: &MachineConfig,
         channels: u16,
     ) -> Self {
-        let (mut control, refused) = greet(uri, &hello(Role::Control, 0, Token::NONE));
-        assert_eq!(refused, None);
-        say(
-            &mut control,
-            &ToTarget::Setup {
-                machine,
-                mode: Mode::Precopy,
-                bulk_channels: channels,
-                urgent_channels: 0,
-                probe: false,
-            },
-        );
-        let Some(ToSource::Accept { bulk: token, .. }) = hear(&mut control) else { panic!("not accepted") };
-        // Neither a wrong token, nor another migration, nor a channel too many, nor one twice, gets in.
+        let mut source = Source::new(uri);
+        let Some(ToSource::Accept { bulk: token, .. }) = source.offer(machine, Mode::Precopy, channels, 0)
+        else {
+            panic!("not accepted")
+        };
+        // Neither a wrong token, nor another migration, nor a channel too many, gets in.
         let right = hello(Role::Bulk, 0, token);
         let wrong = [
             Hello { token: Token([9; 16]), ..right.clone() },
             Hello { migration: MigrationId([8; 16]), ..right.clone() },
             Hello { index: channels, ..right.clone() },
-            Hello { index: u16::MAX, ..right.clone() },
+            Hello { index: u16::MAX, ..right },
         ];
         for hello in wrong {
             assert_eq!(greet(uri, &hello).1, Some(RefusalCode::Token), "{hello:?}");
         }
-        let bulk = (0..channels).map(|index| {
-            let hello = Hello { index, ..right.clone() };
-            let (stream, refused) = greet(uri, &hello);
-            assert_eq!(refused, None);
-            assert_eq!(greet(uri, &hello).1, Some(RefusalCode::Token), "twice");
-            stream
-        });
-        let bulk = bulk.collect();
-        assert_eq!(hear(&mut control), Some(ToSource::ChannelsUp));
-        Self { control, bulk, sequence: 0, looks: Box::new(move || target(Method::Window)) }
-    }
-
-    fn say(&mut self, message: &ToTarget) {
-        say(&mut self.control, message);
+        source.open((channels, token), (0, Token::NONE));
+        Self { source, looks: Box::new(move || target(Method::Window)) }
     }
 
     /// Sends what `change` made of a frame with one page.
-    fn frame(
-        &mut self,
-        pass: u32,
-        page: u64,
-        change: impl FnOnce(&mut FrameHeader, &mut Vec<u8>, &mut Vec<u8>),
-    ) {
-        let content = vec![0x77; PAGE_BYTES];
-        let mut writer = TableWriter::default();
-        assert!(writer.push(PageIndex(page), Some(PageDigest::of(&content))));
-        let (mut header, table) = writer.finish(FrameKind::Pages, RegionId(0), pass, self.sequence);
-        let (mut table, mut content) = (table.to_vec(), content);
-        change(&mut header, &mut table, &mut content);
-        self.sequence += 1;
-        let bytes = [&header.encode()[..], &table, &content].concat();
-        let _ = self.bulk[0].write_all(&bytes);
+    fn frame(&mut self, pass: u32, page: u64, change: impl FnOnce(&mut Frame)) {
+        self.source.frame(0, pass, page, &[0x77; PAGE_BYTES], change);
     }
 
     /// Waits until the target has looked up its guest's memory for so many frames, `times`, during `act`.
@@ -238,9 +156,16 @@ impl Evil {
         wait("the target to take pages", || (self.looks)() >= before + times);
     }
 
+    fn say(&mut self, message: &ToTarget) {
+        self.source.say(message);
+    }
+
+    fn hear(&mut self) -> Option<ToSource> {
+        self.source.hear()
+    }
+
     fn barrier(&mut self, pass: u32) {
-        let _ = self.bulk[0].write_all(&FrameHeader::barrier(pass, self.sequence).encode());
-        self.sequence += 1;
+        self.source.barrier(0, pass);
     }
 
     /// The rest of a good migration.
@@ -248,7 +173,7 @@ impl Evil {
         self.say(&ToTarget::Final { pass });
         self.say(&ToTarget::StateEnd { sections: 0 });
         self.barrier(pass);
-        assert!(matches!(hear(&mut self.control), Some(ToSource::Received { .. })));
+        assert!(matches!(self.hear(), Some(ToSource::Received { .. })));
         self.say(&ToTarget::Load);
     }
 }
@@ -263,10 +188,10 @@ fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
     let (began, counter) = (Instant::now(), target.counter());
     let failure = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
-        let mut evil = Evil::new(&uri, counter, machine, 1);
+        let mut evil = Evil::new(&uri, counter, &machine, 1);
         act(&mut evil);
         // A source that has heard the refusal hangs up.
-        while hear(&mut evil.control).is_some() {}
+        while evil.hear().is_some() {}
         drop(evil);
         receiving.join().unwrap().unwrap_err()
     });
@@ -284,26 +209,26 @@ fn refused(what: &str, act: impl FnOnce(&mut Evil)) {
 
 #[test]
 fn frames_that_lie_are_refused() {
-    refused("run of pages", |evil| evil.frame(0, 1199, |header, _, _| header.base = PageIndex(1200)));
-    refused("run of pages", |evil| evil.frame(0, 1 << 32, |_, _, _| {}));
-    refused("run of pages", |evil| evil.frame(0, 5, |header, _, _| header.base = PageIndex(u64::MAX)));
-    refused("region", |evil| evil.frame(0, 5, |header, _, _| header.region = RegionId(1)));
-    refused("region", |evil| evil.frame(0, 5, |header, _, _| header.region = RegionId(u32::MAX)));
-    refused("frame table is damaged", |evil| evil.frame(0, 5, |header, _, _| header.table_sum ^= 1));
-    refused("frame table is damaged", |evil| evil.frame(0, 5, |_, table, _| table[0] ^= 1));
-    refused("frame number", |evil| evil.frame(0, 5, |header, _, _| header.sequence = 1));
+    refused("run of pages", |evil| evil.frame(0, 1199, |frame| frame.header.base = PageIndex(1200)));
+    refused("run of pages", |evil| evil.frame(0, 1 << 32, |_| {}));
+    refused("run of pages", |evil| evil.frame(0, 5, |frame| frame.header.base = PageIndex(u64::MAX)));
+    refused("region", |evil| evil.frame(0, 5, |frame| frame.header.region = RegionId(1)));
+    refused("region", |evil| evil.frame(0, 5, |frame| frame.header.region = RegionId(u32::MAX)));
+    refused("frame table is damaged", |evil| evil.frame(0, 5, |frame| frame.header.table_sum ^= 1));
+    refused("frame table is damaged", |evil| evil.frame(0, 5, |frame| frame.table[0] ^= 1));
+    refused("frame number", |evil| evil.frame(0, 5, |frame| frame.header.sequence = 1));
     refused("frame number", |evil| {
-        evil.frame(0, 5, |_, _, _| {});
-        evil.sequence = 0;
-        evil.frame(0, 6, |_, _, _| {});
+        evil.frame(0, 5, |_| {});
+        evil.source.data[0].1 = 0;
+        evil.frame(0, 6, |_| {});
     });
     refused("channel 0 ended pass 1, expected was 0", |evil| evil.barrier(1));
     refused("expected was 1", |evil| {
         evil.barrier(0);
         evil.barrier(0);
     });
-    refused("magic", |evil| drop(evil.bulk[0].write_all(&[0; 4096])));
-    refused("broke off", |evil| evil.bulk.clear());
+    refused("magic", |evil| drop(evil.source.data[0].0.write_all(&[0; 4096])));
+    refused("broke off", |evil| evil.source.data.clear());
 }
 
 #[test]
@@ -314,18 +239,18 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Final { pass: 1 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        hear(&mut evil.control);
+        evil.hear();
         evil.say(&ToTarget::Load);
     });
     refused("state complete: false", |evil| {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.barrier(0);
-        hear(&mut evil.control);
+        evil.hear();
         evil.say(&ToTarget::Load);
     });
     refused("0 of 3 sections", |evil| evil.say(&ToTarget::StateEnd { sections: 3 }));
     refused("pages undamaged: false", |evil| {
-        evil.frame(0, 5, |_, _, content| content[17] ^= 1);
+        evil.frame(0, 5, |frame| frame.content[17] ^= 1);
         evil.finish(0);
     });
     // The page of pass 1 is damaged, and pass 1 never ends: it must count all the same.
@@ -333,11 +258,11 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        hear(&mut evil.control);
+        evil.hear();
         // The target takes the second frame after it has checked the first.
         evil.until_looks(2, |evil| {
-            evil.frame(1, 5, |_, _, content| content[17] ^= 1);
-            evil.frame(1, 6, |_, _, _| {});
+            evil.frame(1, 5, |frame| frame.content[17] ^= 1);
+            evil.frame(1, 6, |_| {});
         });
         evil.say(&ToTarget::Load);
     });
@@ -346,15 +271,15 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        hear(&mut evil.control);
-        evil.until_looks(1, |evil| evil.frame(1, 5, |_, _, content| content.truncate(100)));
+        evil.hear();
+        evil.until_looks(1, |evil| evil.frame(1, 5, |frame| frame.content.truncate(100)));
         evil.say(&ToTarget::Load);
     });
     // Ready, and then the source goes away, or wants something else.
     refused("went away before it handed over", |evil| {
         evil.finish(0);
-        assert!(matches!(hear(&mut evil.control), Some(ToSource::Ready { .. })));
-        evil.control.shutdown(std::net::Shutdown::Both).unwrap();
+        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        evil.source.control.shutdown(std::net::Shutdown::Both).unwrap();
     });
     refused("cancelled", |evil| {
         evil.finish(0);
@@ -374,14 +299,14 @@ fn nothing_is_written_after_the_last_pass() {
     let (memory, counter) = (TargetVm::memory(&target), target.counter());
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
-        let mut evil = Evil::new(&uri, counter, machine, 1);
-        evil.frame(0, 1100, |_, _, _| {});
+        let mut evil = Evil::new(&uri, counter, &machine, 1);
+        evil.frame(0, 1100, |_| {});
         evil.finish(0);
-        assert!(matches!(hear(&mut evil.control), Some(ToSource::Ready { .. })));
-        evil.frame(1, 1101, |_, _, _| {});
+        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        evil.frame(1, 1101, |_| {});
         evil.say(&ToTarget::Commit);
-        assert!(matches!(hear(&mut evil.control), Some(ToSource::Running { .. })));
-        evil.frame(1, 1102, |_, _, _| {});
+        assert!(matches!(evil.hear(), Some(ToSource::Running { .. })));
+        evil.frame(1, 1102, |_| {});
         let _ = receiving.join().unwrap().unwrap();
     });
     assert!(target.ran());
@@ -404,7 +329,7 @@ fn device_state_without_end_is_refused_before_it_fills_memory() {
         let bytes = encode_control(&ToTarget::Section(section)).unwrap();
         // 5 GB would follow.
         for _ in 0..2500 {
-            if evil.control.write_all(&bytes).is_err() {
+            if evil.source.control.write_all(&bytes).is_err() {
                 return;
             }
         }
@@ -415,7 +340,7 @@ fn device_state_without_end_is_refused_before_it_fills_memory() {
     refused("more device state than the protocol allows", |evil| {
         let empty = Section { name: String::new(), instance: 0, version: 0, payload: vec![] };
         let bytes = encode_control(&ToTarget::Section(empty)).unwrap().repeat(1000);
-        while evil.control.write_all(&bytes).is_ok() {}
+        while evil.source.control.write_all(&bytes).is_ok() {}
     });
 }
 
@@ -437,27 +362,19 @@ fn a_source_that_falls_silent_is_given_up() {
 fn impossible_numbers_of_channels_are_refused() {
     then_the_real_source(|uri| {
         for channels in [0, Settings::MAX_CHANNELS + 1, u16::MAX] {
-            let (mut control, _) = greet(uri, &hello(Role::Control, 0, Token::NONE));
+            let mut source = Source::new(uri);
             let machine = TargetVm::config(&Toy::new(Options::default(), false));
-            say(
-                &mut control,
-                &ToTarget::Setup {
-                    machine,
-                    mode: Mode::Precopy,
-                    bulk_channels: channels,
-                    urgent_channels: 0,
-                    probe: false,
-                },
-            );
-            let Some(ToSource::Failed(why)) = hear(&mut control) else { panic!("{channels} were accepted") };
+            let Some(ToSource::Failed(why)) = source.offer(&machine, Mode::Precopy, channels, 0) else {
+                panic!("{channels} were accepted")
+            };
             assert!(why.detail.contains("1 to 64"), "{why}");
-            assert!(closed(&mut control));
+            assert!(closed(&mut source.control));
         }
     });
 }
 
 /// A barrier as a measuring channel sends it, and whether it is answered.
-fn measured(stream: &mut UnixStream, number: u32) -> bool {
+fn measured(stream: &mut Socket, number: u32) -> bool {
     stream.write_all(&FrameHeader::barrier(number, number.into()).encode()).unwrap();
     let mut answer = [0; REQUEST_BYTES];
     stream.read_exact(&mut answer).is_ok()
@@ -468,7 +385,7 @@ fn measured(stream: &mut UnixStream, number: u32) -> bool {
 fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
     then_the_real_source(|uri| {
         let measure = |index| greet(uri, &hello(Role::Measure, index, Token::NONE));
-        let mut held: Vec<UnixStream> = Vec::new();
+        let mut held: Vec<Socket> = Vec::new();
         for index in 0..8 {
             let (mut stream, refused) = measure(index);
             assert!(refused.is_none() && measured(&mut stream, 0), "place {index}");

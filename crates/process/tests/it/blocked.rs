@@ -1,10 +1,7 @@
 //! Pages that are needed and do not come: by the loading of the state while its source is dead, and by a guest whose
 //! keeper was dropped.
 
-use crate::proxy::{Harm, Proxy, Rule, Way};
-use crate::rig::{
-    can_fault, given_up, in_a_process_of_its_own, options, running, settings, stands_still, whole,
-};
+use crate::rig::{can_fault, given_up, options, running, settings, stands_still, whole};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +12,9 @@ use vmferry_engine::{
     Monitor, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
 };
 use vmferry_process::ProcessGuest;
-use vmferry_testkit::{PATIENCE, say, wait};
+use vmferry_testkit::{PATIENCE, alone, say, wait};
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule};
+use vmferry_testkit_peers::pair;
 use vmferry_wire::Role;
 
 /// A guest whose device state cannot be loaded without reading its memory, as a device that looks at its rings does.
@@ -70,12 +69,8 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
     let guest = ProcessGuest::new_incoming(options()).unwrap();
     let mut target = Touching { guest, begun: Arc::clone(&begun), loaded: Arc::clone(&loaded) };
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
-    let stall = |index| {
-        let way = Way { role: Role::Urgent, index, opened: 0, to_target: true };
-        Rule { way, after: 0, harm: Harm::Stall }
-    };
-    let rules = (0..settings.urgent_channels).map(stall).collect();
-    let proxy = Proxy::new(&listener.uri().unwrap(), rules);
+    let stall = |index| Rule::in_channel(Role::Urgent, index, true, 0, Harm::Stall);
+    let proxy = Proxy::new(&listener.uri().unwrap(), (0..settings.urgent_channels).map(stall));
     let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
     let (sent, received, took) = std::thread::scope(|scope| {
         let receiving =
@@ -147,17 +142,11 @@ fn a_state_whose_pages_come_is_loaded() {
         begun: Arc::default(),
         loaded: Arc::default(),
     };
-    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
+    let tcp = "tcp:127.0.0.1:0".parse::<Uri>().unwrap();
     let settings = settings(MigrationMode::Postcopy);
-    let (arrival, uri) = (Arrival::new(settings.peer_timeout), listener.uri().unwrap());
-    let (sent, rest) = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| {
-            let rest = receive(&mut target, &listener, &arrival)?.rest.expect("pages are lacking");
-            Ok::<_, ReceiveFailure>(rest.finish(&listener, &arrival))
-        });
-        (migrate(&mut source, &uri, None, &settings, &Monitor::new()), receiving.join().unwrap().unwrap())
-    });
-    assert_eq!(sent.unwrap().state, MigrationState::Completed);
+    let (sent, came) = pair::moved(&tcp, &mut source, &mut target, None, &settings, &Monitor::new());
+    let rest = came.unwrap().expect("pages are lacking");
+    assert_eq!(sent.state, MigrationState::Completed);
     assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0));
     whole(&target.guest, "loaded with its pages");
 }
@@ -204,7 +193,7 @@ fn kept(
 
 #[test]
 fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
-    if !can_fault() || !in_a_process_of_its_own() {
+    if !can_fault() || !alone("blocked::a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread") {
         return;
     }
     let settings = Settings {
@@ -237,7 +226,8 @@ fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
 /// All pages are there, also those that nobody sent because they are zero.
 #[test]
 fn a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest() {
-    if !can_fault() || !in_a_process_of_its_own() {
+    if !can_fault() || !alone("blocked::a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest")
+    {
         return;
     }
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };

@@ -1,34 +1,18 @@
 //! Every channel cut, stalled and damaged, at many points, under load: the link is taken up again and nothing is lost.
 
-use crate::proxy::{Harm, Rule, Way};
 use crate::rig::{can_fault, go, settings};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmferry_engine::{MigrationMode, MigrationState, Pace, Settings, UrgentPath};
-use vmferry_testkit::say;
+use vmferry_testkit::{in_parallel, say};
+use vmferry_testkit_peers::link::{Harm, Rule};
 use vmferry_wire::Role;
 
 /// How long silence is borne where it is what is tried. A side that is taken for silent on a busy host is one more lost link.
 const SILENCE: Duration = Duration::from_secs(4);
 
-/// Several at a time: they mostly wait for each other, and for timeouts.
-fn in_parallel<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
-    let items = Mutex::new(items.into_iter());
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                loop {
-                    let Some(item) = ({ items.lock().unwrap().next() }) else { break };
-                    work(item);
-                }
-            });
-        }
-    });
-}
-
-fn way(role: Role, to_target: bool) -> Way {
-    Way { role, index: 0, opened: 0, to_target }
-}
+/// Number of migrations at the same time: they mostly wait for each other, and for timeouts.
+const THREADS: usize = 4;
 
 /// Places at which a channel is in the middle of a postcopy: of the bulk, in frames and between them, at its begin and
 /// towards its end; on urgent channels, within the first requests and pages.
@@ -36,11 +20,7 @@ fn places() -> Vec<Rule> {
     let mut rules = Vec::new();
     let mut add = |role, to_target, afters: &[usize], harms: &[Harm]| {
         for after in afters {
-            rules.extend(harms.iter().map(|harm| Rule {
-                way: way(role, to_target),
-                after: *after,
-                harm: *harm,
-            }));
+            rules.extend(harms.iter().map(|harm| Rule::in_channel(role, 0, to_target, *after, *harm)));
         }
     };
     let cuts = [Harm::CutOne, Harm::CutAll];
@@ -67,7 +47,7 @@ fn a_channel_that_is_harmed_in_postcopy_costs_time_and_nothing_else() {
     let paths = [UrgentPath::Dedicated, UrgentPath::Interleaved, UrgentPath::Shared];
     let cases: Vec<_> = places().into_iter().zip(paths.into_iter().cycle()).collect();
     let all = cases.len();
-    in_parallel(cases, |(rule, urgent)| {
+    in_parallel(THREADS, cases, |(rule, urgent)| {
         let what = format!("{rule:?} {urgent:?}");
         let mut settings = Settings { urgent, ..settings(MigrationMode::Postcopy) };
         if rule.harm == Harm::Stall {
@@ -100,11 +80,11 @@ fn a_control_channel_cut_anywhere_leaves_one_guest() {
     for to_target in [true, false] {
         for step in 0..14 {
             let harm = [Harm::CutOne, Harm::CutAll, Harm::Flip][step % 3];
-            rules.push(Rule { way: way(Role::Control, to_target), after: step * step * 7 + step * 11, harm });
+            rules.push(Rule::in_channel(Role::Control, 0, to_target, step * step * 7 + step * 11, harm));
         }
     }
     let ends = Mutex::new(Vec::new());
-    in_parallel(rules, |rule| {
+    in_parallel(THREADS, rules, |rule| {
         let what = format!("{rule:?}");
         let settings = Settings {
             reconnect_for: Duration::from_millis(1500),

@@ -1,9 +1,9 @@
 //! The same over encrypted connections.
 
 use crate::authority::Authority;
-use crate::proxy::{Harm, Rule, Way};
 use crate::rig::{can_fault, go, settings};
 use vmferry_engine::{MigrationMode, Settings, Tls};
+use vmferry_testkit_peers::link::{Harm, Rule};
 use vmferry_wire::Role;
 
 fn encrypted() -> Settings {
@@ -38,7 +38,7 @@ fn a_lost_link_is_taken_up_again() {
         (Role::Urgent, true, 9_000, Harm::Flip),
         (Role::Urgent, true, 20_000, Harm::CutOne),
     ] {
-        let rule = Rule { way: Way { role, index: 0, opened: 0, to_target }, after, harm };
+        let rule = Rule::in_channel(role, 0, to_target, after, harm);
         let moved = go(&encrypted(), vec![rule], |_| {});
         let report = moved.completed(&format!("{rule:?}"));
         // What a flipped byte hits is never taken for a page.

@@ -1,95 +1,56 @@
 //! Sources that mean harm to a target that takes a guest before its memory, and strangers beside them.
 
 use crate::rig::{can_fault, options, running, take, whole};
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::Read;
+use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
-use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, RegionId};
 use vmferry_engine::Section;
 use vmferry_engine::{
     Arrival, GuestMemory, Listener, MachineConfig, MigrationState, ReceiveFailure, RestState, RestWatch,
     SourceVm, TargetVm, Uri,
 };
 use vmferry_process::ProcessGuest;
-use vmferry_testkit::{PATIENCE, wait};
+use vmferry_testkit::{PATIENCE, wait, wait_for};
+use vmferry_testkit_peers::peer::Source;
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, HELLO_BYTES, Hello, HelloReply,
-    LackingPages, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter, ToSource,
-    ToTarget, Token, decode_control, encode_control,
+    LackingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
 };
 
 /// Of the guest in these tests.
 const PAGES: u64 = 6144;
 
-fn hello(role: Role, index: u16, token: Token) -> Hello {
-    let migration = MigrationId([7; 16]);
-    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index, token, fence: 0 }
-}
-
-fn greet(uri: &Uri, hello: &Hello) -> (TcpStream, Option<RefusalCode>) {
-    let Uri::Tcp { host, port } = uri else { panic!("{uri} is no TCP address") };
-    let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.write_all(&hello.encode()).unwrap();
-    let mut reply = [0; HELLO_BYTES];
-    stream.read_exact(&mut reply).unwrap();
-    (stream, HelloReply::decode(&reply).unwrap().refused)
-}
-
-/// A source that speaks the protocol well, and has a real guest to send.
+/// A scripted source that has a real guest to send.
 struct Evil {
-    uri: Uri,
-    control: TcpStream,
-    /// Bulk channels, then an urgent one; and the number of the next frame on each.
-    data: Vec<(TcpStream, u64)>,
-    resume: Token,
+    source: Source,
     sections: Vec<Section>,
     memory: Arc<dyn GuestMemory>,
     /// The target's.
     there: Arc<dyn GuestMemory>,
 }
 
+impl Deref for Evil {
+    type Target = Source;
+
+    fn deref(&self) -> &Source {
+        &self.source
+    }
+}
+
+impl DerefMut for Evil {
+    fn deref_mut(&mut self) -> &mut Source {
+        &mut self.source
+    }
+}
+
 impl Evil {
-    fn say(&mut self, message: &ToTarget) {
-        let _ = self.control.write_all(&encode_control(message).unwrap());
-    }
-
-    fn hear(&mut self) -> Option<ToSource> {
-        let mut header = [0; CONTROL_HEADER_BYTES];
-        self.control.read_exact(&mut header).ok()?;
-        let header = ControlHeader::decode(&header).unwrap();
-        let mut body = vec![0; header.len];
-        self.control.read_exact(&mut body).ok()?;
-        Some(decode_control(header, &body).unwrap())
-    }
-
+    /// Offers the guest, and opens the channels. Returns what the target said instead of accepting it.
     fn begin(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
-        let machine = machine.clone();
-        self.say(&ToTarget::Setup {
-            machine,
-            mode,
-            bulk_channels: bulk,
-            urgent_channels: urgent,
-            probe: false,
-        });
-        let accept = self.hear();
-        let Some(ToSource::Accept { bulk: token, urgent: other, resume }) = accept else { return accept };
-        self.resume = resume;
-        self.open(bulk, urgent, token, other);
+        let answer = self.offer(machine, mode, bulk, urgent);
+        let Some(ToSource::Accept { bulk: token, urgent: other, .. }) = answer else { return answer };
+        self.open((bulk, token), (urgent, other));
         None
-    }
-
-    fn open(&mut self, bulk: u16, urgent: u16, token: Token, other: Token) {
-        let channels = (0..bulk).map(|index| hello(Role::Bulk, index, token));
-        let urgent = (0..urgent).map(|index| hello(Role::Urgent, index, other));
-        for hello in channels.chain(urgent) {
-            let (stream, refused) = greet(&self.uri, &hello);
-            assert_eq!(refused, None);
-            assert_eq!(greet(&self.uri, &hello).1, Some(RefusalCode::Token), "the same channel twice");
-            self.data.push((stream, 0));
-        }
-        assert_eq!(self.hear(), Some(ToSource::ChannelsUp));
     }
 
     fn content(&self, page: u64) -> Vec<u8> {
@@ -102,25 +63,14 @@ impl Evil {
         wait("a page at the target", || content(&self.there, page) == self.content(page));
     }
 
-    /// A frame with one page; `content` need not be what its digest says.
-    fn frame(&mut self, channel: usize, page: u64, digest: PageDigest, content: &[u8]) {
-        let (stream, sequence) = &mut self.data[channel];
-        let mut writer = TableWriter::default();
-        assert!(writer.push(PageIndex(page), Some(digest)));
-        let (header, table) = writer.finish(FrameKind::Pages, RegionId(0), 1, *sequence);
-        *sequence += 1;
-        let _ = stream.write_all(&[&header.encode()[..], table, content].concat());
-    }
-
     fn send(&mut self, channel: usize, page: u64) {
         let content = self.content(page);
-        self.frame(channel, page, PageDigest::of(&content), &content);
+        self.frame(channel, 1, page, &content, |_| {});
     }
 
-    fn barrier(&mut self, channel: usize, pass: u32) {
-        let (stream, sequence) = &mut self.data[channel];
-        let _ = stream.write_all(&FrameHeader::barrier(pass, *sequence).encode());
-        *sequence += 1;
+    /// Sends a page that is not what its digest says.
+    fn damaged(&mut self, channel: usize, page: u64) {
+        self.frame(channel, 1, page, &[1; PAGE_BYTES], |frame| frame.content.fill(2));
     }
 
     fn state(&mut self) {
@@ -147,9 +97,7 @@ impl Evil {
 
     /// Takes the link up again; says what the target lacks.
     fn come_back(&mut self) -> Vec<u64> {
-        let (control, refused) = greet(&self.uri, &hello(Role::Control, 0, self.resume));
-        assert_eq!(refused, None);
-        self.control = control;
+        self.reconnect();
         let mut lacking = Vec::new();
         loop {
             match self.hear().unwrap() {
@@ -164,7 +112,7 @@ impl Evil {
                 ToSource::Resume { pages, bulk, urgent } => {
                     assert_eq!(lacking.len() as u64, pages);
                     self.data.clear();
-                    self.open(1, 1, bulk, urgent);
+                    self.open((1, bulk), (1, urgent));
                     return lacking;
                 }
                 other => panic!("{other:?}"),
@@ -200,17 +148,12 @@ fn visit(
     let (arrival, watch, there) = (Arrival::new(PATIENCE), Mutex::default(), TargetVm::memory(&target));
     let received = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
-        let (control, refused) = greet(&uri, &hello(Role::Control, 0, Token::NONE));
-        assert_eq!(refused, None);
+        let scripted = Source::new(&uri);
         let (sections, memory) = (source.save().unwrap(), SourceVm::memory(&source));
-        let mut evil = Evil { uri, control, data: Vec::new(), resume: Token::NONE, sections, memory, there };
+        let mut evil = Evil { source: scripted, sections, memory, there };
         let rest = || {
-            let mut rest = None;
-            wait("the guest at the target", || {
-                rest = watch.lock().unwrap().as_ref().map(RestWatch::now);
-                rest.is_some()
-            });
-            rest.unwrap()
+            let now = || watch.lock().unwrap().as_ref().map(RestWatch::now);
+            wait_for("the guest at the target", || now().ok_or("it has not come"))
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
             arrival.abandon();
@@ -271,7 +214,7 @@ fn a_guest_is_not_started_over_what_cannot_be() {
     refused("is cut as the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
     // Damaged, and not among those that come again.
     refused("arrived damaged", Mode::Hybrid, 1, |evil| {
-        evil.frame(0, 300, PageDigest::of(&[1; PAGE_BYTES]), &[2; PAGE_BYTES]);
+        evil.damaged(0, 300);
         evil.barrier(0, 0);
         assert!(matches!(evil.hear(), Some(ToSource::Received { suspects: 1, .. })));
         evil.state();
@@ -285,11 +228,8 @@ fn a_guest_is_not_started_over_what_cannot_be() {
         assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
         evil.control.shutdown(std::net::Shutdown::Both).unwrap();
         for _ in 0..3 {
-            let stranger = greet(&evil.uri, &hello(Role::Control, 0, Token([9; 16]))).1;
-            assert_eq!(stranger, Some(RefusalCode::Busy));
-            let (control, refused) = greet(&evil.uri, &hello(Role::Control, 0, evil.resume));
-            assert_eq!(refused, None);
-            evil.control = control;
+            assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
+            evil.reconnect();
             assert!(matches!(evil.hear(), Some(ToSource::Returned(_))));
             // Too late, by whomever it is said.
             evil.say(&ToTarget::Commit);
@@ -331,11 +271,11 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
         // Twice, with other content the second time.
         evil.send(0, 1000);
         wait("the first", || rest().left == PAGES - 1);
-        evil.frame(1, 1000, PageDigest::of(&[3; PAGE_BYTES]), &[3; PAGE_BYTES]);
+        evil.frame(1, 1, 1000, &[3; PAGE_BYTES], |_| {});
         wait("the second", || rest().postcopy.duplicates == 1);
         // Damaged: asked for again, on an urgent channel, behind what the guest asks for.
-        let good = PageDigest::of(&evil.content(1001));
-        evil.frame(0, 1001, good, &[4; PAGE_BYTES]);
+        let good = evil.content(1001);
+        evil.frame(0, 1, 1001, &good, |frame| frame.content.fill(4));
         let mut bytes = [0; REQUEST_BYTES];
         let again = Request::Page { region: RegionId(0), page: PageIndex(1001), ahead: 0, again: true };
         loop {
@@ -345,16 +285,16 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
             }
         }
         // A stranger, and one who knows the migration's name only.
-        assert_eq!(greet(&evil.uri, &hello(Role::Control, 0, Token::NONE)).1, Some(RefusalCode::Busy));
-        assert_eq!(greet(&evil.uri, &hello(Role::Control, 0, Token([9; 16]))).1, Some(RefusalCode::Busy));
-        assert_eq!(greet(&evil.uri, &hello(Role::Bulk, 0, Token([9; 16]))).1, Some(RefusalCode::Token));
+        assert_eq!(evil.refused(Role::Control, Token::NONE), Some(RefusalCode::Busy));
+        assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
+        assert_eq!(evil.refused(Role::Bulk, Token([9; 16])), Some(RefusalCode::Token));
         assert_eq!(rest().state, MigrationState::Postcopy, "nothing of this is a loss");
         // The source notices a loss first: nothing has happened here.
         let lacking = evil.come_back();
         assert!(lacking.contains(&1001) && !lacking.contains(&1000), "{}", lacking.len());
         wait("the link", || rest().state == MigrationState::Postcopy);
         // Outside: this link is as good as lost, and the next one brings the rest.
-        evil.frame(0, PAGES, PageDigest::of(&[5; PAGE_BYTES]), &[5; PAGE_BYTES]);
+        evil.frame(0, 1, PAGES, &[5; PAGE_BYTES], |_| {});
         wait("the loss", || rest().state == MigrationState::PostcopyPaused);
         let lacking = evil.come_back();
         evil.finish(&lacking);
@@ -380,9 +320,8 @@ fn pages_that_are_damaged_for_ever_end_the_link() {
         // What the target asks for is read and not heeded.
         let mut urgent = evil.data[1].0.try_clone().unwrap();
         let reading = std::thread::spawn(move || while matches!(urgent.read(&mut [0; 4096]), Ok(1..)) {});
-        let wrong = PageDigest::of(&[1; PAGE_BYTES]);
         for _ in 0..10_010 {
-            evil.frame(0, 2000, wrong, &[2; PAGE_BYTES]);
+            evil.damaged(0, 2000);
         }
         wait("the loss", || rest().state == MigrationState::PostcopyPaused);
         assert!(rest().why.is_some_and(|why| why.contains("thousands of pages")), "{:?}", rest().why);

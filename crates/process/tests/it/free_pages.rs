@@ -1,14 +1,13 @@
 //! A process guest whose free pages stay behind: it takes and gives up pages of its heap all the time, moves in every mode, and
 //! finds each page in use as it left it.
 
-use crate::gate::Gated;
-use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
-    migrate, receive,
-};
+use crate::rig::verified;
+use vmferry_engine::{MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri};
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
+use vmferry_testkit_peers::gated::Gated;
+use vmferry_testkit_peers::pair;
 
 const MEMORY: u64 = 40 << 20;
 const HEAP: u64 = 16 << 20;
@@ -33,31 +32,18 @@ fn running(memfd: bool) -> ProcessGuest {
 fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
     let mut source = running(memfd);
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
-    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
+    let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     let settings = Settings { mode, free_pages, verify: true, peer_timeout: PATIENCE, ..Settings::default() };
-    let report = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let received = receive(&mut target, &listener, &arrival).expect("the guest");
-            if let Some(rest) = received.rest {
-                let rest = rest.finish(&listener, &arrival);
-                assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
-            }
-        });
-        migrate(&mut Gated::new(&mut source), &uri, None, &settings, &Monitor::new()).expect("a migration")
-    });
+    let (report, came) =
+        pair::moved(&tcp, &mut Gated::new(&mut source), &mut target, None, &settings, &Monitor::new());
+    if let Some(rest) = came.expect("the guest") {
+        assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+    }
     let what = format!("{mode} memfd {memfd} free pages {free_pages}");
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
     let handle = target.handle();
     wait("the heap at work", || handle.heap().checked > 1000);
-    wait("the guest's page of requests", || handle.request_verify(7));
-    wait("the guest's check", || handle.stats().is_ok_and(|stats| stats.verified(7)));
-    let mut stats = None;
-    wait("a report", || {
-        stats = handle.stats().ok();
-        stats.is_some()
-    });
-    let stats = stats.unwrap();
+    let stats = verified(&handle, 7);
     assert_eq!((stats.corrupt(), stats.state), (0, State::Running), "{what}: {:?}", stats.first_corrupt());
     SourceVm::pause(&mut target).unwrap();
     assert_eq!((target.check_heap().unwrap(), handle.heap().corrupt), (0, 0), "{what}");

@@ -1,16 +1,18 @@
 //! Process guests that run, stand still, move by hand and by the engine, and notice what was lost.
 
+use crate::rig::verified;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId, RunState};
 use vmferry_engine::{
-    Arrival, FillState, GuestMemory, Listener, MigrateError, MigrationState, Monitor, Settings, SourceVm,
-    TargetVm, Uri, migrate, receive, restore, restore_lazy, save,
+    FillState, GuestMemory, MigrateError, MigrationState, Monitor, Settings, SourceVm, TargetVm, restore,
+    restore_lazy, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_testkit::{Need, PATIENCE, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait};
+use vmferry_testkit_peers::{pair, unix_uri};
 
 const MEMORY: u64 = 32 << 20;
 
@@ -36,18 +38,6 @@ fn running(workload: &str, memfd: bool) -> ProcessGuest {
 /// What the guest reports; `None` while it writes its report.
 fn stats(handle: &ProcessHandle) -> Option<StatsSnapshot> {
     handle.stats().ok()
-}
-
-/// Has the guest check all its pages, and returns what it says then.
-fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
-    handle.request_verify(request);
-    wait("the guest's check", || stats(handle).is_some_and(|stats| stats.verified(request)));
-    let mut last = None;
-    wait("a report", || {
-        last = stats(handle);
-        last.is_some()
-    });
-    last.unwrap()
 }
 
 fn page(memory: &Arc<dyn GuestMemory>, page: u64) -> [u8; PAGE_BYTES] {
@@ -273,15 +263,9 @@ fn the_engine_moves_it_and_every_page_agrees() {
     }
     let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", false);
     let mut target = ProcessGuest::new_incoming(options(false)).unwrap();
-    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-process-test-{}", std::process::id())));
-    let listener = Listener::bind(&uri, false).unwrap();
-    let settings = Settings { verify: true, peer_timeout: vmferry_testkit::PATIENCE, ..Settings::default() };
-    let report = std::thread::scope(|scope| {
-        let target = scope.spawn(|| receive(&mut target, &listener, &Arrival::new(settings.peer_timeout)));
-        let report = migrate(&mut source, &uri, None, &settings, &Monitor::new());
-        let _ = target.join().unwrap().unwrap();
-        report.unwrap()
-    });
+    let settings = Settings { verify: true, peer_timeout: PATIENCE, ..Settings::default() };
+    let (report, came) = pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &Monitor::new());
+    let _ = came.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
     assert_eq!(report.mismatched_pages, 0);
     assert!(report.verified_pages > 4096, "{}", report.verified_pages);
@@ -296,7 +280,7 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
     let mut why_not = None;
     for memfd in [false, true] {
         let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
-        let path = std::env::temp_dir().join(format!("vmferry-process-file-{}-{memfd}", std::process::id()));
+        let path = temp_path("process-file");
         let report = save(&mut source, &path, &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
         let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();

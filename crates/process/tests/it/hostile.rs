@@ -1,92 +1,51 @@
 //! Targets that mean harm to a guest that is handed over before its memory.
 
 use crate::rig::{running, stands_still, whole};
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::io::Write;
+use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vmferry_core::{PageIndex, RegionId};
-use vmferry_engine::{MigrationMode, MigrationState, Monitor, Pace, Report, Settings, Uri, migrate};
+use vmferry_engine::{MigrationMode, MigrationState, Monitor, Pace, Report, Settings, migrate};
 use vmferry_process::ProcessGuest;
-use vmferry_testkit::{PATIENCE, wait, wait_for};
+use vmferry_testkit::{PATIENCE, in_parallel, wait, wait_for};
+use vmferry_testkit_peers::peer::{Listener, Target, answer};
 use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, LackingPages, LazyFigures,
-    MAX_AHEAD, Refusal, RefusalCode, Request, ToSource, ToTarget, Token, decode_control, encode_control,
+    LackingPages, LazyFigures, MAX_AHEAD, Refusal, RefusalCode, Request, ToSource, ToTarget, Token,
 };
-
-fn answer(stream: &mut TcpStream) -> Option<Hello> {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let mut bytes = [0; HELLO_BYTES];
-    stream.read_exact(&mut bytes).ok()?;
-    let hello = Hello::decode(&bytes).unwrap();
-    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
-    stream.write_all(&reply.encode()).ok()?;
-    Some(hello)
-}
 
 fn page(region: u32, page: u64, ahead: u16, again: bool) -> Request {
     Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again }
 }
 
-/// A target that looks at no page.
+/// A scripted target, and what the source knows.
 struct Liar<'a> {
-    listener: &'a TcpListener,
+    target: Target<'a>,
     /// What the source knows.
     monitor: &'a Monitor,
     /// The target is going to take up a link that it loses: the test does not give it up.
     returns: &'a AtomicBool,
-    control: TcpStream,
-    /// Bulk and urgent; nobody reads them unless said so.
-    data: Vec<TcpStream>,
+}
+
+impl<'a> Deref for Liar<'a> {
+    type Target = Target<'a>;
+
+    fn deref(&self) -> &Target<'a> {
+        &self.target
+    }
+}
+
+impl DerefMut for Liar<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.target
+    }
 }
 
 impl Liar<'_> {
-    fn say(&mut self, message: &ToSource) {
-        let _ = self.control.write_all(&encode_control(message).unwrap());
-    }
-
-    /// The next message that is no ping; pings are answered.
-    fn hear(&mut self) -> Option<ToTarget> {
-        loop {
-            let mut header = [0; CONTROL_HEADER_BYTES];
-            self.control.read_exact(&mut header).ok()?;
-            let header = ControlHeader::decode(&header).unwrap();
-            let mut body = vec![0; header.len];
-            self.control.read_exact(&mut body).ok()?;
-            match decode_control(header, &body).unwrap() {
-                ToTarget::Ping(number) => self.say(&ToSource::Pong(number)),
-                message => return Some(message),
-            }
-        }
-    }
-
-    fn listen(&mut self) {
-        while self.hear().is_some() {}
-    }
-
-    fn accept(&mut self) {
-        assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
-        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) });
-        self.take(2);
-        self.say(&ToSource::ChannelsUp);
-    }
-
-    fn take(&mut self, channels: usize) {
-        for _ in 0..channels {
-            let mut stream = self.connection();
-            assert!(answer(&mut stream).is_some());
-            self.data.push(stream);
-        }
-    }
-
-    fn connection(&self) -> TcpStream {
-        wait_for("a connection of the source", || self.listener.accept()).0
-    }
-
     /// Goes along until everything but the commit was said.
     fn until_handed_over(&mut self) {
-        self.accept();
+        self.accept(2);
         while !matches!(self.hear().unwrap(), ToTarget::LoadLazily { .. }) {}
     }
 
@@ -122,7 +81,7 @@ impl Liar<'_> {
         wait("the source to wait for the operator", || self.monitor.progress().awaits_recover);
         self.monitor.recover();
         let mut control = self.connection();
-        assert_eq!(answer(&mut control).unwrap().token, Token([3; 16]));
+        assert_eq!(answer(&mut control).unwrap().token, Target::RESUME);
         self.control = control;
         wait("the source to take up the link", || !self.monitor.progress().awaits_recover);
         self.returns.store(false, Ordering::Release);
@@ -161,20 +120,15 @@ fn settings(what: &str) -> Settings {
 /// Migrates to a target that does as `script` says; gives up once nobody tries any more. Says why the link was lost.
 fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<String>) {
     let mut source = running();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    // A connection that does not come must not hang the test.
-    listener.set_nonblocking(true).unwrap();
-    let uri: Uri = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+    let listener = Listener::tcp();
+    let uri = listener.uri().clone();
     let (monitor, reasons) = (Monitor::new(), Mutex::new(Vec::new()));
     let returns = AtomicBool::new(false);
     let report = std::thread::scope(|scope| {
         let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor).unwrap());
-        let lying = scope.spawn(|| {
-            let (mut control, _) = wait_for("a source", || listener.accept());
-            answer(&mut control).unwrap();
-            let (monitor, returns, data) = (&monitor, &returns, Vec::new());
-            script(&mut Liar { listener: &listener, monitor, returns, control, data });
-            drop(listener);
+        let (monitor, returns) = (&monitor, &returns);
+        let lying = scope.spawn(move || {
+            script(&mut Liar { target: Target::meet(&listener), monitor, returns });
         });
         wait_for("the end", || {
             let progress = monitor.progress();
@@ -198,17 +152,7 @@ fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<Strin
 fn all(mut cases: Vec<(&'static str, Script)>, check: impl Fn(&str, Script) + Sync) {
     // The cases that last longest begin first, and next to each other.
     cases.sort_by_key(|(what, _)| !is_silence(what));
-    let cases = Mutex::new(cases.into_iter());
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                loop {
-                    let Some((what, script)) = ({ cases.lock().unwrap().next() }) else { break };
-                    check(what, script);
-                }
-            });
-        }
-    });
+    in_parallel(4, cases, |(what, script)| check(what, script));
 }
 
 #[test]
@@ -243,9 +187,7 @@ fn whatever_a_target_does_before_the_commit_the_guest_stays() {
         (
             "did not answer the greeting",
             Box::new(|liar| {
-                assert!(matches!(liar.hear(), Some(ToTarget::Setup { .. })));
-                let (bulk, urgent) = (Token([1; 16]), Token([2; 16]));
-                liar.say(&ToSource::Accept { bulk, urgent, resume: Token([3; 16]) });
+                liar.agree();
                 liar.take(1);
                 // The urgent channel is never answered.
                 liar.listen();

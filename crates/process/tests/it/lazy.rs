@@ -1,6 +1,6 @@
 //! A process guest that runs before its memory has come.
 
-use crate::rig::{self, can_fault, running};
+use crate::rig::{self, can_fault, running, verified};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,8 +9,8 @@ use vmferry_engine::{
     Arrival, GuestMemory, LazyMemory, Listener, MigrateError, MigrationMode, MigrationState, Monitor,
     Settings, SourceVm, TargetVm, Uri, migrate, receive, save,
 };
-use vmferry_guest_abi::{State, StatsSnapshot};
-use vmferry_process::{Error, ProcessGuest, ProcessHandle, ProcessOptions};
+use vmferry_guest_abi::State;
+use vmferry_process::{Error, ProcessGuest, ProcessOptions};
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
 
 const MEMORY: u64 = 32 << 20;
@@ -75,17 +75,6 @@ fn serve(
             lazy.place(fault.region, run, &page).unwrap();
         }
     }
-}
-
-fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
-    wait("a guest that can be asked", || handle.request_verify(request));
-    wait("the guest's check", || handle.stats().is_ok_and(|stats| stats.verified(request)));
-    let mut last = None;
-    wait("a report", || {
-        last = handle.stats().ok();
-        last.is_some()
-    });
-    last.unwrap()
 }
 
 #[test]

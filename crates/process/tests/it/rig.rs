@@ -1,6 +1,5 @@
 //! A loaded guest that moves, and what must hold of it afterwards.
 
-use crate::proxy::{Proxy, Rule};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -10,7 +9,8 @@ use vmferry_engine::{
 };
 use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit_peers::link::{Proxy, Rule};
 
 const MEMORY: u64 = 24 << 20;
 /// 8 MiB of random content, all of it written to.
@@ -26,25 +26,6 @@ pub(crate) fn can_fault() -> bool {
     possible.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
-/// Has the calling test run in a process of its own, where it finds no threads of others. True in that process.
-pub(crate) fn in_a_process_of_its_own() -> bool {
-    const ALONE: &str = "VMFERRY_TEST_ALONE";
-    if std::env::var_os(ALONE).is_some() {
-        return true;
-    }
-    let thread = std::thread::current();
-    let test = thread.name().expect("the name of the test");
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--nocapture", "--test-threads=1"])
-        .env(ALONE, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}{errors}");
-    false
-}
-
 pub(crate) fn running() -> ProcessGuest {
     let mut guest = ProcessGuest::new(options(), LOAD.parse().unwrap()).unwrap();
     guest.start().unwrap();
@@ -54,16 +35,18 @@ pub(crate) fn running() -> ProcessGuest {
 }
 
 fn stats(handle: &ProcessHandle) -> StatsSnapshot {
-    let mut last = None;
-    wait("a report of the guest", || {
-        last = handle.stats().ok();
-        last.is_some()
-    });
-    last.unwrap()
+    wait_for("a report of the guest", || handle.stats())
 }
 
 pub(crate) fn writes(guest: &ProcessGuest) -> u64 {
     stats(&guest.handle()).writes()
+}
+
+/// Has the guest check all its pages.
+pub(crate) fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
+    wait("the guest's page of requests", || handle.request_verify(request));
+    wait("the guest's check of all its pages", || stats(handle).verified(request));
+    stats(handle)
 }
 
 /// The guest goes on, and all its pages are as it left them.
@@ -71,9 +54,7 @@ pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
     let handle = guest.handle();
     let before = stats(&handle).writes();
     wait("the guest going on", || stats(&handle).writes() > before);
-    wait("the guest's page of requests", || handle.request_verify(77));
-    wait("the guest's check of all its pages", || stats(&handle).verified(77));
-    let after = stats(&handle);
+    let after = verified(&handle, 77);
     assert_eq!(after.corrupt(), 0, "{what}: {:?}", after.first_corrupt());
 }
 

@@ -1,9 +1,10 @@
 //! The bare-metal guest's allocator and driver with this VMM's balloon.
 
 use crate::confined::kvm;
+use crate::rig::boot_with;
 use vmferry_core::PageSet;
 use vmferry_guest_abi::{
-    AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State, StatsSink,
+    AllocSnapshot, GuestArgs, HintMode, InflateBy, Inflation, PAGE_SIZE, ReportMode, State,
 };
 use vmferry_testkit::{wait, wait_for};
 use vmferry_vmm::{BalloonHandle, Captured, SerialSink, Vm, VmHandle, VmOptions};
@@ -22,16 +23,7 @@ impl Guest {
         let (sink, serial) = SerialSink::capture();
         let mut options = VmOptions::new(MEMORY, 2);
         options.serial = sink;
-        let mut vm = Vm::new(options).expect("a VM");
-        let mut args = GuestArgs {
-            stats: StatsSink::Page,
-            cpus: Some(2),
-            tsc_khz: Some(vm.tsc_khz()),
-            ..GuestArgs::new(workload.parse().unwrap())
-        };
-        change(&mut args);
-        vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-        vm.start().unwrap();
+        let vm = boot_with(options, workload, change);
         Self { handle: vm.handle(), vm, serial }
     }
 

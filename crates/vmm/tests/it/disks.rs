@@ -2,14 +2,14 @@
 //! Linux guests.)
 
 use crate::confined::kvm;
-use crate::patient;
+use crate::rig::{boot, patient};
 use std::path::PathBuf;
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, Uri, migrate, receive,
-    restore, save,
+    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, migrate, receive, restore,
+    save,
 };
-use vmferry_guest_abi::{GuestArgs, StatsSink};
-use vmferry_testkit::{Need, PATIENCE, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait};
+use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions};
 
 const MEMORY: u64 = 64 << 20;
@@ -36,11 +36,7 @@ impl Temp {
     }
 
     fn running(&self) -> Vm {
-        let mut vm = Vm::new(self.options(false)).unwrap();
-        let mut args = GuestArgs::new("uniform,ws=8M,rate=2k,fill=random".parse().unwrap());
-        (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
-        vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-        vm.start().unwrap();
+        let vm = boot(self.options(false), "uniform,ws=8M,rate=2k,fill=random");
         goes_on(&vm.handle());
         vm
     }
@@ -74,22 +70,10 @@ fn goes_on(handle: &VmHandle) {
 /// Moves the guest of `source`; the target has `disk`.
 fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     let mut target = Vm::new(disk.options(true)).unwrap();
-    // Of this disk's: tests run beside each other.
-    let uri = Uri::Unix(format!("{}-{mode:?}.sock", disk.0.display()).into());
-    let listener = Listener::bind(&uri, false).unwrap();
     let settings = Settings { mode, ..patient() };
-    let arrival = Arrival::new(PATIENCE);
-    let report = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| {
-            let received = receive(&mut target, &listener, &arrival);
-            received.is_ok_and(|received| {
-                received.rest.is_none_or(|rest| rest.finish(&listener, &arrival).left == 0)
-            })
-        });
-        let report = migrate(source, &uri, None, &settings, &Monitor::new()).unwrap();
-        assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed, "{report:?}");
-        report
-    });
+    let (report, came) = pair::moved(&unix_uri(), source, &mut target, None, &settings, &Monitor::new());
+    let whole = came.is_ok_and(|rest| rest.is_none_or(|rest| rest.left == 0));
+    assert_eq!(whole, report.state == MigrationState::Completed, "{report:?}");
     (report, target)
 }
 
@@ -151,7 +135,7 @@ fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
     }
     let disk = Temp::new("file");
     let mut vm = disk.running();
-    let path = std::env::temp_dir().join(format!("vmferry-disks-{}-snapshot", std::process::id()));
+    let path = temp_path("disks-snapshot");
     let saved = save(&mut vm, &path, &Monitor::new()).unwrap();
     assert_eq!(saved.state, MigrationState::Completed, "{saved:?}");
     assert!(!disk.taken());
@@ -172,7 +156,7 @@ fn another_disk_is_refused_before_anything_moves() {
     std::fs::write(&larger.0, [0; 1 << 17]).unwrap();
     let mut vm = disk.running();
     let mut target = Vm::new(larger.options(true)).unwrap();
-    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-disks-{}-other", std::process::id())));
+    let uri = unix_uri();
     let listener = Listener::bind(&uri, false).unwrap();
     let arrival = Arrival::new(PATIENCE);
     let why = std::thread::scope(|scope| {

@@ -4,7 +4,7 @@ mod stalls;
 mod throttled;
 
 use crate::confined::kvm;
-use crate::patient;
+use crate::rig::{corrupt, empty, forward, patient, stats, working};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -12,13 +12,13 @@ use vmferry_baselines::Policy;
 use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_dirty::ReaperPolicy;
 use vmferry_engine::{
-    Arrival, AutoConverge, DirtyTracker, FillState, GuestMemory, Listener, MachineConfig, MigrateError,
-    MigrationState, Monitor, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, Uri,
-    VmError, migrate, receive, restore, restore_lazy, save,
+    AutoConverge, DirtyTracker, FillState, GuestMemory, MachineConfig, MigrateError, MigrationState, Monitor,
+    Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, VmError, restore, restore_lazy,
+    save,
 };
-use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, PATIENCE, skip, wait, wait_for};
-use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
+use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait, wait_for};
+use vmferry_testkit_peers::{pair, unix_uri};
+use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
 const MEMORY: u64 = 64 << 20;
 /// Every page of the working set is written many times while the guest is moved.
@@ -26,10 +26,6 @@ const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
 
 /// However long a pass takes, some pages are not written during it.
 const SLOW: &str = "uniform,ws=8M,rate=2k,fill=random";
-
-fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
-    handle.stats().ok()
-}
 
 fn running() -> Vm {
     running_with(VmOptions::new(MEMORY, 1))
@@ -40,14 +36,7 @@ fn running_with(options: VmOptions) -> Vm {
 }
 
 fn running_work(options: VmOptions, workload: &str) -> Vm {
-    let mut vm = Vm::new(options).unwrap();
-    let mut args = GuestArgs::new(workload.parse().unwrap());
-    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(1), Some(vm.tsc_khz()));
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
-    let handle = vm.handle();
-    wait("the guest's work", || stats(&handle).is_some_and(|stats| stats.writes() > 4000));
-    vm
+    working(options, workload, 4000)
 }
 
 /// A source that hides the writes to one page: the one that it finds to be a page of the working set.
@@ -109,12 +98,7 @@ impl Hiding {
 }
 
 impl DirtyTracker for Hiding {
-    fn kind(&self) -> TrackerKind {
-        self.tracker.kind()
-    }
-    fn start(&mut self) -> Result<(), VmError> {
-        self.tracker.start()
-    }
+    forward!(DirtyTracker);
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
         self.tracker.harvest(dirty)?;
         if self.page.load(Ordering::Relaxed) == u64::MAX {
@@ -127,33 +111,16 @@ impl DirtyTracker for Hiding {
         }
         Ok(())
     }
-    fn protector(&self) -> Arc<dyn Protect> {
-        self.tracker.protector()
-    }
-    fn stop(&mut self) -> Result<(), VmError> {
-        self.tracker.stop()
-    }
 }
 
 impl SourceVm for Withholding {
-    fn config(&self) -> MachineConfig {
-        SourceVm::config(&self.vm)
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        SourceVm::memory(&self.vm)
-    }
+    forward!(SourceVm);
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         let (tracker, memory) = (self.vm.tracker(kind)?, SourceVm::memory(&self.vm));
         Ok(Box::new(Hiding { tracker, page: Arc::clone(&self.page), memory }))
     }
     fn pause(&mut self) -> Result<(), VmError> {
         SourceVm::pause(&mut self.vm)
-    }
-    fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        SourceVm::save(&mut self.vm)
-    }
-    fn release(&mut self) -> Result<(), VmError> {
-        SourceVm::release(&mut self.vm)
     }
     fn resume(&mut self) -> Result<(), VmError> {
         SourceVm::resume(&mut self.vm)
@@ -171,12 +138,7 @@ struct Outrunning {
 }
 
 impl DirtyTracker for Outrunning {
-    fn kind(&self) -> TrackerKind {
-        self.tracker.kind()
-    }
-    fn start(&mut self) -> Result<(), VmError> {
-        self.tracker.start()
-    }
+    forward!(DirtyTracker);
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
         let least = self.least.load(Ordering::Relaxed);
         wait_for("writes of the guest", || {
@@ -185,14 +147,8 @@ impl DirtyTracker for Outrunning {
         });
         Ok(())
     }
-    fn protector(&self) -> Arc<dyn Protect> {
-        self.tracker.protector()
-    }
     fn ring(&self) -> Option<RingFigures> {
         self.tracker.ring()
-    }
-    fn stop(&mut self) -> Result<(), VmError> {
-        self.tracker.stop()
     }
 }
 
@@ -211,12 +167,7 @@ impl UntilHeld {
 }
 
 impl SourceVm for UntilHeld {
-    fn config(&self) -> MachineConfig {
-        SourceVm::config(&self.vm)
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        SourceVm::memory(&self.vm)
-    }
+    forward!(SourceVm);
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         let (tracker, least) = (self.vm.tracker(kind)?, Arc::clone(&self.least));
         Ok(Box::new(Outrunning { tracker, least }))
@@ -237,12 +188,6 @@ impl SourceVm for UntilHeld {
         self.least.store(0, Ordering::Relaxed);
         SourceVm::pause(&mut self.vm)
     }
-    fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        SourceVm::save(&mut self.vm)
-    }
-    fn release(&mut self) -> Result<(), VmError> {
-        SourceVm::release(&mut self.vm)
-    }
     fn resume(&mut self) -> Result<(), VmError> {
         self.least.store(self.outruns, Ordering::Relaxed);
         SourceVm::resume(&mut self.vm)
@@ -250,39 +195,23 @@ impl SourceVm for UntilHeld {
 }
 
 /// Moves `source` into a fresh VM by the engine, over a Unix socket.
-fn moved(source: &mut dyn SourceVm, name: &str, kind: TrackerKind, verify: bool) -> (Report, Vm) {
-    moved_with(source, name, kind, verify, VmOptions::new(MEMORY, 1))
+fn moved(source: &mut dyn SourceVm, kind: TrackerKind, verify: bool) -> (Report, Vm) {
+    moved_with(source, kind, verify, VmOptions::new(MEMORY, 1))
 }
 
 fn moved_with(
     source: &mut dyn SourceVm,
-    name: &str,
     kind: TrackerKind,
     verify: bool,
-    mut options: VmOptions,
+    options: VmOptions,
 ) -> (Report, Vm) {
-    options.incoming = true;
-    let mut target = Vm::new(options).unwrap();
-    let path = std::env::temp_dir().join(format!("vmferry-vmm-{}-{name}", std::process::id()));
-    let uri = Uri::Unix(path);
-    let listener = Listener::bind(&uri, false).unwrap();
+    let mut target = empty(options);
     // Slow enough for some passes.
     let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..patient() };
-    let arrival = Arrival::new(PATIENCE);
-    let report = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
-        let report = migrate(source, &uri, Some(kind), &settings, &Monitor::new()).unwrap();
-        assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed);
-        report
-    });
+    let (report, came) =
+        pair::moved(&unix_uri(), source, &mut target, Some(kind), &settings, &Monitor::new());
+    assert_eq!(came.is_ok(), report.state == MigrationState::Completed);
     (report, target)
-}
-
-fn corrupt_after_a_check(target: &Vm) -> u64 {
-    let handle = target.handle();
-    handle.request_verify(5);
-    wait("the guest checking itself", || stats(&handle).is_some_and(|stats| stats.verified(5)));
-    stats(&handle).unwrap().corrupt()
 }
 
 #[test]
@@ -291,8 +220,8 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
         return;
     }
     let mut vm = running();
-    for (name, kind) in [("log", TrackerKind::Log), ("wp", TrackerKind::Wp)] {
-        let (report, target) = moved(&mut vm, name, kind, true);
+    for kind in [TrackerKind::Log, TrackerKind::Wp] {
+        let (report, target) = moved(&mut vm, kind, true);
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         // What the guest said is free has nothing to be compared.
         assert_eq!(
@@ -300,7 +229,7 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
             (MEMORY >> 12, 0)
         );
         assert!(report.passes.len() >= 2, "the guest wrote while it was moved: {report:?}");
-        assert_eq!(corrupt_after_a_check(&target), 0);
+        assert_eq!(corrupt(&target), 0);
         vm = target;
     }
 }
@@ -311,24 +240,21 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
         return;
     }
     let mut source = running();
-    let path = std::env::temp_dir().join(format!("vmferry-vmm-file-{}", std::process::id()));
+    let path = temp_path("vmm-file");
     let report = save(&mut source, &path, &Monitor::new()).unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-    let mut options = VmOptions::new(MEMORY, 1);
-    options.incoming = true;
-    let mut target = Vm::new(options.clone()).unwrap();
-    let mut lazy = Vm::new(options).unwrap();
+    let [mut target, mut lazy] = [(); 2].map(|()| empty(VmOptions::new(MEMORY, 1)));
     let restored = restore(&mut target, &path);
     let comes = restore_lazy(&mut lazy, &path);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
-    assert_eq!(corrupt_after_a_check(&target), 0);
+    assert_eq!(corrupt(&target), 0);
     match comes {
         Ok(comes) => {
             let progress = comes.wait(PATIENCE);
             assert_eq!(progress.state, FillState::Completed, "{progress:?}");
             assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
-            assert_eq!(corrupt_after_a_check(&lazy), 0);
+            assert_eq!(corrupt(&lazy), 0);
             println!("lazily: {progress:?}");
         }
         Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("lazy restore: {why}")),
@@ -354,8 +280,7 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
             vm.set_reaper(Arc::new(policy));
             // Signals come all the time while vCPUs empty their rings.
             vm.set_throttle(&[0.3]).unwrap();
-            let (report, target) =
-                moved_with(&mut vm, policy.name(), TrackerKind::Ring, true, options.clone());
+            let (report, target) = moved_with(&mut vm, TrackerKind::Ring, true, options.clone());
             assert_eq!(report.state, MigrationState::Completed, "{report:?}");
             // What the guest said is free has nothing to be compared.
             assert_eq!(
@@ -365,7 +290,7 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
             let ring = report.ring.expect("figures of the rings");
             assert_eq!((ring.entries, ring.policy.as_str()), (256, policy.name()));
             assert!(ring.harvests >= ring.full_exits && ring.vcpus[0].pages > 0, "{ring:?}");
-            assert_eq!(corrupt_after_a_check(&target), 0);
+            assert_eq!(corrupt(&target), 0);
             vm = target;
             ring.full_exits > 0 && ring.full_stall_us > 0
         });
@@ -391,13 +316,7 @@ fn a_guest_is_slowed_until_it_converges() {
         // Five times what the downtime allows.
         let vm = running_work(VmOptions::new(MEMORY, 1), "sequential,ws=2M,rate=12k,fill=random");
         let mut source = UntilHeld::new(vm, 256);
-        let mut options = VmOptions::new(MEMORY, 1);
-        options.incoming = true;
-        let mut target = Vm::new(options).unwrap();
-        let path =
-            std::env::temp_dir().join(format!("vmferry-vmm-{}-slow-{auto_converge:?}", std::process::id()));
-        let uri = Uri::Unix(path);
-        let listener = Listener::bind(&uri, false).unwrap();
+        let mut target = empty(VmOptions::new(MEMORY, 1));
         // The guest writes all of its 512 pages again within 43 ms. The link needs 500 ms for them, and 50 ms are allowed: 51 pages. The
         // guest is throttled from 4 % of its rate on, so also on a host that is busy with other work. The throttle can slow the full
         // rate to half of the link: it leaves the guest 4 % of its time, and 3 % is the least that a guest gets.
@@ -408,13 +327,9 @@ fn a_guest_is_slowed_until_it_converges() {
             timeout: Some(timeout),
             ..patient()
         };
-        let arrival = Arrival::new(PATIENCE);
-        let report = std::thread::scope(|scope| {
-            let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
-            let report = migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap();
-            assert_eq!(receiving.join().unwrap(), report.state == MigrationState::Completed);
-            report
-        });
+        let (report, came) =
+            pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &Monitor::new());
+        assert_eq!(came.is_ok(), report.state == MigrationState::Completed);
         assert_eq!(report.state, state, "{report:?}");
         match (auto_converge, report.throttle) {
             (AutoConverge::Off, None) => {
@@ -425,7 +340,7 @@ fn a_guest_is_slowed_until_it_converges() {
             (AutoConverge::All, Some(throttle)) => {
                 let held = Duration::from_secs_f64(throttle.held_ms[0] / 1e3);
                 assert!(throttle.highest_share > NOTICEABLE && held > HELD, "{throttle:?}");
-                assert_eq!(corrupt_after_a_check(&target), 0);
+                assert_eq!(corrupt(&target), 0);
             }
             other => panic!("{other:?}"),
         }
@@ -467,7 +382,7 @@ fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
     let page = Arc::new(AtomicU64::new(u64::MAX));
     let mut source =
         Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
-    let (report, _) = moved(&mut source, "named", TrackerKind::Log, true);
+    let (report, _) = moved(&mut source, TrackerKind::Log, true);
     let page = page.load(Ordering::Relaxed);
     assert_ne!(page, u64::MAX, "a page of the working set was withheld");
     assert_eq!((report.state, report.mismatched_pages), (MigrationState::Failed, 1), "{report:?}");
@@ -478,7 +393,7 @@ fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
     let handle = source.vm.handle();
     let before = stats(&handle).unwrap().writes();
     wait("the guest going on at the source", || stats(&handle).is_some_and(|stats| stats.writes() > before));
-    assert_eq!(corrupt_after_a_check(&source.vm), 0);
+    assert_eq!(corrupt(&source.vm), 0);
 }
 
 #[test]
@@ -489,8 +404,8 @@ fn a_page_that_is_withheld_is_found_by_the_guest_itself() {
     let page = Arc::new(AtomicU64::new(u64::MAX));
     let mut source =
         Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
-    let (report, target) = moved(&mut source, "found", TrackerKind::Log, false);
+    let (report, target) = moved(&mut source, TrackerKind::Log, false);
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
     assert_ne!(page.load(Ordering::Relaxed), u64::MAX, "a page of the working set was withheld");
-    assert!(corrupt_after_a_check(&target) > 0, "the guest misses its page");
+    assert!(corrupt(&target) > 0, "the guest misses its page");
 }

@@ -2,15 +2,15 @@
 //! tracker, before and after their memory.
 
 use crate::confined::kvm;
-use crate::gate::Gated;
-use crate::patient;
+use crate::rig::{boot_with, empty, patient};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, SourceVm,
-    TargetVm, TrackerKind, Uri, migrate, receive,
+    MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, SourceVm, TargetVm, TrackerKind, Uri,
 };
-use vmferry_guest_abi::{GuestArgs, HintMode, PAGE_SIZE, ReportMode, State, StatsSink};
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_guest_abi::{HintMode, PAGE_SIZE, ReportMode, State};
+use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit_peers::gated::Gated;
+use vmferry_testkit_peers::pair;
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const MIB: u64 = 1 << 20;
@@ -26,19 +26,10 @@ fn options(tracker: TrackerKind) -> VmOptions {
 
 /// A guest whose allocator has worked: `rounds` of it, or 0 for ever. Nothing is reported, so that what is free is still there.
 fn running(hints: HintMode, tracker: TrackerKind, rounds: u32) -> Vm {
-    let mut vm = Vm::new(options(tracker)).unwrap();
     let rounds_text = if rounds > 0 { format!(",rounds={rounds}") } else { String::new() };
     let workload = format!("uniform,ws=8M,rate=2k,fill=random,alloc={FREED}{rounds_text}");
-    let args = GuestArgs {
-        stats: StatsSink::Page,
-        cpus: Some(2),
-        tsc_khz: Some(vm.tsc_khz()),
-        report: ReportMode::Off,
-        hints,
-        ..GuestArgs::new(workload.parse().unwrap())
-    };
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
+    let vm =
+        boot_with(options(tracker), &workload, |args| (args.report, args.hints) = (ReportMode::Off, hints));
     let handle = vm.handle();
     wait("the allocator's first round", || {
         handle
@@ -71,11 +62,7 @@ fn moved(case: &Case) -> Report {
     let Case { hints, tracker, mode, rounds, free_pages, waits } = *case;
     let what = format!("{mode}, {tracker}, hints {hints}, rounds {rounds}, free pages {free_pages}");
     let mut source = running(hints, tracker, rounds);
-    let mut options = options(tracker);
-    options.incoming = true;
-    let mut target = Vm::new(options).unwrap();
-    let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
-    let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
+    let mut target = empty(options(tracker));
     // A guest that allocates without end outruns the link, and is moved by this timeout after a few passes. Each pass asks it anew.
     let timeout = if rounds == 0 { Duration::from_millis(1500) } else { Duration::from_secs(5) };
     // A link of 2 Gbit/s: a pass takes long enough for a guest to be asked in.
@@ -88,18 +75,13 @@ fn moved(case: &Case) -> Report {
         on_timeout: OnTimeout::Switch,
         ..patient()
     };
-    let report = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let received = receive(&mut target, &listener, &arrival).expect("the guest");
-            if let Some(rest) = received.rest {
-                let rest = rest.finish(&listener, &arrival);
-                assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
-            }
-        });
-        let send = |vm: &mut dyn SourceVm| migrate(vm, &uri, Some(tracker), &settings, &Monitor::new());
-        let sent = if waits { send(&mut Gated::new(&mut source)) } else { send(&mut source) };
-        sent.expect("a migration")
-    });
+    let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let mut send =
+        |vm: &mut dyn SourceVm| pair::moved(&tcp, vm, &mut target, Some(tracker), &settings, &Monitor::new());
+    let (report, came) = if waits { send(&mut Gated::new(&mut source)) } else { send(&mut source) };
+    if let Some(rest) = came.expect("the guest") {
+        assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+    }
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
     let handle = target.handle();
     if rounds == 0 {

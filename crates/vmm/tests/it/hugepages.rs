@@ -1,28 +1,23 @@
 //! KVM guests on huge pages of the host's pool (hugetlbfs), moved by the real engine.
 
 use crate::confined::kvm;
-use crate::patient;
 use crate::pool::Pool;
-use crate::proxy::{Harm, Proxy, Rule, Way};
+use crate::rig::{corrupt, empty, patient, stats, working};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
 use vmferry_engine::{
     Arrival, FillState, Listener, MigrateError, MigrationMode, MigrationState, Monitor, PostcopyFigures,
     Report, Settings, TrackerKind, UrgentPath, Uri, migrate, receive, restore, restore_lazy, save,
 };
-use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
-use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmHandle, VmOptions, largest_dirty_ring};
+use vmferry_testkit::{Need, PATIENCE, say, skip, temp_path, wait};
+use vmferry_testkit_peers::link::{Harm, Proxy, Rule};
+use vmferry_testkit_peers::unix_uri;
+use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmOptions, largest_dirty_ring};
 use vmferry_wire::Role;
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
 /// Writes all over a part of memory, so that faults come from everywhere.
 const WORKLOAD: &str = "uniform,ws=24M,rate=50k,fill=mix:30";
-
-fn stats(handle: &VmHandle) -> Option<StatsSnapshot> {
-    handle.stats().ok()
-}
 
 /// Huge pages for so many guests; `None`, and the calling test is skipped, where this host has no KVM or none of them.
 fn pool(guests: u64) -> Option<Pool> {
@@ -39,33 +34,7 @@ fn options(backing: Backing) -> VmOptions {
 }
 
 fn running(options: VmOptions) -> Vm {
-    let mut vm = Vm::new(options).unwrap();
-    let mut args = GuestArgs::new(WORKLOAD.parse().unwrap());
-    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
-    let handle = vm.handle();
-    wait("the guest's work", || stats(&handle).is_some_and(|stats| stats.writes() > 4000));
-    vm
-}
-
-fn empty(mut options: VmOptions) -> Vm {
-    options.incoming = true;
-    Vm::new(options).unwrap()
-}
-
-fn socket() -> Uri {
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    Uri::Unix(std::env::temp_dir().join(format!("vmferry-huge-{}-{number}", std::process::id())))
-}
-
-/// The guest's own check of all its pages.
-fn corrupt(vm: &Vm, request: u64) -> u64 {
-    let handle = vm.handle();
-    wait("a guest that can be asked", || handle.request_verify(request));
-    wait("the guest checking itself", || stats(&handle).is_some_and(|stats| stats.verified(request)));
-    wait_for("a report", || handle.stats()).corrupt()
+    working(options, WORKLOAD, 4000)
 }
 
 fn moved(
@@ -74,7 +43,7 @@ fn moved(
     kind: Option<TrackerKind>,
     settings: &Settings,
 ) -> (Report, Vm, Option<PostcopyFigures>) {
-    let uri = socket();
+    let uri = unix_uri();
     let listener = Listener::bind(&uri, false).unwrap();
     moved_over((&uri, &listener), source, target, kind, settings)
 }
@@ -137,7 +106,7 @@ fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
                 (report.verified_pages + report.skipped_pages, report.mismatched_pages),
                 (MEMORY >> 12, 0)
             );
-            assert_eq!(corrupt(&target, 5), 0, "{kind} to {to}");
+            assert_eq!(corrupt(&target), 0, "{kind} to {to}");
             vm = target;
         }
     }
@@ -162,7 +131,7 @@ fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
                 let figures = figures.expect("the guest came before its memory");
                 say(format!("{what}: {figures:?}"));
                 assert_eq!(figures.duplicates, 0, "{what}");
-                assert_eq!(corrupt(&target, 5), 0, "{what}");
+                assert_eq!(corrupt(&target), 0, "{what}");
                 let writes = || stats(&target.handle()).map_or(0, |stats| stats.writes());
                 wait("the guest going on", || writes() > before);
                 figures.faults > 0
@@ -179,8 +148,8 @@ fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
     let mut cut = 0;
     for (role, after) in [(Role::Urgent, 900_000), (Role::Urgent, 3_000_000), (Role::Bulk, 700_000)] {
         let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), false).unwrap();
-        let way = Way { role, index: 0, opened: 0, to_target: true };
-        let proxy = Proxy::new(&listener.uri().unwrap(), vec![Rule { way, after, harm: Harm::CutAll }]);
+        let rule = Rule::in_channel(role, 0, true, after, Harm::CutAll);
+        let proxy = Proxy::new(&listener.uri().unwrap(), [rule]);
         let settings = Settings {
             mode: MigrationMode::Postcopy,
             max_bandwidth: Some(16 << 20),
@@ -192,7 +161,7 @@ fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
         let (_, target, figures) =
             moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
         assert_eq!(figures.expect("the guest came before its memory").duplicates, 0);
-        assert_eq!(corrupt(&target, 5), 0, "{role:?} after {after} bytes");
+        assert_eq!(corrupt(&target), 0, "{role:?} after {after} bytes");
         say(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
         cut += proxy.harmed();
     }
@@ -205,7 +174,7 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
     let Some(_pool) = pool(2) else { return };
     for (from, to) in BOTH_WAYS {
         let mut source = running(options(from));
-        let path = std::env::temp_dir().join(format!("vmferry-huge-{}-file", std::process::id()));
+        let path = temp_path("huge-file");
         let report = save(&mut source, &path, &Monitor::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         drop(source);
@@ -214,13 +183,13 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
         let comes = restore_lazy(&mut lazy, &path);
         std::fs::remove_file(&path).unwrap();
         assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
-        assert_eq!(corrupt(&target, 5), 0, "{from} to {to}");
+        assert_eq!(corrupt(&target), 0, "{from} to {to}");
         match comes {
             Ok(comes) => {
                 let progress = comes.wait(PATIENCE);
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
-                assert_eq!(corrupt(&lazy, 5), 0, "{from} to {to}");
+                assert_eq!(corrupt(&lazy), 0, "{from} to {to}");
                 say(format!("lazily, {from} to {to}: {progress:?}"));
             }
             Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),

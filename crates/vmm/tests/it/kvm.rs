@@ -1,11 +1,12 @@
 //! Real guests on real KVM: booting, pausing, and moving one by hand.
 
 use crate::confined::kvm;
+use crate::rig::boot;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageIndex, PageRun, PageSet};
 use vmferry_engine::{DirtyTracker, GuestMemory, SourceVm, TrackerKind};
-use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot, Workload};
+use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_testkit::{PATIENCE, wait_for};
 use vmferry_vmm::{Backing, Captured, Exit, SerialSink, Vm, VmHandle, VmOptions};
 
@@ -17,27 +18,25 @@ struct Guest {
 
 impl Guest {
     fn new(memory: u64, cpus: u32, change: impl FnOnce(&mut VmOptions)) -> Self {
+        Self::with(memory, cpus, change, |options| Vm::new(options).expect("a VM"))
+    }
+
+    fn boot(memory: u64, cpus: u32, workload: &str, change: impl FnOnce(&mut VmOptions)) -> Self {
+        Self::with(memory, cpus, change, |options| boot(options, workload))
+    }
+
+    fn with(
+        memory: u64,
+        cpus: u32,
+        change: impl FnOnce(&mut VmOptions),
+        start: impl FnOnce(VmOptions) -> Vm,
+    ) -> Self {
         let (sink, serial) = SerialSink::capture();
         let mut options = VmOptions::new(memory, cpus);
         options.serial = sink;
         change(&mut options);
-        let vm = Vm::new(options).expect("a VM");
-        let handle = vm.handle();
-        Self { vm, handle, serial }
-    }
-
-    fn boot(memory: u64, cpus: u32, workload: &str, change: impl FnOnce(&mut VmOptions)) -> Self {
-        let mut guest = Self::new(memory, cpus, change);
-        let workload: Workload = workload.parse().unwrap();
-        let args = GuestArgs {
-            stats: StatsSink::Page,
-            cpus: Some(cpus),
-            tsc_khz: Some(guest.vm.tsc_khz()),
-            ..GuestArgs::new(workload)
-        };
-        guest.vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-        guest.vm.start().unwrap();
-        guest
+        let vm = start(options);
+        Self { handle: vm.handle(), vm, serial }
     }
 
     /// Waits until the guest's report satisfies `wanted`.

@@ -1,24 +1,21 @@
 //! A KVM guest that runs before its memory has come.
 
 use crate::confined::kvm;
+use crate::rig::{boot, empty, verified};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{LazyMemory, TargetVm};
-use vmferry_guest_abi::{GuestArgs, State, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait, wait_for};
-use vmferry_vmm::{Backing, Vm, VmHandle, VmOptions};
+use vmferry_guest_abi::{State, StatsSnapshot};
+use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
+use vmferry_vmm::{Backing, Vm, VmOptions};
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
 
 fn running() -> Vm {
-    let mut vm = Vm::new(VmOptions::new(MEMORY, CPUS)).unwrap();
-    let mut args = GuestArgs::new("uniform,ws=16M,rate=20k,fill=mix:30".parse().unwrap());
-    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
+    let vm = boot(VmOptions::new(MEMORY, CPUS), "uniform,ws=16M,rate=20k,fill=mix:30");
     let handle = vm.handle();
     let busy = |stats: StatsSnapshot| stats.state == State::Running && stats.writes() > 2000;
     wait("the guest's work", || handle.stats().is_ok_and(busy));
@@ -38,8 +35,8 @@ fn moving(backing: Backing) -> Option<Move> {
         return None;
     }
     let mut options = VmOptions::new(MEMORY, CPUS);
-    (options.backing, options.incoming) = (backing, true);
-    let mut target = Vm::new(options).unwrap();
+    options.backing = backing;
+    let mut target = empty(options);
     let lazy = match target.lazy_memory() {
         Ok(lazy) => lazy,
         Err(error) => {
@@ -106,12 +103,6 @@ fn with_served(moving: &mut Move, work: impl FnOnce(&mut Vm, &Counts)) -> Counts
         lazy.interrupt();
     });
     counts
-}
-
-fn verified(handle: &VmHandle, request: u64) -> StatsSnapshot {
-    wait("a guest that can be asked", || handle.request_verify(request));
-    wait("the guest checking itself", || handle.stats().is_ok_and(|stats| stats.verified(request)));
-    wait_for("a report", || handle.stats())
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! All trackers give the same answer: the pages that the guest wrote, by its own account.
 
 use crate::confined::kvm;
+use crate::rig::working;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{DirtyTracker, SourceVm, TrackerKind};
-use vmferry_guest_abi::{GuestArgs, StatsSink};
 use vmferry_testkit::{Need, say, skip, wait};
 use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
@@ -30,13 +30,7 @@ fn writes_by_cpu(vm: &Vm) -> Vec<u64> {
 fn running(ring: Option<u32>) -> Vm {
     let mut options = VmOptions::new(MEMORY, CPUS);
     options.dirty_ring = ring;
-    let mut vm = Vm::new(options).unwrap();
-    let mut args = GuestArgs::new(WORKLOAD.parse().unwrap());
-    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
-    wait("the guest's work", || writes(&vm) > 5000);
-    vm
+    working(options, WORKLOAD, 5000)
 }
 
 /// All of the guest's memory, in the order of its regions.

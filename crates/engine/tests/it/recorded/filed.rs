@@ -1,11 +1,12 @@
 //! A guest in a file of version 1: today's code takes it out.
 
 use super::{file, options, read, write};
-use crate::snapshots::Folder;
+use crate::snapshots::guest;
 use crate::toy::Toy;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use vmferry_engine::{MigrationState, Monitor, restore, restore_lazy, save};
+use vmferry_testkit::Folder;
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader};
 
 const NAME: &str = "file";
@@ -14,7 +15,7 @@ fn recorded() -> Folder {
     let folder = Folder::new();
     let text = std::fs::read_to_string(file(NAME)).unwrap();
     let words: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
-    std::fs::write(folder.file(), read(&words.join(" "))).unwrap();
+    std::fs::write(guest(&folder), read(&words.join(" "))).unwrap();
     folder
 }
 
@@ -22,7 +23,7 @@ fn recorded() -> Folder {
 #[ignore = "writes tests/streams/file.txt if it is not there: cargo test -p vmferry-engine --test it recorded::filed::record -- --ignored"]
 fn record() {
     let folder = Folder::new();
-    let path = folder.file();
+    let path = guest(&folder);
     let mut source = Toy::new(options(), true);
     assert!(source.works());
     assert_eq!(save(&mut source, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
@@ -37,7 +38,7 @@ fn record() {
 #[test]
 fn a_recorded_file_is_read() {
     let folder = recorded();
-    let path = folder.file();
+    let path = guest(&folder);
     let (file, mut head) = (File::open(&path).unwrap(), [0; SNAPSHOT_HEADER_BYTES]);
     file.read_exact_at(&mut head, 0).unwrap();
     let (header, _) = SnapshotHeader::decode(&head, file.metadata().unwrap().len()).unwrap();

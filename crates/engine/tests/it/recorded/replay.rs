@@ -1,51 +1,38 @@
 //! A source that says what was recorded, to a target of today.
 
 use super::{Streams, Way, file, hello_of, load, messages, options};
-use crate::rig::socket_path;
+use crate::rig::unix_uri;
 use crate::toy::Toy;
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::io::Write;
 use vmferry_engine::{Arrival, Listener, MigrationState, Uri, receive};
 use vmferry_testkit::PATIENCE;
-use vmferry_wire::{
-    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, Role, ToSource, ToTarget, Token,
-    decode_control,
-};
+use vmferry_testkit_peers::Socket;
+use vmferry_testkit_peers::peer::{greet, hear};
+use vmferry_wire::{HELLO_BYTES, Hello, Role, ToSource, ToTarget, Token};
 
 fn down(connection: usize) -> Way {
     Way { connection, to_target: true }
 }
 
 /// Says hello, with the token of this run in place of the recorded one.
-fn connect(path: &Path, recorded: &[u8], token: Token) -> UnixStream {
-    let mut stream = UnixStream::connect(path).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let hello = Hello { token, ..hello_of(recorded) };
-    stream.write_all(&hello.encode()).unwrap();
-    let mut reply = [0; HELLO_BYTES];
-    stream.read_exact(&mut reply).unwrap();
-    assert_eq!(HelloReply::decode(&reply).unwrap().refused, None);
+fn connect(uri: &Uri, recorded: &[u8], token: Token) -> Socket {
+    let (stream, refused) = greet(uri, &Hello { token, ..hello_of(recorded) });
+    assert_eq!(refused, None);
     stream
 }
 
 struct Replay<'a> {
-    path: &'a Path,
+    uri: &'a Uri,
     streams: &'a Streams,
-    control: UnixStream,
-    others: Vec<(UnixStream, &'a [u8])>,
+    control: Socket,
+    others: Vec<(Socket, &'a [u8])>,
 }
 
 impl Replay<'_> {
     /// Reads until the target says it.
     fn hear(&mut self, what: &str, is: impl Fn(&ToSource) -> bool) -> ToSource {
         loop {
-            let mut header = [0; CONTROL_HEADER_BYTES];
-            self.control.read_exact(&mut header).unwrap_or_else(|error| panic!("no {what}: {error}"));
-            let header = ControlHeader::decode(&header).unwrap();
-            let mut body = vec![0; header.len];
-            self.control.read_exact(&mut body).unwrap();
-            let message: ToSource = decode_control(header, &body).unwrap();
+            let message = hear(&mut self.control).unwrap_or_else(|| panic!("no {what}"));
             assert!(!matches!(message, ToSource::Failed(_) | ToSource::Returned(_)), "{what}: {message:?}");
             if is(&message) {
                 return message;
@@ -57,7 +44,7 @@ impl Replay<'_> {
         for connection in 1.. {
             let Some(recorded) = self.streams.get(&down(connection)) else { break };
             let token = if hello_of(recorded).role == Role::Bulk { bulk } else { urgent };
-            self.others.push((connect(self.path, recorded, token), &recorded[HELLO_BYTES..]));
+            self.others.push((connect(self.uri, recorded, token), &recorded[HELLO_BYTES..]));
         }
     }
 
@@ -109,9 +96,9 @@ impl Replay<'_> {
 #[test]
 fn a_target_of_today_takes_a_recorded_guest() {
     for name in ["precopy", "postcopy"] {
-        let (streams, path) = (load(name), socket_path());
+        let (streams, uri) = (load(name), unix_uri());
         let mut target = Toy::new(options(), false).target();
-        let listener = Listener::bind(&Uri::Unix(path.clone()), false).unwrap();
+        let listener = Listener::bind(&uri, false).unwrap();
         let arrival = Arrival::new(PATIENCE);
         std::thread::scope(|scope| {
             let receiving = scope.spawn(|| {
@@ -119,8 +106,8 @@ fn a_target_of_today_takes_a_recorded_guest() {
                     .unwrap_or_else(|error| panic!("{}: {error:?}", file(name).display()));
                 received.rest.map(|rest| rest.finish(&listener, &arrival).state)
             });
-            let control = connect(&path, &streams[&down(0)], Token::NONE);
-            Replay { path: &path, streams: &streams, control, others: Vec::new() }.run();
+            let control = connect(&uri, &streams[&down(0)], Token::NONE);
+            Replay { uri: &uri, streams: &streams, control, others: Vec::new() }.run();
             let rest = receiving.join().unwrap();
             assert_eq!(rest, (name == "postcopy").then_some(MigrationState::Completed), "{name}");
         });

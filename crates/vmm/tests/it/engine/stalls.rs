@@ -11,20 +11,22 @@
 //!
 //! What is left, the residue, is printed: tracking faults, the host's scheduler, and exits shorter than 8 us, which no guest counts.
 
-use super::{MEMORY, corrupt_after_a_check, kvm, running_work, stats, wait};
-use crate::patient;
+use super::{MEMORY, running_work};
+use crate::confined::kvm;
+use crate::rig::{corrupt, empty, forward, patient, stats};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
-    Arrival, AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, Listener, MachineConfig,
-    MigrationMode, MigrationState, Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm,
-    TargetVm, TrackerKind, Uri, VmError, migrate, receive,
+    AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, MachineConfig, MigrationMode, MigrationState,
+    Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm, TargetVm, TrackerKind,
+    VmError,
 };
 use vmferry_guest_abi::CpuSnapshot;
-use vmferry_testkit::{Need, PATIENCE, say, skip};
+use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 /// Dirties its 8 MiB again and again.
@@ -67,12 +69,7 @@ struct Watched {
 }
 
 impl SourceVm for Watched {
-    fn config(&self) -> MachineConfig {
-        SourceVm::config(&self.vm)
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        SourceVm::memory(&self.vm)
-    }
+    forward!(SourceVm);
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         self.vm.tracker(kind)
     }
@@ -92,12 +89,6 @@ impl SourceVm for Watched {
         // A disk that takes its time.
         std::thread::sleep(time);
         Err(VmError::busy("requests are under way"))
-    }
-    fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        SourceVm::save(&mut self.vm)
-    }
-    fn release(&mut self) -> Result<(), VmError> {
-        SourceVm::release(&mut self.vm)
     }
     fn resume(&mut self) -> Result<(), VmError> {
         Standstill::ends(&self.still);
@@ -249,34 +240,19 @@ fn watched_options(ring: Option<u32>) -> VmOptions {
     options
 }
 
-fn account(name: &str, ring: Option<u32>, settings: &Settings, busy: &[Duration]) -> Account {
-    let mut options = watched_options(ring);
+fn account(ring: Option<u32>, settings: &Settings, busy: &[Duration]) -> Account {
+    let options = watched_options(ring);
     let still = Arc::<Mutex<Standstill>>::default();
     let vm = running_work(options.clone(), WORKLOAD);
     let mut source = Watched { vm, still: Arc::clone(&still), busy: busy.iter().copied().collect() };
-    options.incoming = true;
     let placing_us = Arc::<AtomicU64>::default();
-    let mut target = Started {
-        vm: Vm::new(options).unwrap(),
-        still: Arc::clone(&still),
-        placing_us: Arc::clone(&placing_us),
-    };
-    let path = std::env::temp_dir().join(format!("vmferry-vmm-{}-stalls-{name}", std::process::id()));
-    let uri = Uri::Unix(path);
-    let listener = Listener::bind(&uri, false).unwrap();
-    let arrival = Arrival::new(PATIENCE);
+    let mut target =
+        Started { vm: empty(options), still: Arc::clone(&still), placing_us: Arc::clone(&placing_us) };
     let before = fresh(&source.vm.handle());
-    let report = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| {
-            let received = receive(&mut target, &listener, &arrival).unwrap();
-            received.rest.map(|rest| rest.finish(&listener, &arrival))
-        });
-        let report = migrate(&mut source, &uri, None, settings, &Monitor::new()).unwrap();
-        let _ = receiving.join().unwrap();
-        report
-    });
+    let (report, came) = pair::moved(&unix_uri(), &mut source, &mut target, None, settings, &Monitor::new());
+    let _ = came.unwrap();
     let after = fresh(&target.vm.handle());
-    assert_eq!(corrupt_after_a_check(&target.vm), 0);
+    assert_eq!(corrupt(&target.vm), 0);
     let still = still.lock().unwrap().total.as_secs_f64() * 1e6;
     let excess = placing_us.load(Ordering::Relaxed) as f64;
     Account { report, seen: (after.stall_sum_us - before.stall_sum_us) as f64, still, excess }
@@ -296,7 +272,7 @@ fn full_rings_are_accounted_for() {
     }
     // A host that hardly lets the guest run lets the reaper come first.
     let full = |_| {
-        let account = account("ring", Some(256), &settings(), &[]);
+        let account = account(Some(256), &settings(), &[]);
         account.report.ring.as_ref().is_some_and(|ring| ring.full_stall_us > 0).then_some(account)
     };
     let account = (0..8).find_map(full).expect("a guest fills 256 entries in 5 ms");
@@ -321,8 +297,7 @@ fn throttling_is_accounted_for() {
     let held = |account: &Account| account.report.throttle.as_ref().map_or(0.0, |all| all.held_ms[0]);
     // A guest that a starved host does not let run is not held. Each migration is repeated until
     // there is a hold to account for; the account of that one decides.
-    let account =
-        (0..8).map(|_| account("throttle", None, &settings, &[])).find(|account| held(account) > 0.0);
+    let account = (0..8).map(|_| account(None, &settings, &[])).find(|account| held(account) > 0.0);
     let account = account.expect("a guest that outruns its link is held");
     account.judge("throttle", held(&account) * 1e3);
 }
@@ -332,7 +307,7 @@ fn blackout_trial_pauses_and_verification_are_accounted_for() {
     if !kvm() {
         return;
     }
-    let account = account("verify", None, &Settings { verify: true, ..settings() }, &[]);
+    let account = account(None, &Settings { verify: true, ..settings() }, &[]);
     let report = &account.report;
     assert!(report.trial_pauses > 0 && report.trial_pause_ms > 0.0, "{report:?}");
     account.judge("trial_pause", report.trial_pause_ms * 1e3);
@@ -345,7 +320,7 @@ fn pauses_in_vain_are_accounted_for() {
     if !kvm() {
         return;
     }
-    let account = account("busy", None, &settings(), &[Duration::from_millis(30); 2]);
+    let account = account(None, &settings(), &[Duration::from_millis(30); 2]);
     assert_eq!(account.report.put_off, 2, "{:?}", account.report);
     assert!(account.still >= 60_000.0, "{}", account.still);
     account.judge("put_off", account.report.put_off_ms * 1e3);
@@ -365,8 +340,7 @@ fn missing_pages_are_accounted_for() {
     };
     // A guest that a starved host does not let run before its pages have come waits for none. The
     // migration is repeated until there is a wait to account for; the account of that one decides.
-    let account =
-        (0..8).map(|_| account("postcopy", None, &settings, &[])).find(|account| blocked(account) > 0);
+    let account = (0..8).map(|_| account(None, &settings, &[])).find(|account| blocked(account) > 0);
     let account = account.expect("a guest that writes all over its memory waits for pages");
     account.judge("missing_page", blocked(&account) as f64);
 }

@@ -1,16 +1,18 @@
 //! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
 
-use super::{MEMORY, Outrunning, corrupt_after_a_check, kvm, stats, wait};
-use crate::patient;
+use super::{MEMORY, Outrunning};
+use crate::confined::kvm;
+use crate::rig::{boot, corrupt, empty, forward, patient, stats};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, AutoConverge, DirtyTracker, GuestMemory, Listener, MachineConfig, MigrationState, Monitor,
-    Report, Section, Settings, SourceVm, TrackerKind, Uri, VmError, migrate, receive,
+    AutoConverge, DirtyTracker, GuestMemory, MachineConfig, MigrationState, Monitor, Report, Section,
+    Settings, SourceVm, TrackerKind, VmError,
 };
-use vmferry_guest_abi::{CpuSnapshot, GuestArgs, StatsSink, StatsSnapshot};
-use vmferry_testkit::{Need, PATIENCE, say, skip};
+use vmferry_guest_abi::{CpuSnapshot, StatsSnapshot};
+use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const CPUS: u32 = 2;
@@ -48,14 +50,9 @@ struct Note {
 
 impl Noting {
     fn note(&mut self, shares: &[f64]) {
-        let handle = self.vm.handle();
-        let mut reported = None;
-        wait("a report of the guest", || {
-            reported = stats(&handle);
-            reported.is_some()
-        });
+        let stats = wait_for("a report of the guest", || self.vm.handle().stats());
         let light_held = SourceVm::throttled(&self.vm).get(1).copied().unwrap_or_default();
-        let note = Note { shares: shares.to_vec(), stats: reported.unwrap(), light_held };
+        let note = Note { shares: shares.to_vec(), stats, light_held };
         self.notes.lock().unwrap().push(note);
     }
 }
@@ -90,12 +87,7 @@ fn measured(notes: &Mutex<Vec<Note>>, handle: &VmHandle) -> bool {
 }
 
 impl SourceVm for Noting {
-    fn config(&self) -> MachineConfig {
-        SourceVm::config(&self.vm)
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        SourceVm::memory(&self.vm)
-    }
+    forward!(SourceVm);
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         self.least.store(self.outruns, Ordering::Relaxed);
         let (tracker, least) = (self.vm.tracker(kind)?, Arc::clone(&self.least));
@@ -113,12 +105,6 @@ impl SourceVm for Noting {
         self.note(&shares);
         self.least.store(0, Ordering::Relaxed);
         SourceVm::pause(&mut self.vm)
-    }
-    fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        SourceVm::save(&mut self.vm)
-    }
-    fn release(&mut self) -> Result<(), VmError> {
-        SourceVm::release(&mut self.vm)
     }
     fn resume(&mut self) -> Result<(), VmError> {
         self.least.store(self.outruns, Ordering::Relaxed);
@@ -166,13 +152,9 @@ fn options() -> VmOptions {
 }
 
 fn running() -> Vm {
-    let mut vm = Vm::new(options()).unwrap();
     // Without a sweep: KVM also calls a page dirty that was only read, if it was part of a huge page until then.
     let workload = format!("sequential,ws=8M,rate={HEAVY},skew={SKEW},sweep=0,fill=random");
-    let mut args = GuestArgs::new(workload.parse().unwrap());
-    (args.stats, args.cpus, args.tsc_khz) = (StatsSink::Page, Some(CPUS), Some(vm.tsc_khz()));
-    vm.load_kernel(vmferry_guest_image::ELF, &args.to_string()).unwrap();
-    vm.start().unwrap();
+    let vm = boot(options(), &workload);
     let handle = vm.handle();
     wait("the guest's work", || {
         stats(&handle).is_some_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 100))
@@ -199,20 +181,12 @@ fn attempt(
     settings: &Settings,
     watch: impl FnOnce(&Monitor) + Send,
 ) -> (Report, Option<Vm>) {
-    let mut options = options();
-    options.incoming = true;
-    let mut target = Vm::new(options).unwrap();
-    let uri = Uri::Unix(std::env::temp_dir().join(format!("vmferry-vmm-{}-writers", std::process::id())));
-    let listener = Listener::bind(&uri, false).unwrap();
-    let arrival = Arrival::new(PATIENCE);
-    let monitor = Monitor::new();
-    let (report, received) = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
+    let (mut target, monitor) = (empty(options()), Monitor::new());
+    let (report, came) = std::thread::scope(|scope| {
         scope.spawn(|| watch(&monitor));
-        let report = migrate(source, &uri, Some(TrackerKind::Ring), settings, &monitor).unwrap();
-        (report, receiving.join().unwrap())
+        pair::moved(&unix_uri(), source, &mut target, Some(TrackerKind::Ring), settings, &monitor)
     });
-    (report, received.ok().map(|()| target))
+    (report, came.ok().map(|_| target))
 }
 
 /// Bounds that other work on this host cannot break: it makes vCPUs slower, and gives them less time, but it holds none and writes nothing.
@@ -250,7 +224,7 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     source.outruns = 0;
     let (report, target) = attempt(&mut source, &patient(), |_| ());
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-    assert_eq!(corrupt_after_a_check(&target.unwrap()), 0);
+    assert_eq!(corrupt(&target.unwrap()), 0);
 
     let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
     say(format!(

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ThreadId;
 use std::time::Duration;
+use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, PageSet, PauseCosts, RegionId};
 use vmferry_engine::{
     Answer, Answers, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Protect, RingFigures,
@@ -31,14 +32,16 @@ impl Gate {
     }
 }
 
-/// `vm`, whose senders wait. It is migrated by the thread that calls [`new`](Self::new).
-pub(crate) struct Gated<'a> {
+/// A source whose senders wait for the guest's first complete answer.
+#[expect(missing_debug_implementations, reason = "a source VM need not have one")]
+pub struct Gated<'a> {
     vm: &'a mut dyn SourceVm,
     gate: Arc<Gate>,
 }
 
 impl<'a> Gated<'a> {
-    pub(crate) fn new(vm: &'a mut dyn SourceVm) -> Self {
+    /// Wraps `vm`, which the calling thread migrates.
+    pub fn new(vm: &'a mut dyn SourceVm) -> Self {
         let gate = Gate { open: AtomicBool::new(true), driver: std::thread::current().id() };
         Self { vm, gate: Arc::new(gate) }
     }
@@ -124,12 +127,7 @@ impl Protect for Protector {
     fn chunk_pages(&self) -> u64 {
         self.protect.chunk_pages()
     }
-    fn protect(
-        &self,
-        region: RegionId,
-        chunk: PageRun,
-        pages: &vmferry_bitmap::Bitmap,
-    ) -> Result<(), VmError> {
+    fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
         self.gate.pass();
         self.protect.protect(region, chunk, pages)
     }

@@ -1,0 +1,41 @@
+//! Links and peers of migrations, for the test suites of vmferry.
+//!
+//! Tests of crates that know neither the wire nor the engine use `vmferry-testkit` alone, and do not
+//! wait for this crate to be built.
+//!
+//! | module | content |
+//! |---|---|
+//! | [`link`] | [`Proxy`](link::Proxy): a link that does harm at a chosen byte, or at the commit |
+//! | [`peer`] | [`Target`](peer::Target) and [`Source`](peer::Source): peers that follow a script |
+//! | [`pair`] | [`moved`](pair::moved): a source and a target that run together |
+//! | [`gated`] | [`Gated`](gated::Gated): a source whose senders wait for the guest's free pages |
+//!
+//! A source meets a target that closes the connection where it should accept the guest:
+//!
+//! ```no_run
+//! use vmferry_engine::{MigrationState, Monitor, Settings, SourceVm, migrate};
+//! use vmferry_testkit_peers::peer::{Listener, Target};
+//!
+//! fn guest_stays(vm: &mut dyn SourceVm) {
+//!     let listener = Listener::unix();
+//!     let uri = listener.uri().clone();
+//!     let report = std::thread::scope(|scope| {
+//!         scope.spawn(|| {
+//!             let mut target = Target::meet(&listener);
+//!             assert!(target.hear().is_some(), "the setup");
+//!         });
+//!         migrate(vm, &uri, None, &Settings::default(), &Monitor::new()).unwrap()
+//!     });
+//!     assert_eq!(report.state, MigrationState::Failed);
+//! }
+//! ```
+
+pub mod gated;
+pub mod link;
+pub mod pair;
+pub mod peer;
+
+mod socket;
+
+pub use socket::{unix_uri, until_hung_up};
+pub use socket2::Socket;

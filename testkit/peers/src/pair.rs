@@ -1,0 +1,36 @@
+//! A source and a target that run together.
+
+use vmferry_engine::{
+    Arrival, Listener, Monitor, ReceiveFailure, Report, RestState, Settings, SourceVm, TargetVm, TrackerKind,
+    Uri, migrate, receive,
+};
+
+/// What a target has received: how its memory came, if the guest came first.
+pub type Came = Result<Option<RestState>, ReceiveFailure>;
+
+/// Moves the guest of `source` to `target`, which listens at `at`, until all of its memory is there.
+///
+/// Both sides bear silence for the peer timeout of `settings`. The calling thread runs the source.
+///
+/// # Panics
+///
+/// Panics if the migration cannot begin.
+pub fn moved(
+    at: &Uri,
+    source: &mut dyn SourceVm,
+    target: &mut (impl TargetVm + Send),
+    kind: Option<TrackerKind>,
+    settings: &Settings,
+    monitor: &Monitor,
+) -> (Report, Came) {
+    let listener = Listener::bind(at, false).expect("a target that listens");
+    let (uri, arrival) = (listener.uri().expect("its address"), Arrival::new(settings.peer_timeout));
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| {
+            let received = receive(target, &listener, &arrival)?;
+            Ok(received.rest.map(|rest| rest.finish(&listener, &arrival)))
+        });
+        let report = migrate(source, &uri, kind, settings, monitor).expect("a migration");
+        (report, receiving.join().expect("the target's thread"))
+    })
+}

@@ -1,0 +1,132 @@
+//! Peers that follow a script: what they say on the wire is up to the test.
+
+mod source;
+mod target;
+
+pub use source::{Frame, Source};
+pub use target::Target;
+
+use crate::socket;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use socket2::Socket;
+use std::io::{Read, Write};
+use vmferry_engine::Uri;
+use vmferry_testkit::{PATIENCE, wait_for};
+use vmferry_wire::{
+    CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role,
+    Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
+};
+
+/// Says `message` on a control channel. A peer that has hung up does not hear it.
+pub fn say(stream: &mut impl Write, message: &impl Serialize) {
+    let _ = stream.write_all(&encode_control(message).expect("a message that can be encoded"));
+}
+
+/// Returns the next message of a control channel, or `None` at its end.
+///
+/// # Panics
+///
+/// Panics if the message cannot be decoded.
+pub fn hear<M: DeserializeOwned>(stream: &mut impl Read) -> Option<M> {
+    let mut header = [0; CONTROL_HEADER_BYTES];
+    stream.read_exact(&mut header).ok()?;
+    let header = ControlHeader::decode(&header).expect("the header of a control message");
+    let mut body = vec![0; header.len];
+    stream.read_exact(&mut body).ok()?;
+    Some(decode_control(header, &body).expect("a control message"))
+}
+
+/// Returns the hello of a channel of the migration that scripted sources name.
+pub fn hello(role: Role, index: u16, token: Token) -> Hello {
+    let migration = MigrationId([7; 16]);
+    let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
+    Hello { version_min, version_max, features: 0, migration, role, index, token, fence: 0 }
+}
+
+/// Says `hello` on `stream`. Returns why it was refused, if it was.
+///
+/// # Panics
+///
+/// Panics if the target does not reply, or names another migration.
+pub fn introduce(stream: &mut (impl Read + Write), hello: &Hello) -> Option<RefusalCode> {
+    stream.write_all(&hello.encode()).expect("a target that takes a hello");
+    let mut reply = [0; HELLO_BYTES];
+    stream.read_exact(&mut reply).expect("the reply to a hello");
+    let reply = HelloReply::decode(&reply).expect("the reply to a hello");
+    assert_eq!(reply.migration, hello.migration);
+    reply.refused
+}
+
+/// Connects to the target at `uri`. The target has [`PATIENCE`] for each answer.
+///
+/// # Panics
+///
+/// Panics if no connection is made.
+pub fn connect(uri: &Uri) -> Socket {
+    let stream = socket::connect(uri).unwrap_or_else(|error| panic!("{uri}: {error}"));
+    stream.set_read_timeout(Some(PATIENCE)).expect("a read timeout");
+    stream.set_write_timeout(Some(PATIENCE)).expect("a write timeout");
+    stream
+}
+
+/// Connects to the target at `uri` and says `hello`. Returns the channel, and why it was refused.
+pub fn greet(uri: &Uri, hello: &Hello) -> (Socket, Option<RefusalCode>) {
+    let mut stream = connect(uri);
+    let refused = introduce(&mut stream, hello);
+    (stream, refused)
+}
+
+/// Accepts the greeting of a source. Returns its hello, or `None` if the source hung up.
+pub fn answer(stream: &mut (impl Read + Write)) -> Option<Hello> {
+    let mut bytes = [0; HELLO_BYTES];
+    stream.read_exact(&mut bytes).ok()?;
+    let hello = Hello::decode(&bytes).expect("a hello");
+    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
+    stream.write_all(&reply.encode()).ok()?;
+    Some(hello)
+}
+
+/// A socket to which sources connect. Its file is removed when it is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    uri: Uri,
+}
+
+impl Listener {
+    /// Listens at a Unix socket.
+    pub fn unix() -> Self {
+        Self::at(&socket::unix_uri())
+    }
+
+    /// Listens at a TCP port of this host.
+    pub fn tcp() -> Self {
+        Self::at(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 })
+    }
+
+    fn at(uri: &Uri) -> Self {
+        let (socket, uri) = socket::listen(uri);
+        // A source that does not come must not hang the test.
+        socket.set_nonblocking(true).expect("a socket that does not block");
+        Self { socket, uri }
+    }
+
+    /// Returns the address of the socket.
+    pub fn uri(&self) -> &Uri {
+        &self.uri
+    }
+
+    /// Waits for the next connection of a source.
+    pub fn connection(&self) -> Socket {
+        let (stream, _) = wait_for("a connection of the source", || self.socket.accept());
+        stream.set_read_timeout(Some(PATIENCE)).expect("a read timeout");
+        stream
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        socket::remove(&self.uri);
+    }
+}

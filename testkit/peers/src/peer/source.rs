@@ -1,0 +1,134 @@
+//! A source that follows a script.
+
+use super::{greet, hear, hello, say};
+use socket2::Socket;
+use std::io::Write;
+use vmferry_core::{MachineConfig, PageDigest, PageIndex, RegionId};
+use vmferry_engine::Uri;
+use vmferry_wire::{FrameHeader, FrameKind, Mode, RefusalCode, Role, TableWriter, ToSource, ToTarget, Token};
+
+/// A frame with one page, which a test may change before it is sent.
+#[derive(Debug)]
+pub struct Frame {
+    /// The header.
+    pub header: FrameHeader,
+    /// The encoded table.
+    pub table: Vec<u8>,
+    /// The page.
+    pub content: Vec<u8>,
+}
+
+/// A source that speaks the protocol well where its script does not say otherwise.
+#[derive(Debug)]
+pub struct Source {
+    uri: Uri,
+    /// The control channel.
+    pub control: Socket,
+    /// The bulk channels, then the urgent ones, each with the number of its next frame.
+    pub data: Vec<(Socket, u64)>,
+    /// Token with which a lost link is taken up again.
+    pub resume: Token,
+}
+
+impl Source {
+    /// Opens the control channel to the target at `uri`.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the target refuses it.
+    pub fn new(uri: &Uri) -> Self {
+        let control = Self::control(uri, Token::NONE);
+        Self { uri: uri.clone(), control, data: Vec::new(), resume: Token::NONE }
+    }
+
+    fn control(uri: &Uri, token: Token) -> Socket {
+        let (control, refused) = greet(uri, &hello(Role::Control, 0, token));
+        assert_eq!(refused, None);
+        control
+    }
+
+    /// Opens a control channel that takes the lost link up again.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the target refuses it.
+    pub fn reconnect(&mut self) {
+        self.control = Self::control(&self.uri, self.resume);
+    }
+
+    /// Greets the target as `role` with `token`, on a connection of its own. Returns why it was refused.
+    pub fn refused(&self, role: Role, token: Token) -> Option<RefusalCode> {
+        greet(&self.uri, &hello(role, 0, token)).1
+    }
+
+    /// Says `message` to the target.
+    pub fn say(&mut self, message: &ToTarget) {
+        say(&mut self.control, message);
+    }
+
+    /// Returns the next message of the target, or `None` at the end.
+    pub fn hear(&mut self) -> Option<ToSource> {
+        hear(&mut self.control)
+    }
+
+    /// Offers a guest. Returns what the target says to it.
+    pub fn offer(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
+        let machine = machine.clone();
+        self.say(&ToTarget::Setup {
+            machine,
+            mode,
+            bulk_channels: bulk,
+            urgent_channels: urgent,
+            probe: false,
+        });
+        let answer = self.hear();
+        if let Some(ToSource::Accept { resume, .. }) = answer {
+            self.resume = resume;
+        }
+        answer
+    }
+
+    /// Opens the data channels, and sees each refused a second time.
+    ///
+    /// # Panics
+    ///
+    /// Panics if a channel is refused, or accepted twice.
+    pub fn open(&mut self, bulk: (u16, Token), urgent: (u16, Token)) {
+        let hellos = |role, (count, token)| (0..count).map(move |index| hello(role, index, token));
+        for hello in hellos(Role::Bulk, bulk).chain(hellos(Role::Urgent, urgent)) {
+            let (stream, refused) = greet(&self.uri, &hello);
+            assert_eq!(refused, None);
+            assert_eq!(greet(&self.uri, &hello).1, Some(RefusalCode::Token), "the same channel twice");
+            self.data.push((stream, 0));
+        }
+        assert_eq!(self.hear(), Some(ToSource::ChannelsUp));
+    }
+
+    /// Sends a frame with `content` as `page` of region 0, after `change`.
+    ///
+    /// The digest of the page and the sum of the table are those before `change`.
+    pub fn frame(
+        &mut self,
+        channel: usize,
+        pass: u32,
+        page: u64,
+        content: &[u8],
+        change: impl FnOnce(&mut Frame),
+    ) {
+        let (stream, sequence) = &mut self.data[channel];
+        let mut writer = TableWriter::default();
+        assert!(writer.push(PageIndex(page), Some(PageDigest::of(content))));
+        let (header, table) = writer.finish(FrameKind::Pages, RegionId(0), pass, *sequence);
+        let mut frame = Frame { header, table: table.to_vec(), content: content.to_vec() };
+        change(&mut frame);
+        *sequence += 1;
+        let _ = stream.write_all(&[&frame.header.encode()[..], &frame.table, &frame.content].concat());
+    }
+
+    /// Ends `pass` on a channel.
+    pub fn barrier(&mut self, channel: usize, pass: u32) {
+        let (stream, sequence) = &mut self.data[channel];
+        let _ = stream.write_all(&FrameHeader::barrier(pass, *sequence).encode());
+        *sequence += 1;
+    }
+}
