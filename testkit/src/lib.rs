@@ -31,7 +31,7 @@ use std::io::Write;
 
 pub use alone::alone;
 pub use parallel::in_parallel;
-pub use skip::{Need, skip};
+pub use skip::{Need, emulator, skip, skip_if_emulated, skip_long_search_if_emulated, tries};
 pub use temp::{Folder, temp_path};
 pub use wait::{PATIENCE, wait, wait_for};
 

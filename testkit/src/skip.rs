@@ -11,6 +11,8 @@ use std::io::Write as _;
 const REQUIRE: &str = "VMFERRY_REQUIRE";
 /// Names the variable that holds a file; each skip appends its line to that file.
 const SKIPS: &str = "VMFERRY_SKIPS";
+/// Names the variable that holds the name of the emulator that runs the tests.
+const EMULATOR: &str = "VMFERRY_TEST_EMULATOR";
 
 /// Capability of the host that a test needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +31,7 @@ pub enum Need {
     HugePages,
     /// A feature of the running kernel.
     Kernel,
-    /// Instructions that the processor lacks.
+    /// Instructions that the processor lacks, or the speed that an emulated one lacks.
     Cpu,
     /// Another program, which the reason names.
     Program,
@@ -101,6 +103,52 @@ pub fn skip(need: Need, why: impl Display) {
         written.unwrap_or_else(|error| panic!("{SKIPS}={}: {error}", path.display()));
     }
     crate::say(line);
+}
+
+/// Returns the name of the emulator that runs the tests, from the variable `VMFERRY_TEST_EMULATOR`.
+///
+/// An emulator of user programs, such as `qemu-user`, runs them on the host's kernel and translates each
+/// system call. It passes on no ioctl that it does not know, and accepts some calls that a kernel refuses.
+/// A test of such a call skips for [`Need::Kernel`].
+#[must_use]
+pub fn emulator() -> Option<String> {
+    std::env::var(EMULATOR).ok().filter(|name| !name.is_empty())
+}
+
+/// Skips the calling test if an [`emulator`] runs it, because it does not pass `what` on to the kernel.
+///
+/// Returns whether the test is skipped. The test then returns.
+#[must_use]
+pub fn skip_if_emulated(what: impl Display) -> bool {
+    let emulator = emulator();
+    if let Some(emulator) = &emulator {
+        skip(Need::Kernel, format!("{emulator} does not pass {what} on to the kernel"));
+    }
+    emulator.is_some()
+}
+
+/// Skips the calling test if an [`emulator`] runs it, which would need minutes.
+///
+/// For searches in logic that is the same on each processor. Returns whether the test is skipped. The test then
+/// returns.
+#[must_use]
+pub fn skip_long_search_if_emulated() -> bool {
+    let emulator = emulator();
+    if let Some(emulator) = &emulator {
+        skip(
+            Need::Cpu,
+            format!("{emulator} needs minutes for this search, whose logic is the same on each processor"),
+        );
+    }
+    emulator.is_some()
+}
+
+/// Returns how many of `full` random tries a test makes: all, or one in 20 if an [`emulator`] runs it.
+///
+/// An emulator needs about ten times as long. Tests that must find a planted defect keep all tries.
+#[must_use]
+pub fn tries(full: usize) -> usize {
+    if emulator().is_some() { full.div_ceil(20) } else { full }
 }
 
 /// One line, whatever `why` contains.

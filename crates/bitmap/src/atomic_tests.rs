@@ -8,6 +8,7 @@ use shuttle::thread;
 use std::sync::Arc;
 // Not the scheduler's: counts that no thread acts upon.
 use std::sync::atomic::AtomicU64 as Count;
+use vmferry_testkit::tries;
 
 /// Two words in one block.
 const PAGES: usize = 66;
@@ -167,8 +168,8 @@ fn no_write_is_lost_between_marking_and_harvesting() {
 #[test]
 fn no_write_is_lost_among_many_and_no_mark_is_taken_twice() {
     const TRIES: usize = 5000;
-    shuttle::check_random(|| crowd(Flaw::None), TRIES);
-    shuttle::check_pct(|| crowd(Flaw::None), TRIES, 4);
+    shuttle::check_random(|| crowd(Flaw::None), tries(TRIES));
+    shuttle::check_pct(|| crowd(Flaw::None), tries(TRIES), 4);
 }
 
 #[test]

@@ -72,7 +72,8 @@ fn populated(
         touched.set_range(region.pages_at(run.start..run.end));
     });
     match scanned {
-        Err(error) if error.errno() == Some(libc::ENOTTY) => {
+        // ENOTTY comes from a kernel without the request, ENOSYS from an emulator of user programs.
+        Err(error) if matches!(error.errno(), Some(libc::ENOTTY | libc::ENOSYS)) => {
             map.for_each_populated_entry(span, |run| touched.set_range(region.pages_at(run)))
         }
         other => other,

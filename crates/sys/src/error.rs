@@ -1,5 +1,6 @@
 //! What a system call's refusal means.
 
+use crate::PAGE_SIZE;
 use std::io;
 
 /// A call that the kernel refused, or that would have been wrong to make.
@@ -37,6 +38,14 @@ pub enum SysError {
         call: &'static str,
         /// What it would have been made on.
         target: String,
+    },
+    /// The kernel counts in larger pages.
+    #[error("{call}: the kernel's pages have {bytes} bytes; use a kernel with pages of 4096 bytes")]
+    HostPages {
+        /// The call that was not made.
+        call: &'static str,
+        /// Bytes in a page of the kernel.
+        bytes: libc::c_long,
     },
     /// The kernel has userfaultfd, but not all that was asked for.
     #[error("userfaultfd lacks the features {missing:#x}: {}", needs(*.missing))]
@@ -92,6 +101,19 @@ fn needs(missing: u64) -> &'static str {
     }
 }
 
+/// Refuses `call` on a kernel with larger pages than [`PAGE_SIZE`].
+///
+/// A kernel for aarch64 may have pages of 16 or 64 KiB. KVM's dirty log and the page map count in these
+/// pages, and `madvise` drops whole ones. The wrong guest pages would count as dirty, or be dropped.
+pub(crate) fn need_small_pages(call: &'static str) -> Result<(), SysError> {
+    // SAFETY: sysconf reads a value that the C library keeps. Confined threads may call it: no system call is made.
+    small_pages(call, unsafe { libc::sysconf(libc::_SC_PAGESIZE) })
+}
+
+fn small_pages(call: &'static str, bytes: libc::c_long) -> Result<(), SysError> {
+    if u64::try_from(bytes) == Ok(PAGE_SIZE) { Ok(()) } else { Err(SysError::HostPages { call, bytes }) }
+}
+
 /// The sentence for error numbers that a call does not explain better.
 pub(crate) fn common(errno: i32) -> &'static str {
     match errno {
@@ -100,8 +122,25 @@ pub(crate) fn common(errno: i32) -> &'static str {
         libc::EINVAL => "the kernel does not know this request or refuses its arguments",
         libc::EINTR => "a signal interrupted it",
         libc::ENOMEM => "the host has no memory left for it",
+        libc::ENOSYS => "the kernel, or the emulator that runs this program, has no such call",
         libc::ENOTTY => "the kernel has no such request",
         libc::EPERM | libc::EACCES => "this user may not do that",
         _ => "unexpected",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_with_larger_pages_is_refused_by_size() {
+        assert!(small_pages("KVM_GET_DIRTY_LOG", 4096).is_ok());
+        let error = small_pages("KVM_GET_DIRTY_LOG", 65536).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "KVM_GET_DIRTY_LOG: the kernel's pages have 65536 bytes; use a kernel with pages of 4096 bytes"
+        );
+        assert_eq!(error.errno(), None);
     }
 }

@@ -4,7 +4,7 @@
 //! [`set_slot_flags`] could create one, so only that is unsafe. [`setup_machine_checks`] takes a
 //! vCPU's, and has nothing to do with the log.
 
-use crate::error::common;
+use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, call_value, io, iow, iowr};
 use crate::{PAGE_SIZE, SysError};
 use std::os::fd::BorrowedFd;
@@ -162,6 +162,9 @@ pub(crate) fn enable_cap(
 /// `spec` describes a slot that exists on this VM. (For a slot that does not, KVM would make one, and the guest could
 /// write to whatever is mapped at `spec.host`.)
 pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> Result<(), SysError> {
+    if log {
+        need_small_pages("KVM_SET_USER_MEMORY_REGION(LOG_DIRTY_PAGES)")?;
+    }
     let mut region = UserMemoryRegion {
         slot: spec.slot,
         flags: spec.flags | if log { MEM_LOG_DIRTY_PAGES } else { 0 },
@@ -201,6 +204,7 @@ pub unsafe fn get_dirty_log(
     log: &mut [u64],
 ) -> Result<(), SysError> {
     const CALL: &str = "KVM_GET_DIRTY_LOG";
+    need_small_pages(CALL)?;
     let need = log_words(len);
     if log.len() < need {
         return Err(SysError::Buffer { call: CALL, target: format!("slot {slot}"), have: log.len(), need });
@@ -229,6 +233,7 @@ pub fn clear_dirty_log(
     bits: &[u64],
 ) -> Result<(), SysError> {
     const CALL: &str = "KVM_CLEAR_DIRTY_LOG";
+    need_small_pages(CALL)?;
     let target = || format!("slot {slot}, {pages} pages from {first_page:#x}");
     let need = log_words(u64::from(pages) * PAGE_SIZE);
     if bits.len() < need {
@@ -300,6 +305,9 @@ mod tests {
 
     #[test]
     fn errors_name_the_call_the_slot_and_the_reason() {
+        if vmferry_testkit::skip_if_emulated("KVM_CLEAR_DIRTY_LOG") {
+            return;
+        }
         let null = std::fs::File::open("/dev/null").unwrap();
         let error = clear_dirty_log(null.as_fd(), 3, 64, 64, &[1]).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOTTY));

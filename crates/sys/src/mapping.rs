@@ -1,6 +1,6 @@
 //! What a mapping of this process holds, and whether in huge pages (`madvise(2)`).
 
-use crate::error::common;
+use crate::error::{common, need_small_pages};
 use crate::{PAGE_SIZE, SysError};
 use std::ops::Range;
 
@@ -81,6 +81,7 @@ unsafe fn advise(
     advice: libc::c_int,
     meaning: impl FnOnce(i32) -> &'static str,
 ) -> Result<(), SysError> {
+    need_small_pages(call)?;
     let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
     let pages = span.start.is_multiple_of(PAGE_SIZE) && span.end.is_multiple_of(PAGE_SIZE);
     let (start, len) = (usize::try_from(span.start), usize::try_from(span.end.saturating_sub(span.start)));
@@ -121,6 +122,13 @@ mod tests {
         assert!(matches!(unsafe { drop_pages(base + 1..base + 4096) }, Err(SysError::NotPages { .. })));
         // SAFETY: our own mapping, not used any more.
         unsafe { munmap(start.cast(), len) }.unwrap();
+    }
+
+    #[test]
+    fn advice_on_unmapped_addresses_is_an_error() {
+        if vmferry_testkit::skip_if_emulated("MADV_HUGEPAGE") {
+            return;
+        }
         // Nothing is ever mapped so low.
         let error = allow_huge_pages(4096..8192, true).unwrap_err();
         assert!(matches!(error.errno(), Some(libc::ENOMEM | libc::EINVAL)), "{error}");

@@ -10,7 +10,7 @@
 //!
 //! Entries are taken in the order in which they lie. KVM uses them round and round.
 
-use crate::error::common;
+use crate::error::{common, need_small_pages};
 use crate::ioctl::{call_value, io};
 use crate::kvm::{check_extension, enable_cap};
 use crate::{PAGE_SIZE, SysError};
@@ -27,7 +27,7 @@ const CAP_RING: u32 = 192;
 /// `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: the same for all processors.
 const CAP_RING_ACQ_REL: u32 = 223;
 
-/// `KVM_DIRTY_LOG_PAGE_OFFSET` of x86: the page of a vCPU's descriptor at which its ring is mapped.
+/// `KVM_DIRTY_LOG_PAGE_OFFSET` of x86 and arm64: the page of a vCPU's descriptor at which its ring is mapped.
 const RING_PAGE: u64 = 64;
 
 /// `KVM_EXIT_DIRTY_RING_FULL`: the exit of a vCPU whose ring has no room left.
@@ -108,6 +108,7 @@ pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
 /// # Errors
 /// If KVM refuses: the VM has vCPUs or rings already, or `entries` are too many or too few for this host.
 pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> {
+    need_small_pages("KVM_ENABLE_CAP(DIRTY_LOG_RING)")?;
     let cap = if check_extension(vm, CAP_RING_ACQ_REL)? != 0 { CAP_RING_ACQ_REL } else { CAP_RING };
     enable_cap(
         vm,
@@ -197,6 +198,7 @@ impl DirtyRing {
                 }
             })
         };
+        need_small_pages("mmap of a dirty ring")?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let (len, from) = (entries.bytes(), RING_PAGE * PAGE_SIZE);
         // SAFETY: a new mapping at an address of the kernel's choice; nothing else refers to it.
@@ -286,6 +288,9 @@ mod tests {
 
     #[test]
     fn what_is_no_vm_is_refused() {
+        if vmferry_testkit::skip_if_emulated("KVM_RESET_DIRTY_RINGS") {
+            return;
+        }
         let null = std::fs::File::open("/dev/null").unwrap();
         let size = RingEntries::new(256).unwrap();
         for error in [
@@ -317,6 +322,16 @@ mod tests {
         assert!(ring.dirty(510).is_none() && ring.dirty(0).is_none() && !ring.awaits_reset(511));
         ring.mark_harvested(1023);
         assert!(ring.dirty(511).is_none() && ring.awaits_reset(511));
+    }
+
+    #[test]
+    fn ring_that_is_smaller_than_asked_for_is_refused() {
+        if vmferry_testkit::skip_if_emulated("MADV_POPULATE_WRITE, which finds the missing pages,") {
+            return;
+        }
+        let file = rustix::fs::memfd_create("ring", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let bytes = RingEntries::new(512).unwrap().bytes();
+        rustix::fs::ftruncate(&file, RING_PAGE * PAGE_SIZE + bytes as u64).unwrap();
         let larger = DirtyRing::map(file.as_fd(), RingEntries::new(1024).unwrap()).unwrap_err();
         assert_eq!(larger.errno(), Some(libc::EFAULT), "{larger}");
     }

@@ -243,7 +243,7 @@ fn interface(name: &str) -> libc::ifreq {
     let mut interface: libc::ifreq = unsafe { std::mem::zeroed() };
     // The last byte stays zero.
     for (place, byte) in interface.ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(name.bytes()) {
-        *place = byte.cast_signed();
+        *place = libc::c_char::from_ne_bytes([byte]);
     }
     interface
 }

@@ -55,6 +55,7 @@ pub(crate) struct Batch {
     /// Whether the last hop was empty, so that the next is worth the cheap look first.
     quiet: bool,
     /// Whether the words are too many for a cache, and come from memory.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only the AVX-512 kernel looks"))]
     far: bool,
 }
 
@@ -70,7 +71,10 @@ impl Batch {
 pub(crate) const POSITION_WORDS: usize = 16;
 
 /// Room for the numbers of bits: not filled beforehand, which would cost more than most walks.
-pub(crate) struct Positions([MaybeUninit<u16>; POSITION_WORDS * 64]);
+pub(crate) struct Positions(
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only the AVX-512 kernel fills it"))]
+    [MaybeUninit<u16>; POSITION_WORDS * 64],
+);
 
 impl Positions {
     #[inline(always)]

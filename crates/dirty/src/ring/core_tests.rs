@@ -6,6 +6,7 @@ use shuttle::sync::atomic::{AtomicBool as Flag, AtomicU32 as Index, AtomicU64 as
 use shuttle::thread;
 use std::io;
 use vmferry_bitmap::Bitmap;
+use vmferry_testkit::tries;
 
 /// Entries of the model's rings, all of them usable. Few, so that they wrap around all the time.
 const ENTRIES: u32 = 4;
@@ -232,20 +233,20 @@ const TRIES: usize = 3000;
 
 #[test]
 fn no_write_is_lost_when_each_ring_is_harvested_alone() {
-    shuttle::check_random(|| migrate(Flaw::None, false, 0, 0), TRIES);
-    shuttle::check_pct(|| migrate(Flaw::None, false, u32::MAX - 2, 0), TRIES, 4);
+    shuttle::check_random(|| migrate(Flaw::None, false, 0, 0), tries(TRIES));
+    shuttle::check_pct(|| migrate(Flaw::None, false, u32::MAX - 2, 0), tries(TRIES), 4);
 }
 
 #[test]
 fn no_write_is_lost_when_all_are_harvested_under_one_lock() {
-    shuttle::check_random(|| migrate(Flaw::None, true, 0, 0), TRIES);
-    shuttle::check_pct(|| migrate(Flaw::None, true, u32::MAX - 2, 0), TRIES, 4);
+    shuttle::check_random(|| migrate(Flaw::None, true, 0, 0), tries(TRIES));
+    shuttle::check_pct(|| migrate(Flaw::None, true, u32::MAX - 2, 0), tries(TRIES), 4);
 }
 
 #[test]
 fn no_write_is_lost_when_resets_end_early() {
-    shuttle::check_random(|| migrate(Flaw::None, false, 0, 5), TRIES);
-    shuttle::check_pct(|| migrate(Flaw::None, false, 2, 5), TRIES, 4);
+    shuttle::check_random(|| migrate(Flaw::None, false, 0, 5), tries(TRIES));
+    shuttle::check_pct(|| migrate(Flaw::None, false, 2, 5), tries(TRIES), 4);
 }
 
 #[test]

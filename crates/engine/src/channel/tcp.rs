@@ -165,7 +165,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
     use std::time::Instant;
-    use vmferry_testkit::{wait, wait_for};
+    use vmferry_testkit::{skip_if_emulated, wait, wait_for};
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -175,6 +175,9 @@ mod tests {
 
     #[test]
     fn a_paced_socket_is_slower_than_its_link() {
+        if skip_if_emulated("SO_MAX_PACING_RATE") {
+            return;
+        }
         let (mut sender, mut receiver) = pair();
         set_max_pacing_rate(sender.as_fd(), 10_000_000).unwrap();
         let start = Instant::now();
@@ -187,6 +190,9 @@ mod tests {
 
     #[test]
     fn what_has_arrived_is_counted() {
+        if skip_if_emulated("TCP_INFO") {
+            return;
+        }
         let (mut sender, mut receiver) = pair();
         let before = bytes_acknowledged(sender.as_fd()).unwrap().unwrap();
         sender.write_all(&[0; 123_456]).unwrap();
@@ -202,6 +208,9 @@ mod tests {
 
     #[test]
     fn what_nobody_has_read_is_acknowledged_all_the_same() {
+        if skip_if_emulated("TCP_INFO") {
+            return;
+        }
         let (mut sender, receiver) = pair();
         acknowledge_at_once(receiver.as_fd()).unwrap();
         sender.write_all(&[0; 64]).unwrap();
@@ -216,6 +225,9 @@ mod tests {
 
     #[test]
     fn an_unsent_limit_stops_the_sender() {
+        if skip_if_emulated("SO_MAX_PACING_RATE") {
+            return;
+        }
         let sent = |limit: Option<u32>| {
             let (mut sender, _receiver) = pair();
             // Nothing leaves at this pace but the first window.
@@ -232,6 +244,9 @@ mod tests {
 
     #[test]
     fn what_is_not_read_waits_at_its_sender() {
+        if skip_if_emulated("TCP_INFO") {
+            return;
+        }
         let waiting = |short: bool| {
             let (mut sender, mut receiver) = pair();
             if short {
@@ -264,6 +279,9 @@ mod tests {
 
     #[test]
     fn what_is_no_socket_says_so() {
+        if skip_if_emulated("SO_MAX_PACING_RATE") {
+            return;
+        }
         let (reader, _writer) = std::io::pipe().unwrap();
         let error = set_max_pacing_rate(reader.as_fd(), 1).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::ENOTSOCK));

@@ -16,6 +16,7 @@ use vmferry_core::{
     Fault, Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
     VmError,
 };
+use vmferry_testkit::tries;
 use vmferry_wire::{REQUEST_BYTES, Request};
 
 const PAGES: usize = 4;
@@ -257,23 +258,23 @@ const APART: [&[usize]; 2] = [&[1, 0], &[2, 3]];
 
 #[test]
 fn each_waiter_goes_on_and_reads_what_was_sent() {
-    shuttle::check_random(|| run(Flaw::None, BOTH, false), TRIES);
-    shuttle::check_pct(|| run(Flaw::None, BOTH, false), TRIES, 4);
+    shuttle::check_random(|| run(Flaw::None, BOTH, false), tries(TRIES));
+    shuttle::check_pct(|| run(Flaw::None, BOTH, false), tries(TRIES), 4);
 }
 
 #[test]
 fn each_waiter_goes_on_where_fault_threads_bring_pages_themselves() {
     for unit in [1, 2] {
-        shuttle::check_random(move || run_direct(BOTH, unit), TRIES);
-        shuttle::check_pct(move || run_direct(BOTH, unit), TRIES, 4);
+        shuttle::check_random(move || run_direct(BOTH, unit), tries(TRIES));
+        shuttle::check_pct(move || run_direct(BOTH, unit), tries(TRIES), 4);
     }
 }
 
 #[test]
 fn each_waiter_goes_on_for_a_huge_page_whose_parts_come_from_several_channels() {
     for unit in [2, 4] {
-        shuttle::check_random(move || run_units(Flaw::None, BOTH, false, unit), TRIES);
-        shuttle::check_pct(move || run_units(Flaw::None, BOTH, false, unit), TRIES, 4);
+        shuttle::check_random(move || run_units(Flaw::None, BOTH, false, unit), tries(TRIES));
+        shuttle::check_pct(move || run_units(Flaw::None, BOTH, false, unit), tries(TRIES), 4);
     }
 }
 
@@ -285,7 +286,7 @@ fn fault_thread_that_looks_once_leaves_a_waiter_of_a_huge_page() {
 
 #[test]
 fn each_waiter_goes_on_where_the_table_is_full() {
-    shuttle::check_random(|| run(Flaw::None, BOTH, true), TRIES);
+    shuttle::check_random(|| run(Flaw::None, BOTH, true), tries(TRIES));
 }
 
 /// Always the same interleavings.
@@ -335,7 +336,7 @@ fn relink(flaw: Flaw) {
 
 #[test]
 fn page_with_a_waiter_is_requested_when_the_link_is_back() {
-    shuttle::check_random(|| relink(Flaw::None), TRIES);
+    shuttle::check_random(|| relink(Flaw::None), tries(TRIES));
 }
 
 #[test]

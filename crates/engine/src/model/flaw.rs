@@ -157,6 +157,9 @@ fn told(steps: &[String]) -> String {
 
 #[test]
 fn each_flaw_breaks_a_promise() {
+    if vmferry_testkit::skip_long_search_if_emulated() {
+        return;
+    }
     let (mut missed, mut rows) = (Vec::new(), Vec::new());
     for (flaw, mode, faults) in Flaw::ALL {
         // That fewer will not do is looked at only for the table.

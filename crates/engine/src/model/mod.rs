@@ -43,6 +43,9 @@ use std::time::{Duration, Instant};
 use step::{Deed, Mishap, Step};
 use world::{ALL, Dial, Here, Keyed, Link, PAGES, There, World};
 
+/// States that a search looks at where an emulator runs it, which needs about ten times as long for each.
+const FEW_STATES: usize = 4_000;
+
 const MODES: [MigrationMode; 3] = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
 
 /// How far the model goes.
@@ -282,17 +285,22 @@ impl Protocol {
     }
 
     /// Looks at every state, and says how many there were. In depth it takes less memory; in breadth, the shortest ways.
+    ///
+    /// Under an emulator it looks at the first [`FEW_STATES`]: no promise may be broken in these.
     fn explore(self, in_depth: bool) {
         let began = Instant::now();
         let model = self.clone();
+        let few = vmferry_testkit::emulator().is_some();
+        let checker = self.checker();
+        let checker = if few { checker.target_state_count(FEW_STATES) } else { checker };
         if in_depth {
-            model.report(self.checker().spawn_dfs().join(), began);
+            model.report(checker.spawn_dfs().join(), began, few);
         } else {
-            model.report(self.checker().spawn_bfs().join(), began);
+            model.report(checker.spawn_bfs().join(), began, few);
         }
     }
 
-    fn report(&self, checker: impl Checker<Self>, began: Instant) {
+    fn report(&self, checker: impl Checker<Self>, began: Instant, few: bool) {
         use std::io::Write;
         // What fails ends the search early: then nothing was exhausted.
         let found = checker.discoveries();
@@ -310,9 +318,17 @@ impl Protocol {
             checker.state_count(),
             checker.max_depth(),
             began.elapsed().as_secs_f64(),
-            if broken { "A PROMISE IS BROKEN" } else { "the space is exhausted" },
+            match (broken, few) {
+                (true, _) => "A PROMISE IS BROKEN",
+                (false, true) => "the other states were left out",
+                (false, false) => "the space is exhausted",
+            },
         );
-        checker.assert_properties();
+        if few {
+            assert!(!broken, "a promise is broken: {:?}", found.keys());
+        } else {
+            checker.assert_properties();
+        }
     }
 }
 

@@ -42,12 +42,15 @@ fn no_seed_breaks_a_promise() {
         runs as f64 / seconds
     );
     KINDS.iter().zip(counts).for_each(|((what, _), count)| println!("{count:9} {what}"));
-    // A simulation that no longer reaches a corner proves nothing about it.
-    assert!(alone || counts.iter().all(|count| *count >= 5), "{counts:?}");
+    // A simulation that no longer reaches a corner proves nothing about it. Fewer runs reach only some.
+    assert!(runs < SEEDS || counts.iter().all(|count| *count >= 5), "{counts:?}");
 }
 
 #[test]
 fn planted_defects_are_found() {
+    if vmferry_testkit::skip_long_search_if_emulated() {
+        return;
+    }
     for defect in planted() {
         let found =
             (0..20_000).find_map(|seed| run_planted(seed, &defect).err().map(|broken| (seed, broken)));

@@ -9,7 +9,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, RegionId};
 use vmferry_fault::{UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_sys::uffd::Userfaultfd;
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, say, skip, skip_if_emulated, wait};
 
 #[test]
 fn every_page_comes_once_and_is_what_it_should_be() {
@@ -283,6 +283,9 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
     }
     if text("/proc/sys/vm/unprivileged_userfaultfd").trim() != "0" {
         return skip(Need::Kernel, "vm.unprivileged_userfaultfd allows userfaultfd to everybody");
+    }
+    if skip_if_emulated("userfaultfd") {
+        return;
     }
     // A copy where that user may read it.
     let copy = std::env::temp_dir().join(format!("vmferry-fault-child-{}", std::process::id()));

@@ -12,7 +12,7 @@ use vmferry_core::{
     Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
 };
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
-use vmferry_testkit::{Need, PATIENCE, skip};
+use vmferry_testkit::{Need, PATIENCE, emulator, skip};
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 6;
@@ -90,6 +90,10 @@ fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
             return None;
         }
     };
+    if let Some(emulator) = emulator() {
+        skip(Need::HugePages, format!("{emulator} maps huge pages at addresses that the kernel refuses"));
+        return None;
+    }
     let mapped = Arc::new(Mapped::new(flags));
     let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
     (options.stripes, options.user_mode_only) = (2, true);

@@ -9,7 +9,7 @@ mod missing;
 
 pub use missing::{Event, Registered};
 
-use crate::error::common;
+use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, call_value, io, ior, iowr};
 use crate::{PAGE_SIZE, SysError};
 use std::ops::Range;
@@ -144,6 +144,7 @@ impl Userfaultfd {
     }
 
     fn handshake(fd: OwnedFd, access: Access, features: u64) -> Result<Self, SysError> {
+        need_small_pages("UFFDIO_API")?;
         let mut api = Api { api: API_VERSION, features, ioctls: 0 };
         // SAFETY: the structure is the request's; the handshake touches no memory but it.
         if unsafe { call(fd.as_fd(), API, &mut api) } < 0 {

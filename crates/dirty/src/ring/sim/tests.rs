@@ -5,6 +5,9 @@ use crate::Predict;
 
 #[test]
 fn predict_harvests_steadily_and_late_under_a_steady_load() {
+    if vmferry_testkit::skip_long_search_if_emulated() {
+        return;
+    }
     for trace in Trace::steady() {
         let outcome = run(&Predict, &trace, 4096, &Costs::default(), 1200.0, true);
         let late: Vec<_> = outcome.series.iter().filter(|sample| sample.at > 300.0).collect();

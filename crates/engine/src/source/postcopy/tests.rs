@@ -7,6 +7,7 @@ use std::sync::Arc;
 // Not part of what is tested: no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
 use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
+use vmferry_testkit::tries;
 
 const TRIES: usize = 2000;
 
@@ -42,7 +43,7 @@ fn bulk_threads_take_each_page_once_wherever_the_guest_is() {
         workers.into_iter().for_each(|worker| worker.join().unwrap());
         assert!(taken.iter().all(|taken| taken.load(Ordering::SeqCst) == 1));
     };
-    shuttle::check_random(run, TRIES);
+    shuttle::check_random(run, tries(TRIES));
 }
 
 #[test]

@@ -390,6 +390,9 @@ fn model(answers: Answers, flaw: Flaw) -> Move {
 
 #[test]
 fn in_no_order_of_events_a_page_is_missed() {
+    if vmferry_testkit::skip_long_search_if_emulated() {
+        return;
+    }
     for (answers, cancels) in [(Answers::AtOnce, false), (Answers::ByGuest, false), (Answers::AtOnce, true)] {
         let deeds = if answers == Answers::ByGuest || cancels { 2 } else { 3 };
         let checker = Move { cancels, deeds, ..model(answers, Flaw::None) }.checker().spawn_dfs().join();
@@ -401,6 +404,9 @@ fn in_no_order_of_events_a_page_is_missed() {
 
 #[test]
 fn each_wrong_order_misses_a_page() {
+    if vmferry_testkit::skip_long_search_if_emulated() {
+        return;
+    }
     let mut rows = Vec::new();
     for (answers, flaw, what) in [
         (

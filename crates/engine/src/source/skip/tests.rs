@@ -15,6 +15,7 @@ use vmferry_core::{
     Answer, Answers, FreePages, FreeReport, Gpa, Layout, PageIndex, PageRun, Protect, Region, RegionId,
     VmError,
 };
+use vmferry_testkit::tries;
 
 const PAGES: u64 = 3;
 const REGION: RegionId = RegionId(0);
@@ -245,8 +246,8 @@ fn run(answers: Answers, flaw: Flaw) {
 #[test]
 fn no_write_is_lost_to_an_answer() {
     for answers in [Answers::AtOnce, Answers::ByGuest] {
-        shuttle::check_random(move || run(answers, Flaw::None), TRIES);
-        shuttle::check_pct(move || run(answers, Flaw::None), TRIES, 4);
+        shuttle::check_random(move || run(answers, Flaw::None), tries(TRIES));
+        shuttle::check_pct(move || run(answers, Flaw::None), tries(TRIES), 4);
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 // Not part of what is tested: no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
 use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
+use vmferry_testkit::tries;
 
 const PAGES: usize = 70;
 const TRIES: usize = 2000;
@@ -98,8 +99,8 @@ fn run(flaw: Flaw) {
 
 #[test]
 fn each_page_is_sent_once_and_no_request_is_left_behind() {
-    shuttle::check_random(|| run(Flaw::None), TRIES);
-    shuttle::check_pct(|| run(Flaw::None), TRIES, 4);
+    shuttle::check_random(|| run(Flaw::None), tries(TRIES));
+    shuttle::check_pct(|| run(Flaw::None), tries(TRIES), 4);
 }
 
 /// Always the same interleavings.
