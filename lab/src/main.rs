@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod api;
 mod compat;
 mod host;
 
@@ -21,6 +22,12 @@ struct Cli {
 enum Chore {
     /// Run vmferry with real guests on a real KVM: the host's own, or that of an emulated machine
     Lab(LabArgs),
+    /// Compare the public API of the library crates with the listings in docs/api
+    Api {
+        /// Record the listings instead
+        #[arg(long)]
+        update: bool,
+    },
     /// Move guests between the command of another revision and this one, both ways: what is frozen stays so
     Compat {
         /// The other revision, as git knows it
@@ -78,6 +85,7 @@ fn main() -> ExitCode {
         Chore::Lab(LabArgs { errand: Some(Errand::Exits), .. }) => host::exits::exits(),
         Chore::Lab(LabArgs { errand: Some(Errand::Shell { script }), .. }) => host::shell(script.as_deref()),
         Chore::Lab(args) => host::lab(&args),
+        Chore::Api { update } => api::api(update),
         Chore::Compat { revision, json } => compat::compat(&revision, json.as_deref()),
         Chore::Leash { parent, command } => host::machine::leash(parent, &command),
     };
