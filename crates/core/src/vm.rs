@@ -28,6 +28,8 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 
 /// An error of a VMM's implementation, with a message of its own.
+///
+/// Displays the wrapped error and its causes: the engine passes the text on, to the log and to the other side.
 #[derive(Debug)]
 pub struct VmError {
     source: Box<dyn std::error::Error + Send + Sync>,
@@ -61,13 +63,27 @@ impl VmError {
 
 impl fmt::Display for VmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.source.fmt(f)
+        let mut text = self.source.to_string();
+        let mut cause = self.source.source();
+        while let Some(error) = cause {
+            let said = error.to_string();
+            // Many errors have their cause in their own text.
+            if !text.contains(&said) {
+                text.push_str(": ");
+                text.push_str(&said);
+            }
+            cause = error.source();
+        }
+        f.write_str(&text)
     }
 }
 
-impl std::error::Error for VmError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.source.source()
+/// Without a source: the text has the causes.
+impl std::error::Error for VmError {}
+
+impl From<std::io::Error> for VmError {
+    fn from(error: std::io::Error) -> Self {
+        Self::new(error)
     }
 }
 
@@ -388,4 +404,28 @@ pub trait TargetVm {
     /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is
     /// held, and the source resumes the guest.
     fn start(&mut self, state: RunState) -> Result<(), VmError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::VmError;
+    use std::io;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{what} failed")]
+    struct Failed {
+        what: &'static str,
+        #[source]
+        source: io::Error,
+    }
+
+    #[test]
+    fn error_names_each_cause_once() {
+        let denied = || io::Error::new(io::ErrorKind::PermissionDenied, "not for you");
+        let error = VmError::new(Failed { what: "KVM_GET_PIT2", source: denied() });
+        assert_eq!(error.to_string(), "KVM_GET_PIT2 failed: not for you");
+        // Wrapped again, and with a cause that its text has already.
+        assert_eq!(VmError::new(error).to_string(), "KVM_GET_PIT2 failed: not for you");
+        assert_eq!(VmError::from(denied()).to_string(), "not for you");
+    }
 }

@@ -33,4 +33,6 @@ pub use ring::{
     DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
     RingVcpu, RingView, Rings, VcpuRingReport,
 };
+/// The exit reason of a vCPU whose ring is full: `VcpuExit::Unsupported(EXIT_RING_FULL)` of kvm-ioctls.
+pub use vmferry_sys::ring::EXIT_RING_FULL;
 pub use wp::WpTracker;

@@ -42,9 +42,7 @@ pub enum MigrateError {
         source: WireError,
     },
     /// The peer says no.
-    #[error(
-        "{uri} refused: {code} (it speaks protocol version {theirs}, this side {VERSION_MIN} to {VERSION_MAX})"
-    )]
+    #[error("{uri} refused: {code}{}", versions(*code, *theirs))]
     RefusedHello {
         /// Where.
         uri: String,
@@ -138,4 +136,14 @@ pub enum MigrateError {
         /// Why.
         source: io::Error,
     },
+}
+
+/// Returns the versions of both sides, if they are why the peer refused.
+fn versions(code: RefusalCode, theirs: u16) -> String {
+    match code {
+        RefusalCode::Version => {
+            format!(" (it speaks protocol version {theirs}, this side {VERSION_MIN} to {VERSION_MAX})")
+        }
+        _ => String::new(),
+    }
 }

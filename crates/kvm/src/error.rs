@@ -1,6 +1,8 @@
 //! What can fail, apart from saved state.
 
+use crate::{NotPaused, StateError};
 use std::io;
+use vmferry_core::VmError;
 
 /// Why KVM could not be set up for a guest that can be moved.
 #[derive(Debug, thiserror::Error)]
@@ -55,3 +57,23 @@ impl Error {
 
 /// The crate's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+// For the methods of a VM that return `VmError`: `?` is enough.
+
+impl From<Error> for VmError {
+    fn from(error: Error) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<StateError> for VmError {
+    fn from(error: StateError) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<NotPaused> for VmError {
+    fn from(error: NotPaused) -> Self {
+        Self::new(error)
+    }
+}

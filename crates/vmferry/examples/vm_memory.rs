@@ -247,19 +247,19 @@ impl SourceVm for Machine {
         }
     }
     fn throttle(&mut self, shares: &[f64]) -> VmResult<()> {
-        self.throttle.set(shares).map_err(VmError::new)
+        Ok(self.throttle.set(shares)?)
     }
     fn throttled(&self) -> Vec<Duration> {
         self.throttle.totals()
     }
     fn pause(&mut self) -> VmResult<()> {
-        self.park.pause_all(PATIENCE).map_err(VmError::new)
+        Ok(self.park.pause_all(PATIENCE)?)
     }
     fn save(&mut self) -> VmResult<Vec<Section>> {
         let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
-        let vcpus = vec![self.saver.save(0, &vcpu).map_err(VmError::new)?];
-        let vm = VmState::save(self.vm.fd()).map_err(VmError::new)?;
-        GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections().map_err(VmError::new)
+        let vcpus = vec![self.saver.save(0, &vcpu)?];
+        let vm = VmState::save(self.vm.fd())?;
+        Ok(GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections()?)
     }
     fn release(&mut self) -> VmResult<()> {
         Ok(()) // This VM has no disk, and holds nothing that the target needs.
@@ -278,13 +278,13 @@ impl TargetVm for Machine {
         Arc::clone(&self.memory) as _
     }
     fn load(&mut self, sections: &[Section]) -> VmResult<()> {
-        let mut parts = Sections::new(sections).map_err(VmError::new)?;
-        let state = GuestState::take(&mut parts, 1, &self.cpu).map_err(VmError::new)?;
-        parts.finish().map_err(VmError::new)?;
-        let cpuid = state.cpu.of_vcpu(0).map_err(VmError::new)?;
+        let mut parts = Sections::new(sections)?;
+        let state = GuestState::take(&mut parts, 1, &self.cpu)?;
+        parts.finish()?;
+        let cpuid = state.cpu.of_vcpu(0)?;
         let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
-        self.saver.load(0, &vcpu, &state.vcpus[0], Some(&cpuid)).map_err(VmError::new)?;
-        state.vm.load(self.vm.fd()).map_err(VmError::new)?;
+        self.saver.load(0, &vcpu, &state.vcpus[0], Some(&cpuid))?;
+        state.vm.load(self.vm.fd())?;
         self.cpu = state.cpu;
         Ok(())
     }

@@ -123,8 +123,9 @@ impl Migration {
     /// [`Report::ended`] says who owns the guest.
     ///
     /// # Errors
-    /// If nothing was begun: the target cannot be reached or refuses, or the settings are impossible.
-    /// The guest has not noticed.
+    /// If nothing was begun: the target cannot be reached, it does not accept the connection, or the settings
+    /// are impossible. The guest has not noticed. A target that refuses the guest, such as for its machine,
+    /// is reported as [`Ended::Failed`](crate::Ended::Failed).
     pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
         migrate(vm, &*self.connector, self.tracker, &self.settings, &self.monitor)
     }

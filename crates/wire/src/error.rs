@@ -148,9 +148,20 @@ impl std::fmt::Display for RefusalCode {
     }
 }
 
-/// A refusal with its reason.
+impl RefusalCode {
+    /// Returns `detail`, behind what the code says. [`Other`](Self::Other) says nothing that the detail does not.
+    fn with_detail(self, detail: &str) -> String {
+        if self == Self::Other && !detail.is_empty() {
+            detail.to_owned()
+        } else {
+            format!("{self}: {detail}")
+        }
+    }
+}
+
+/// The reason why a side does not go on: it refuses, or something failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{code}: {detail}")]
+#[error("{}", .code.with_detail(.detail))]
 pub struct Refusal {
     /// For programs.
     pub code: RefusalCode,

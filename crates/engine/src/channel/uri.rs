@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 /// Where a guest goes to or comes from.
+///
+/// As text: `tcp:HOST:PORT` (`tcp:[::1]:7000` for an address of IPv6), `unix:PATH`, `fd:N` or `fd:N,M,...`, `file:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Uri {

@@ -39,46 +39,48 @@ pub enum Pace {
 /// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Mode: when the guest changes sides.
+    /// Mode: when the guest changes sides. Default: precopy.
     pub mode: MigrationMode,
-    /// Path of urgent pages in postcopy.
+    /// Path of urgent pages in postcopy. Default: dedicated.
     pub urgent: UrgentPath,
-    /// Channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]; used in postcopy only.
+    /// Channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]; used in postcopy only. Default: 2.
     pub urgent_channels: u16,
-    /// Rate of bulk pages beside urgent ones.
+    /// Rate of bulk pages beside urgent ones. Default: `Auto`.
     pub pace: Pace,
-    /// Time during which a link that is lost in postcopy is taken up again without a command.
+    /// Time during which a link that is lost in postcopy is taken up again without a command. Default: 60 s.
     pub reconnect_for: Duration,
     /// Whether this host's processors are kept awake while the guest waits for pages on the target, where this process may ask
     /// for that. Faults are answered in about half the time. The price is power for as long as postcopy takes.
+    /// Default: yes.
     pub stay_awake: bool,
-    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
     pub channels: u16,
-    /// The guest is stopped once its predicted downtime fits this.
+    /// The guest is stopped once its predicted downtime fits this. Default: 300 ms.
     pub downtime_limit: Duration,
-    /// Bytes a second on all channels together; `None` for as fast as it goes.
+    /// Bytes a second on all channels together; `None`, the default, for as fast as it goes.
     ///
     /// The limit is a promise to others that share the link. Therefore it also holds while the guest is stopped, at the cost of
     /// downtime, unless [`Settings::switchover_bandwidth`] says otherwise. (QEMU lifts its limit then.)
     pub max_bandwidth: Option<u64>,
-    /// Limit from the moment the guest is being stopped; `None` for no change.
+    /// Limit from the moment the guest is being stopped; `None`, the default, for no change.
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
-    /// Time that a migration may take before [`Settings::on_timeout`].
+    /// Time that a migration may take before [`Settings::on_timeout`]; `None`, the default, for no limit.
     pub timeout: Option<Duration>,
-    /// Action taken when `timeout` expires.
+    /// Action taken when `timeout` expires. Default: cancel.
     pub on_timeout: OnTimeout,
-    /// Whether the guest may be slowed.
+    /// Whether the guest may be slowed. Default: no.
     pub auto_converge: AutoConverge,
-    /// What this migration may change when it departs from its plan; `None` for nothing.
+    /// What this migration may change when it departs from its plan; `None`, the default, for nothing.
     pub auto: Option<Auto>,
-    /// Leave out the pages that the guest says are free, where it can be asked.
+    /// Leave out the pages that the guest says are free, where it can be asked. Default: yes.
     pub free_pages: bool,
-    /// Compare every page's digest while the guest is stopped.
+    /// Compare every page's digest: while the guest is stopped, and in postcopy each missing page when it arrives. Default: no.
     pub verify: bool,
     /// Time that the peer may be silent before it is given up. A side whose VM needs longer sends keepalives, for three times this
-    /// time.
+    /// time. Default: 10 s.
     pub peer_timeout: Duration,
     /// Whether plain connections to other hosts are allowed. Every host on the way can read and change what they carry.
+    /// Default: no.
     pub insecure: bool,
     /// Encryption, and the peers that are trusted; `None` for plain connections.
     #[cfg(feature = "tls")]

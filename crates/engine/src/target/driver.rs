@@ -274,13 +274,13 @@ impl<'a> Driver<'a> {
             Ok(()) => Event::VmPrepared { load_us: self.vm.expected_load().map(micros) },
             Err(error) => {
                 let detail = format!("the target could not prepare itself for the guest: {error}");
-                Event::LocalFailure(Refusal::new(RefusalCode::State, detail))
+                Event::LocalFailure(Refusal::new(RefusalCode::Other, detail))
             }
         }
     }
 
     fn start(&mut self, wanted: RunState) -> Event {
-        let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::State, detail));
+        let failed = |detail| Event::StartFailed(Refusal::new(RefusalCode::Other, detail));
         if self.link.arrivals.pager().is_some_and(|pager| !pager.pages.commit()) {
             return failed("the link was lost before the guest was started on the target".to_owned());
         }
