@@ -43,7 +43,7 @@ fn a_target_moves_with_its_guest() {
         let status = without.wait("the target listening", |s| s["vm"]["incoming"].is_string());
         assert_eq!(status["vm"]["balloon"].is_null(), option == "--balloon", "{status}");
         let output = source.migrate(status["vm"]["incoming"].as_str().unwrap(), &[]);
-        let why = format!("balloon={name} here and balloon=on there");
+        let why = format!("balloon: the guest has on, the target has {name}");
         assert!(errors(&output).contains(&why), "{output:?}");
         source.goes_on();
     }

@@ -53,7 +53,7 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     other.wait("the guest running", |s| s["vm"]["guest"]["state"] == "running");
     let output = other.migrate(&uri, &[]);
     assert_eq!(code(&output), 1);
-    assert!(errors(&output).contains("vCPUs: 1 here and 2 there"), "{output:?}");
+    assert!(errors(&output).contains("vCPUs: the guest has 2, the target has 1"), "{output:?}");
     // A second target cannot have the same port; the first still takes the right guest.
     let output = vmferry(&["run", "--guest", "process", "--memory", "96M", "--incoming", &uri]);
     assert_eq!(code(&output), 1);

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_engine::{
-    GuestMemory, LazyMemory, MachineConfig, RunState, Section, StateWriter, StreamName, TargetVm, VmError,
+    GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, StateWriter, StreamName, TargetVm,
+    VmError,
 };
 
 pub(crate) struct Arriving<'a> {
@@ -16,7 +17,7 @@ pub(crate) struct Arriving<'a> {
     pub(crate) lazy: bool,
 }
 
-impl TargetVm for Arriving<'_> {
+impl Migratable for Arriving<'_> {
     fn config(&self) -> MachineConfig {
         self.vm.config()
     }
@@ -24,7 +25,9 @@ impl TargetVm for Arriving<'_> {
     fn memory(&self) -> Arc<dyn GuestMemory> {
         self.vm.memory()
     }
+}
 
+impl TargetVm for Arriving<'_> {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         self.lazy = true;
         self.vm.lazy_memory()

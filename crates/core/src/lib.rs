@@ -5,7 +5,7 @@
 //! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: types of their own, because a mix-up of them loses pages |
 //! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`] |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
-//! | VMM | [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`LazyMemory`], [`FreePages`]: the traits that a VMM implements |
+//! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`LazyMemory`], [`FreePages`]: the traits that a VMM implements |
 //!
 //! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a [`Window`] of it.
 
@@ -32,7 +32,7 @@ pub use machine::{MachineConfig, Section};
 pub use set::PageSet;
 pub use stream::{StateReader, StateWriter, StreamName};
 pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VcpuRing};
-pub use vm::{GuestMemory, PauseCosts, RunState, SourceVm, TargetVm, VmError};
+pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 
 /// Shift of the page that everything here counts in: 4 KiB, the smallest page of x86-64 and of its dirty logs.

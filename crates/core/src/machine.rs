@@ -1,8 +1,9 @@
 //! What both sides must agree on, and the state that is moved: as it goes over the wire.
 
 use crate::bounded;
-use crate::{MAX_REGIONS, Region};
+use crate::{Layout, MAX_REGIONS, Region};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// What a machine is like as far as its guest can tell, so that two sides can find out whether they agree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,33 +29,45 @@ pub struct MachineConfig {
 const MAX_NAMES: usize = 12;
 
 impl MachineConfig {
-    /// The first way in which `theirs`, a guest's machine, is other than this one, which is to take it, as a sentence for a person; `None`
-    /// if it can.
+    /// Returns the description of a machine with this memory, without properties and processor features.
     #[must_use]
-    pub fn difference(&self, theirs: &Self) -> Option<String> {
-        if self.kind != theirs.kind {
-            return Some(format!("the kind of guest is {} here and {} there", self.kind, theirs.kind));
+    pub fn new(kind: impl Into<String>, vcpus: u32, memory: &Layout) -> Self {
+        let regions = memory.regions().to_vec();
+        Self { kind: kind.into(), vcpus, regions, extra: Vec::new(), features: Vec::new() }
+    }
+
+    /// Compares this machine, the target, with `guest`, the machine of a guest that is to run on it. Returns the first difference
+    /// as a sentence. Returns `None` if the target can take the guest.
+    #[must_use]
+    pub fn difference(&self, guest: &Self) -> Option<String> {
+        let differ = |what: &str, guest: &dyn fmt::Display, target: &dyn fmt::Display| {
+            Some(format!("{what}: the guest has {guest}, the target has {target}"))
+        };
+        if self.kind != guest.kind {
+            return differ("kind of machine", &guest.kind, &self.kind);
         }
-        if self.vcpus != theirs.vcpus {
-            return Some(format!("vCPUs: {} here and {} there", self.vcpus, theirs.vcpus));
+        if self.vcpus != guest.vcpus {
+            return differ("vCPUs", &guest.vcpus, &self.vcpus);
         }
-        if self.regions != theirs.regions {
+        if self.regions != guest.regions {
             let show = |config: &Self| {
                 let regions: Vec<String> =
                     config.regions.iter().map(|r| format!("{} MiB at {}", r.len >> 20, r.gpa)).collect();
                 regions.join(" + ")
             };
-            return Some(format!("memory: {} here and {} there", show(self), show(theirs)));
+            return differ("memory", &show(guest), &show(self));
         }
-        let mut pairs = self.extra.iter().zip(&theirs.extra);
-        if let Some((ours, theirs)) = pairs.find(|(a, b)| a != b) {
-            return Some(format!("{}={} here and {}={} there", ours.0, ours.1, theirs.0, theirs.1));
+        let mut pairs = guest.extra.iter().zip(&self.extra);
+        if let Some((guest, target)) = pairs.find(|(guest, target)| guest != target) {
+            if guest.0 == target.0 {
+                return differ(&guest.0, &guest.1, &target.1);
+            }
+            return differ("properties", &guest.0, &target.0);
         }
-        if self.extra.len() != theirs.extra.len() {
-            let (ours, theirs) = (self.extra.len(), theirs.extra.len());
-            return Some(format!("{ours} machine properties here and {theirs} there"));
+        if self.extra.len() != guest.extra.len() {
+            return differ("number of properties", &guest.extra.len(), &self.extra.len());
         }
-        self.lacks(&theirs.features)
+        self.lacks(&guest.features)
     }
 
     fn lacks(&self, features: &[String]) -> Option<String> {
@@ -68,7 +81,7 @@ impl MachineConfig {
             missing[MAX_NAMES] = "...";
         }
         Some(format!(
-            "the guest may use processor features that are not offered here: {}",
+            "the guest may use processor features that the target does not offer: {}",
             missing.join(", ")
         ))
     }
@@ -105,7 +118,7 @@ mod tests {
         assert_eq!(new.difference(&old), None);
         assert_eq!(
             old.difference(&new).unwrap(),
-            "the guest may use processor features that are not offered here: avx2, vaes"
+            "the guest may use processor features that the target does not offer: avx2, vaes"
         );
         let names: Vec<String> = (10..60).map(|n| format!("f{n}")).collect();
         let many = machine(&names.iter().map(String::as_str).collect::<Vec<_>>());

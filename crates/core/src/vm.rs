@@ -2,6 +2,7 @@
 //!
 //! | trait | called by | purpose |
 //! |---|---|---|
+//! | [`Migratable`] | both sides | the machine's description and memory |
 //! | [`GuestMemory`] | both sides, many threads | the guest's pages |
 //! | [`DirtyTracker`](crate::DirtyTracker), [`Protect`](crate::Protect) | the source | finding the pages that were written after they were read |
 //! | [`SourceVm`] | the source | pause, settle, save, resume |
@@ -151,6 +152,20 @@ pub enum RunState {
     Paused,
 }
 
+/// What both sides of a migration ask of a VM. The same type is usually a [`TargetVm`] first and a
+/// [`SourceVm`] later.
+pub trait Migratable {
+    /// Returns the description of this machine. The target's must equal the source's, except for
+    /// [`features`](MachineConfig::features): a target that waits for a guest names all features that
+    /// it can offer, and a VM with a guest names those that the guest was shown.
+    fn config(&self) -> MachineConfig;
+
+    /// Returns the guest's memory. Each call returns a clone of one `Arc`, from the time before the VM
+    /// received its guest to the time after: the engine recognizes by this `Arc` a memory whose pages
+    /// still arrive.
+    fn memory(&self) -> Arc<dyn GuestMemory>;
+}
+
 /// A VM that can be moved to a target.
 ///
 /// The engine may stop the guest more than once:
@@ -164,11 +179,8 @@ pub enum RunState {
 ///
 /// During a call the engine keeps the link alive for three times the `peer_timeout` of its
 /// settings. After that, the target gives up.
-pub trait SourceVm {
-    /// Returns the machine that the target must have.
-    fn config(&self) -> MachineConfig;
-
-    /// Returns what the target's VMM has to know to create the VM, besides [`config`](Self::config): a
+pub trait SourceVm: Migratable {
+    /// Returns what the target's VMM has to know to create the VM, besides [`config`](Migratable::config): a
     /// format of the VMM's own, of at most 1 MiB. The target reads it before it has a VM. The default
     /// returns nothing.
     ///
@@ -176,10 +188,6 @@ pub trait SourceVm {
     fn description(&self) -> Vec<u8> {
         Vec::new()
     }
-
-    /// Returns the guest's memory. Each call returns a clone of one `Arc`, and of a VM that received its guest it is that of
-    /// [`TargetVm::memory`]: the engine knows by it a memory whose pages still arrive.
-    fn memory(&self) -> Arc<dyn GuestMemory>;
 
     /// Returns a tracker for all of the guest's memory. It is not started.
     ///
@@ -307,14 +315,8 @@ pub trait SourceVm {
 /// `peer_timeout` (30 s by default). If `load` takes longer, the source resumes the guest. If
 /// `start` takes longer in precopy without an arbiter, the source reports that the owner of the
 /// guest is unknown.
-pub trait TargetVm {
-    /// Returns the description of this machine, which must equal the source's.
-    fn config(&self) -> MachineConfig;
-
-    /// Returns the memory that receives the guest's pages. Each call returns a clone of one `Arc`.
-    fn memory(&self) -> Arc<dyn GuestMemory>;
-
-    /// Returns the same memory for demand paging, which postcopy and lazy restores need. The engine
+pub trait TargetVm: Migratable {
+    /// Returns [the guest's memory](Migratable::memory) for demand paging, which postcopy and lazy restores need. The engine
     /// calls this before it receives pages, so that an error is reported while the guest still runs
     /// on the source.
     ///

@@ -55,8 +55,8 @@ pub use source::{
 pub use target::{Arrival, Incoming, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
-    NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm, StateReader,
-    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
+    Migratable, NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm,
+    StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -43,6 +43,33 @@ pub enum Error {
     /// Guest memory does not give the address of a region.
     #[error("guest memory has no whole {0}")]
     Memory(vmferry_core::RegionId, #[source] vmferry_core::VmError),
+    /// A vCPU has to be paused for this and runs.
+    #[error("vCPU {cpu} runs; pause the guest first")]
+    Running {
+        /// Number of the vCPU.
+        cpu: u32,
+    },
+    /// The guest has ended, and has no state to be moved.
+    #[error("the guest has ended")]
+    Ended,
+    /// The exit handler of a vCPU panicked, so that the state of the vCPU may be half changed.
+    #[error("the exit handler of vCPU {cpu} has panicked")]
+    Panicked {
+        /// Number of the vCPU.
+        cpu: u32,
+    },
+    /// The host starts no thread for a vCPU.
+    #[error("no thread for vCPU {cpu}")]
+    Thread {
+        /// Number of the vCPU.
+        cpu: u32,
+        /// Answer of the host.
+        #[source]
+        source: io::Error,
+    },
+    /// The saved state does not fit, or KVM does not give or take a part of it.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// A CPUID table has more entries than KVM takes.
     #[error("the CPUID table is full: KVM takes at most {} entries", kvm_bindings::KVM_MAX_CPUID_ENTRIES)]
     CpuidFull,

@@ -2,7 +2,7 @@
 
 use crate::cpuid::CpuModel;
 use crate::state::{Saved as _, Sections, ShadowStackState, StateError, VcpuState};
-use crate::vm_state::VmState;
+use crate::vm_state::{KvmChips, VmState};
 use vmferry_core::Section;
 
 type Result<T> = std::result::Result<T, StateError>;
@@ -38,14 +38,16 @@ impl GuestState {
         Ok(sections)
     }
 
-    /// Takes the state of a guest of `cpus` vCPUs out of `parts`. `offer` is what this host offers to guests: the guest
-    /// must not have been shown more.
+    /// Takes the state of a guest of `cpus` vCPUs out of `parts`, for a VM with these `chips`. `offer` is what this host
+    /// offers to guests: the guest must not have been shown more.
+    ///
+    /// The state of a chip that this VM lacks stays in `parts`, and [`Sections::finish`] names it.
     ///
     /// # Errors
     /// [`StateError`] if a section is missing or damaged, or names the feature that this host lacks.
-    pub fn take(parts: &mut Sections<'_>, cpus: u32, offer: &CpuModel) -> Result<Self> {
+    pub fn take(parts: &mut Sections<'_>, cpus: u32, chips: KvmChips, offer: &CpuModel) -> Result<Self> {
         let mut vcpus: Vec<VcpuState> = (0..cpus).map(|cpu| parts.take_saved(cpu)).collect::<Result<_>>()?;
-        let vm = VmState::take(parts)?;
+        let vm = VmState::take(parts, chips)?;
         let cpu = offer.take(parts)?;
         for (index, vcpu) in (0..).zip(&mut vcpus) {
             let used = cpu.has_shadow_stacks() && vcpu.may_use_shadow_stack();
@@ -71,18 +73,56 @@ fn take_shadow_stack(parts: &mut Sections<'_>, cpu: u32, used: bool) -> Result<O
 mod tests {
     use super::*;
     use crate::{CpuChoice, VcpuSaver};
-    use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+    use kvm_bindings::KVM_CAP_SPLIT_IRQCHIP;
+    use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
     use vmferry_testkit::{Need, skip};
 
-    fn machine(kvm: &Kvm) -> (VmFd, VcpuFd, VcpuSaver, CpuModel) {
+    fn machine(kvm: &Kvm, chips: KvmChips) -> (VmFd, VcpuFd, VcpuSaver, CpuModel) {
         let vm = kvm.create_vm().unwrap();
-        vm.create_irq_chip().unwrap();
-        vm.create_pit2(kvm_bindings::kvm_pit_config::default()).unwrap();
+        if chips.irqchip {
+            vm.create_irq_chip().unwrap();
+        } else {
+            let mut split = kvm_bindings::kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
+            split.args[0] = 24;
+            vm.enable_cap(&split).unwrap();
+        }
+        if chips.pit {
+            vm.create_pit2(kvm_bindings::kvm_pit_config::default()).unwrap();
+        }
+        assert_eq!(KvmChips::of(&vm).unwrap(), chips);
         let vcpu = vm.create_vcpu(0).unwrap();
         let cpu = CpuModel::new(kvm, CpuChoice::Host, 1, true).unwrap();
         cpu.set_up(0, &vcpu).unwrap();
         let saver = VcpuSaver::probe(kvm, &vm, &vcpu).unwrap();
         (vm, vcpu, saver, cpu)
+    }
+
+    const ALL: KvmChips = KvmChips { irqchip: true, pit: true };
+
+    fn state_survives(kvm: &Kvm, chips: KvmChips) {
+        let (vm, vcpu, saver, cpu) = machine(kvm, chips);
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rbx) = (0x1234, 0x5678);
+        vcpu.set_regs(&regs).unwrap();
+        if chips.irqchip {
+            vm.set_irq_line(3, true).unwrap();
+        }
+        let vcpus = vec![saver.save(0, &vcpu).unwrap()];
+        let state = GuestState { vcpus, vm: VmState::save(&vm, chips).unwrap(), cpu };
+        let sections = state.sections().unwrap();
+
+        let (vm, vcpu, mut saver, offer) = machine(kvm, chips);
+        let mut parts = Sections::new(&sections).unwrap();
+        let taken = GuestState::take(&mut parts, 1, chips, &offer).unwrap();
+        parts.finish().unwrap();
+        assert_eq!((&taken.vcpus, &taken.vm), (&state.vcpus, &state.vm));
+        saver.load(0, &vcpu, &taken.vcpus[0], Some(&taken.cpu.of_vcpu(0).unwrap())).unwrap();
+        taken.vm.load(&vm).unwrap();
+        let again = saver.save(0, &vcpu).unwrap();
+        assert_eq!((again.regs.rip, again.regs.rbx), (0x1234, 0x5678));
+        assert_eq!((again.msrs, again.sregs), (state.vcpus[0].msrs.clone(), state.vcpus[0].sregs.clone()));
+        let again = VmState::save(&vm, chips).unwrap();
+        assert_eq!((again.irqchip, again.pit.is_some()), (state.vm.irqchip, chips.pit));
     }
 
     #[test]
@@ -91,27 +131,38 @@ mod tests {
             Ok(kvm) => kvm,
             Err(error) => return skip(Need::Kvm, error),
         };
-        let (vm, vcpu, saver, cpu) = machine(&kvm);
-        let mut regs = vcpu.get_regs().unwrap();
-        (regs.rip, regs.rbx) = (0x1234, 0x5678);
-        vcpu.set_regs(&regs).unwrap();
-        vm.set_irq_line(3, true).unwrap();
-        let vcpus = vec![saver.save(0, &vcpu).unwrap()];
-        let state = GuestState { vcpus, vm: VmState::save(&vm).unwrap(), cpu };
-        let sections = state.sections().unwrap();
+        state_survives(&kvm, ALL);
+        state_survives(&kvm, KvmChips { irqchip: true, pit: false });
+        if !kvm.check_extension(Cap::SplitIrqchip) {
+            return skip(
+                Need::Kvm,
+                "KVM_CAP_SPLIT_IRQCHIP is missing; VMs with KVM's interrupt controllers were tried",
+            );
+        }
+        state_survives(&kvm, KvmChips { irqchip: false, pit: false });
+    }
 
-        let (vm, vcpu, mut saver, offer) = machine(&kvm);
-        let mut parts = Sections::new(&sections).unwrap();
-        let taken = GuestState::take(&mut parts, 1, &offer).unwrap();
-        parts.finish().unwrap();
-        assert_eq!((&taken.vcpus, &taken.vm), (&state.vcpus, &state.vm));
-        saver.load(0, &vcpu, &taken.vcpus[0], Some(&taken.cpu.of_vcpu(0).unwrap())).unwrap();
-        taken.vm.load(&vm).unwrap();
-        let again = saver.save(0, &vcpu).unwrap();
-        assert_eq!((again.regs.rip, again.regs.rbx), (0x1234, 0x5678));
-        assert_eq!((again.msrs, again.sregs), (state.vcpus[0].msrs.clone(), state.vcpus[0].sregs.clone()));
-        let again = VmState::save(&vm).unwrap();
-        assert_eq!((again.pics, again.ioapic), (state.vm.pics, state.vm.ioapic));
+    #[test]
+    fn state_for_other_chips_is_refused_before_anything_is_changed() {
+        let kvm = match Kvm::new() {
+            Ok(kvm) => kvm,
+            Err(error) => return skip(Need::Kvm, error),
+        };
+        let without = KvmChips { irqchip: true, pit: false };
+        let refused = |from: KvmChips, to: KvmChips| {
+            let (vm, vcpu, saver, cpu) = machine(&kvm, from);
+            let vcpus = vec![saver.save(0, &vcpu).unwrap()];
+            let state = GuestState { vcpus, vm: VmState::save(&vm, from).unwrap(), cpu: cpu.clone() };
+            let sections = state.sections().unwrap();
+            let mut parts = Sections::new(&sections).unwrap();
+            let taken = GuestState::take(&mut parts, 1, to, &cpu).and_then(|_| parts.finish());
+            taken.unwrap_err().to_string()
+        };
+        assert_eq!(refused(without, ALL), "the saved state lacks section pit 0");
+        assert_eq!(
+            refused(ALL, without),
+            "the saved state has a section pit 0 that this VM has no place for"
+        );
     }
 
     #[test]

@@ -1,12 +1,17 @@
 //! What a VMM on `kvm-ioctls` needs to have its guests moved.
 //!
+//! [`Guest`] is a VM with its vCPUs and their threads, and has a method for almost every method of the engine's traits. A VMM brings the
+//! memory, the devices and the handling of exits.
+//!
+//! # Parts, for a VMM with vCPU threads of its own
+//!
 //! | part | purpose |
 //! |---|---|
 //! | [`missing_capabilities`] | what this host's KVM lacks for moving guests |
 //! | [`CpuModel`] | features that a guest is shown, and whether a target has them |
 //! | [`KvmVm`] | a VM with its memory slots, and the trackers of its dirty pages: dirty log or dirty rings |
 //! | [`VcpuSaver`] | state of a vCPU out of KVM and into it: registers, local APIC, pending events, time |
-//! | [`VmState`] | state that the vCPUs share: interrupt controllers, timer, clock |
+//! | [`VmState`], [`KvmChips`] | state that the vCPUs share: interrupt controllers, timer, clock |
 //! | [`GuestState`], [`Sections`] | all of that as versioned sections, which go over the wire |
 //! | [`VcpuPark`] | pausing vCPU threads without losing a kick, and letting them run again |
 //! | [`Throttle`] | slowing vCPUs that write faster than the link carries |
@@ -17,12 +22,13 @@
 //!
 //! ```no_run
 //! use vmferry_core::Section;
-//! use vmferry_kvm::{CpuModel, GuestState, KvmVm, Sections, StateError, VcpuSaver, VmState};
+//! use vmferry_kvm::{CpuModel, GuestState, KvmChips, KvmVm, Result, Sections, VcpuSaver, VmState};
 //!
 //! /// For `SourceVm::save`. The vCPU is paused.
-//! fn save(vm: &KvmVm, vcpu: &kvm_ioctls::VcpuFd, saver: &VcpuSaver, cpu: &CpuModel) -> Result<Vec<Section>, StateError> {
+//! fn save(vm: &KvmVm, vcpu: &kvm_ioctls::VcpuFd, saver: &VcpuSaver, cpu: &CpuModel) -> Result<Vec<Section>> {
 //!     let vcpus = vec![saver.save(0, vcpu)?];
-//!     GuestState { vcpus, vm: VmState::save(vm.fd())?, cpu: cpu.clone() }.sections()
+//!     let vm = VmState::save(vm.fd(), KvmChips::of(vm.fd())?)?;
+//!     Ok(GuestState { vcpus, vm, cpu: cpu.clone() }.sections()?)
 //! }
 //!
 //! /// For `TargetVm::load`. The vCPU has not run.
@@ -32,9 +38,9 @@
 //!     saver: &mut VcpuSaver,
 //!     offer: &CpuModel,
 //!     sections: &[Section],
-//! ) -> Result<CpuModel, Box<dyn std::error::Error>> {
+//! ) -> Result<CpuModel> {
 //!     let mut parts = Sections::new(sections)?;
-//!     let state = GuestState::take(&mut parts, 1, offer)?;
+//!     let state = GuestState::take(&mut parts, 1, KvmChips::of(vm.fd())?, offer)?;
 //!     parts.finish()?; // Nothing is changed before all of it was understood.
 //!     saver.load(0, vcpu, &state.vcpus[0], Some(&state.cpu.of_vcpu(0)?))?;
 //!     state.vm.load(vm.fd())?;
@@ -45,10 +51,12 @@
 //! The example `vm_memory` of the crate `vmferry` is a whole VMM that boots a guest and moves it.
 //!
 //! # Platform
-//! Linux on x86-64. The VM has the interrupt controllers of `KVM_CREATE_IRQCHIP` and the timer of `KVM_CREATE_PIT2`.
+//! Linux on x86-64. The local APICs are in KVM. The I/O APIC and the 8259s may be in the VMM (`KVM_CAP_SPLIT_IRQCHIP`), and the 8254 timer
+//! may be missing.
 
 mod cpuid;
 mod error;
+mod guest;
 mod guest_state;
 #[cfg(feature = "hostile")]
 pub mod hostile;
@@ -62,11 +70,13 @@ mod vm_state;
 
 pub use cpuid::{CpuChoice, CpuModel};
 pub use error::{Error, Result};
+pub use guest::{Guest, GuestExit, GuestOptions};
 pub use guest_state::GuestState;
 pub use park::{NotPaused, VcpuPark, VcpuRunner};
 pub use slots::{KvmVm, largest_dirty_ring, missing_capabilities};
 pub use state::{SectionKind, Sections, StateError, VcpuState};
 pub use throttle::Throttle;
 pub use vcpu::VcpuSaver;
-pub use vm_state::VmState;
+pub use vm_state::{IrqchipState, KvmChips, VmState};
 pub use vmferry_sys::ring::RingEntries;
+pub use {kvm_bindings, kvm_ioctls};

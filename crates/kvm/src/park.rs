@@ -51,6 +51,8 @@ pub struct NotPaused {
 
 /// Pauses the vCPU threads of a VM, lets them run again, and records how the guest ended.
 ///
+/// [`Guest`](crate::Guest) has these threads ready made.
+///
 /// The owner of the VM calls [`run_all`](Self::run_all) and [`pause_all`](Self::pause_all). Each vCPU thread
 /// [enters](Self::enter) once and then works in turns:
 ///
@@ -227,8 +229,8 @@ impl<E: Clone> VcpuPark<E> {
         }
     }
 
-    /// Records `exit` as the end of the guest, unless the guest has ended before. Pause the vCPUs as well.
-    pub fn stop(&self, exit: E) {
+    /// Records `exit` as the end of the guest, unless the guest has ended before. Does not pause the vCPUs.
+    pub fn record_exit(&self, exit: E) {
         self.lock().exit.get_or_insert(exit);
         self.changed.notify_all();
     }
@@ -445,7 +447,7 @@ mod tests {
         assert!(pages[1].requested() && !pages[0].requested());
         second.ended("off");
         assert_eq!(park.wait_exit(None), Some("reset"));
-        park.stop("stopped");
+        park.record_exit("stopped");
         assert_eq!(park.exit(), Some("reset"));
         park.run_all();
         assert!(park.pause_all(Duration::ZERO).is_ok(), "vCPUs that ended are not made to run");

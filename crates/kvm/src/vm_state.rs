@@ -1,5 +1,6 @@
 //! The state that the vCPUs of a VM share: interrupt controllers, timer, clock.
 
+use crate::Error;
 use crate::state::mirror::Field;
 use crate::state::{ClockState, IoapicState, PicState, PitState, Saved, Sections, StateError};
 use crate::vcpu::now_ns;
@@ -8,40 +9,98 @@ use kvm_bindings::{
     kvm_irqchip,
 };
 use kvm_ioctls::{Cap, VmFd};
+use std::fmt;
 use vmferry_core::Section;
 
-type Result<T> = std::result::Result<T, StateError>;
+type Result<T, E = StateError> = std::result::Result<T, E>;
 
 fn kvm<S: Saved>(instance: u32, action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> StateError {
     move |error| StateError::kvm::<S>(instance, action, error)
 }
 
-/// State that the vCPUs share: KVM's interrupt controllers, its timer, and the guest's paravirtual clock.
-///
-/// The VM has the interrupt controllers of `KVM_CREATE_IRQCHIP` and the timer of `KVM_CREATE_PIT2`.
+/// Devices of KVM's own that a VM has. A VMM decides this when it creates the VM, and both sides of a migration must agree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvmChips {
+    /// The 8259 interrupt controllers and the I/O APIC of `KVM_CREATE_IRQCHIP`. False for a VM with `KVM_CAP_SPLIT_IRQCHIP`, whose
+    /// VMM has an I/O APIC of its own and saves it in a section of its own.
+    pub irqchip: bool,
+    /// The 8254 timer of `KVM_CREATE_PIT2`.
+    pub pit: bool,
+}
+
+impl KvmChips {
+    /// Finds out which devices `vm` has.
+    ///
+    /// # Errors
+    /// [`Error::Ioctl`](crate::Error::Ioctl) if KVM does not answer.
+    pub fn of(vm: &VmFd) -> Result<Self, Error> {
+        let there = |what, result: Result<(), kvm_ioctls::Error>| match result {
+            Ok(()) => Ok(true),
+            // KVM's answer for a device that the VM does not have (virt/kvm/api.rst, 4.26 and 4.71).
+            Err(error) if error.errno() == libc::ENXIO => Ok(false),
+            Err(error) => Err(Error::ioctl(what, error)),
+        };
+        let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
+        Ok(Self {
+            irqchip: there("KVM_GET_IRQCHIP", vm.get_irqchip(&mut chip))?,
+            pit: there("KVM_GET_PIT2", vm.get_pit2().map(|_| ()))?,
+        })
+    }
+}
+
+/// Names the devices, for [`MachineConfig::extra`](vmferry_core::MachineConfig::extra).
+impl fmt::Display for KvmChips {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.irqchip { "irqchip" } else { "split irqchip" })?;
+        f.write_str(if self.pit { ", pit" } else { "" })
+    }
+}
+
+/// KVM's interrupt controllers: those of `KVM_CREATE_IRQCHIP`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VmState {
+pub struct IrqchipState {
     /// 8259 interrupt controllers: master, slave.
     pub pics: [PicState; 2],
     /// I/O APIC.
     pub ioapic: IoapicState,
-    /// 8254 timer.
-    pub pit: PitState,
+}
+
+impl IrqchipState {
+    fn save(vm: &VmFd) -> Result<Self> {
+        Ok(Self { pics: [save_pic(vm, 0)?, save_pic(vm, 1)?], ioapic: IoapicState::read(vm)? })
+    }
+
+    fn load(&self, vm: &VmFd) -> Result<()> {
+        for (instance, pic) in (0..).zip(&self.pics) {
+            load_pic(vm, instance, pic)?;
+        }
+        let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
+        chip.chip.ioapic = self.ioapic.to_kvm();
+        vm.set_irqchip(&chip).map_err(kvm::<IoapicState>(0, "KVM_SET_IRQCHIP"))
+    }
+}
+
+/// State that the vCPUs share: KVM's interrupt controllers, its timer, and the guest's paravirtual clock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VmState {
+    /// Interrupt controllers. `None` for a VM [without them](KvmChips::irqchip).
+    pub irqchip: Option<IrqchipState>,
+    /// 8254 timer. `None` for a VM without it.
+    pub pit: Option<PitState>,
     /// Paravirtual clock.
     pub clock: ClockState,
 }
 
 impl VmState {
-    /// Reads the state of `vm`, whose vCPUs are paused.
+    /// Reads the state of `vm`, which has these `chips` and whose vCPUs are paused.
     ///
     /// # Errors
     /// [`StateError::Kvm`] if KVM does not give a part of it.
-    pub fn save(vm: &VmFd) -> Result<Self> {
-        let pit = vm.get_pit2().map_err(kvm::<PitState>(0, "KVM_GET_PIT2"))?;
+    pub fn save(vm: &VmFd, chips: KvmChips) -> Result<Self> {
+        let pit = || vm.get_pit2().map_err(kvm::<PitState>(0, "KVM_GET_PIT2"));
         Ok(Self {
-            pics: [save_pic(vm, 0)?, save_pic(vm, 1)?],
-            ioapic: IoapicState::read(vm)?,
-            pit: Field::get(&pit),
+            irqchip: chips.irqchip.then(|| IrqchipState::save(vm)).transpose()?,
+            pit: chips.pit.then(pit).transpose()?.map(|pit| Field::get(&pit)),
             clock: save_clock(vm)?,
         })
     }
@@ -54,30 +113,41 @@ impl VmState {
     /// # Errors
     /// [`StateError::Kvm`] if KVM refuses a part of it.
     pub fn load(&self, vm: &VmFd) -> Result<()> {
-        for (instance, pic) in (0..).zip(&self.pics) {
-            load_pic(vm, instance, pic)?;
+        if let Some(irqchip) = &self.irqchip {
+            irqchip.load(vm)?;
         }
-        let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
-        chip.chip.ioapic = self.ioapic.to_kvm();
-        vm.set_irqchip(&chip).map_err(kvm::<IoapicState>(0, "KVM_SET_IRQCHIP"))?;
-        vm.set_pit2(&self.pit.put()).map_err(kvm::<PitState>(0, "KVM_SET_PIT2"))?;
+        if let Some(pit) = &self.pit {
+            vm.set_pit2(&pit.put()).map_err(kvm::<PitState>(0, "KVM_SET_PIT2"))?;
+        }
         load_clock(vm, &self.clock)
     }
 
     /// Adds the sections of this state to `sections`.
     pub(crate) fn put(&self, sections: &mut Vec<Section>) -> Result<()> {
-        for (instance, pic) in (0..).zip(&self.pics) {
-            sections.push(pic.section(instance)?);
+        if let Some(irqchip) = &self.irqchip {
+            for (instance, pic) in (0..).zip(&irqchip.pics) {
+                sections.push(pic.section(instance)?);
+            }
+            sections.push(irqchip.ioapic.section(0)?);
         }
-        sections.extend([self.ioapic.section(0)?, self.pit.section(0)?, self.clock.section(0)?]);
+        if let Some(pit) = &self.pit {
+            sections.push(pit.section(0)?);
+        }
+        sections.push(self.clock.section(0)?);
         Ok(())
     }
 
-    /// Takes the sections that [`put`](Self::put) adds.
-    pub(crate) fn take(parts: &mut Sections<'_>) -> Result<Self> {
-        let pics = [parts.take_saved(0)?, parts.take_saved(1)?];
-        let (ioapic, pit, clock) = (parts.take_saved(0)?, parts.take_saved(0)?, parts.take_saved(0)?);
-        Ok(Self { pics, ioapic, pit, clock })
+    /// Takes the sections that [`put`](Self::put) adds for a VM with these `chips`. A section of a chip that the VM does not have stays.
+    pub(crate) fn take(parts: &mut Sections<'_>, chips: KvmChips) -> Result<Self> {
+        let mut irqchip = || {
+            Ok(IrqchipState {
+                pics: [parts.take_saved(0)?, parts.take_saved(1)?],
+                ioapic: parts.take_saved(0)?,
+            })
+        };
+        let irqchip = chips.irqchip.then(&mut irqchip).transpose()?;
+        let pit = chips.pit.then(|| parts.take_saved(0)).transpose()?;
+        Ok(Self { irqchip, pit, clock: parts.take_saved(0)? })
     }
 }
 

@@ -4,34 +4,22 @@ use crate::ProcessGuest;
 use std::sync::Arc;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm, TargetVm,
-    TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
+    TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
-fn config(guest: &ProcessGuest) -> MachineConfig {
-    MachineConfig {
-        kind: "process".into(),
-        vcpus: guest.options.cpus,
-        regions: guest.memory.layout().regions().to_vec(),
-        extra: Vec::new(),
-        features: Vec::new(),
-    }
-}
-
-fn memory(guest: &ProcessGuest) -> Arc<dyn GuestMemory> {
-    Arc::clone(&guest.memory) as _
-}
-
-impl SourceVm for ProcessGuest {
+impl Migratable for ProcessGuest {
     fn config(&self) -> MachineConfig {
-        config(self)
+        MachineConfig::new("process", self.options.cpus, self.memory.layout())
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        memory(self)
+        Arc::clone(&self.memory) as _
     }
+}
 
+impl SourceVm for ProcessGuest {
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         match kind.unwrap_or(TrackerKind::Wp) {
             TrackerKind::Wp => Ok(Box::new(WpTracker::new(self.memory.regions().to_vec())?)),
@@ -71,14 +59,6 @@ impl SourceVm for ProcessGuest {
 }
 
 impl TargetVm for ProcessGuest {
-    fn config(&self) -> MachineConfig {
-        config(self)
-    }
-
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        memory(self)
-    }
-
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         let make = |threads| {
             let mut options = UffdOptions::new(threads);

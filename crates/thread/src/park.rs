@@ -18,7 +18,7 @@ use std::time::Duration;
 /// | caller | method | moment |
 /// |---|---|---|
 /// | an event loop | [`enter`](Self::enter) | when it has an event, before it handles it; it drops the result when the event is handled |
-/// | the source | [`park`](Self::park) | in `SourceVm::pause`, or in `SourceVm::settle` with the time given there |
+/// | the source | [`park`](Self::park) | in `SourceVm::settle`, with the time given there: `park.park(within).map_err(VmError::busy)` |
 /// | the source | [`resume`](Self::resume) | in `SourceVm::resume` |
 /// | the source | [`end`](Self::end) | when the report says that the guest has left |
 /// | the target | [`parked`](Self::parked), [`resume`](Self::resume) | when it makes its VM; in `TargetVm::start` |

@@ -5,31 +5,28 @@
 //! cargo run --release -p vmferry --features kvm,vm-memory --example vm_memory
 //! ```
 //!
-//! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. What vmferry needs of it is in the two
-//! `impl` blocks of `SourceVm` and `TargetVm`. The guest is the bare-metal guest of this repository.
+//! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. What vmferry needs of it is in the
+//! `impl` blocks of `Migratable`, `SourceVm` and `TargetVm`. The guest is the bare-metal guest of this repository.
 
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_regs, kvm_segment};
-use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
+use kvm_ioctls::{Kvm, VcpuExit};
 use linux_loader::configurator::pvh::PvhBootConfigurator;
 use linux_loader::configurator::{BootConfigurator, BootParams};
 use linux_loader::loader::elf::PvhBootCapability;
 use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_start_info};
 use linux_loader::loader::{Elf, KernelLoader};
 use std::io::Cursor;
+use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryMmap};
-use vmferry::kvm::{
-    CpuChoice, CpuModel, GuestState, KvmVm, Sections, Throttle, VcpuPark, VcpuRunner, VcpuSaver, VmState,
-    missing_capabilities,
-};
+use vmferry::kvm::{Guest, GuestOptions, Sections, missing_capabilities};
 use vmferry::vm_memory::VmMemory;
 use vmferry::{
-    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migration, MigrationMode, RunState,
-    Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
+    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migratable, Migration, MigrationMode,
+    RunState, Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
 };
 use vmferry_guest_abi::{DEBUG_EXIT_PORT, STATS_GPA, StatsSnapshot, offset};
 
@@ -53,16 +50,9 @@ const MEMORY_MAP: GuestAddress = GuestAddress(0x7000);
 const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
 
 struct Machine {
-    vm: Arc<KvmVm>,
+    guest: Guest<String>,
     memory: Arc<VmMemory<AtomicBitmap>>,
-    vcpu: Arc<Mutex<VcpuFd>>,
-    saver: VcpuSaver,
-    /// What the guest was shown. Before a guest comes: what this host offers.
-    cpu: CpuModel,
-    park: Arc<VcpuPark<String>>,
-    throttle: Arc<Throttle<String>>,
     serial: Arc<Mutex<Vec<u8>>>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Machine {
@@ -70,40 +60,20 @@ impl Machine {
         let memory =
             GuestMemoryMmap::<AtomicBitmap>::from_ranges(&[(GuestAddress(0), usize::try_from(MEMORY)?)])?;
         let memory = Arc::new(VmMemory::new(memory)?);
-        let fd = kvm.create_vm()?;
-        fd.set_tss_address(TSS)?;
-        fd.set_identity_map_address(IDENTITY_MAP)?;
-        fd.create_irq_chip()?;
-        fd.create_pit2(kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() })?;
-        // SAFETY: the thread of the vCPU, which alone runs it, holds the VM.
-        let vm = unsafe { KvmVm::new(fd, Arc::clone(&memory) as _, |region| memory.marks(region), None) }?;
-        let vm = Arc::new(vm);
-
-        let cpu = CpuModel::new(kvm, CpuChoice::Host, 1, incoming)?;
-        let vcpu = vm.fd().create_vcpu(0)?;
-        cpu.set_up(0, &vcpu)?;
-        let saver = VcpuSaver::probe(kvm, vm.fd(), &vcpu)?;
-        let park = Arc::new(VcpuPark::new(std::slice::from_ref(&vcpu))?);
-        let throttle = Arc::new(Throttle::new(Arc::clone(&park)));
-        let (vcpu, serial) = (Arc::new(Mutex::new(vcpu)), Arc::default());
-        let mut machine = Self { vm, memory, vcpu, saver, cpu, park, throttle, serial, thread: None };
-        machine.thread = Some(machine.spawn_vcpu()?);
-        Ok(machine)
-    }
-
-    fn spawn_vcpu(&self) -> Result<JoinHandle<()>> {
-        let (vm, vcpu, park) = (Arc::clone(&self.vm), Arc::clone(&self.vcpu), Arc::clone(&self.park));
-        let (throttle, serial) = (Arc::clone(&self.throttle), Arc::clone(&self.serial));
-        Ok(std::thread::Builder::new().name("vcpu 0".to_owned()).spawn(move || {
-            let runner = park.enter(0);
-            while runner.wait_to_run() {
-                match run_vcpu(&runner, &vcpu, &throttle, &serial) {
-                    None => runner.paused(),
-                    Some(why) => runner.ended(why),
-                }
-            }
-            drop(vm);
-        })?)
+        let vm = kvm.create_vm()?;
+        vm.set_tss_address(TSS)?;
+        vm.set_identity_map_address(IDENTITY_MAP)?;
+        vm.create_irq_chip()?;
+        vm.create_pit2(kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() })?;
+        let (ram, marks) = (Arc::clone(&memory) as _, |region| memory.marks(region));
+        // SAFETY: the VM is new, and no other code makes vCPUs of it.
+        let mut guest = unsafe { Guest::new(kvm, vm, ram, marks, &GuestOptions::new().incoming(incoming)) }?;
+        let serial = Arc::<Mutex<Vec<u8>>>::default();
+        guest.spawn(|_cpu| {
+            let serial = Arc::clone(&serial);
+            move |exit: VcpuExit<'_>| handle_exit(exit, &serial)
+        })?;
+        Ok(Self { guest, memory, serial })
     }
 
     /// Loads the guest's kernel, and sets the vCPU's registers as the PVH boot protocol says.
@@ -113,7 +83,7 @@ impl Machine {
         let PvhBootCapability::PvhEntryPresent(entry) = kernel.pvh_boot_cap else {
             return Err("the kernel has no PVH entry point".into());
         };
-        let cmdline = format!("workload={WORKLOAD} stats=page cpus=1 tsc_khz={}\0", self.saver.tsc_khz());
+        let cmdline = format!("workload={WORKLOAD} stats=page cpus=1 tsc_khz={}\0", self.guest.tsc_khz());
         ram.write_slice(cmdline.as_bytes(), CMDLINE)?;
         let range =
             |addr, end| hvm_memmap_table_entry { addr, size: end - addr, type_: 1, ..Default::default() };
@@ -133,7 +103,7 @@ impl Machine {
         let gdt = [0u64, 0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff, 0x0000_8b00_0000_0067];
         ram.write_slice(&gdt.map(u64::to_le_bytes).concat(), GDT)?;
 
-        let vcpu = self.vcpu.lock().map_err(|error| error.to_string())?;
+        let vcpu = self.guest.vcpu(0)?;
         let code = kvm_segment {
             limit: u32::MAX,
             selector: 8,
@@ -176,8 +146,8 @@ impl Machine {
                 Some(stats) if done(&stats) => return Ok(stats),
                 _ => {}
             }
-            if let Some(why) = self.park.exit().or((start.elapsed() > PATIENCE).then(|| "time is up".into()))
-            {
+            let exit = self.guest.park().exit().map(|exit| exit.to_string());
+            if let Some(why) = exit.or((start.elapsed() > PATIENCE).then(|| "time is up".into())) {
                 let serial = self.serial.lock().map_err(|error| error.to_string())?;
                 return Err(
                     format!("waiting for {what}: {why}; {:?}", String::from_utf8_lossy(&serial)).into()
@@ -186,112 +156,70 @@ impl Machine {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-
-    fn describe(&self) -> MachineConfig {
-        MachineConfig {
-            kind: "example".to_owned(),
-            vcpus: 1,
-            regions: self.memory.layout().regions().to_vec(),
-            extra: vec![("cpu".to_owned(), self.cpu.vendor())],
-            features: self.cpu.features(),
-        }
-    }
 }
 
-impl Drop for Machine {
-    fn drop(&mut self) {
-        self.park.quit();
-        // A panic of the thread was printed when it happened.
-        let _ = self.thread.take().map(JoinHandle::join);
+/// Handles an exit of the vCPU. Ends the guest by returning why it ends.
+fn handle_exit(exit: VcpuExit<'_>, serial: &Mutex<Vec<u8>>) -> ControlFlow<String> {
+    match exit {
+        VcpuExit::IoOut(SERIAL, data) => {
+            serial.lock().expect("no thread panics while it holds the lock").extend(data);
+        }
+        VcpuExit::IoOut(DEBUG_EXIT_PORT, data) => {
+            return ControlFlow::Break(format!("it ended with {data:?}"));
+        }
+        VcpuExit::IoIn(SERIAL_STATUS, data) => data.fill(TRANSMITTER_EMPTY),
+        VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data) => data.fill(0xff),
+        VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..) | VcpuExit::Intr => {}
+        exit => return ControlFlow::Break(format!("{exit:?}")),
     }
+    ControlFlow::Continue(())
 }
 
-/// Runs the guest until a pause is requested (`None`) or the guest ends.
-fn run_vcpu(
-    runner: &VcpuRunner<String>,
-    vcpu: &Mutex<VcpuFd>,
-    throttle: &Throttle<String>,
-    serial: &Mutex<Vec<u8>>,
-) -> Option<String> {
-    let mut vcpu = vcpu.lock().expect("no thread panics while it holds the lock");
-    let mut held = None;
-    loop {
-        match vcpu.run() {
-            Ok(VcpuExit::IoOut(SERIAL, data)) => {
-                serial.lock().expect("no thread panics while it holds the lock").extend(data);
-            }
-            Ok(VcpuExit::IoOut(DEBUG_EXIT_PORT, data)) => return Some(format!("it ended with {data:?}")),
-            Ok(VcpuExit::IoIn(SERIAL_STATUS, data)) => data.fill(TRANSMITTER_EMPTY),
-            Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => data.fill(0xff),
-            Ok(VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..) | VcpuExit::Intr) => {}
-            Ok(exit) => return Some(format!("{exit:?}")),
-            Err(error) if error.errno() == libc::EINTR && runner.pause_requested() => return None,
-            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {}
-            Err(error) => return Some(format!("KVM_RUN: {error}")),
-        }
-        throttle.pass(runner, &mut held);
+impl Migratable for Machine {
+    fn config(&self) -> MachineConfig {
+        self.guest.config("example")
+    }
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        self.guest.memory()
     }
 }
 
 impl SourceVm for Machine {
-    fn config(&self) -> MachineConfig {
-        self.describe()
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory) as _
-    }
     fn tracker(&mut self, kind: Option<TrackerKind>) -> VmResult<Box<dyn DirtyTracker>> {
-        match kind {
-            None | Some(TrackerKind::Log) => Ok(Box::new(self.vm.log_tracker()?)),
-            Some(other) => Err(VmError::new(format!("this VM has no tracker `{other}`; use `log`"))),
-        }
+        self.guest.tracker(kind)
     }
     fn throttle(&mut self, shares: &[f64]) -> VmResult<()> {
-        Ok(self.throttle.set(shares)?)
+        Ok(self.guest.throttle(shares)?)
     }
     fn throttled(&self) -> Vec<Duration> {
-        self.throttle.totals()
+        self.guest.throttled()
     }
     fn pause(&mut self) -> VmResult<()> {
-        Ok(self.park.pause_all(PATIENCE)?)
+        Ok(self.guest.pause(PATIENCE)?)
     }
     fn save(&mut self) -> VmResult<Vec<Section>> {
-        let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
-        let vcpus = vec![self.saver.save(0, &vcpu)?];
-        let vm = VmState::save(self.vm.fd())?;
-        Ok(GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections()?)
+        // A VMM with devices adds their sections here.
+        Ok(self.guest.save()?)
     }
     fn release(&mut self) -> VmResult<()> {
         Ok(()) // This VM has no disk, and holds nothing that the target needs.
     }
     fn resume(&mut self) -> VmResult<()> {
-        self.park.run_all();
+        self.guest.run();
         Ok(())
     }
 }
 
 impl TargetVm for Machine {
-    fn config(&self) -> MachineConfig {
-        self.describe()
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(&self.memory) as _
-    }
     fn load(&mut self, sections: &[Section]) -> VmResult<()> {
         let mut parts = Sections::new(sections)?;
-        let state = GuestState::take(&mut parts, 1, &self.cpu)?;
+        let state = self.guest.take(&mut parts)?;
+        // A VMM with devices takes their sections here, and loads the devices after `finish`.
         parts.finish()?;
-        let cpuid = state.cpu.of_vcpu(0)?;
-        let vcpu = self.vcpu.lock().map_err(|error| VmError::new(error.to_string()))?;
-        self.saver.load(0, &vcpu, &state.vcpus[0], Some(&cpuid))?;
-        state.vm.load(self.vm.fd())?;
-        self.cpu = state.cpu;
-        Ok(())
+        Ok(self.guest.load(state)?)
     }
     fn start(&mut self, state: RunState) -> VmResult<()> {
-        if state == RunState::Running {
-            self.park.run_all();
-        }
+        self.guest.start(state);
         Ok(())
     }
 }
@@ -310,7 +238,7 @@ fn main() -> Result<()> {
     };
     let mut source = Machine::new(&kvm, false)?;
     source.boot()?;
-    source.park.run_all();
+    source.guest.run();
     let before = source.wait("the guest's first writes", |stats| stats.writes() > 10_000)?;
     println!("the guest runs on the source: {} writes in {} pages", before.writes(), before.data_pages);
 

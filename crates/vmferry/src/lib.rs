@@ -36,6 +36,7 @@
 //! | trait | side | needed for |
 //! |---|---|---|
 //! | [`GuestMemory`] | both | every migration. [`MappedMemory`] serves memory that is mapped in this process, and the feature `vm-memory` a `GuestMemoryMmap` |
+//! | [`Migratable`] | both | every migration |
 //! | [`SourceVm`] | source | every migration |
 //! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` has trackers for KVM and for write protection |
 //! | [`TargetVm`] | target | every migration |
@@ -44,7 +45,7 @@
 //!
 //! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over
 //! connections that the caller makes. The example `vm_memory` is a VMM on `kvm-ioctls` and `vm-memory`
-//! that boots a guest and moves it.
+//! that boots a guest and moves it, with `kvm::Guest` for everything that is in KVM.
 //!
 //! # Connections
 //!
@@ -67,6 +68,10 @@
 //! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs |
 //! | `vm-memory` | no | memory of the crate `vm-memory` as the guest's memory |
 //!
+//! The examples of the parts name the crates that this crate re-exports. In a program that depends on `vmferry` only, write
+//! `vmferry` for `vmferry_core` and `vmferry_engine`, and `vmferry::kvm` for `vmferry_kvm`, `vmferry::dirty` for `vmferry_dirty`
+//! and `vmferry::fault` for `vmferry_fault`.
+//!
 //! # Threads
 //!
 //! [`Migration::run`] and [`receive`] block, and call the VM on the caller's thread only, so a VM need
@@ -85,17 +90,20 @@ pub mod bitmap {
 }
 
 #[cfg(feature = "dirty")]
+#[doc(inline)]
 pub use vmferry_dirty as dirty;
 #[cfg(feature = "fault")]
+#[doc(inline)]
 pub use vmferry_fault as fault;
 #[cfg(all(feature = "kvm", target_os = "linux", target_arch = "x86_64"))]
+#[doc(inline)]
 pub use vmferry_kvm as kvm;
 
 pub use vmferry_core::{
     Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError,
-    LazyMemory, MachineConfig, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet, PauseCosts, Placed,
-    Protect, Region, RegionId, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
-    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window,
+    LazyMemory, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet,
+    PauseCosts, Placed, Protect, Region, RegionId, RingFigures, RunState, Section, SourceVm, StateReader,
+    StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, Bytes, Change, ChannelCounts, ChannelRole, Connect, Connected,

@@ -8,37 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm, TargetVm,
-    TrackerKind, VmError,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
+    TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
 impl Vm {
-    /// What a VM must be like to take this one's guest.
-    ///
-    /// The processor's features are part of it: a guest that found one goes on using it, and takes along what CPUID tells it. The frequency
-    /// of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the state finds out.
-    #[must_use]
-    pub fn machine_config(&self) -> MachineConfig {
-        let balloon = self.devices().balloon().map_or("off", |balloon| balloon.description());
-        let disks = (0..).zip(self.devices().disks());
-        let disks = disks.map(|(n, disk): (u32, _)| (format!("disk {n}"), disk.description()));
-        MachineConfig {
-            kind: "kvm".to_owned(),
-            vcpus: self.cpus(),
-            regions: self.ram().layout().regions().to_vec(),
-            extra: [
-                ("cpu".to_owned(), self.model().vendor()),
-                ("balloon".to_owned(), balloon.to_owned()),
-                ("devices".to_owned(), self.devices().bus().names().join(",")),
-            ]
-            .into_iter()
-            .chain(disks)
-            .collect(),
-            features: self.model().features(),
-        }
-    }
-
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         if self.rings().is_some() {
             return Err(VmError::new(
@@ -60,15 +35,33 @@ impl Vm {
     }
 }
 
-impl SourceVm for Vm {
+impl Migratable for Vm {
+    /// Returns what a VM must be like to take the guest.
+    ///
+    /// The processor's features are part of it: a guest that found one goes on using it, and takes along what CPUID tells it. The
+    /// frequency of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the
+    /// state finds out.
     fn config(&self) -> MachineConfig {
-        self.machine_config()
+        let balloon = self.devices().balloon().map_or("off", |balloon| balloon.description());
+        let disks = (0..).zip(self.devices().disks());
+        let disks = disks.map(|(n, disk): (u32, _)| (format!("disk {n}"), disk.description()));
+        let mut machine = MachineConfig::new("kvm", self.cpus(), self.ram().layout());
+        machine.extra = vec![
+            ("cpu".to_owned(), self.model().vendor()),
+            ("balloon".to_owned(), balloon.to_owned()),
+            ("devices".to_owned(), self.devices().bus().names().join(",")),
+        ];
+        machine.extra.extend(disks);
+        machine.features = self.model().features();
+        machine
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(self.ram()) as Arc<GuestRam> as _
     }
+}
 
+impl SourceVm for Vm {
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         let usual = if self.rings().is_some() { TrackerKind::Ring } else { TrackerKind::Log };
         let tracker = match kind.unwrap_or(usual) {
@@ -128,14 +121,6 @@ impl SourceVm for Vm {
 }
 
 impl TargetVm for Vm {
-    fn config(&self) -> MachineConfig {
-        self.machine_config()
-    }
-
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::clone(self.ram()) as Arc<GuestRam> as _
-    }
-
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         let make = |threads| {
             // With KVM's faults and those of system calls: vCPUs, and devices some day, touch memory in the kernel.

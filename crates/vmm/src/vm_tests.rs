@@ -3,7 +3,7 @@
 use crate::boot::testing::{TestBzImage, TestElf};
 use crate::state::{Saved, Sections};
 use crate::{CpuChoice, Error, Exit, SerialSink, Vm, VmOptions, open_kvm};
-use vmferry_engine::Section;
+use vmferry_engine::{Migratable, Section};
 use vmferry_kvm::VcpuState;
 use vmferry_kvm::state::ShadowStackState;
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
@@ -306,7 +306,7 @@ fn confined_vcpus_set_up_machine_check_banks_and_the_shadow_stack_pointer() {
     saved.retain(|section| section.name != ShadowStackState::NAME);
     saved.push(ShadowStackState { pointer: 0x7000 }.section(0).unwrap());
     let loaded = incoming(1).load_state(&saved);
-    if source.machine_config().features.iter().any(|name| name == "shstk") {
+    if source.config().features.iter().any(|name| name == "shstk") {
         loaded.unwrap();
     } else {
         let error = loaded.unwrap_err().to_string();
@@ -325,12 +325,12 @@ fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
     let mut options = VmOptions::new(MEMORY, 1);
     (options.incoming, options.cpu) = (true, CpuChoice::Baseline);
     let mut target = Vm::new(options).unwrap();
-    let sentence = target.machine_config().difference(&source.machine_config());
+    let sentence = target.config().difference(&source.config());
     let error = target.load_state(&saved);
-    if source.machine_config().features == target.machine_config().features {
+    if source.config().features == target.config().features {
         return skip(Need::Cpu, "this processor offers no more than the baseline");
     }
-    assert!(sentence.as_ref().is_some_and(|s| s.contains("not offered here")), "{sentence:?}");
+    assert!(sentence.as_ref().is_some_and(|s| s.contains("the target does not offer")), "{sentence:?}");
     let error = error.unwrap_err().to_string();
     assert!(error.contains("which this host does not offer"), "{error}");
     // The other way is fine, and the guest keeps what it was shown.
@@ -339,9 +339,9 @@ fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
     let mut source = Vm::new(options).unwrap();
     source.load_kernel(&TestElf::with_entry(&HALT).build(), "").unwrap();
     let mut target = incoming(1);
-    assert_eq!(target.machine_config().difference(&source.machine_config()), None);
+    assert_eq!(target.config().difference(&source.config()), None);
     target.load_state(&source.save_state().unwrap()).unwrap();
-    assert_eq!(target.machine_config().features, source.machine_config().features);
+    assert_eq!(target.config().features, source.config().features);
     target.start().unwrap();
     target.pause().unwrap();
     let again = target.save_state().unwrap();

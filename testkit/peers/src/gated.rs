@@ -10,8 +10,8 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, PageSet, PauseCosts, RegionId};
 use vmferry_engine::{
-    Answer, Answers, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Protect, RingFigures,
-    Section, SourceVm, TrackerKind, VmError,
+    Answer, Answers, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Migratable, Protect,
+    RingFigures, Section, SourceVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
 
@@ -47,15 +47,18 @@ impl<'a> Gated<'a> {
     }
 }
 
-impl SourceVm for Gated<'_> {
+impl Migratable for Gated<'_> {
     fn config(&self) -> MachineConfig {
         self.vm.config()
     }
-    fn description(&self) -> Vec<u8> {
-        self.vm.description()
-    }
     fn memory(&self) -> Arc<dyn GuestMemory> {
         self.vm.memory()
+    }
+}
+
+impl SourceVm for Gated<'_> {
+    fn description(&self) -> Vec<u8> {
+        self.vm.description()
     }
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         let (tracker, gate) = (self.vm.tracker(kind)?, Arc::clone(&self.gate));

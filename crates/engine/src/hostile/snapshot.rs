@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{
-    GuestMemory, LazyMemory, MachineConfig, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region, RegionId,
-    RunState, Section, TargetVm, VmError,
+    GuestMemory, LazyMemory, MachineConfig, Migratable, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region,
+    RegionId, RunState, Section, TargetVm, VmError,
 };
 use vmferry_wire::{
     MigrationId, PageTable, PartSum, SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap, SnapshotRegion,
@@ -52,7 +52,7 @@ impl Machine {
     }
 }
 
-impl TargetVm for Machine {
+impl Migratable for Machine {
     fn config(&self) -> MachineConfig {
         self.config.clone()
     }
@@ -60,7 +60,9 @@ impl TargetVm for Machine {
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(&self.memory) as _
     }
+}
 
+impl TargetVm for Machine {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         Ok(Arc::clone(&self.memory) as _)
     }

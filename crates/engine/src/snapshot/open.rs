@@ -33,7 +33,7 @@ pub enum RestoreError {
         source: io::Error,
     },
     /// It is the snapshot of another machine.
-    #[error("the machines differ: {0} (here = this machine, there = the file's)")]
+    #[error("the machines differ: {0}")]
     Machine(String),
     /// The tables and the header do not agree.
     #[error("the snapshot has {found} pages with content, its header says {said}")]

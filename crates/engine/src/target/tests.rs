@@ -8,7 +8,8 @@ use std::net::TcpStream;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use vmferry_core::{
-    Gpa, GuestMemory, Layout, MachineConfig, PageRun, Region, RegionId, RunState, Section, VmError, Window,
+    Gpa, GuestMemory, Layout, MachineConfig, Migratable, PageRun, Region, RegionId, RunState, Section,
+    VmError, Window,
 };
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, HELLO_BYTES, HelloReply, Mode, ToSource, ToTarget,
@@ -96,7 +97,7 @@ struct Vm {
     started: bool,
 }
 
-impl TargetVm for Vm {
+impl Migratable for Vm {
     fn config(&self) -> MachineConfig {
         let regions = OnePage::new().0.regions().to_vec();
         MachineConfig { kind: "test".into(), vcpus: 1, regions, extra: vec![], features: vec![] }
@@ -105,7 +106,9 @@ impl TargetVm for Vm {
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::new(OnePage::new())
     }
+}
 
+impl TargetVm for Vm {
     fn load(&mut self, _: &[Section]) -> Result<(), VmError> {
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Listener, MigrationState, Monitor, ReceiveFailure, Settings, TargetVm, Tls, Uri, receive,
+    Arrival, Listener, Migratable, MigrationState, Monitor, ReceiveFailure, Settings, Tls, Uri, receive,
 };
 use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 use vmferry_testkit_peers::peer::{hear, hello, introduce, say};
@@ -119,7 +119,7 @@ fn a_channel_of_another_host_is_not_of_this_migration() {
     let authority = Authority::new();
     let source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let machine = TargetVm::config(&target);
+    let machine = target.config();
     let listener = Listener::bind_encrypted(&loopback(), host(&authority, "127.0.0.1")).unwrap();
     let Ok(Uri::Tcp { port, .. }) = listener.uri() else { panic!("no port") };
     let arrival = Arrival::new(vmferry_testkit::PATIENCE);

@@ -4,8 +4,8 @@ use crate::rig::{Ended, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Incoming, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, SourceVm,
-    migrate,
+    Arrival, Incoming, Listener, Migratable, MigrationMode, MigrationState, Monitor, ReceiveFailure,
+    Settings, migrate,
 };
 use vmferry_testkit_peers::peer::connect;
 
@@ -39,7 +39,7 @@ fn vm_is_created_from_what_the_source_announces() {
         let description = "disks: none";
         let mut source = Toy::new(Options { description, lazy: true, ..Options::default() }, true);
         let blank = source.target();
-        let machine = SourceVm::config(&source);
+        let machine = source.config();
         // Creating the VM takes longer than the source bears a silent target.
         let settings = Settings { mode, peer_timeout: Duration::from_secs(10), ..Settings::default() };
         let create = |incoming: &Incoming| {
@@ -66,7 +66,7 @@ fn vm_that_is_not_what_was_announced_is_refused() {
     let create = |_: &Incoming| Toy::new(Options { vcpus: 7, ..Options::default() }, false);
     let (ended, target) = move_to_blank(&mut source, &quick(), create);
     check_owner(&source, &target, &ended);
-    assert!(ended.error().contains("vCPUs: 7 here and 2 there"), "{}", ended.error());
+    assert!(ended.error().contains("vCPUs: the guest has 2, the target has 7"), "{}", ended.error());
     assert!(matches!(ended.received, Err(ReceiveFailure::Failed(_))), "{:?}", ended.received);
 }
 

@@ -472,7 +472,8 @@ fn machines_that_differ_are_told_so_and_the_target_waits_on() {
         let error = refused.error.unwrap();
         assert_eq!(refused.state, MigrationState::Failed);
         assert!(
-            error.contains("vCPUs: 2 here and 4 there") && error.contains("the machines differ"),
+            error.contains("vCPUs: the guest has 4, the target has 2")
+                && error.contains("the machines differ"),
             "{error}"
         );
         assert!(!receiving.is_finished() && source.works());

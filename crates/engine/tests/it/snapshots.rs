@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RegionId;
 use vmferry_engine::{
-    DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, MigrateError,
+    DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, Migratable, MigrateError,
     MigrationState, Monitor, Report, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
     restore_lazy, save, save_copy,
 };
@@ -201,13 +201,16 @@ impl Noting {
     }
 }
 
-impl TargetVm for Noting {
+impl Migratable for Noting {
     fn config(&self) -> MachineConfig {
-        TargetVm::config(&self.toy)
+        self.toy.config()
     }
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        TargetVm::memory(&self.toy)
+        self.toy.memory()
     }
+}
+
+impl TargetVm for Noting {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         self.toy.lazy_memory()
     }
@@ -267,13 +270,16 @@ fn copy_without_new_identity_does_not_run() {
 /// A VM that writes on while it is paused, as a device that was forgotten would.
 struct Restless(Toy);
 
-impl SourceVm for Restless {
+impl Migratable for Restless {
     fn config(&self) -> MachineConfig {
-        SourceVm::config(&self.0)
+        self.0.config()
     }
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        SourceVm::memory(&self.0)
+        self.0.memory()
     }
+}
+
+impl SourceVm for Restless {
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         self.0.tracker(kind)
     }
@@ -441,7 +447,8 @@ fn files_that_were_cut_off_or_never_finished_are_refused() {
         refused(&copy, &source, "a stranger", &["no snapshot of a guest"]);
     }
     let other = Toy::new(lazy(Options { vcpus: 7, ..Options::default() }), false);
-    refused(&guest(&folder), &other, "another machine", &["the machines differ: vCPUs: 7 here and 2 there"]);
+    let differ = "the machines differ: vCPUs: the guest has 2, the target has 7";
+    refused(&guest(&folder), &other, "another machine", &[differ]);
     let missing = restore(&mut source.target(), &folder.file("nothing")).unwrap_err().to_string();
     assert!(missing.contains("cannot use file:"), "{missing}");
 }

@@ -6,8 +6,8 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId, Section};
 use vmferry_engine::{
-    Arrival, GuestMemory, Listener, MachineConfig, MigrationState, Monitor, ReceiveFailure, Settings,
-    TargetVm, Uri, migrate, receive,
+    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationState, Monitor, ReceiveFailure,
+    Settings, Uri, migrate, receive,
 };
 use vmferry_testkit::{PATIENCE, wait, wait_for};
 use vmferry_testkit_peers::Socket;
@@ -97,7 +97,10 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
             let Some(ToSource::Failed(why)) = other.offer(&machine, Mode::Precopy, 1, 0) else {
                 panic!("it was not refused")
             };
-            assert!(why.code == RefusalCode::Machine && why.detail.contains("toy here and other there"));
+            assert!(
+                why.code == RefusalCode::Machine
+                    && why.detail.contains("kind of machine: the guest has other, the target has toy")
+            );
             // It does not hang up, and keeps talking.
             let mut held = other.control.try_clone().unwrap();
             std::thread::spawn(move || {
@@ -184,7 +187,7 @@ fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
     let arrival = Arrival::new(patience);
-    let machine = TargetVm::config(&target);
+    let machine = target.config();
     let (began, counter) = (Instant::now(), target.counter());
     let failure = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
@@ -295,8 +298,8 @@ fn nothing_is_written_after_the_last_pass() {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
     let arrival = Arrival::new(PATIENCE);
-    let machine = TargetVm::config(&target);
-    let (memory, counter) = (TargetVm::memory(&target), target.counter());
+    let machine = target.config();
+    let (memory, counter) = (target.memory(), target.counter());
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         let mut evil = Evil::new(&uri, counter, &machine, 1);
@@ -363,7 +366,7 @@ fn impossible_numbers_of_channels_are_refused() {
     then_the_real_source(|uri| {
         for channels in [0, Settings::MAX_CHANNELS + 1, u16::MAX] {
             let mut source = Source::new(uri);
-            let machine = TargetVm::config(&Toy::new(Options::default(), false));
+            let machine = Toy::new(Options::default(), false).config();
             let Some(ToSource::Failed(why)) = source.offer(&machine, Mode::Precopy, channels, 0) else {
                 panic!("{channels} were accepted")
             };

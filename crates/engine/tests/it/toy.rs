@@ -18,7 +18,7 @@ use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_core::{Gpa, Layout, PageIndex, PauseCosts, Region, RegionId};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, RunState, Section, SourceVm,
+    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
     StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
@@ -327,20 +327,6 @@ impl Toy {
         let board = Arc::clone(&self.board);
         move |method| board.calls.lock().unwrap().iter().filter(|called| **called == method).count()
     }
-
-    fn config(&self) -> MachineConfig {
-        MachineConfig {
-            kind: "toy".into(),
-            vcpus: self.board.options.vcpus,
-            regions: self.board.layout.regions().to_vec(),
-            extra: vec![],
-            features: vec![],
-        }
-    }
-
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        Arc::new(Ram2Window(Arc::clone(&self.board)))
-    }
 }
 
 impl Drop for Toy {
@@ -352,15 +338,17 @@ impl Drop for Toy {
     }
 }
 
-impl SourceVm for Toy {
+impl Migratable for Toy {
     fn config(&self) -> MachineConfig {
-        self.config()
+        MachineConfig::new("toy", self.board.options.vcpus, &self.board.layout)
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        self.memory()
+        Arc::new(Ram2Window(Arc::clone(&self.board)))
     }
+}
 
+impl SourceVm for Toy {
     fn tracker(&mut self, _: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         self.board.trip(Method::Tracker)?;
         Ok(Box::new(Tracker(Arc::clone(&self.board))))
@@ -494,14 +482,6 @@ impl StateWriter for DeviceEnd {
 }
 
 impl TargetVm for Toy {
-    fn config(&self) -> MachineConfig {
-        self.config()
-    }
-
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        self.memory()
-    }
-
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         if !self.board.options.lazy {
             return Err(VmError::new("this toy has no faults"));

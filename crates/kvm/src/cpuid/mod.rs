@@ -222,7 +222,8 @@ impl CpuModel {
         self.of_guest(&parts.take_saved(0)?)
     }
 
-    /// Gives the new vCPU number `cpu` its CPUID, and sets the registers that firmware sets before it starts a kernel.
+    /// Gives the new vCPU number `cpu` its CPUID, and sets the registers that firmware sets before it starts a kernel. Call this before
+    /// you set the registers of the boot protocol: KVM checks control registers against the CPUID.
     ///
     /// # Errors
     /// [`Error::Ioctl`] if KVM refuses the CPUID; [`Error::CpuidFull`] if it has too many entries.

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageRun};
 use vmferry_engine::{
-    Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, MigrateError, MigrationMode, MigrationState,
-    Monitor, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri, VmError, migrate, receive,
+    Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, Migratable, MigrateError, MigrationMode,
+    MigrationState, Monitor, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri, VmError,
+    migrate, receive,
 };
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, alone, say, wait};
@@ -24,22 +25,24 @@ struct Touching {
     loaded: Arc<AtomicBool>,
 }
 
-impl TargetVm for Touching {
+impl Migratable for Touching {
     fn config(&self) -> MachineConfig {
-        TargetVm::config(&self.guest)
+        self.guest.config()
     }
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        TargetVm::memory(&self.guest)
+        self.guest.memory()
     }
+}
 
+impl TargetVm for Touching {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         self.guest.lazy_memory()
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         self.begun.store(true, Ordering::Release);
-        let memory = TargetVm::memory(&self.guest);
+        let memory = self.guest.memory();
         let region = memory.layout().regions()[0];
         let mut page = [0; PAGE_BYTES];
         // The guest's last page: what is sent in order comes to it late.

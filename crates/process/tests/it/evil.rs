@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, RegionId};
 use vmferry_engine::Section;
 use vmferry_engine::{
-    Arrival, GuestMemory, Listener, MachineConfig, MigrationState, ReceiveFailure, RestState, RestWatch,
-    SourceVm, TargetVm, Uri,
+    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationState, ReceiveFailure, RestState,
+    RestWatch, SourceVm, Uri,
 };
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, wait, wait_for};
@@ -144,12 +144,12 @@ fn visit(
     SourceVm::pause(&mut source).unwrap();
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
     let uri = listener.uri().unwrap();
-    let machine = TargetVm::config(&target);
-    let (arrival, watch, there) = (Arrival::new(PATIENCE), Mutex::default(), TargetVm::memory(&target));
+    let machine = target.config();
+    let (arrival, watch, there) = (Arrival::new(PATIENCE), Mutex::default(), target.memory());
     let received = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
         let scripted = Source::new(&uri);
-        let (sections, memory) = (source.save().unwrap(), SourceVm::memory(&source));
+        let (sections, memory) = (source.save().unwrap(), source.memory());
         let mut evil = Evil { source: scripted, sections, memory, there };
         let rest = || {
             let now = || watch.lock().unwrap().as_ref().map(RestWatch::now);

@@ -2,7 +2,9 @@
 //! finds each page in use as it left it.
 
 use crate::rig::verified;
-use vmferry_engine::{MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri};
+use vmferry_engine::{
+    Migratable, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
+};
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
@@ -111,7 +113,7 @@ fn a_page_of_the_heap_that_is_lost_is_found() {
     let mut guest = running(false);
     SourceVm::pause(&mut guest).unwrap();
     assert_eq!(guest.check_heap().unwrap(), 0);
-    let memory = SourceVm::memory(&guest);
+    let memory = guest.memory();
     let region = memory.layout().regions()[0];
     let last = region.pages() - HEAP / 4096 / 2;
     let run = vmferry_core::PageRun::from(last..last + 64);

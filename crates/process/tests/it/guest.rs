@@ -6,8 +6,8 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId, RunState};
 use vmferry_engine::{
-    FillState, GuestMemory, MigrateError, MigrationState, Monitor, Settings, SourceVm, TargetVm, restore,
-    restore_lazy, save,
+    FillState, GuestMemory, Migratable, MigrateError, MigrationState, Monitor, Settings, SourceVm, TargetVm,
+    restore, restore_lazy, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
@@ -65,7 +65,7 @@ fn all_touched(memory: &Arc<dyn GuestMemory>) -> Bitmap {
 fn moved(from: &mut ProcessGuest, without: &[u64]) -> ProcessGuest {
     let sections = from.save().unwrap();
     let mut to = ProcessGuest::new_incoming(options(false)).unwrap();
-    let (source, target) = (SourceVm::memory(from), TargetVm::memory(&to));
+    let (source, target) = (from.memory(), to.memory());
     let mut pages = all_touched(&source);
     for page in without {
         assert!(pages.test_and_clear(*page), "page {page} was touched");
@@ -87,7 +87,7 @@ fn an_allocating_workload_is_refused_with_what_to_do() {
 #[test]
 fn a_paused_guest_stands_still_from_the_first_moment() {
     let mut guest = running("uniform,ws=2M", false);
-    let memory = SourceVm::memory(&guest);
+    let memory = guest.memory();
     // Every page that the guest writes, statistics, counters, content, and some more.
     let snapshot = || (0..1000).map(|index| page(&memory, index)).collect::<Vec<_>>();
     for round in 0..40 {
@@ -109,7 +109,7 @@ fn a_paused_guest_stands_still_from_the_first_moment() {
 #[test]
 fn a_pause_right_after_a_resume_holds_too() {
     let mut guest = running("uniform,ws=1M", false);
-    let memory = SourceVm::memory(&guest);
+    let memory = guest.memory();
     // Every page that the guest writes: statistics, counters, content.
     let pages = STATS_GPA / 4096..STATS_GPA / 4096 + 300;
     let snapshot = || pages.clone().map(|index| page(&memory, index)).collect::<Vec<_>>();
@@ -166,7 +166,7 @@ fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
 fn a_guest_that_is_still_filling_its_memory_can_be_moved() {
     let mut source = guest("uniform,ws=24M", false);
     source.start().unwrap();
-    let memory = SourceVm::memory(&source);
+    let memory = source.memory();
     wait("the fill to begin", || page(&memory, CONTENT) != [0; PAGE_BYTES]);
     SourceVm::pause(&mut source).unwrap();
     let half = stats(&source.handle()).is_some_and(|stats| stats.state == State::Filling);
@@ -193,12 +193,12 @@ fn a_page_that_was_lost_is_found() {
 #[test]
 fn a_page_of_an_older_version_is_found() {
     let mut source = running("sequential,ws=4M", false);
-    let old = page(&SourceVm::memory(&source), CONTENT);
-    let moves = |guest: &ProcessGuest| page(&SourceVm::memory(guest), CONTENT) != old;
+    let old = page(&source.memory(), CONTENT);
+    let moves = |guest: &ProcessGuest| page(&guest.memory(), CONTENT) != old;
     wait("the page to be written again", || moves(&source));
     SourceVm::pause(&mut source).unwrap();
     let mut target = moved(&mut source, &[]);
-    let window_of = TargetVm::memory(&target);
+    let window_of = target.memory();
     window_of.window(RegionId(0), PageRun::new(PageIndex(CONTENT), 1)).unwrap().write_page(0, &old);
     target.start().unwrap();
     assert!(verified(&target.handle(), 1).corrupt() > 0);
@@ -208,7 +208,7 @@ fn a_page_of_an_older_version_is_found() {
 fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
     let mut source = running("uniform,ws=8M,rate=200k", memfd);
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
-    let (from, to) = (SourceVm::memory(&source), TargetVm::memory(&target));
+    let (from, to) = (source.memory(), target.memory());
     let mut tracker = source.tracker(None).unwrap();
     tracker.start().unwrap();
     copy(&from, &to, &all_touched(&from));

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{
-    Arrival, GuestMemory, LazyMemory, Listener, MigrateError, MigrationMode, MigrationState, Monitor,
-    Settings, SourceVm, TargetVm, Uri, migrate, receive, save,
+    Arrival, GuestMemory, LazyMemory, Listener, Migratable, MigrateError, MigrationMode, MigrationState,
+    Monitor, Settings, SourceVm, TargetVm, Uri, migrate, receive, save,
 };
 use vmferry_guest_abi::State;
 use vmferry_process::{Error, ProcessGuest, ProcessOptions};
@@ -45,7 +45,7 @@ fn moving(memfd: bool) -> Option<Move> {
     wait("the fill", || handle.stats().is_ok_and(|stats| stats.state >= State::Running));
     SourceVm::pause(&mut source).unwrap();
     let saved = source.save().unwrap();
-    let memory = TargetVm::memory(&target);
+    let memory = target.memory();
     for region in memory.layout().regions() {
         let window = memory.window(region.id, region.run()).unwrap();
         (0..window.pages()).for_each(|page| window.write_page(page, &[0xa5; PAGE_BYTES]));
@@ -83,7 +83,7 @@ fn a_guest_runs_before_its_memory_has_come() {
         let Some(Move { source, mut target, lazy }) = moving(memfd) else { return };
         let handle = target.handle();
         assert!(handle.stats().is_err() && !handle.request_verify(1), "nobody who looks may sleep");
-        let (memory, done) = (SourceVm::memory(&source), AtomicBool::new(false));
+        let (memory, done) = (source.memory(), AtomicBool::new(false));
         let counts = [AtomicU64::new(0), AtomicU64::new(0)];
         std::thread::scope(|scope| {
             for stripe in 0..lazy.stripes() {

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry::bitmap::AtomicBitmap;
 use vmferry::{
-    DirtyTracker, Gpa, GuestMemory, MachineConfig, MappedMemory, NothingToProtect, PageSet, Protect, Region,
-    RegionId, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError,
+    DirtyTracker, Gpa, GuestMemory, MachineConfig, MappedMemory, Migratable, NothingToProtect, PageSet,
+    Protect, Region, RegionId, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
 
 const PAGES: u64 = 32 << 10;
@@ -19,7 +19,7 @@ struct Page([AtomicU64; 512]);
 /// Memory, and which of its pages were written. A VMM maps memory, and KVM or the kernel keeps the second
 /// part (the feature `dirty` has both trackers ready).
 struct Board {
-    pages: Vec<Page>,
+    pages: &'static [Page],
     dirty: AtomicBitmap,
     writes: AtomicU64,
     /// The vCPU works while it holds this lock and finds it true. A thread that sets it to false has paused
@@ -65,59 +65,52 @@ impl DirtyTracker for Marks {
     }
 }
 
-pub(crate) struct Machine(Arc<Board>);
+pub(crate) struct Machine {
+    board: Arc<Board>,
+    memory: Arc<MappedMemory>,
+}
 
 impl Machine {
     pub(crate) fn new(running: bool) -> Self {
-        let pages = (0..PAGES).map(|_| Page([const { AtomicU64::new(0) }; 512])).collect();
+        let pages: Vec<_> = (0..PAGES).map(|_| Page([const { AtomicU64::new(0) }; 512])).collect();
+        let pages: &'static [Page] = pages.leak();
+        let region = Region { id: RegionId(0), gpa: Gpa(0), len: PAGES << 12 };
+        // SAFETY: the pages are never freed, and all other code accesses them as atomics.
+        let mapped = unsafe { MappedMemory::new(&[(region, NonNull::from(&pages[0]).cast())]) };
         let (dirty, running) = (AtomicBitmap::new(PAGES), Mutex::new(running));
         let board = Arc::new(Board { pages, dirty, running, writes: 0.into(), power: true.into() });
         let vcpu = Arc::clone(&board);
         std::thread::spawn(move || vcpu.run_vcpu());
-        Self(board)
+        Self { board, memory: Arc::new(mapped.expect("one whole region")) }
     }
     /// Number of writes of the guest that its memory shows.
     pub(crate) fn counted(&self) -> u64 {
-        self.0.pages.iter().map(|page| page.0[0].load(Relaxed)).sum()
+        self.board.pages.iter().map(|page| page.0[0].load(Relaxed)).sum()
     }
     fn set_running(&self, to: bool) -> Result<(), VmError> {
-        *self.0.running.lock().map_err(|error| VmError::new(error.to_string()))? = to;
+        *self.board.running.lock().map_err(|error| VmError::new(error.to_string()))? = to;
         Ok(())
     }
-    fn region() -> Region {
-        Region { id: RegionId(0), gpa: Gpa(0), len: PAGES << 12 }
+}
+
+impl Migratable for Machine {
+    fn config(&self) -> MachineConfig {
+        MachineConfig::new("example", 1, self.memory.layout())
     }
-    fn describe() -> MachineConfig {
-        MachineConfig {
-            kind: "example".into(),
-            vcpus: 1,
-            regions: vec![Self::region()],
-            extra: vec![],
-            features: vec![],
-        }
-    }
-    fn map(&self) -> Arc<dyn GuestMemory> {
-        let start = NonNull::from(&self.0.pages[0]).cast();
-        // SAFETY: the pages live as long as this machine, and all other code accesses them as atomics.
-        Arc::new(unsafe { MappedMemory::new(&[(Self::region(), start)]) }.expect("one whole region"))
+    fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(&self.memory) as _
     }
 }
 
 impl SourceVm for Machine {
-    fn config(&self) -> MachineConfig {
-        Self::describe()
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        self.map()
-    }
     fn tracker(&mut self, _: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
-        Ok(Box::new(Marks(Arc::clone(&self.0))))
+        Ok(Box::new(Marks(Arc::clone(&self.board))))
     }
     fn pause(&mut self) -> Result<(), VmError> {
         self.set_running(false)
     }
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        let payload = self.0.writes.load(Relaxed).to_le_bytes().to_vec();
+        let payload = self.board.writes.load(Relaxed).to_le_bytes().to_vec();
         Ok(vec![Section { name: "vcpu".into(), instance: 0, version: 1, payload }])
     }
     fn release(&mut self) -> Result<(), VmError> {
@@ -129,16 +122,10 @@ impl SourceVm for Machine {
 }
 
 impl TargetVm for Machine {
-    fn config(&self) -> MachineConfig {
-        Self::describe()
-    }
-    fn memory(&self) -> Arc<dyn GuestMemory> {
-        self.map()
-    }
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         let [Section { payload, .. }] = sections else { return Err(VmError::new("one section is expected")) };
         let writes = payload.as_slice().try_into().map_err(VmError::new)?;
-        self.0.writes.store(u64::from_le_bytes(writes), Relaxed);
+        self.board.writes.store(u64::from_le_bytes(writes), Relaxed);
         Ok(())
     }
     fn start(&mut self, state: RunState) -> Result<(), VmError> {
@@ -148,6 +135,6 @@ impl TargetVm for Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.0.power.store(false, Relaxed);
+        self.board.power.store(false, Relaxed);
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
-use vmferry_engine::LazyMemory;
+use vmferry_engine::{LazyMemory, Migratable};
 use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
 use vmferry_sys::tap::TapError;
 use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
@@ -281,8 +281,7 @@ fn a_vm_that_moves_is_announced_at_its_new_tap() {
             options
         };
         let mut source = crate::Vm::new(options(tap)).unwrap();
-        let devices =
-            |vm: &crate::Vm| vm.machine_config().extra.into_iter().find(|(key, _)| key == "devices");
+        let devices = |vm: &crate::Vm| vm.config().extra.into_iter().find(|(key, _)| key == "devices");
         assert!(devices(&source).unwrap().1.ends_with("virtio-net"));
         source.load_kernel(vmferry_guest_image::ELF, "workload=idle").unwrap();
         source.start().unwrap();

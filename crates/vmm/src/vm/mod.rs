@@ -305,7 +305,7 @@ impl Vm {
     pub fn stop(&mut self) {
         self.stage = Stage::Stopped;
         self.keeper = None;
-        self.shared.board.stop(Exit::Stopped);
+        self.shared.board.record_exit(Exit::Stopped);
         // Before anybody is woken who sleeps on a page that does not come.
         disk::abandon(self.shared.devices.disks());
         // Nor is sent what such a page then seems to have been.

@@ -10,7 +10,10 @@ use crate::{bus, disk};
 use kvm_bindings::CpuId;
 use std::time::{Duration, Instant};
 use vmferry_engine::Section;
-use vmferry_kvm::{GuestState, VcpuState, VmState};
+use vmferry_kvm::{GuestState, KvmChips, VcpuState, VmState};
+
+/// Every VM has KVM's interrupt controllers and timer.
+const CHIPS: KvmChips = KvmChips { irqchip: true, pit: true };
 
 /// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
 #[derive(Debug)]
@@ -23,7 +26,7 @@ pub(super) struct Pristine {
 impl Vm {
     pub(super) fn pristine(&self) -> Result<Pristine> {
         let vcpus = self.save_vcpus("look at the new machine")?;
-        let shared = VmState::save(self.shared.machine.fd())?;
+        let shared = VmState::save(self.shared.machine.fd(), CHIPS)?;
         Ok(Pristine { vcpus, shared, serial: self.shared.devices.save_serial() })
     }
 
@@ -96,7 +99,7 @@ impl Vm {
         let what = "save the guest's state";
         self.expect_alive(what)?;
         let vcpus = self.save_vcpus(what)?;
-        let vm = VmState::save(self.shared.machine.fd())?;
+        let vm = VmState::save(self.shared.machine.fd(), CHIPS)?;
         let mut sections = GuestState { vcpus, vm, cpu: self.model.clone() }.sections()?;
         sections.push(self.shared.devices.save_serial().section(0)?);
         sections.extend(self.shared.devices.bus().save()?);
@@ -128,7 +131,7 @@ impl Vm {
         self.stage = Stage::Empty;
         let mut parts = Sections::new(sections)?;
         let count = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
-        let GuestState { vcpus, vm, cpu: model } = GuestState::take(&mut parts, count, &self.offer)?;
+        let GuestState { vcpus, vm, cpu: model } = GuestState::take(&mut parts, count, CHIPS, &self.offer)?;
         let serial = SerialSaved::take(&mut parts, 0)?;
         let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;

@@ -12,9 +12,9 @@ use vmferry_baselines::Policy;
 use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_dirty::ReaperPolicy;
 use vmferry_engine::{
-    AutoConverge, DirtyTracker, FillState, GuestMemory, MachineConfig, MigrateError, MigrationState, Monitor,
-    Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, VmError, restore, restore_lazy,
-    save,
+    AutoConverge, DirtyTracker, FillState, GuestMemory, MachineConfig, Migratable, MigrateError,
+    MigrationState, Monitor, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, VmError,
+    restore, restore_lazy, save,
 };
 use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait, wait_for};
 use vmferry_testkit_peers::{pair, unix_uri};
@@ -113,10 +113,14 @@ impl DirtyTracker for Hiding {
     }
 }
 
+impl Migratable for Withholding {
+    forward!(Migratable);
+}
+
 impl SourceVm for Withholding {
     forward!(SourceVm);
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
-        let (tracker, memory) = (self.vm.tracker(kind)?, SourceVm::memory(&self.vm));
+        let (tracker, memory) = (self.vm.tracker(kind)?, self.vm.memory());
         Ok(Box::new(Hiding { tracker, page: Arc::clone(&self.page), memory }))
     }
     fn pause(&mut self) -> Result<(), VmError> {
@@ -164,6 +168,10 @@ impl UntilHeld {
     fn new(vm: Vm, outruns: u64) -> Self {
         Self { vm, outruns, least: Arc::new(AtomicU64::new(outruns)) }
     }
+}
+
+impl Migratable for UntilHeld {
+    forward!(Migratable);
 }
 
 impl SourceVm for UntilHeld {

@@ -5,7 +5,7 @@ use crate::rig::boot;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageIndex, PageRun, PageSet};
-use vmferry_engine::{DirtyTracker, GuestMemory, SourceVm, TrackerKind};
+use vmferry_engine::{DirtyTracker, GuestMemory, Migratable, SourceVm, TrackerKind};
 use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_testkit::{PATIENCE, wait_for};
 use vmferry_vmm::{Backing, Captured, Exit, SerialSink, Vm, VmHandle, VmOptions};
@@ -162,7 +162,7 @@ fn move_by_hand(memory: u64, cpus: u32, workload: &str, backing: Backing, moves:
             options.backing = backing;
             options.incoming = true;
         });
-        assert_eq!(guest.vm.machine_config().difference(&target.vm.machine_config()), None);
+        assert_eq!(guest.vm.config().difference(&target.vm.config()), None);
         copy_memory(&guest.vm, &target.vm);
         guest.vm.stop();
         let start = Instant::now();

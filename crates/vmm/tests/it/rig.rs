@@ -61,13 +61,15 @@ pub(crate) fn corrupt(vm: &Vm) -> u64 {
 
 /// Forwards methods of a test's VM or tracker to the real one, in the field `vm` or `tracker`.
 macro_rules! forward {
-    (SourceVm) => {
+    (Migratable) => {
         fn config(&self) -> MachineConfig {
-            SourceVm::config(&self.vm)
+            self.vm.config()
         }
         fn memory(&self) -> Arc<dyn GuestMemory> {
-            SourceVm::memory(&self.vm)
+            self.vm.memory()
         }
+    };
+    (SourceVm) => {
         fn save(&mut self) -> Result<Vec<Section>, VmError> {
             SourceVm::save(&mut self.vm)
         }

@@ -20,9 +20,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
-    AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, MachineConfig, MigrationMode, MigrationState,
-    Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm, TargetVm, TrackerKind,
-    VmError,
+    AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, MachineConfig, Migratable, MigrationMode,
+    MigrationState, Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm, TargetVm,
+    TrackerKind, VmError,
 };
 use vmferry_guest_abi::CpuSnapshot;
 use vmferry_testkit::{Need, say, skip, wait};
@@ -66,6 +66,10 @@ struct Watched {
     still: Arc<Mutex<Standstill>>,
     /// How long its I/O keeps each of the next pauses, in vain.
     busy: VecDeque<Duration>,
+}
+
+impl Migratable for Watched {
+    forward!(Migratable);
 }
 
 impl SourceVm for Watched {
@@ -153,13 +157,16 @@ struct Started {
     placing_us: Arc<AtomicU64>,
 }
 
-impl TargetVm for Started {
+impl Migratable for Started {
     fn config(&self) -> MachineConfig {
-        TargetVm::config(&self.vm)
+        self.vm.config()
     }
     fn memory(&self) -> Arc<dyn GuestMemory> {
-        TargetVm::memory(&self.vm)
+        self.vm.memory()
     }
+}
+
+impl TargetVm for Started {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         let total_us = Arc::clone(&self.placing_us);
         self.vm.lazy_memory().map(|memory| Arc::new(Placing { memory, total_us }) as Arc<dyn LazyMemory>)

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
-    AutoConverge, DirtyTracker, GuestMemory, MachineConfig, MigrationState, Monitor, Report, Section,
-    Settings, SourceVm, TrackerKind, VmError,
+    AutoConverge, DirtyTracker, GuestMemory, MachineConfig, Migratable, MigrationState, Monitor, Report,
+    Section, Settings, SourceVm, TrackerKind, VmError,
 };
 use vmferry_guest_abi::{CpuSnapshot, StatsSnapshot};
 use vmferry_testkit::{Need, say, skip, wait, wait_for};
@@ -84,6 +84,10 @@ fn measured(notes: &Mutex<Vec<Note>>, handle: &VmHandle) -> bool {
     notes.push(Note { shares: Vec::new(), stats, light_held: last.light_held });
     let ([heavy, light], _) = throttled(&notes);
     heavy.us >= MEASURED_US && light.running_us() >= MEASURED_US / 4
+}
+
+impl Migratable for Noting {
+    forward!(Migratable);
 }
 
 impl SourceVm for Noting {

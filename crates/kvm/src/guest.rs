@@ -1,0 +1,481 @@
+//! A guest in KVM: the VM, its vCPUs, and their threads.
+
+use crate::error::{Error, Result};
+use crate::{
+    CpuChoice, CpuModel, GuestState, KvmChips, KvmVm, NotPaused, Sections, Throttle, VcpuPark, VcpuRunner,
+    VcpuSaver, VmState,
+};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use std::fmt;
+use std::io;
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmferry_core::{
+    DirtyTracker, GuestMemory, MachineConfig, RegionId, RunState, Section, TrackerKind, VmError,
+};
+use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
+use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
+
+/// How a guest ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuestExit<E> {
+    /// The exit handler of a vCPU ended it.
+    Handler(E),
+    /// A vCPU cannot run on.
+    Failed {
+        /// Number of the vCPU.
+        cpu: u32,
+        /// Answer of KVM.
+        why: String,
+    },
+}
+
+impl<E: fmt::Display> fmt::Display for GuestExit<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Handler(exit) => exit.fmt(f),
+            Self::Failed { cpu, why } => write!(f, "vCPU {cpu} cannot run on: {why}"),
+        }
+    }
+}
+
+/// Options of a [`Guest`]: by default one vCPU that shows all features of the host, in a VM that boots its guest, with KVM's
+/// dirty log.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct GuestOptions {
+    vcpus: u32,
+    cpu: CpuChoice,
+    incoming: bool,
+    rings: Option<RingEntries>,
+}
+
+impl Default for GuestOptions {
+    fn default() -> Self {
+        Self { vcpus: 1, cpu: CpuChoice::Host, incoming: false, rings: None }
+    }
+}
+
+impl GuestOptions {
+    /// Returns the defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the number of vCPUs. Their numbers are 0 to `vcpus` - 1.
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// Sets which processor the guest is shown.
+    pub fn cpu(mut self, cpu: CpuChoice) -> Self {
+        self.cpu = cpu;
+        self
+    }
+
+    /// Sets whether the VM waits for a guest that comes from another VM. It then offers all features that this host can give.
+    pub fn incoming(mut self, incoming: bool) -> Self {
+        self.incoming = incoming;
+        self
+    }
+
+    /// Gives each vCPU a dirty ring of so many entries. The VM has no dirty log then.
+    pub fn dirty_rings(mut self, entries: RingEntries) -> Self {
+        self.rings = Some(entries);
+        self
+    }
+}
+
+/// A guest in KVM: the VM, its vCPUs, and their threads.
+///
+/// It has a method for almost every method of [`SourceVm`](vmferry_core::SourceVm) and [`TargetVm`](vmferry_core::TargetVm). A VMM
+/// that has its own vCPU threads already uses the [parts](crate#parts-for-a-vmm-with-vcpu-threads-of-its-own) instead.
+///
+/// | moment | call |
+/// |---|---|
+/// | a VM is made | create the `VmFd` with its interrupt controllers, then [`new`](Self::new) |
+/// | a guest boots | load its kernel, set the registers of [`vcpu`](Self::vcpu), [`spawn`](Self::spawn), [`run`](Self::run) |
+/// | a guest comes | [`spawn`](Self::spawn); the engine calls [`load`](Self::load) and [`start`](Self::start) |
+/// | a guest leaves | the engine calls [`tracker`](Self::tracker), [`pause`](Self::pause), [`save`](Self::save), [`run`](Self::run) |
+///
+/// `E` is what an exit handler returns at the end of the guest. Dropping the guest ends the threads of its vCPUs.
+///
+/// ```no_run
+/// use kvm_ioctls::{Kvm, VcpuExit};
+/// use std::ops::ControlFlow;
+/// use std::sync::Arc;
+/// use vmferry_core::GuestMemory;
+/// use vmferry_kvm::{Guest, GuestOptions};
+///
+/// fn make(kvm: &Kvm, memory: Arc<dyn GuestMemory>) -> vmferry_kvm::Result<Guest<u8>> {
+///     let vm = kvm.create_vm().expect("a VM");
+///     vm.create_irq_chip().expect("interrupt controllers");
+///     // SAFETY: the VM is new, and no other code makes vCPUs of it.
+///     let mut guest = unsafe { Guest::new(kvm, vm, memory, |_| None, &GuestOptions::new()) }?;
+///     guest.spawn(|_cpu| {
+///         |exit: VcpuExit<'_>| match exit {
+///             VcpuExit::IoOut(0xf4, data) => ControlFlow::Break(data[0]),
+///             VcpuExit::IoIn(_, data) => {
+///                 data.fill(0xff);
+///                 ControlFlow::Continue(())
+///             }
+///             _ => ControlFlow::Continue(()),
+///         }
+///     })?;
+///     Ok(guest)
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Guest<E: Clone> {
+    vcpus: Vec<Vcpu>,
+    park: Arc<VcpuPark<GuestExit<E>>>,
+    throttle: Arc<Throttle<GuestExit<E>>>,
+    rings: Option<DirtyRings>,
+    /// What the guest was shown. Before a guest comes: what this host offers.
+    cpu: CpuModel,
+    chips: KvmChips,
+    threads: Vec<JoinHandle<()>>,
+    // Last, so that the vCPUs are closed before the VM lets go of its memory.
+    vm: Arc<KvmVm>,
+}
+
+#[derive(Debug)]
+struct Vcpu {
+    /// Its thread holds the lock while the vCPU runs.
+    fd: Arc<Mutex<VcpuFd>>,
+    saver: VcpuSaver,
+}
+
+impl<E: Clone + Send + 'static> Guest<E> {
+    /// Makes memory slots of `memory`, and the vCPUs. They are paused and have no threads yet.
+    ///
+    /// `marks` returns for each region the source of marks for the pages that the VMM itself writes: see [`Marks`].
+    ///
+    /// # Errors
+    /// [`Error`] names what KVM refuses.
+    ///
+    /// # Panics
+    /// If the options ask for no vCPUs.
+    ///
+    /// # Safety
+    /// `vm` has no vCPUs, and the caller makes none. A vCPU that outlived this value could write to memory that is no longer mapped.
+    pub unsafe fn new(
+        kvm: &Kvm,
+        vm: VmFd,
+        memory: Arc<dyn GuestMemory>,
+        marks: impl Fn(RegionId) -> Option<Arc<dyn Marks>>,
+        options: &GuestOptions,
+    ) -> Result<Self> {
+        assert!(options.vcpus > 0, "a guest has at least one vCPU");
+        let chips = KvmChips::of(&vm)?;
+        // SAFETY: the vCPUs of this value are the only ones (promise of the caller). It ends their threads and closes them before it
+        // lets go of the VM.
+        let vm = Arc::new(unsafe { KvmVm::new(vm, memory, marks, options.rings) }?);
+        let cpu = CpuModel::new(kvm, options.cpu, options.vcpus, options.incoming)?;
+        let mut fds = Vec::new();
+        for number in 0..options.vcpus {
+            let created = vm.fd().create_vcpu(number.into());
+            let vcpu = created.map_err(|e| Error::ioctl(format!("KVM_CREATE_VCPU {number}"), e))?;
+            cpu.set_up(number, &vcpu)?;
+            fds.push(vcpu);
+        }
+        let saver = VcpuSaver::probe(kvm, vm.fd(), &fds[0])?;
+        let rings = options.rings.map(|_| vm.map_rings(&fds)).transpose()?;
+        let park = Arc::new(VcpuPark::new(&fds)?);
+        let throttle = Arc::new(Throttle::new(Arc::clone(&park)));
+        let vcpu = |fd| Vcpu { fd: Arc::new(Mutex::new(fd)), saver: saver.clone() };
+        let vcpus = fds.into_iter().map(vcpu).collect();
+        Ok(Self { vcpus, park, throttle, rings, cpu, chips, threads: Vec::new(), vm })
+    }
+
+    /// Starts a thread for each vCPU. The vCPUs stay paused.
+    ///
+    /// `handler` makes the exit handler of each vCPU. A handler gets every exit but those of pauses and full dirty rings. It ends the
+    /// guest by returning [`ControlFlow::Break`].
+    ///
+    /// # Errors
+    /// [`Error::Thread`] if the host starts no thread. Drop the guest then.
+    ///
+    /// # Panics
+    /// If the vCPUs have threads already.
+    pub fn spawn<H>(&mut self, mut handler: impl FnMut(u32) -> H) -> Result<()>
+    where
+        H: FnMut(VcpuExit<'_>) -> ControlFlow<E> + Send + 'static,
+    {
+        assert!(self.threads.is_empty(), "the vCPUs have threads already");
+        for (cpu, vcpu) in (0..).zip(&self.vcpus) {
+            let worker = Worker {
+                cpu,
+                vcpu: Arc::clone(&vcpu.fd),
+                ring: self.rings.as_ref().map(|rings| rings.vcpu(cpu as usize)),
+                throttle: Arc::clone(&self.throttle),
+                handler: handler(cpu),
+            };
+            let park = Arc::clone(&self.park);
+            let live = move || worker.live(&park.enter(cpu as usize));
+            let thread = vmferry_thread::spawn(vmferry_thread::Role::Vcpu, format!("vcpu {cpu}"), live);
+            self.threads.push(thread.map_err(|source| Error::Thread { cpu, source })?);
+        }
+        Ok(())
+    }
+
+    /// Returns the VM.
+    #[must_use]
+    pub fn vm(&self) -> &Arc<KvmVm> {
+        &self.vm
+    }
+
+    /// Returns the guest's memory, for [`Migratable::memory`](vmferry_core::Migratable::memory).
+    #[must_use]
+    pub fn memory(&self) -> Arc<dyn GuestMemory> {
+        Arc::clone(self.vm.memory())
+    }
+
+    /// Returns what the guest was shown of its processors. Before a guest comes: what this host offers.
+    #[must_use]
+    pub fn cpu(&self) -> &CpuModel {
+        &self.cpu
+    }
+
+    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots here has.
+    #[must_use]
+    pub fn tsc_khz(&self) -> u32 {
+        self.vcpus[0].saver.tsc_khz()
+    }
+
+    /// Returns the pausing of the vCPUs, and how the guest ended.
+    #[must_use]
+    pub fn park(&self) -> &Arc<VcpuPark<GuestExit<E>>> {
+        &self.park
+    }
+
+    /// Returns vCPU `cpu`, to set its registers.
+    ///
+    /// # Errors
+    /// [`Error::Running`] if the vCPU is not paused; [`Error::Panicked`] if its exit handler has panicked.
+    ///
+    /// # Panics
+    /// If there is no such vCPU.
+    pub fn vcpu(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
+        match self.vcpus[cpu as usize].fd.try_lock() {
+            Ok(vcpu) => Ok(vcpu),
+            Err(TryLockError::WouldBlock) => Err(Error::Running { cpu }),
+            Err(TryLockError::Poisoned(_)) => Err(Error::Panicked { cpu }),
+        }
+    }
+
+    /// Returns the description of this machine, for [`Migratable::config`](vmferry_core::Migratable::config). `kind` names the VMM and
+    /// its kind of machine. Add properties of your devices that must be equal on both sides to
+    /// [`extra`](MachineConfig::extra).
+    #[must_use]
+    pub fn config(&self, kind: &str) -> MachineConfig {
+        let vcpus = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
+        let mut machine = MachineConfig::new(kind, vcpus, self.vm.memory().layout());
+        machine.extra =
+            vec![("cpu".to_owned(), self.cpu.vendor()), ("kvm".to_owned(), self.chips.to_string())];
+        machine.features = self.cpu.features();
+        machine
+    }
+
+    /// Returns a tracker, for [`SourceVm::tracker`](vmferry_core::SourceVm::tracker): dirty rings if the VM has them, and else KVM's
+    /// dirty log.
+    ///
+    /// # Errors
+    /// If this VM has no tracker of this `kind`.
+    pub fn tracker(&self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
+        match (kind, &self.rings) {
+            (None | Some(TrackerKind::Ring), Some(rings)) => Ok(Box::new(RingTracker::new(rings))),
+            (None | Some(TrackerKind::Log), None) => Ok(Box::new(self.vm.log_tracker()?)),
+            (Some(kind), rings) => {
+                let usual = if rings.is_some() { TrackerKind::Ring } else { TrackerKind::Log };
+                Err(VmError::new(format!("this VM has no tracker `{kind}`; use `{usual}`")))
+            }
+        }
+    }
+
+    /// Slows the vCPUs, for [`SourceVm::throttle`](vmferry_core::SourceVm::throttle).
+    ///
+    /// # Errors
+    /// If the host starts no thread for it.
+    pub fn throttle(&self, shares: &[f64]) -> io::Result<()> {
+        self.throttle.set(shares)
+    }
+
+    /// Returns how long each vCPU stood still because of [`throttle`](Self::throttle).
+    #[must_use]
+    pub fn throttled(&self) -> Vec<Duration> {
+        self.throttle.totals()
+    }
+
+    /// Lets the vCPUs run, for [`SourceVm::resume`](vmferry_core::SourceVm::resume).
+    pub fn run(&self) {
+        self.park.run_all();
+    }
+
+    /// Lets the vCPUs run unless the operator has paused the guest, for [`TargetVm::start`](vmferry_core::TargetVm::start).
+    pub fn start(&self, state: RunState) {
+        if state == RunState::Running {
+            self.run();
+        }
+    }
+
+    /// Pauses the vCPUs, for [`SourceVm::pause`](vmferry_core::SourceVm::pause). Waits for `patience` at most.
+    ///
+    /// # Errors
+    /// [`NotPaused`] names a vCPU that still runs. The others have stopped.
+    pub fn pause(&self, patience: Duration) -> Result<(), NotPaused> {
+        self.park.pause_all(patience)
+    }
+
+    /// Returns all state of the paused guest that is in KVM, for [`SourceVm::save`](vmferry_core::SourceVm::save). Add the sections of
+    /// your devices.
+    ///
+    /// # Errors
+    /// [`Error::Running`] if the guest is not paused; [`Error::Ended`] if it has ended; [`Error::State`] if KVM does not give a part of
+    /// the state.
+    pub fn save(&self) -> Result<Vec<Section>> {
+        if self.park.exit().is_some() {
+            return Err(Error::Ended);
+        }
+        let mut vcpus = Vec::with_capacity(self.vcpus.len());
+        for (cpu, vcpu) in (0..).zip(&self.vcpus) {
+            vcpus.push(vcpu.saver.save(cpu, &*self.vcpu(cpu)?)?);
+        }
+        let vm = VmState::save(self.vm.fd(), self.chips)?;
+        Ok(GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections()?)
+    }
+
+    /// Takes the state that [`save`](Self::save) returned out of `parts`, for [`load`](Self::load). Take the sections of your devices,
+    /// too, and call [`Sections::finish`] before you load anything.
+    ///
+    /// # Errors
+    /// [`Error::State`] if a section is missing or damaged, or names the feature that this host lacks.
+    pub fn take(&self, parts: &mut Sections<'_>) -> Result<GuestState> {
+        let cpus = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
+        Ok(GuestState::take(parts, cpus, self.chips, &self.cpu)?)
+    }
+
+    /// Loads `state`. Load your devices first: a pending interrupt of theirs is in the interrupt controllers.
+    ///
+    /// # Errors
+    /// [`Error::State`] if KVM refuses a part of the state. Loading can be tried again.
+    ///
+    /// # Panics
+    /// If the state has another number of vCPUs.
+    pub fn load(&mut self, state: GuestState) -> Result<()> {
+        assert_eq!(state.vcpus.len(), self.vcpus.len(), "state of another number of vCPUs");
+        for (cpu, (vcpu, saved)) in (0..).zip(self.vcpus.iter_mut().zip(&state.vcpus)) {
+            let cpuid = state.cpu.of_vcpu(cpu)?;
+            let fd = vcpu.fd.try_lock().map_err(|_| Error::Running { cpu })?;
+            vcpu.saver.load(cpu, &fd, saved, Some(&cpuid))?;
+        }
+        state.vm.load(self.vm.fd())?;
+        self.cpu = state.cpu;
+        Ok(())
+    }
+}
+
+impl<E: Clone> Drop for Guest<E> {
+    fn drop(&mut self) {
+        self.park.quit();
+        for thread in self.threads.drain(..) {
+            // A panic of the thread was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Ends the guest if the exit handler of a vCPU panics: the other vCPUs must not run on without this one.
+struct EndAtPanic<'a, E: Clone> {
+    cpu: u32,
+    runner: &'a VcpuRunner<GuestExit<E>>,
+}
+
+impl<E: Clone> Drop for EndAtPanic<'_, E> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = "its exit handler panicked".to_owned();
+            self.runner.ended(GuestExit::Failed { cpu: self.cpu, why });
+        }
+    }
+}
+
+/// The thread of a vCPU.
+struct Worker<E, H> {
+    cpu: u32,
+    vcpu: Arc<Mutex<VcpuFd>>,
+    ring: Option<RingVcpu>,
+    throttle: Arc<Throttle<GuestExit<E>>>,
+    handler: H,
+}
+
+impl<E, H> Worker<E, H>
+where
+    E: Clone + Send + 'static,
+    H: FnMut(VcpuExit<'_>) -> ControlFlow<E>,
+{
+    fn live(mut self, runner: &VcpuRunner<GuestExit<E>>) {
+        // Dropped after the lock of the vCPU, which a panic poisons.
+        let _end = EndAtPanic { cpu: self.cpu, runner };
+        while runner.wait_to_run() {
+            let vcpu = Arc::clone(&self.vcpu);
+            let mut vcpu = vcpu.lock().unwrap_or_else(PoisonError::into_inner);
+            // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs stay quiet. KVM refuses
+            // it for a guest without such a clock.
+            let _ = vcpu.kvmclock_ctrl();
+            let exit = self.run(runner, &mut vcpu);
+            if let Some(GuestExit::Handler(_)) = &exit {
+                // Completes the access by which the guest has ended: KVM_RUN then returns without running the guest. State that is
+                // loaded later is not changed by it any more.
+                runner.request_completion();
+                let _ = vcpu.run();
+            }
+            drop(vcpu);
+            match exit {
+                None => runner.paused(),
+                Some(exit) => runner.ended(exit),
+            }
+        }
+    }
+
+    /// Runs the vCPU until a pause is requested (`None`) or the guest ends.
+    fn run(&mut self, runner: &VcpuRunner<GuestExit<E>>, vcpu: &mut VcpuFd) -> Option<GuestExit<E>> {
+        let mut held: Option<Instant> = None;
+        loop {
+            let exit = match vcpu.run() {
+                Ok(exit) => exit,
+                Err(error) if error.errno() == libc::EINTR && runner.pause_requested() => return None,
+                // Another signal; or a vCPU that waited to be started by another vCPU and was.
+                Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => continue,
+                Err(error) => return Some(self.failed(format!("KVM_RUN failed: {error}"))),
+            };
+            if let Some(ring) = &self.ring {
+                ring.on_exit();
+            }
+            match (exit, &self.ring) {
+                (VcpuExit::Unsupported(EXIT_RING_FULL), Some(ring)) => {
+                    if let Err(error) = ring.on_full() {
+                        return Some(self.failed(format!("its dirty ring cannot be emptied: {error}")));
+                    }
+                }
+                (exit, _) => {
+                    if let ControlFlow::Break(exit) = (self.handler)(exit) {
+                        return Some(GuestExit::Handler(exit));
+                    }
+                }
+            }
+            self.throttle.pass(runner, &mut held);
+        }
+    }
+
+    fn failed(&self, why: String) -> GuestExit<E> {
+        GuestExit::Failed { cpu: self.cpu, why }
+    }
+}
+
+#[cfg(test)]
+#[path = "guest_tests.rs"]
+mod tests;
