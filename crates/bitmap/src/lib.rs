@@ -1,14 +1,35 @@
-//! Page bitmaps: one bit a page, in 64-bit words.
+//! Bitmaps of guest pages: one bit for each page, in 64-bit words.
 //!
-//! [`Bitmap`] belongs to one owner; [`AtomicBitmap`] is marked by many writers at once and harvested by swapping its
-//! words. Both give their pages as runs (`Range<u64>` of page indexes), never as single bits, because whoever consumes
-//! them (a clear ioctl, a `writev`) works on runs; single pages can be had too. Nothing here allocates after construction.
+//! | type | use |
+//! |---|---|
+//! | [`AtomicBitmap`] | many threads mark pages, one thread harvests them |
+//! | [`Bitmap`] | a set of pages with one owner |
+//! | [`SummaryBitmap`] | the same with a second level, one bit for each 4096 pages: walking it costs what its set part costs |
+//! | [`ClaimBitmap`] | threads take pages out of a set, each page once |
+//! | [`Scanner`] | finds set bits: portable, with AVX2 or with AVX-512, as the processor permits |
 //!
-//! Bit `i` stands in word `i / 64` at position `i % 64`, the layout of `KVM_GET_DIRTY_LOG`, so a kernel log is merged
+//! Bit `i` is in word `i / 64` at position `i % 64`. This is the layout of `KVM_GET_DIRTY_LOG`, so a log of the kernel is merged
 //! word by word.
 //!
-//! [`SummaryBitmap`] has a second level, a bit for each 4096 pages, and costs what its dirty part costs.
-//! [`Scanner`] is what finds the set bits: portable, with AVX2, or with AVX-512, whichever the processor has.
+//! All types return pages as runs (`Range<u64>` of page indexes), because their consumers (an ioctl, a `writev`) work on runs.
+//! Single pages are available, too. Nothing here allocates after construction.
+//!
+//! ```
+//! use vmferry_bitmap::{AtomicBitmap, Bitmap};
+//!
+//! // Device threads mark what they have written.
+//! let marks = AtomicBitmap::new(1 << 20);
+//! marks.set_range(100..200);
+//! marks.set(4711);
+//!
+//! // A harvest takes the marks, and adds them to a set.
+//! let mut dirty = Bitmap::new(1 << 20);
+//! assert_eq!(marks.harvest(&mut dirty), 101);
+//! assert!(marks.is_empty());
+//!
+//! let runs: Vec<_> = dirty.runs().collect();
+//! assert_eq!(runs, [100..200, 4711..4712]);
+//! ```
 // Unsafe code is in scan/avx2.rs and scan/avx512.rs, and nowhere else.
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 

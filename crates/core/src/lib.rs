@@ -1,13 +1,56 @@
 //! Types and traits between a VMM and the migration engine.
 //!
-//! | module | content |
+//! | part | content |
 //! |---|---|
-//! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: types of their own, because a mix-up of them loses pages |
+//! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: types of their own, because confusing them loses pages |
 //! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`] |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
 //! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`LazyMemory`], [`FreePages`]: the traits that a VMM implements |
 //!
-//! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a [`Window`] of it.
+//! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a [`Window`] of it. A VMM depends on
+//! the crate `vmferry`, which re-exports these types. A crate that implements a trait, such as another dirty tracker, depends on this one.
+//!
+//! # A dirty tracker
+//!
+//! The VMM of this tracker marks every page that its guest writes, after the write. A harvest takes the marks, and a later write marks
+//! the page again, so there is nothing to protect.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use vmferry_bitmap::AtomicBitmap;
+//! use vmferry_core::{DirtyTracker, Gpa, Layout, NothingToProtect, PageSet, Protect, Region, RegionId, VmError};
+//!
+//! struct Marked(Arc<AtomicBitmap>);
+//!
+//! impl DirtyTracker for Marked {
+//!     fn start(&mut self) -> Result<(), VmError> {
+//!         Ok(())
+//!     }
+//!     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
+//!         for (_, pages) in dirty.iter_mut() {
+//!             self.0.harvest(pages);
+//!         }
+//!         Ok(())
+//!     }
+//!     fn protector(&self) -> Arc<dyn Protect> {
+//!         Arc::new(NothingToProtect)
+//!     }
+//!     fn stop(&mut self) -> Result<(), VmError> {
+//!         Ok(())
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let layout = Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: 64 << 20 }])?;
+//! let marks = Arc::new(AtomicBitmap::new(layout.pages()));
+//! let mut tracker = Marked(Arc::clone(&marks));
+//! tracker.start()?;
+//! marks.set(7);
+//! let mut dirty = PageSet::empty(&layout);
+//! tracker.harvest(&mut dirty)?;
+//! assert_eq!(dirty.count(), 1);
+//! # Ok(()) }
+//! ```
 
 mod addr;
 pub mod bounded;

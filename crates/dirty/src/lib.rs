@@ -1,4 +1,4 @@
-//! Dirty trackers: which pages of a guest were written.
+//! Dirty trackers: find the pages that a guest has written.
 //!
 //! | tracker | finds writes by | needs | costs the guest |
 //! |---|---|---|---|
@@ -6,13 +6,28 @@
 //! | [`RingTracker`] | KVM's dirty rings, one a vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault; and a stop when a ring is full |
 //! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and huge pages are split where they are written |
 //!
-//! A VMM can choose when rings are harvested: [`ReaperPolicy`]. [`Predict`] is the policy of this crate.
+//! All trackers keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`ReaperPolicy`] decides when dirty rings are
+//! harvested, and [`Predict`] is the policy of this crate. [`touched`] finds the pages that were never touched and need not be sent.
 //!
-//! All keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`touched`] tells which pages were never
-//! touched and need not be sent at all.
+//! No tracker sees that memory is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): the memory changes to zeros
+//! without a write. The VMM marks dropped pages in the region's [`Marks`], after it has dropped them.
 //!
-//! No tracker sees memory that is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): it changes to zeros
-//! without a write. The VMM marks dropped memory in the region's marks, after it is dropped.
+//! ```no_run
+//! use std::time::Duration;
+//! use vmferry_core::{DirtyTracker, GuestMemory, VmError};
+//! use vmferry_dirty::{MappedRegion, WpTracker, measure};
+//!
+//! /// Prints how many bytes per second a migration would have to send again. The guest runs meanwhile.
+//! fn print_dirty_rate(regions: Vec<MappedRegion>, memory: &dyn GuestMemory) -> Result<(), VmError> {
+//!     WpTracker::available()?;
+//!     let mut tracker = WpTracker::new(regions)?;
+//!     let windows = [Duration::from_millis(100), Duration::from_secs(1)];
+//!     for point in measure(&mut tracker, memory, &windows, || false)? {
+//!         println!("{:?}: {:.0} bytes/s", point.window, point.bytes_per_s());
+//!     }
+//!     Ok(())
+//! }
+//! ```
 
 mod error;
 mod log;

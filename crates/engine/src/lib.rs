@@ -1,4 +1,49 @@
-//! The live-migration engine.
+//! The live-migration engine: moves a guest to another process or host while it runs, and saves guests into files.
+//!
+//! Most VMMs depend on the crate `vmferry`, which re-exports this crate with a builder for migrations. The engine knows no VMM. It
+//! calls the traits of `vmferry-core`: [`SourceVm`] and [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], and, for postcopy,
+//! [`LazyMemory`].
+//!
+//! | function | purpose |
+//! |---|---|
+//! | [`migrate`] | the source: moves a guest away by precopy, postcopy or both |
+//! | [`receive`], [`Incoming`] | the target: receives a guest into a VM that exists, or into one that is created for the guest |
+//! | [`save`], [`save_copy`] | writes a guest into a file, and ends it or lets it run on |
+//! | [`restore`], [`restore_lazy`] | reads it from there, before it runs or while it runs |
+//! | [`plan`] | predicts what a migration would take, and chooses its mode |
+//! | [`fence`] | the arbiter that decides which side owns a guest after a lost commit |
+//!
+//! Each side is a state machine without I/O, in the crate `vmferry-protocol`. This crate performs its actions: it has the channels, the
+//! threads and the clock.
+//!
+//! ```no_run
+//! use vmferry_engine::{
+//!     Arrival, Ended, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate, receive,
+//! };
+//!
+//! /// On the source. `Monitor` shows the progress to other threads, and cancels.
+//! fn move_away(vm: &mut dyn SourceVm, to: &Uri) -> Result<bool, Box<dyn std::error::Error>> {
+//!     let report = migrate(vm, to, None, &Settings::default(), &Monitor::new())?;
+//!     Ok(matches!(report.ended(), Some(Ended::Completed)))
+//! }
+//!
+//! /// On the target. Returns when the guest runs here.
+//! fn take_in(vm: &mut dyn TargetVm, at: &Uri) -> Result<(), Box<dyn std::error::Error>> {
+//!     let (listener, arrival) = (Listener::bind(at, false)?, Arrival::new(Settings::default().peer_timeout));
+//!     let received = receive(vm, &listener, &arrival)?;
+//!     // After a postcopy, the rest of the memory still arrives.
+//!     if let Some(rest) = received.rest {
+//!         let end = rest.finish(&listener, &arrival);
+//!         if end.state != MigrationState::Completed {
+//!             return Err(format!("the guest has lost memory: {:?}", end.why).into());
+//!         }
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # Features
+//! `tls` has encrypted channels by rustls, and `ring`, which is on by default, a provider of cryptography.
 
 mod awake;
 mod channel;
@@ -30,9 +75,10 @@ mod wake;
 
 use vmferry_protocol::run;
 
-pub use channel::{
-    Accept, Attempt, ChannelCounts, Connect, Connected, Listener, Sockets, Uri, UriError, tcp,
-};
+/// Settings of TCP sockets, as the engine makes them. For `vmferry-bench`, which measures them.
+#[doc(hidden)]
+pub use channel::tcp;
+pub use channel::{Accept, Attempt, ChannelCounts, Connect, Connected, Listener, Sockets, Uri, UriError};
 #[cfg(feature = "tls")]
 pub use channel::{Tls, TlsError};
 pub use error::MigrateError;
@@ -48,9 +94,12 @@ pub use rustls;
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
 };
+/// The controller of the bulk rate in postcopy. For `vmferry-bench`, which measures it on its own.
+#[doc(hidden)]
+pub use source::pace;
 pub use source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
-    Verification, migrate, pace,
+    Verification, migrate,
 };
 pub use target::{Arrival, Incoming, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
 pub use vmferry_core::{

@@ -1,24 +1,36 @@
-//! Guest memory whose pages come while the guest runs: [`UffdMemory`] implements the engine's
-//! [`LazyMemory`](vmferry_core::LazyMemory) for memory that is mapped in this process, by userfaultfd.
+//! Demand paging for guest memory: [`UffdMemory`] implements [`LazyMemory`](vmferry_core::LazyMemory) by userfaultfd, for memory that is
+//! mapped in this process. Postcopy and lazy restores need it.
 //!
-//! | module | what |
-//! |---|---|
-//! | `region` | the mappings |
-//! | `stripes` | which userfaultfd a page belongs to; addresses to pages and back |
-//! | `threads` | which thread is which vCPU |
-//! | `discard` | making pages missing |
-//! | `huge` | memory made of huge pages, which come in parts and are shown whole |
-//! | `placing` | placing pages where the guest sees them |
-//! | `memory` | all of it together |
-//! | `slot` | where a VMM keeps it |
+//! ```no_run
+//! use std::os::fd::OwnedFd;
+//! use std::sync::Arc;
+//! use vmferry_core::RegionId;
+//! use vmferry_fault::{Backing, FaultError, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
 //!
-//! # Why nobody waits for somebody else's page
-//! A page that is touched makes a message on the userfaultfd of its stripe, which one thread reads; placing a page takes no
-//! lock of ours. What is locked is only that it begins or ends.
+//! /// Guest memory of a memfd, mapped at `host`.
+//! struct Ram {
+//!     file: Arc<OwnedFd>,
+//!     host: u64,
+//!     len: u64,
+//! }
+//!
+//! fn demand_paging(ram: Arc<Ram>, vcpus: u32) -> Result<UffdMemory, FaultError> {
+//!     let backing = Backing::Memfd { file: Arc::clone(&ram.file), offset: 0 };
+//!     let region = LazyRegion { id: RegionId(0), host: ram.host, len: ram.len, backing };
+//!     // Each vCPU thread calls `register`, so that its faults are counted as those of its vCPU.
+//!     let threads = Arc::new(VcpuThreads::new(vcpus));
+//!     // SAFETY: `Ram` keeps the mapping for as long as it lives, and the program accesses its bytes as atomics only.
+//!     unsafe { UffdMemory::new(vec![region], ram, &UffdOptions::new(threads)) }
+//! }
+//! ```
+//!
+//! # Faults do not wait for each other
+//! An access to a missing page makes a message on the userfaultfd of the page's stripe. One thread reads the messages of a stripe.
+//! Placing a page takes no lock of this crate. A lock is taken only when paging begins or ends.
 //!
 //! # What is not seen
-//! Memory of a memfd that another process, or another mapping of this one, touches makes no fault: only the mappings given
-//! here do.
+//! An access through another mapping of the memfd, in this process or another, makes no fault. Only the mappings that are given to
+//! this crate do.
 
 mod discard;
 mod error;

@@ -1,9 +1,28 @@
-//! The kernel interfaces that no crate wraps, one call each: KVM's dirty log and rings, userfaultfd, `PAGEMAP_SCAN`,
-//! the data ranges of a memfd, what a mapping holds, locks of open files, tap interfaces, and how many heaps there are.
+//! Kernel interfaces that no other crate wraps, one function for each call: KVM's dirty log and dirty rings, userfaultfd,
+//! `PAGEMAP_SCAN`, the data ranges of a memfd, the content of a mapping, locks of open files, tap interfaces, and the number of heaps.
 //!
-//! No policy and no state here. What is unsafe about a call is fenced in this crate: buffers are checked against what
-//! the kernel will write, structures have the size that the kernel expects (asserted at compile time), and a call that
-//! can take memory away from safe code is an `unsafe fn`. Linux on x86-64 only: ioctl numbers and page size are its.
+//! This crate has no policy and no state. It contains what is unsafe about a call: buffers are checked against what the kernel will
+//! write, structures have the size that the kernel expects (asserted at compile time), and a call that can take memory away from safe
+//! code is an `unsafe fn`.
+//!
+//! ```
+//! use std::os::fd::AsFd;
+//! use vmferry_sys::lock::{LockKind, try_lock};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let path = std::env::temp_dir().join(format!("vmferry-sys-example-{}", std::process::id()));
+//! let open = || std::fs::OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+//! let (first, second) = (open()?, open()?);
+//! assert!(try_lock(first.as_fd(), LockKind::Exclusive)?);
+//! assert!(!try_lock(second.as_fd(), LockKind::Exclusive)?, "the lock belongs to the open file, not to the process");
+//! drop(first);
+//! assert!(try_lock(second.as_fd(), LockKind::Exclusive)?);
+//! std::fs::remove_file(&path)?;
+//! # Ok(()) }
+//! ```
+//!
+//! # Platform
+//! Linux on x86-64 and aarch64. The trackers and demand paging need a page size of 4 KiB ([`SysError::HostPages`]).
 
 mod error;
 mod heap;

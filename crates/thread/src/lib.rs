@@ -1,8 +1,26 @@
-//! Threads that say what they are for, and event loops that stand still while a guest does ([`Park`]).
+//! Threads with a [`Role`], and [`Park`], which holds the event loops of devices while a guest is paused.
 //!
-//! Every thread that vmferry's crates start is started here, with its [`Role`]. Whoever runs the process can have each pass a hook before
-//! it does anything ([`on_start`]): to confine it, to bind it to processors, to count it. The crates know nothing of that: an embedder
-//! brings a policy of its own, or none.
+//! All threads of vmferry's crates are started by [`spawn`] or [`spawn_scoped`]. A process can set one hook, [`on_start`], which each
+//! of these threads calls before anything else: to install a seccomp filter, to bind the thread to processors, or to count it. The
+//! crates themselves have no such policy.
+//!
+//! ```
+//! use std::sync::atomic::{AtomicUsize, Ordering};
+//! use vmferry_thread::{Role, on_start, spawn};
+//!
+//! static SENDERS: AtomicUsize = AtomicUsize::new(0);
+//!
+//! # fn main() -> std::io::Result<()> {
+//! on_start(|role, _name| {
+//!     if role == Role::Sender {
+//!         SENDERS.fetch_add(1, Ordering::Relaxed);
+//!     }
+//! })
+//! .expect("the process has no other hook");
+//! let sum = spawn(Role::Sender, "sender 0", || 20 + 22)?.join().expect("the thread does not panic");
+//! assert_eq!((sum, SENDERS.load(Ordering::Relaxed)), (42, 1));
+//! # Ok(()) }
+//! ```
 #![deny(unsafe_code)]
 
 mod park;

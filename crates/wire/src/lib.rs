@@ -1,12 +1,33 @@
-//! Bytes to messages of the migration protocol, and back. No sockets, no unsafe code.
+//! Encoding and decoding of the migration protocol. No sockets, no unsafe code.
 //!
-//! A migration has one control channel and some bulk channels, each a byte stream that starts with a [`Hello`] and its
-//! [`HelloReply`]. The control channel then carries [`ToTarget`] and [`ToSource`] messages; a bulk channel carries
-//! frames of pages in one direction, each a fixed header ([`FrameHeader`]), a table of runs, digests, and the pages
-//! themselves. `docs/protocol.md` draws it.
+//! A migration has one control channel and some bulk channels. Each is a byte stream that starts with a [`Hello`] and its
+//! [`HelloReply`]. The control channel then carries [`ToTarget`] and [`ToSource`] messages. A bulk channel carries frames of pages in
+//! one direction: a fixed header ([`FrameHeader`]), a table of runs, digests, and the pages. `docs/protocol.md` describes all of them.
 //!
-//! Everything that is read here comes from a peer: each length is checked against its limit before it is believed, and
-//! nothing is allocated beyond what has been checked. Integers are little-endian.
+//! All input comes from a peer. Each length is compared with its limit before it is used, and the decoders allocate no more than
+//! what has been checked. Integers are little-endian.
+//!
+//! ```
+//! use vmferry_wire::{FEATURES, Hello, MigrationId, RefusalCode, Role, Token, VERSION_MAX, VERSION_MIN, negotiate};
+//!
+//! let hello = Hello {
+//!     version_min: VERSION_MIN,
+//!     version_max: VERSION_MAX,
+//!     features: FEATURES,
+//!     migration: MigrationId([7; 16]),
+//!     role: Role::Control,
+//!     index: 0,
+//!     token: Token([0; 16]),
+//!     fence: 0,
+//! };
+//! let received = Hello::decode(&hello.encode()).expect("these bytes are a hello");
+//! assert_eq!(received, hello);
+//! assert!(negotiate(&received).is_ok());
+//!
+//! // A peer that speaks newer versions only is refused by name.
+//! let newer = Hello { version_min: VERSION_MAX + 1, version_max: VERSION_MAX + 1, ..hello };
+//! assert_eq!(negotiate(&newer), Err(RefusalCode::Version));
+//! ```
 #![forbid(unsafe_code)]
 
 mod carrier;

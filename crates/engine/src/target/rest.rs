@@ -142,11 +142,13 @@ impl Rest {
         self.watch.clone()
     }
 
-    /// Keeps house until all is here and the source knows it, over new connections at `listener` if the link is lost. A
-    /// link that stays lost is waited for, because the guest cannot do without its pages; until `arrival` is told to
-    /// [abandon](Arrival::abandon) it: then the guest must not run on, and whoever waits for a page does so for ever.
+    /// Serves the rest of a postcopy until all pages have arrived and the source knows it. Blocks meanwhile.
     ///
-    /// Says how it went; `Completed`, unless it was abandoned.
+    /// If the link is lost, the source connects to `listener` again. The guest cannot run without its pages, so this waits for the
+    /// source without limit. [`Arrival::abandon`] ends the wait. An abandoned guest must not run on: a vCPU that touches a missing page
+    /// waits for ever.
+    ///
+    /// Returns the final state, which is `Completed` unless the guest was abandoned.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
         let _waker = arrival.waking(&sender);
