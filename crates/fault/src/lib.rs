@@ -40,10 +40,9 @@ mod placing;
 mod region;
 mod slot;
 mod stripes;
-mod threads;
 
 pub use error::FaultError;
 pub use memory::{UffdMemory, UffdOptions};
 pub use region::{Backing, LazyRegion};
 pub use slot::LazySlot;
-pub use threads::{VcpuThread, VcpuThreads};
+pub use vmferry_thread::{VcpuThread, VcpuThreads};

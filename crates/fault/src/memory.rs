@@ -6,7 +6,6 @@ use crate::huge::{BLOCK_PAGES, Blocks, block_of};
 use crate::placing::{Source, fill_part, show};
 use crate::region::{Backing, LazyRegion};
 use crate::stripes::{Place, Stripes};
-use crate::threads::VcpuThreads;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,6 +18,7 @@ use vmferry_sys::uffd::{
     FEATURE_THREAD_ID, Userfaultfd,
 };
 use vmferry_sys::{PAGE_SIZE as SYS_PAGE, mapping, memfd, pagemap};
+use vmferry_thread::VcpuThreads;
 
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
 

@@ -2,10 +2,10 @@
 
 use crate::error::FaultError;
 use crate::memory::UffdMemory;
-use crate::threads::VcpuThreads;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vmferry_core::{LazyMemory, PageRun, RegionId};
+use vmferry_thread::VcpuThreads;
 
 /// Where a VMM keeps its [`UffdMemory`], once somebody asked for it, and what all its threads need of it.
 #[derive(Debug)]

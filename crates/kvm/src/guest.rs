@@ -17,6 +17,7 @@ use vmferry_core::{
 };
 use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
 use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
+use vmferry_thread::VcpuThreads;
 
 /// How a guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -137,6 +138,8 @@ pub struct Guest<E: Clone> {
     /// What the guest was shown. Before a guest comes: what this host offers.
     cpu: CpuModel,
     chips: KvmChips,
+    /// Ids of the threads, for demand paging.
+    ids: Arc<VcpuThreads>,
     threads: Vec<JoinHandle<()>>,
     // Last, so that the vCPUs are closed before the VM lets go of its memory.
     vm: Arc<KvmVm>,
@@ -188,7 +191,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
         let throttle = Arc::new(Throttle::new(Arc::clone(&park)));
         let vcpu = |fd| Vcpu { fd: Arc::new(Mutex::new(fd)), saver: saver.clone() };
         let vcpus = fds.into_iter().map(vcpu).collect();
-        Ok(Self { vcpus, park, throttle, rings, cpu, chips, threads: Vec::new(), vm })
+        let ids = Arc::new(VcpuThreads::new(options.vcpus));
+        Ok(Self { vcpus, park, throttle, rings, cpu, chips, ids, threads: Vec::new(), vm })
     }
 
     /// Starts a thread for each vCPU. The vCPUs stay paused.
@@ -214,8 +218,11 @@ impl<E: Clone + Send + 'static> Guest<E> {
                 throttle: Arc::clone(&self.throttle),
                 handler: handler(cpu),
             };
-            let park = Arc::clone(&self.park);
-            let live = move || worker.live(&park.enter(cpu as usize));
+            let (park, ids) = (Arc::clone(&self.park), Arc::clone(&self.ids));
+            let live = move || {
+                let _registered = ids.register(cpu);
+                worker.live(&park.enter(cpu as usize));
+            };
             let thread = vmferry_thread::spawn(vmferry_thread::Role::Vcpu, format!("vcpu {cpu}"), live);
             self.threads.push(thread.map_err(|source| Error::Thread { cpu, source })?);
         }
@@ -250,6 +257,13 @@ impl<E: Clone + Send + 'static> Guest<E> {
     #[must_use]
     pub fn park(&self) -> &Arc<VcpuPark<GuestExit<E>>> {
         &self.park
+    }
+
+    /// Returns the ids of the vCPU threads. Demand paging (`vmferry::fault::UffdOptions::new`) needs them: it gives a vCPU that waits
+    /// for a page precedence, and counts its faults.
+    #[must_use]
+    pub fn threads(&self) -> &Arc<VcpuThreads> {
+        &self.ids
     }
 
     /// Returns vCPU `cpu`, to set its registers.

@@ -26,12 +26,14 @@
 mod park;
 #[expect(unsafe_code, reason = "the kernel's calls have no safe wrapper")]
 pub mod scheduling;
+mod vcpus;
 
 use std::io;
 use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 pub use park::{Park, StillWorking, Working};
+pub use vcpus::{VcpuThread, VcpuThreads};
 
 /// What a thread is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

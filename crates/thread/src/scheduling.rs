@@ -56,6 +56,12 @@ pub fn give_way() {
     });
 }
 
+/// Returns the id of the calling thread.
+pub(crate) fn current_thread() -> u32 {
+    // SAFETY: the call takes nothing and cannot fail.
+    unsafe { libc::gettid() }.unsigned_abs()
+}
+
 fn change(thread: u32, how: impl FnOnce(&mut Attributes)) {
     let mut attributes = Attributes { size: 48, ..Attributes::default() };
     // SAFETY: the kernel writes at most `size` bytes of `attributes`.

@@ -1,48 +1,51 @@
 //! Which thread is which vCPU.
 
+use crate::scheduling;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The thread ids of a guest's vCPUs, so that a fault can be told to be a vCPU's. Threads register themselves; whoever
-/// reads faults looks them up, without a lock.
+/// Thread ids of a guest's vCPUs. Demand paging finds by them which vCPU waits for a page, and gives the vCPU threads short time slices
+/// while they wait for single pages.
+///
+/// Each vCPU thread registers itself. Lookups take no lock.
 #[derive(Debug)]
 pub struct VcpuThreads {
-    /// By vCPU; 0 is nobody: no thread has that id.
+    /// By vCPU. 0 means that no thread is registered: no thread has that id.
     ids: Box<[AtomicU32]>,
 }
 
 impl VcpuThreads {
-    /// A table for vCPUs 0 to `vcpus - 1`, none registered.
+    /// Returns a table for vCPUs 0 to `vcpus - 1`, without threads.
     #[must_use]
     pub fn new(vcpus: u32) -> Self {
         Self { ids: (0..vcpus).map(|_| AtomicU32::new(0)).collect() }
     }
 
-    /// How many vCPUs it has room for.
+    /// Returns the number of vCPUs that the table has room for.
     #[must_use]
     pub fn vcpus(&self) -> u32 {
         u32::try_from(self.ids.len()).unwrap_or(u32::MAX)
     }
 
-    /// Says that the calling thread is vCPU `vcpu`, until the result is dropped. Does nothing for a vCPU that the table
+    /// Registers the calling thread as the thread of vCPU `vcpu`, until the result is dropped. Does nothing for a vCPU that the table
     /// has no room for.
     #[must_use = "the thread is forgotten when this is dropped"]
     pub fn register(self: &Arc<Self>, vcpu: u32) -> VcpuThread {
-        self.set(vcpu, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
+        self.set(vcpu, scheduling::current_thread());
         VcpuThread { table: Arc::clone(self), vcpu }
     }
 
-    /// The vCPU whose thread has this id.
+    /// Returns the vCPU whose thread has this id.
     #[must_use]
     pub fn vcpu(&self, thread: u32) -> Option<u32> {
         let found = (0..).zip(&self.ids).find(|(_, id)| id.load(Ordering::Relaxed) == thread);
         found.map(|(vcpu, _)| vcpu).filter(|_| thread != 0)
     }
 
-    /// Whether vCPUs are to run soon when they are woken, rather than long at a time: while they wait for single pages.
-    pub(crate) fn prefer_latency(&self, prefer: bool) {
+    /// Gives all vCPU threads short time slices, or takes these back. See [`prefer_latency_of`](scheduling::prefer_latency_of).
+    pub fn prefer_latency(&self, prefer: bool) {
         for id in &self.ids {
-            vmferry_thread::scheduling::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
+            scheduling::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
         }
     }
 
@@ -55,7 +58,7 @@ impl VcpuThreads {
     }
 }
 
-/// A thread's place in the table.
+/// Registration of a vCPU thread: see [`VcpuThreads::register`].
 #[derive(Debug)]
 pub struct VcpuThread {
     table: Arc<VcpuThreads>,
@@ -75,14 +78,14 @@ mod tests {
     #[test]
     fn threads_are_found_while_they_are_registered() {
         let table = Arc::new(VcpuThreads::new(3));
-        let own = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        let own = scheduling::current_thread();
         assert_eq!((table.vcpu(own), table.vcpu(0)), (None, None));
         let registered = table.register(2);
         let other = std::thread::scope(|scope| {
             let table = &table;
             scope.spawn(move || {
                 let _registered = table.register(0);
-                table.vcpu(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())
+                table.vcpu(scheduling::current_thread())
             });
             table.vcpu(own)
         });
