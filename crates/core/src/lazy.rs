@@ -38,6 +38,12 @@ pub struct Placed {
 /// Each fault belongs to a stripe by its address, so that several threads can take faults without a
 /// common queue. All methods may be called from all threads at the same time. No method touches
 /// guest memory: the access could sleep until the page is placed.
+///
+/// # Dropping
+/// The guest runs from [`started`](Self::started) to [`end`](Self::end). If the value is dropped in
+/// between, no page may be made up: a thread that waits for a page must not read zeros. The engine
+/// drops its `Arc` when a postcopy is abandoned. The VM keeps another one, and calls `end` when the
+/// vCPUs and devices of the lost guest can no longer act on what they read.
 pub trait LazyMemory: Send + Sync + Debug {
     /// Returns the number of stripes: at least 1. It does not change.
     fn stripes(&self) -> usize;

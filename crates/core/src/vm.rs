@@ -318,7 +318,8 @@ pub trait SourceVm: Migratable {
 pub trait TargetVm: Migratable {
     /// Returns [the guest's memory](Migratable::memory) for demand paging, which postcopy and lazy restores need. The engine
     /// calls this before it receives pages, so that an error is reported while the guest still runs
-    /// on the source.
+    /// on the source. It may call it again: each call returns a clone of one `Arc`. The VM keeps a
+    /// clone for as long as the guest lives: see [`LazyMemory`](crate::LazyMemory#dropping).
     ///
     /// # Errors
     /// If this VM or this host has no demand paging: what is missing, and how to permit it.

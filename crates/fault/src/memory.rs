@@ -8,6 +8,7 @@ use crate::region::{Backing, LazyRegion};
 use crate::stripes::{Place, Stripes};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -66,7 +67,8 @@ struct Stripe {
 /// Memory mapped in this process whose pages may be missing.
 #[derive(Debug)]
 pub struct UffdMemory {
-    stripes: Vec<Stripe>,
+    /// Not dropped while a guest lacks pages: closing a userfaultfd wakes the threads that wait for pages, with zeros.
+    stripes: ManuallyDrop<Vec<Stripe>>,
     map: Stripes,
     /// As they were given.
     regions: Vec<LazyRegion>,
@@ -81,8 +83,8 @@ pub struct UffdMemory {
     /// Whether pages are missing. Not on the way of a fault: written by `begin` and `end`, read by who looks at guest memory
     /// and must not sleep ([`UffdMemory::look`]).
     begun: RwLock<Faults>,
-    /// Keeps the mappings. The last field: everything above is gone before it.
-    _owner: Arc<dyn Any + Send + Sync>,
+    /// Keeps the mappings, and is dropped after everything else, or with `stripes` never.
+    _owner: ManuallyDrop<Arc<dyn Any + Send + Sync>>,
 }
 
 /// Whether an access to a page that is not there waits for it.
@@ -133,7 +135,7 @@ impl UffdMemory {
             Ok(Stripe { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
         };
         Ok(Self {
-            stripes: (0..count).map(open).collect::<Result<_, FaultError>>()?,
+            stripes: ManuallyDrop::new((0..count).map(open).collect::<Result<_, FaultError>>()?),
             map,
             blocks: regions.iter().map(Blocks::new).collect::<Result<_, FaultError>>()?,
             zeroable: regions.iter().map(|_| AtomicBool::new(false)).collect(),
@@ -142,7 +144,7 @@ impl UffdMemory {
             threads: Arc::clone(&options.threads),
             interrupts: AtomicU64::new(0),
             begun: RwLock::new(Faults::Off),
-            _owner: owner,
+            _owner: ManuallyDrop::new(owner),
         })
     }
 
@@ -394,7 +396,7 @@ impl LazyMemory for UffdMemory {
     fn interrupt(&self) {
         // The number first: whoever hears the bell finds it.
         self.interrupts.fetch_add(1, Ordering::AcqRel);
-        for stripe in &self.stripes {
+        for stripe in self.stripes.iter() {
             // Fails only if 2^64 - 2 rings were not heard.
             let _ = rustix::io::write(&stripe.bell, &1_u64.to_ne_bytes());
         }
@@ -438,8 +440,23 @@ impl LazyMemory for UffdMemory {
 }
 
 impl Drop for UffdMemory {
+    /// Ends demand paging, unless the guest runs and lacks pages. Then the userfaultfds stay open and the memory stays mapped for the
+    /// life of the process: a thread that waits for a page waits on, and reads no zeros in its place.
     fn drop(&mut self) {
+        let begun = *self.begun.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if begun == Faults::OfGuest {
+            tracing::error!(
+                "the memory of a guest that lacks pages was dropped before the guest was ended; it stays mapped, and a thread that \
+                 waits for a page waits for ever"
+            );
+            return;
+        }
         // An error leaves nothing to do: closing the descriptors gives back what is left.
         let _ = self.end();
+        // SAFETY: this is the only place that drops them, and nothing uses them afterwards.
+        unsafe {
+            ManuallyDrop::drop(&mut self.stripes);
+            ManuallyDrop::drop(&mut self._owner);
+        }
     }
 }

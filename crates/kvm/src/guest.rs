@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{
-    DirtyTracker, GuestMemory, MachineConfig, RegionId, RunState, Section, TrackerKind, VmError,
+    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, RegionId, RunState, Section, TrackerKind, VmError,
 };
 use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
 use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
@@ -102,7 +102,11 @@ impl GuestOptions {
 /// | a guest comes | [`spawn`](Self::spawn); the engine calls [`load`](Self::load) and [`start`](Self::start) |
 /// | a guest leaves | the engine calls [`tracker`](Self::tracker), [`pause`](Self::pause), [`save`](Self::save), [`run`](Self::run) |
 ///
-/// `E` is what an exit handler returns at the end of the guest. Dropping the guest ends the threads of its vCPUs.
+/// `E` is what an exit handler returns at the end of the guest.
+///
+/// Dropping the guest ends the threads of its vCPUs, also of vCPUs that wait for a page which never comes
+/// ([`lazy_memory`](Self::lazy_memory)). Threads of devices that wait for such a page wake then, and read zeros: have them look at
+/// [`Working::has_ended`](vmferry_thread::Working::has_ended) before they act on what they have read.
 ///
 /// ```no_run
 /// use kvm_ioctls::{Kvm, VcpuExit};
@@ -140,6 +144,8 @@ pub struct Guest<E: Clone> {
     chips: KvmChips,
     /// Ids of the threads, for demand paging.
     ids: Arc<VcpuThreads>,
+    /// The memory for demand paging, once it was asked for.
+    lazy: Option<Arc<dyn LazyMemory>>,
     threads: Vec<JoinHandle<()>>,
     // Last, so that the vCPUs are closed before the VM lets go of its memory.
     vm: Arc<KvmVm>,
@@ -192,7 +198,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
         let vcpu = |fd| Vcpu { fd: Arc::new(Mutex::new(fd)), saver: saver.clone() };
         let vcpus = fds.into_iter().map(vcpu).collect();
         let ids = Arc::new(VcpuThreads::new(options.vcpus));
-        Ok(Self { vcpus, park, throttle, rings, cpu, chips, ids, threads: Vec::new(), vm })
+        Ok(Self { vcpus, park, throttle, rings, cpu, chips, ids, lazy: None, threads: Vec::new(), vm })
     }
 
     /// Starts a thread for each vCPU. The vCPUs stay paused.
@@ -264,6 +270,26 @@ impl<E: Clone + Send + 'static> Guest<E> {
     #[must_use]
     pub fn threads(&self) -> &Arc<VcpuThreads> {
         &self.ids
+    }
+
+    /// Returns the guest's memory for demand paging, for [`TargetVm::lazy_memory`](vmferry_core::TargetVm::lazy_memory). The first call
+    /// makes it: `make` gets the ids of the vCPU threads. The guest keeps it.
+    ///
+    /// ```text
+    /// self.guest.lazy_memory(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn lazy_memory(
+        &mut self,
+        make: impl FnOnce(Arc<VcpuThreads>) -> Result<Arc<dyn LazyMemory>, VmError>,
+    ) -> Result<Arc<dyn LazyMemory>, VmError> {
+        let lazy = match &self.lazy {
+            Some(lazy) => Arc::clone(lazy),
+            None => make(Arc::clone(&self.ids))?,
+        };
+        Ok(Arc::clone(self.lazy.insert(lazy)))
     }
 
     /// Returns vCPU `cpu`, to set its registers.
@@ -392,8 +418,19 @@ impl<E: Clone + Send + 'static> Guest<E> {
     }
 }
 
+/// Time that vCPUs which do not wait for a page need to stop.
+const STOPPING: Duration = Duration::from_millis(100);
+
 impl<E: Clone> Drop for Guest<E> {
     fn drop(&mut self) {
+        if let Some(lazy) = &self.lazy {
+            // A vCPU that does not stop now waits for a page that does not come: its guest was given up. It has been kicked, so it
+            // runs no instruction of the guest when it wakes.
+            let _ = self.park.pause_all(STOPPING);
+            if let Err(error) = lazy.end() {
+                tracing::error!("a vCPU that waits for a missing page may wait for ever: {error}");
+            }
+        }
         self.park.quit();
         for thread in self.threads.drain(..) {
             // A panic of the thread was printed when it happened.

@@ -28,7 +28,7 @@ use std::time::Duration;
 /// use std::time::Duration;
 /// use vmferry_thread::Park;
 ///
-/// /// The loop of a device. `handle` writes guest memory.
+/// /// The loop of a device with events of the host, such as frames on a tap. `handle` writes guest memory.
 /// fn device(park: &Park, events: Receiver<u32>, mut handle: impl FnMut(u32)) {
 ///     // It waits for an event first: a loop that waited with the permission in hand could not be parked.
 ///     while let Ok(event) = events.recv() {
@@ -47,6 +47,12 @@ use std::time::Duration;
 ///     drop(send);
 /// });
 /// ```
+///
+/// # Requests of the guest
+/// A request that the guest has made and the device has not begun is state of the device, and goes with the guest. So a loop must not
+/// take such a request out of its queue before [`enter`](Self::enter) has returned: a request in the hand of a loop that waits would be
+/// in no saved state, and dropped when the guest has left. Wait until the queue is not empty, enter, take the request. `SourceVm::save`
+/// saves the queue.
 #[derive(Debug)]
 pub struct Park {
     state: Mutex<State>,
@@ -89,6 +95,17 @@ impl std::error::Error for StillWorking {}
 #[derive(Debug)]
 #[must_use = "the event may be handled for as long as this value lives"]
 pub struct Working<'p>(&'p Park);
+
+impl Working<'_> {
+    /// Returns true if [`Park::end`] was called since the event began: the guest has left, or was given up.
+    ///
+    /// A thread that waited for a missing page of a guest that was given up may have read zeros in place of the page. Check this after
+    /// the thread has accessed guest memory, and before it acts on what it read, such as by a write to a disk.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.0.lock().phase == Phase::Ended
+    }
+}
 
 impl Drop for Working<'_> {
     fn drop(&mut self) {
@@ -160,7 +177,8 @@ impl Park {
         self.changed.notify_all();
     }
 
-    /// Ends the event loops: the guest has left, and no event is handled any more.
+    /// Ends the event loops: the guest has left or was given up, and no further event is handled. Does not wait for events that are
+    /// being handled.
     pub fn end(&self) {
         self.lock().phase = Phase::Ended;
         self.changed.notify_all();
@@ -210,6 +228,15 @@ mod tests {
         park.park(Duration::ZERO).unwrap();
         park.resume();
         assert!(park.enter().is_some());
+    }
+
+    #[test]
+    fn event_that_is_being_handled_learns_of_the_end() {
+        let park = Park::running();
+        let working = park.enter().unwrap();
+        assert!(!working.has_ended());
+        park.end();
+        assert!(working.has_ended());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! stamps every page that it writes, and checks all stamps on the target.
 //!
 //! ```sh
-//! cargo run --release -p vmferry --features kvm,vm-memory --example vm_memory
+//! cargo run --release -p vmferry --features kvm,vm-memory,fault --example vm_memory
 //! ```
 //!
 //! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. What vmferry needs of it is in the
@@ -22,11 +22,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryMmap};
+use vmferry::fault::UffdOptions;
 use vmferry::kvm::{Guest, GuestOptions, Sections, missing_capabilities};
 use vmferry::vm_memory::VmMemory;
 use vmferry::{
-    Arrival, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migratable, Migration, MigrationMode,
-    RunState, Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
+    Arrival, DirtyTracker, Ended, GuestMemory, LazyMemory, Listener, MachineConfig, Migratable, Migration,
+    MigrationMode, RunState, Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
 };
 use vmferry_guest_abi::{DEBUG_EXIT_PORT, STATS_GPA, StatsSnapshot, offset};
 
@@ -211,6 +212,9 @@ impl SourceVm for Machine {
 }
 
 impl TargetVm for Machine {
+    fn lazy_memory(&mut self) -> VmResult<Arc<dyn LazyMemory>> {
+        self.guest.lazy_memory(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
+    }
     fn load(&mut self, sections: &[Section]) -> VmResult<()> {
         let mut parts = Sections::new(sections)?;
         let state = self.guest.take(&mut parts)?;

@@ -148,7 +148,8 @@ impl Rest {
     /// source without limit. [`Arrival::abandon`] ends the wait. An abandoned guest must not run on: a vCPU that touches a missing page
     /// waits for ever.
     ///
-    /// Returns the final state, which is `Completed` unless the guest was abandoned.
+    /// Returns the final state. It is `Completed`, or `PostcopyPaused` if the guest was abandoned. Such a guest is lost: end its devices, and
+    /// drop its VM.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
         let _waker = arrival.waking(&sender);

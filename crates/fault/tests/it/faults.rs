@@ -2,7 +2,7 @@
 
 use crate::rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, served, setup, touch_all};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
@@ -260,6 +260,30 @@ fn dropping_it_ends_it_and_the_mappings_are_one_again() {
         drop(lazy);
         assert!(mappings() <= before + 1, "{kind:?}: {} mappings, {before} before", mappings());
         assert_eq!(mapped.word(0, 5, 0).load(Ordering::Relaxed), 0);
+    }
+}
+
+#[test]
+fn thread_that_waits_for_a_page_reads_no_zeros_after_the_memory_of_its_guest_was_dropped() {
+    for kind in KINDS {
+        let Some(Setup { mapped, lazy, threads }) = setup(kind, 2) else { return };
+        let (stripe, read) = (lazy.stripe_of(RegionId(0), PageIndex(3)), Arc::new(AtomicBool::new(false)));
+        lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        lazy.started();
+        let (ram, done) = (Arc::clone(&mapped), Arc::clone(&read));
+        // It is never joined: it waits for as long as the process lives.
+        std::thread::spawn(move || {
+            let _registered = threads.register(0);
+            ram.word(0, 3, 0).load(Ordering::Relaxed);
+            done.store(true, Ordering::Release);
+        });
+        let fault = lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+        assert_eq!((fault.page, fault.vcpu), (PageIndex(3), Some(0)));
+        let owners = Arc::strong_count(&mapped);
+        drop(lazy);
+        assert_eq!(Arc::strong_count(&mapped), owners, "{kind:?}: the memory stays mapped");
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!read.load(Ordering::Acquire), "{kind:?}: the thread has read zeros");
     }
 }
 
