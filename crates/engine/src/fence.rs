@@ -1,28 +1,40 @@
-//! Who owns a guest of which neither side can know: asked of somebody outside both hosts.
+//! Arbiter: a register outside both hosts that decides who owns the guest when neither side can
+//! know.
 //!
-//! Between the commit and its answer the source cannot know whether the target runs the guest. Without a fence that ends in a named
-//! state, and a person decides. With one there is a register for each migration, kept by an [`Arbiter`] that both sides reach, and
-//! this is why there is never a second runner, whatever crashes, stops or arrives late:
+//! Between the commit and its answer the source cannot know whether the target runs the guest.
+//! Without an arbiter, the migration ends in the state `unknown` and the operator decides. With an
+//! arbiter, each migration has a register, kept by an [`Arbiter`] that both sides can reach. The
+//! following rules ensure that the guest never runs on both sides, whatever crashes, stops or
+//! arrives late:
 //!
-//! 1. The source opens the register before anything is moved, and nobody can open it again. Whoever does not find it open, or
-//!    decided in its own favour, wins nothing: a register that was deleted, lost or never made decides for nobody.
-//! 2. It changes from open to `source` or to `target` in one atomic step. So at most one of the two claims is granted, however often and
-//!    however late each arrives, and every later claim is told who won. A claim whose answer was lost is made again.
-//! 3. The target claims after it has read the commit and *before* it runs the guest, in every migration and not only when something seems
-//!    to be wrong: it cannot know what its source has seen. The source claims before it resumes a guest that it has committed, unless the
-//!    target itself has said that it never ran it. So a side that runs the guest after the commit has won, and the other one has not.
-//! 4. No clock is read. Between winning and running any time may pass (a process that was stopped for an hour): what was won stays won,
-//!    there is no lease to run out, and the loser is told the same after an hour as after a second.
-//! 5. From `target` the register goes to `source` only by the target's own word that it has not run the guest and never will
-//!    ([`Word::GiveBack`]): it renounces the guest first, in its own memory and for good, and then says so. A claim of its own that
-//!    arrives after that word changes nothing, because the register is not open.
-//! 6. An arbiter that cannot be reached has decided nothing: whoever depends on it stays where it is, stopped, and asks again.
+//! 1. The source opens the register before it moves anything, and the register cannot be opened
+//!    again. A side that finds no register, or a register that is not open and not decided in its
+//!    favour, does not own the guest. A register that was deleted, lost or never made decides for
+//!    neither side.
+//! 2. The register changes from open to `source` or to `target` in one atomic step. At most one of
+//!    the two claims is granted, however often and however late each claim arrives. Every later
+//!    claim is answered with the owner. A side repeats a claim whose answer was lost.
+//! 3. The target claims the guest after it has read the commit and *before* it runs the guest. It
+//!    does so in every migration, because the target cannot know what the source has observed. The
+//!    source claims the guest before it resumes a guest that it has committed, unless the target
+//!    itself has said that it never ran the guest. Therefore a side that runs the guest after the
+//!    commit owns it, and the other side does not.
+//! 4. No clock is read. Any time may pass between a granted claim and the start of the guest, for
+//!    example in a process that was stopped for an hour. A granted claim stays granted: there is no
+//!    lease that could expire. A refused side gets the same answer after an hour as after a second.
+//! 5. The register goes from `target` to `source` only at the target's own request, in which it
+//!    states that it has not run the guest and never will ([`Word::GiveBack`]). The target first
+//!    renounces the guest in its own memory, permanently, and then sends the request. A claim of
+//!    the target that arrives after that request changes nothing, because the register is not open.
+//! 6. An arbiter that cannot be reached has decided nothing. A side that depends on its decision
+//!    keeps the guest stopped and asks again.
 //!
-//! What this rests on: that the arbiter does not forget what it has acknowledged, and that both sides ask the same one. The second is
-//! tested before anything moves: the target looks for the register that the source has opened ([`Word::Look`]). Sides that were given
-//! different names of arbiters are told apart by the hello already.
+//! These rules rest on two assumptions: the arbiter does not lose what it has acknowledged, and
+//! both sides ask the same arbiter. The second is tested before anything moves: the target reads
+//! the register that the source has opened ([`Word::Look`]). The hello already rejects two sides
+//! that are configured with different arbiter names.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(
@@ -48,43 +60,53 @@ use vmferry_core::VmError;
 pub use vmferry_protocol::arbiter::{ArbiterError, Ruling, Side, Word};
 pub use vmferry_wire::MigrationId;
 
-/// Time after which the guest's start is said again if it was not heard.
+/// First delay before a report that the guest runs is repeated, if the arbiter did not answer.
 const FIRST_AGAIN: Duration = Duration::from_millis(100);
-/// The longest time between two attempts to say that the guest runs, which nobody may be waiting for.
+/// Longest delay between two attempts to report that the guest runs. No side may be waiting for the
+/// report.
 const LONGEST_CONFIRM: Duration = Duration::from_secs(30);
 
-/// Keeps one register for each migration, outside both hosts: see the module's rules, which are its part of the bargain.
+/// Arbiter that keeps one register for each migration, outside both hosts.
+///
+/// An implementation must follow the rules of this module.
 pub trait Arbiter: fmt::Debug + Send + Sync {
-    /// What both sides must call it alike: not where it is reached, which may differ.
+    /// Returns the name of the arbiter, which must be the same on both sides. The name does not
+    /// contain the address, which may differ.
     fn name(&self) -> String;
 
-    /// Where a register of `migration` is, for people who have to look at it.
+    /// Returns the location of the register of `migration`, for an operator who has to inspect it.
     fn register(&self, migration: MigrationId) -> String;
 
-    /// Makes the register of `migration`, which must not have one, and opens it.
+    /// Creates the register of `migration`, in the state open.
     ///
     /// # Errors
-    /// If there is one, or nobody answers.
+    /// If the register exists already, or the arbiter does not answer.
     fn open(&self, migration: MigrationId) -> Result<(), ArbiterError>;
 
-    /// Says `word`, in one atomic step, and what the register holds then. Takes a few seconds at most. Saying a word twice is
-    /// as good as once.
+    /// Sends the request `word`, which takes effect in one atomic step. Returns the content of the
+    /// register after that step.
+    ///
+    /// The call takes a few seconds at most. A request that is sent twice has the same effect as
+    /// one that is sent once.
     ///
     /// # Errors
-    /// If there is no register, or nobody answers: then the word may have been heard all the same, or may be later.
+    /// If there is no register, or the arbiter does not answer. In the latter case the request may
+    /// have taken effect, or may still take effect.
     fn say(&self, migration: MigrationId, word: Word) -> Result<Ruling, ArbiterError>;
 
-    /// Removes the register of `migration`, whose guest is known to be where it is. From then on it decides nothing.
+    /// Removes the register of `migration`. The owner of the guest must be known. Afterwards the
+    /// register decides nothing.
     ///
     /// # Errors
-    /// If nobody answers.
+    /// If the arbiter does not answer.
     fn close(&self, migration: MigrationId) -> Result<(), ArbiterError>;
 }
 
-/// An answer to a word that a session has asked for.
+/// Request of a session, with the answer of the arbiter.
 pub(crate) type Ruled = (Word, Result<Ruling, ArbiterError>);
 
-/// Says a session's words on threads of their own: an arbiter that takes its time must not hold a session.
+/// Sends a session's requests to the arbiter, each on its own thread. A slow arbiter must not block
+/// a session.
 #[derive(Debug)]
 pub(crate) struct Asker {
     arbiter: Arc<dyn Arbiter>,
@@ -97,37 +119,44 @@ impl Asker {
         Self { arbiter, migration, answers: channel() }
     }
 
-    /// Says `word` after a while, then calls `wake`: its answer can be taken.
+    /// Sends the request `word` after the delay `after`, then calls `wake` to signal that the
+    /// answer can be taken.
     pub(crate) fn ask(&self, word: Word, after: Duration, wake: impl FnOnce() + Send + 'static) {
         let (arbiter, migration, answers) =
             (Arc::clone(&self.arbiter), self.migration, self.answers.0.clone());
         let ask = move || {
             std::thread::sleep(after);
-            // Whoever asked may have ended.
+            // The session may have ended: a failure to send the answer is ignored.
             let said = caught(|| Ok::<_, VmError>(arbiter.say(migration, word)));
             let said = said.unwrap_or_else(|panic| Err(ArbiterError::Unreachable(panic.to_string())));
             let _ = answers.send((word, said));
             wake();
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Fence, "fence", ask) {
-            // The caller asks again as soon as it has this answer. Without the pause it would spin.
+            // The caller asks again as soon as it has this answer. Without the pause the caller
+            // would spin.
             std::thread::sleep(after);
-            let why = ArbiterError::Unreachable(format!("no thread to ask it: {error}"));
+            let why =
+                ArbiterError::Unreachable(format!("cannot start a thread that asks the arbiter: {error}"));
             let _ = self.answers.0.send((word, Err(why)));
         }
     }
 
-    /// Where the register is.
+    /// Returns the location of the register.
     pub(crate) fn register(&self) -> String {
         self.arbiter.register(self.migration)
     }
 
-    /// The oldest answer.
+    /// Takes the oldest answer that was not taken.
     pub(crate) fn answer(&self) -> Option<Ruled> {
         self.answers.1.try_recv().ok()
     }
 
-    /// Says that the guest runs until that was heard: for as long as this process lives, because its source may be waiting for it.
+    /// Reports to the arbiter that the guest runs, and repeats the report until the arbiter
+    /// answers.
+    ///
+    /// The thread retries for as long as this process lives, because the source may be waiting for
+    /// the report.
     pub(crate) fn confirm(&self) {
         let (arbiter, migration) = (Arc::clone(&self.arbiter), self.migration);
         let confirm = move || {
@@ -137,13 +166,13 @@ impl Asker {
                     Err(ArbiterError::Unreachable(_)) => {}
                     Ok(Ruling::Source) => {
                         tracing::error!(
-                            "the guest runs here, and somebody has written into {} that it is the source's: look at the source at \
+                            "the guest runs on this host, but the register {} names the source as its owner: check the source at \
                              once",
                             arbiter.register(migration)
                         );
                         return;
                     }
-                    // Without a register its source has heard it from us.
+                    // Without a register, the source has had the report from the target itself.
                     Ok(_) | Err(ArbiterError::NoRegister(_)) => return,
                 }
                 std::thread::sleep(wait);
@@ -151,14 +180,19 @@ impl Asker {
             }
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Fence, "fence", confirm) {
-            tracing::warn!("the fence is not told that the guest runs here: no thread: {error}");
+            tracing::warn!(
+                "cannot report to the arbiter that the guest runs on this host: cannot start a thread: {error}"
+            );
         }
     }
 
-    /// Removes the register, which nobody needs any more.
+    /// Removes the register, which neither side needs any more.
     pub(crate) fn close(&self) {
         if let Err(error) = self.arbiter.close(self.migration) {
-            tracing::warn!("{} stays, and can be deleted: {error}", self.arbiter.register(self.migration));
+            tracing::warn!(
+                "cannot delete the register {}; delete it by hand: {error}",
+                self.arbiter.register(self.migration)
+            );
         }
     }
 }
@@ -198,7 +232,7 @@ mod tests {
         let asker = Asker::new(Arc::new(Clumsy), MigrationId([7; 16]));
         let (woken, wake) = mpsc::channel();
         asker.ask(Word::Look, Duration::ZERO, move || woken.send(()).unwrap());
-        wake.recv_timeout(vmferry_testkit::PATIENCE).expect("nothing wakes the session");
+        wake.recv_timeout(vmferry_testkit::PATIENCE).expect("the session is not woken");
         let Some((Word::Look, Err(ArbiterError::Unreachable(why)))) = asker.answer() else {
             panic!("no answer")
         };

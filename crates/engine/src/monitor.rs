@@ -1,4 +1,5 @@
-//! What can be seen of a migration while it runs, and how it is told to stop.
+//! Migration handle: shows the progress of a migration while it runs, and passes the operator's
+//! requests to it.
 
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures, Report};
@@ -12,16 +13,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Counters that channel threads add to once a frame.
+/// Counters that the channel threads increase once per frame.
 #[derive(Debug)]
 pub(crate) struct Counters {
     pub(crate) wire_bytes: AtomicU64,
-    /// Of them, each bulk channel's.
+    /// Bytes sent by each bulk channel, also counted in `wire_bytes`.
     channels: [AtomicU64; Settings::MAX_CHANNELS as usize],
     pub(crate) raw_pages: AtomicU64,
     pub(crate) zero_pages: AtomicU64,
     pub(crate) untouched: AtomicU64,
-    /// Pages left out as free, each as often as it was.
+    /// Pages skipped as free. A page that was skipped several times counts several times.
     pub(crate) free: AtomicU64,
     pub(crate) cpu_us: AtomicU64,
 }
@@ -35,14 +36,14 @@ impl Default for Counters {
 }
 
 impl Counters {
-    /// Counts what a bulk channel has sent.
+    /// Adds `bytes` to the counter of a bulk channel.
     pub(crate) fn count_channel(&self, channel: u16, bytes: usize) {
         if let Some(counter) = self.channels.get(usize::from(channel)) {
             counter.fetch_add(bytes as u64, Ordering::Relaxed);
         }
     }
 
-    /// Bytes of each bulk channel, up to the last that has sent any.
+    /// Returns the bytes of each bulk channel, up to the last channel that has sent any.
     fn channels(&self) -> Vec<u64> {
         let mut bytes: Vec<u64> =
             self.channels.iter().map(|counter| counter.load(Ordering::Relaxed)).collect();
@@ -56,104 +57,115 @@ impl Counters {
         self.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
     }
 
-    /// Adds what the calling thread has used of the CPU so far; called once, as it ends.
+    /// Adds the CPU time of the calling thread. Each thread calls this once, as it ends.
     pub(crate) fn add_thread_cpu(&self) {
         self.cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
     }
 }
 
-/// CPU time of the calling thread in microseconds.
+/// Returns the CPU time of the calling thread in microseconds.
 pub(crate) fn thread_cpu_us() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is ours, and this clock always exists on Linux.
+    // SAFETY: `time` is a local variable that outlives the call, and this clock always exists on
+    // Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
     u64::try_from(time.tv_sec * 1_000_000 + time.tv_nsec / 1000).unwrap_or(0)
 }
 
-/// Where a migration stands.
+/// State of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum MigrationState {
-    /// Connecting, agreeing, starting to track; and a postcopy that waits for I/O to come to rest.
+    /// The source connects, negotiates and starts to track dirty pages. A postcopy also waits in
+    /// this state for I/O to quiesce.
     #[default]
     Setup,
     /// The guest runs on the source while its memory is sent.
     Precopy,
-    /// The guest is stopped.
+    /// The guest is stopped for the switchover.
     Switchover,
     /// The guest runs on the target while the rest of its memory is sent.
     Postcopy,
-    /// The guest runs on the target, as far as it can without the rest of its memory: the link is lost.
+    /// The guest runs on the target as far as it can without the missing pages, because the link is
+    /// lost.
     PostcopyPaused,
     /// The guest runs on the target.
     Completed,
-    /// The guest stays, because somebody wanted it to.
+    /// The guest stays on the source, because the operator or a policy cancelled the migration.
     Cancelled,
-    /// The guest stays, because it could not be moved.
+    /// The guest stays on the source, because it could not be moved.
     Failed,
-    /// Nobody can know which side owns the guest; neither does the source run it.
+    /// The owner of the guest is not known. The source does not run the guest.
     Unknown,
-    /// The guest is lost: it ran on the target and can never have the rest of its memory.
+    /// The guest is lost. It ran on the target and can never get its missing pages.
     Lost,
 }
 
-/// A snapshot of a migration under way.
+/// Snapshot of the progress of a migration.
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct Progress {
-    /// The migration's name, 32 hexadecimal digits; empty before it is connected.
+    /// Identifier of the migration, 32 hexadecimal digits. Empty before the source is connected.
     pub id: String,
-    /// Where it stands.
+    /// State of the migration.
     pub state: MigrationState,
-    /// Number of the pass under way, from 0.
+    /// Number of the current pass, from 0.
     pub pass: u32,
-    /// Pages that this pass has to look at.
+    /// Pages that the current pass began with.
     pub pass_pages: u64,
-    /// Pages sent (with content or as zero), found untouched or left out as free in this pass.
+    /// Pages of the current pass that were sent (with content or as zeros), found untouched, or
+    /// skipped as free.
     pub pass_done: u64,
-    /// Pages known to be dirty and not yet sent, this pass included.
+    /// Pages of the current pass that are not done yet.
     pub remaining_pages: u64,
-    /// Pages a second that the guest dirtied during the last pass.
+    /// Pages per second that the guest dirtied during the last pass.
     pub dirty_pages_per_s: f64,
-    /// Bytes a second that the last telling pass moved.
+    /// Bytes per second in the last pass that was long enough to measure the bandwidth.
     pub bandwidth: Option<f64>,
-    /// The downtime to expect if the guest were stopped after this pass; in JSON `predicted_downtime_ms`.
+    /// Downtime to expect if the guest were stopped after this pass. In JSON
+    /// `predicted_downtime_ms`.
     #[serde(rename = "predicted_downtime_ms", serialize_with = "some_millis")]
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
     /// Pages sent with their content so far.
     pub raw_pages: u64,
-    /// Pages sent as a count of zeros so far, or not at all because they were never touched.
+    /// Pages sent as runs of zeros so far, or not sent because they were never touched.
     pub zero_pages: u64,
-    /// Of them, what each bulk channel has sent while the guest ran here.
+    /// Bytes sent so far by each bulk channel.
     pub channel_bytes: Vec<u64>,
-    /// Pages that were left out because the guest says that they are free, and not sent since.
+    /// Pages that were skipped because the guest reported them as free, and not sent since.
     pub free_pages_skipped: u64,
-    /// How free pages were learnt of so far; `None` if nobody can be asked, or is to be.
+    /// Figures of the free pages so far. `None` if the guest cannot be asked, or the settings
+    /// forbid it.
     pub free_pages: Option<FreePagesFigures>,
-    /// Time since the start; in JSON `elapsed_ms`.
+    /// Time since the start of the migration. In JSON `elapsed_ms`.
     #[serde(rename = "elapsed_ms", serialize_with = "millis")]
     pub elapsed: Duration,
     /// Pages that are still to be sent to a guest that runs on the target.
     pub left_pages: Option<u64>,
-    /// The pace of the bulk in bytes a second, once one was found.
+    /// Rate limit of the bulk in bytes per second. `None` until a rate was found.
     pub pace: Option<u64>,
-    /// The target has said that it runs the guest, and not yet that it has all of its memory.
+    /// True once the target has confirmed that it runs the guest, until it confirms that it has all
+    /// of the memory.
     pub runs_there: bool,
-    /// Why the link is lost in postcopy, or while nobody knows who owns the guest, as long as it is.
+    /// Reason for which the link is lost, while it is lost in postcopy or while the owner of the
+    /// guest is not known.
     pub interrupted: Option<String>,
-    /// What the fence said last, if it was asked who owns the guest.
+    /// Last answer of the arbiter, if it was asked who owns the guest.
     pub fence: Option<String>,
-    /// Whether the precopy will end by itself, as of its last pass; `None` before the first has ended, and after the guest was stopped.
+    /// Prediction after the last pass whether the precopy will converge. `None` before the end of
+    /// the first pass, and after the guest was stopped.
     pub verdict: Option<Verdict>,
-    /// Why the guest's I/O did not come to rest in time when the guest was to be stopped last: it runs, and will be stopped again
+    /// Reason for the last deferred switchover: the guest's I/O that did not quiesce in time. The
+    /// guest runs, and the source will stop it again
     /// ([`SourceVm::settle`](crate::SourceVm::settle)).
     pub busy: Option<String>,
-    /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).
+    /// Changes that the migration made by itself, with reasons
+    /// ([`Settings::auto`](crate::Settings::auto)).
     pub course: Vec<CourseChange>,
-    /// It is not tried any more to take it up again, until somebody says [`Monitor::recover`].
+    /// True if the source does not reconnect by itself any more and waits for [`Monitor::recover`].
     pub awaits_recover: bool,
 }
 
@@ -168,17 +180,17 @@ fn some_millis<S: serde::Serializer>(time: &Option<Duration>, serializer: S) -> 
     }
 }
 
-/// What a watcher of a migration is told, by the thread that migrates and at once.
+/// Change that the migrating thread reports to a watcher as it happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// It stands elsewhere now.
+    /// The state is now this one.
     State(MigrationState),
-    /// This pass over the pages begins.
+    /// The pass with this number begins.
     Pass(u32),
 }
 
-/// Who is told of changes.
+/// Callback that receives changes, if there is one.
 #[derive(Default)]
 struct Watcher(Option<Box<dyn Fn(Change) + Send + Sync>>);
 
@@ -188,13 +200,15 @@ impl std::fmt::Debug for Watcher {
     }
 }
 
-/// Watches a migration and can cancel it; share it between the thread that migrates and those that look.
+/// Migration handle: shows the progress of one migration and can cancel it.
+///
+/// Share the handle between the thread that migrates and the threads that watch.
 #[derive(Debug, Default)]
 pub struct Monitor {
     pub(crate) counters: Counters,
     watcher: Watcher,
     cancel: AtomicBool,
-    /// The connection that is being opened, if a cancel is to end that.
+    /// Connection that is being opened, if a cancel must end the attempt.
     opening: Mutex<Option<OwnedFd>>,
     pause: AtomicBool,
     switch: AtomicBool,
@@ -205,91 +219,103 @@ pub struct Monitor {
     known: Mutex<Known>,
 }
 
-/// What the thread that migrates has told its monitor.
+/// State that the migrating thread has stored for readers of the handle.
 #[derive(Debug, Default)]
 struct Known {
     progress: Progress,
-    /// Pages that were sent or skipped before the pass under way.
+    /// Pages that were sent or skipped before the current pass.
     before: u64,
-    /// The account so far, without what `progress` and the counters know better.
+    /// Report so far, without the figures that `progress` and the counters hold.
     report: Report,
-    /// When the migration began; `None` before that.
+    /// Start of the migration. `None` before the start.
     began: Option<Instant>,
 }
 
 impl Monitor {
-    /// A monitor for one migration.
+    /// Returns a handle for one migration.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A monitor for one migration that tells `watcher` of changes: it is called by the thread that migrates, which waits for it, and
-    /// must not call this monitor but for [`progress`](Self::progress).
+    /// Returns a handle for one migration that reports changes to `watcher`.
+    ///
+    /// The migrating thread calls `watcher` and waits for it. `watcher` must not call any method of
+    /// this handle except [`progress`](Self::progress).
     #[must_use]
     pub fn watched(watcher: impl Fn(Change) + Send + Sync + 'static) -> Self {
         Self { watcher: Watcher(Some(Box::new(watcher))), ..Self::default() }
     }
 
-    /// Asks for the guest to stay. Has effect until the handoff commits; says nothing about when.
+    /// Requests that the guest stays on the source. The request has effect until the handover
+    /// commits. The call does not wait for the effect.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Release);
         self.wakers.wake();
         if let Some(socket) = &*self.opening.lock().unwrap_or_else(PoisonError::into_inner) {
-            // Fails where it has just ended by itself.
+            // The call fails if the socket has just been closed. That is harmless.
             let _ = SockRef::from(socket).shutdown(Shutdown::Both);
         }
     }
 
-    /// What wakes the thread that migrates when one of the requests above is made.
+    /// Returns the wakers that wake the migrating thread when a request is made.
     pub(crate) fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// Has a cancel end whatever is waited for on `socket` from now on, until [`opened`](Self::opened); `Interrupted` if there was one
-    /// before.
+    /// Registers `socket`: until [`opened`](Self::opened), a cancel ends every wait on this socket.
     ///
-    /// The cancel is said before the socket is looked for, and asked for after the socket is there: one of the two finds the other. A
-    /// socket that is ended before it connects fails when it does.
+    /// Returns `Interrupted` if the migration was already cancelled.
+    ///
+    /// No cancel is missed. `cancel` sets its flag and then looks for the socket. This function
+    /// stores the socket and then reads the flag. A socket that is shut down before it connects
+    /// fails when it connects.
     pub(crate) fn opening(&self, socket: &impl AsFd) -> io::Result<()> {
         let socket = socket.as_fd().try_clone_to_owned()?;
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
         if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }
 
-    /// A cancel ends no socket from now on; one that did is [known](Self::cancelled).
+    /// Removes the registered socket. A later cancel ends no socket. An earlier one is reported by
+    /// [`cancelled`](Self::cancelled).
     pub(crate) fn opened(&self) {
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Whether somebody has asked for the guest to stay.
+    /// Returns true if the operator has cancelled the migration.
     #[must_use]
     pub fn cancelled(&self) -> bool {
         self.cancel.load(Ordering::Acquire)
     }
 
-    /// Asks for the guest to go on on the target after this pass, and the rest of its memory to follow. Has effect on a
-    /// migration that can do that: in hybrid mode, with [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), or of a postcopy that waits
-    /// for I/O to come to rest: the guest then stands still for as long as its VM waits for that.
+    /// Requests that the guest moves to the target after this pass, before all of its memory has
+    /// been sent.
+    ///
+    /// The request has effect in hybrid mode, with
+    /// [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), and in a postcopy that waits for I/O to
+    /// quiesce. In the last case the guest is stopped for as long as its VM waits for the I/O.
     pub fn switch_now(&self) {
         self.switch.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Asks for the link to be cut in postcopy, and not to be taken up again before somebody asks for that by
-    /// [`recover`](Self::recover): the guest runs on as far as it can. Has no effect at another time.
+    /// Requests that the link is cut in postcopy, and that the source does not reconnect before
+    /// [`recover`](Self::recover).
+    ///
+    /// The guest runs on as far as it can without the missing pages. The request has no effect
+    /// outside postcopy.
     pub fn pause(&self) {
         self.pause.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Asks for a link that was lost in postcopy to be taken up again now.
+    /// Requests that the source now restores a link that was lost in postcopy.
     pub fn recover(&self) {
         self.recover.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Gives up a link that was lost in postcopy: what the target still lacks it will never have.
+    /// Gives up a link that was lost in postcopy. The target never gets the missing pages.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
         self.wakers.wake();
@@ -319,7 +345,7 @@ impl Monitor {
         self.abandon.swap(false, Ordering::AcqRel)
     }
 
-    /// Where it stands now.
+    /// Returns the current progress.
     #[must_use]
     pub fn progress(&self) -> Progress {
         let known = self.lock();
@@ -337,9 +363,10 @@ impl Monitor {
         progress
     }
 
-    /// The account of the migration so far, in the shape that it has at the end.
+    /// Returns the report so far, in the form that it has at the end.
     ///
-    /// Its `state` is the one of [`progress`](Self::progress), and its `outcome` is `None`. What is known only at the end is empty.
+    /// The `state` of the report is the one of [`progress`](Self::progress), and its `outcome` is
+    /// `None`. Figures that are known only at the end are empty.
     pub fn report(&self) -> Report {
         let progress = self.progress();
         let known = self.lock();
@@ -357,18 +384,18 @@ impl Monitor {
         report
     }
 
-    /// A migration begins of which `report` is known.
+    /// Stores the start time of a migration and its first report.
     pub(crate) fn begin(&self, began: Instant, report: Report) {
         let mut known = self.lock();
         (known.began, known.report) = (Some(began), report);
     }
 
-    /// So much is known of it now.
+    /// Replaces the report so far.
     pub(crate) fn account(&self, report: Report) {
         self.lock().report = report;
     }
 
-    /// Pages that were sent or skipped since the start.
+    /// Returns the number of pages that were sent or skipped since the start.
     pub(crate) fn pages_done(&self) -> u64 {
         let counters = &self.counters;
         [&counters.raw_pages, &counters.zero_pages, &counters.untouched, &counters.free]
@@ -390,11 +417,11 @@ impl Monitor {
 
     fn tell(&self, change: Change) {
         if let Watcher(Some(watcher)) = &self.watcher {
-            crate::vm::shielded("whoever watches the migration", || watcher(change));
+            crate::vm::shielded("the watcher of the migration failed", || watcher(change));
         }
     }
 
-    /// A pass of `pages` pages begins.
+    /// Notes the start of a pass of `pages` pages.
     pub(crate) fn begin_pass(&self, pass: u32, pages: u64) {
         let done = self.pages_done();
         let mut known = self.lock();
@@ -406,7 +433,8 @@ impl Monitor {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Known> {
-        // A panic while holding it cannot leave a snapshot that is worse than stale.
+        // A thread that panics while it holds this lock can leave a stale snapshot, but no invalid
+        // one.
         self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! The account of a migration, in the shape of the `migrate --json` document.
+//! Report of a migration, in the form of the `migrate --json` document.
 
 use crate::monitor::MigrationState;
 use crate::plan::CourseChange;
@@ -9,89 +9,101 @@ use std::fmt;
 use vmferry_core::{RingFigures, TrackerKind};
 use vmferry_wire::{FaultLatency, LazyFigures};
 
-/// Everything that is known of a migration after its end.
+/// Report of a migration: its outcome and its figures.
 #[must_use = "its `state` says who owns the guest"]
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// How it ended.
+    /// State of the migration. After the end, the final state.
     pub state: MigrationState,
-    /// The same, as one word; `None` while it runs.
+    /// Final state as one lower-case name. `None` while the migration runs.
     pub outcome: Option<String>,
-    /// What went wrong, in words; `None` if nothing did.
+    /// Description of the error. `None` if there was none.
     pub error: Option<String>,
-    /// The guest is this side's and stands still: it could not be resumed, as the error says. Nobody else runs it.
+    /// True if the source owns the guest but could not resume it, as `error` says. The guest is
+    /// paused, and no other side runs it.
     pub stands_still: bool,
-    /// The target cannot do what was asked for, and has taken nothing: it can be asked for less.
+    /// True if the target refused a feature that the source asked for. The target has received
+    /// nothing, so the caller may ask again without the feature.
     #[serde(skip)]
     pub refused_feature: bool,
-    /// Name of the migration, 32 hexadecimal digits.
+    /// Identifier of the migration, 32 hexadecimal digits.
     pub id: String,
-    /// Way in which the guest left its host.
+    /// Kind of migration: to a target in a given mode, or into a file.
     #[serde(rename = "mode")]
     pub way: Way,
-    /// Tracker of dirty pages. `None` for a guest that was paused while its memory was read.
+    /// Dirty-page tracker that was used. `None` for a guest that was paused while its memory was
+    /// read.
     #[serde(serialize_with = "kind_or_none")]
     pub tracker: Option<TrackerKind>,
-    /// From the first connection to the guest running on the target, in ms.
+    /// Time from the first connection until the guest ran on the target with all of its
+    /// memory, or was resumed on the source, in ms.
     pub total_ms: f64,
-    /// From the pause to the target's word that the guest runs, in ms, without the time that verification took.
+    /// Downtime in ms: from the pause until the target confirmed that the guest runs, without the
+    /// time for verification.
     pub downtime_ms: f64,
-    /// From the first connection to the first page, in ms.
+    /// Time from the first connection to the first page, in ms.
     pub setup_ms: f64,
-    /// The downtime that was predicted when the guest was stopped, in ms.
+    /// Downtime that was predicted when the guest was stopped, in ms.
     pub predicted_downtime_ms: Option<f64>,
-    /// What the downtime was made of.
+    /// Parts of the downtime.
     pub downtime: Downtime,
-    /// What was sent.
+    /// Bytes and pages that were sent.
     pub bytes: Bytes,
-    /// One entry a pass.
+    /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
-    /// What was done when: ascending, and each with its beginning and length.
+    /// Phases of the migration in ascending order, each with its start and duration.
     pub phases: Vec<PhaseReport>,
-    /// Bytes on the wire over the time from the first page to the end, in Mbit/s.
+    /// Mean throughput in Mbit/s: bytes on the wire, divided by the time from the first page to the
+    /// end.
     pub throughput_mbps: f64,
-    /// How the dirty rings did; `None` for a tracker without.
+    /// Figures of the dirty rings. `None` for a tracker without rings.
     pub ring: Option<RingFigures>,
-    /// How pages came to the running guest; `None` if all came before it ran.
+    /// Figures of page faults and missing pages on the target. `None` if all pages arrived before
+    /// the guest ran there.
     pub postcopy: Option<PostcopyFigures>,
-    /// How the bulk was paced beside pages that the guest waited for; `None` if no pace had to be found.
+    /// Figures of the bulk rate control in postcopy. `None` if the rate was not controlled.
     pub pace: Option<PaceFigures>,
-    /// How often the link was lost in postcopy, and taken up again.
+    /// Number of times the link was lost in postcopy and restored.
     pub interruptions: u64,
-    /// How often the guest could not be stopped, or went on after it was, because its I/O did not come to rest in time.
+    /// Number of deferred switchovers. A switchover is deferred if the guest's I/O does not quiesce
+    /// in time: the guest is not stopped, or runs on after a pause.
     pub put_off: u64,
-    /// For how long it stood still for that, all together, in ms. No part of the downtime.
+    /// Time for which the guest was stopped in deferred switchovers, all together, in ms. Not part
+    /// of the downtime.
     pub put_off_ms: f64,
-    /// Number of trial pauses: the guest was stopped for an instant, to learn how long that takes.
+    /// Number of trial pauses. A trial pause stops the guest briefly to measure how long that
+    /// takes.
     pub trial_pauses: u64,
-    /// Time for which no vCPU ran in trial pauses, all together, in ms. No part of the downtime.
+    /// Time for which no vCPU ran in trial pauses, all together, in ms. Not part of the downtime.
     pub trial_pause_ms: f64,
-    /// How free pages were learnt of; `None` if nobody could be asked, or was to be.
+    /// Figures of the free pages that the guest reported. `None` if the guest could not be asked,
+    /// or the settings forbid it.
     pub free_pages: Option<FreePagesFigures>,
-    /// How the guest was slowed; `None` if it never was.
+    /// Figures of the throttle. `None` if the guest was never throttled.
     pub throttle: Option<ThrottleFigures>,
-    /// What this migration has done by itself, and why ([`Settings::auto`](crate::Settings::auto)).
+    /// Changes that the migration made by itself, with reasons
+    /// ([`Settings::auto`](crate::Settings::auto)).
     pub course: Vec<CourseChange>,
-    /// CPU time of the engine's threads.
+    /// CPU time of the engine's threads on both sides.
     pub cpu_ms: Cpu,
-    /// Pages compared on both sides.
+    /// Pages whose content was compared on both sides.
     pub verified_pages: u64,
-    /// Pages that differed.
+    /// Pages whose content differed.
     pub mismatched_pages: u64,
-    /// Pages that were not compared because their content does not count.
+    /// Pages that were not compared, because the guest had reported them as free.
     pub skipped_pages: u64,
-    /// Pages that were sent again because they arrived damaged.
+    /// Pages that were sent again because of a digest mismatch.
     pub suspect_pages_resent: u64,
-    /// Time that verification took, outside the downtime, in ms.
+    /// Time for verification in ms. Not part of the downtime.
     pub verify_ms: f64,
 }
 
-/// Way in which a guest leaves its host.
+/// Kind of migration, by the destination of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Way {
-    /// To a target.
+    /// To a target, in this mode.
     Live(MigrationMode),
     /// Into a file.
     File,
@@ -118,7 +130,7 @@ impl Serialize for Way {
     }
 }
 
-/// Writes the tracker's kind as one word, `none` included.
+/// Serializes the name of the tracker's kind, or `none`.
 fn kind_or_none<S: Serializer>(kind: &Option<TrackerKind>, serializer: S) -> Result<S::Ok, S::Error> {
     match kind {
         Some(kind) => serializer.collect_str(kind),
@@ -131,16 +143,17 @@ fn kind_or_none<S: Serializer>(kind: &Option<TrackerKind>, serializer: S) -> Res
 pub enum Ended {
     /// The guest runs on the target.
     Completed,
-    /// The operator or a policy wanted the guest to stay. It runs on the source.
+    /// The operator or a policy cancelled the migration. The guest runs on the source.
     Cancelled {
         /// The reason.
         why: String,
     },
-    /// The guest could not be moved. It is the source's.
+    /// The guest could not be moved. The source owns the guest.
     Failed {
         /// The reason.
         why: String,
-        /// The guest could not be resumed either: it is paused on the source, and no other side runs it.
+        /// True if the guest could not be resumed either. The guest is paused on the source, and no
+        /// other side runs it.
         paused: bool,
     },
     /// The target was told to run the guest, and the source does not know whether it does. The guest is
@@ -149,7 +162,7 @@ pub enum Ended {
         /// The reason.
         why: String,
     },
-    /// The guest ran on the target, and was given up before all of its memory was there.
+    /// The guest ran on the target and was given up before all of its memory had arrived.
     Lost {
         /// The reason.
         why: String,
@@ -176,40 +189,47 @@ impl Report {
     }
 }
 
-/// The parts of the downtime, in ms. Together they are the downtime, but for what the driver does between two steps.
+/// Parts of the downtime, in ms.
+///
+/// Their sum is the downtime, except for the time that the driver spends between two steps.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Downtime {
-    /// Until the last vCPU had stopped.
+    /// Time until the last vCPU had stopped.
     pub pause_ms: f64,
-    /// Handing the device state over to the link.
+    /// Time to hand the device state over to the link.
     pub send_state_ms: f64,
-    /// The last harvest of dirty pages.
+    /// Time of the last harvest of dirty pages.
     pub last_harvest_ms: f64,
-    /// Listing the pages that the last pass sends. In postcopy: listing the missing pages, and telling the target which they are.
+    /// Time to list the pages of the last pass. In postcopy: time to list the missing pages and to
+    /// send the list to the target.
     pub list_pages_ms: f64,
-    /// Sending the last pages until the target had them.
+    /// Time from the first of the last pages until the target had all of them. Zero in postcopy.
     pub last_pages_ms: f64,
-    /// What the target does before it loads the device state, with the round trip of the request: it checks that its memory is complete. In
-    /// postcopy it drops the pages that are stale and begins to take faults.
+    /// Time that the target needs before it loads the device state, with the round trip of the
+    /// request.
+    ///
+    /// The target checks that its memory is complete. In postcopy the target drops stale pages and
+    /// starts to handle faults.
     pub target_prepare_ms: f64,
-    /// Saving the device state here and loading it there.
+    /// Time to save the device state on the source and to load it on the target.
     pub device_state_ms: f64,
-    /// From the target being ready to its word that the guest runs, without starting it.
+    /// Time from the ready message of the target to its message that the guest runs, without the
+    /// start of the vCPUs.
     pub commit_ms: f64,
-    /// Starting the vCPUs there.
+    /// Time to start the vCPUs on the target.
     pub resume_ms: f64,
 }
 
-/// What was sent.
+/// Bytes and pages that were sent.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Bytes {
-    /// All bytes of the bulk channels.
+    /// Bytes sent on all bulk channels.
     pub wire: u64,
     /// Pages sent with their content.
     pub raw_pages: u64,
-    /// Pages sent as a count of zeros, or not at all because they were never touched.
+    /// Pages sent as runs of zeros, or not sent because they were never touched.
     pub zero_pages: u64,
-    /// Pages skipped because the guest said that they are free, and never sent afterwards.
+    /// Pages skipped because the guest reported them as free, and not sent afterwards.
     pub free_pages_skipped: u64,
     /// Bytes of pages sent as differences.
     pub delta: u64,
@@ -217,91 +237,93 @@ pub struct Bytes {
     pub compressed: u64,
 }
 
-/// One pass over the dirty pages.
+/// Figures of one pass over the dirty pages.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct PassReport {
-    /// Its number, from 0.
+    /// Number of the pass, from 0.
     pub pass: u32,
-    /// When it began, in ms since the first connection.
+    /// Start of the pass, in ms since the first connection.
     pub start_ms: f64,
-    /// Pages it had to look at.
+    /// Pages that the pass began with.
     pub pages: u64,
-    /// Bytes it sent.
+    /// Bytes that the pass sent.
     pub wire_bytes: u64,
-    /// From its first byte until the target had all of it, in ms.
+    /// Time from the first byte of the pass until the target had all of it, in ms.
     pub ms: f64,
-    /// The harvest after it, in ms.
+    /// Time of the harvest after the pass, in ms.
     pub harvest_ms: f64,
-    /// Pages that the guest had dirtied by then.
+    /// Pages that the guest dirtied during the pass, as the harvest found.
     pub dirtied: u64,
 }
 
-/// A stretch of a migration.
+/// Phase of a migration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PhaseReport {
-    /// `setup`, `precopy`, `switchover` (the guest stands still), `verify` (within that, and not counted as downtime) or
-    /// `postcopy`.
+    /// Name of the phase: `setup`, `precopy`, `switchover` (no vCPU runs), `verify` (within
+    /// `switchover`, not counted as downtime) or `postcopy`.
     pub phase: &'static str,
-    /// When it began, in ms since the first connection.
+    /// Start of the phase, in ms since the first connection.
     pub start_ms: f64,
-    /// How long it took, in ms.
+    /// Duration of the phase, in ms.
     pub ms: f64,
 }
 
-/// How pages came to a guest that was running on the target.
+/// Figures of page faults and missing pages of a guest that ran on the target.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PostcopyFigures {
-    /// Faults on pages that had to be asked for.
+    /// Faults on pages that had to be requested.
     pub faults: u64,
-    /// From reading a fault to its page being placed, in microseconds: the mean.
+    /// Mean fault latency in microseconds, from reading the fault to placing the page.
     pub mean_us: f64,
-    /// The median.
+    /// Median fault latency, in microseconds.
     pub p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of the fault latency, in microseconds.
     pub p99_us: f64,
-    /// The longest.
+    /// Longest fault latency, in microseconds.
     pub max_us: f64,
-    /// How many took less than so many microseconds and not less than half of that.
+    /// Histogram of the fault latency. The key is the upper bound in microseconds (exclusive); the
+    /// lower bound is half of it.
     pub hist_us: BTreeMap<u64, u64>,
-    /// The same for each vCPU; the last is everybody else.
+    /// Figures of each vCPU. The last entry is for all faults of other threads.
     pub vcpus: Vec<FaultFigures>,
-    /// Pages that were asked for.
+    /// Number of pages that were requested.
     pub requests: u64,
-    /// Pages that came with content, on any channel.
+    /// Pages that arrived with content, on any channel.
     pub pages: u64,
-    /// Pages that came as zeros.
+    /// Pages that arrived as zeros.
     pub zero_pages: u64,
-    /// Pages that came twice.
+    /// Pages that arrived more than once.
     pub duplicates: u64,
-    /// Pages that came damaged, and again.
+    /// Pages with a digest mismatch, which were sent again.
     pub damaged: u64,
     /// Faults on pages that were known to be zero.
     pub zero_faults: u64,
-    /// Pages asked for ahead of a run of faults.
+    /// Pages that were requested ahead of a sequence of faults.
     pub prefetched: u64,
-    /// How many of them were used, as far as that can be seen.
+    /// Prefetched pages that were used, as far as the target can observe.
     pub prefetched_used: u64,
-    /// From the guest's start until its last page was there, in ms.
+    /// Time from the start of the guest on the target until its last page arrived, in ms.
     pub ms: f64,
 }
 
-/// How the pace of the bulk was found.
+/// Figures of the bulk rate control.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PaceFigures {
-    /// The last pace, in Mbit/s without headers.
+    /// Last rate in Mbit/s, without headers.
     pub mbps: f64,
-    /// The smallest round trip of the last seconds, in microseconds.
+    /// Smallest round trip of the last seconds, in microseconds. `None` if there was none.
     pub base_round_trip_us: Option<f64>,
-    /// How often it was lowered because of a queue.
+    /// Number of times the rate was lowered because of a queue.
     pub cuts: u64,
-    /// How long it insisted on its least share beside a stream that does not give way, in ms.
+    /// Time for which the bulk kept its minimum share beside a competing stream that does not
+    /// yield, in ms.
     pub contended_ms: f64,
-    /// Probes sent.
+    /// Number of probes sent.
     pub probes: u64,
-    /// Probes that came back.
+    /// Number of probes that were answered.
     pub echoes: u64,
 }
 
@@ -318,20 +340,20 @@ impl From<&crate::source::pace::Figures> for PaceFigures {
     }
 }
 
-/// One vCPU's share of [`PostcopyFigures`].
+/// Fault figures of one vCPU, as part of [`PostcopyFigures`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct FaultFigures {
-    /// Its faults.
+    /// Faults of the vCPU on pages that had to be requested.
     pub faults: u64,
-    /// How long it stood still for them, in microseconds.
+    /// Time for which the vCPU was blocked by these faults, in microseconds.
     pub blocked_us: u64,
-    /// The mean.
+    /// Mean fault latency, in microseconds.
     pub mean_us: f64,
-    /// The median.
+    /// Median fault latency, in microseconds.
     pub p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of the fault latency, in microseconds.
     pub p99_us: f64,
-    /// The longest.
+    /// Longest fault latency, in microseconds.
     pub max_us: f64,
 }
 
@@ -360,7 +382,7 @@ impl From<&LazyFigures> for PostcopyFigures {
             p50_us: all.p50_us,
             p99_us: all.p99_us,
             max_us: all.max_us,
-            // What a peer sends may have more buckets than there are numbers.
+            // A peer may send more buckets than a `u64` has powers of two.
             hist_us: buckets
                 .map(|(count, power)| (1u64.checked_shl(power).unwrap_or(u64::MAX), *count))
                 .collect(),
@@ -378,46 +400,48 @@ impl From<&LazyFigures> for PostcopyFigures {
     }
 }
 
-/// How free pages were learnt of.
+/// Figures of the free pages that the guest reported.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct FreePagesFigures {
-    /// How often it was asked which pages are free.
+    /// Number of questions which pages are free.
     pub questions: u64,
-    /// Answers that came, or parts of them.
+    /// Number of answers, or parts of answers, that arrived.
     pub reports: u64,
-    /// Those of them that came when what they would have been for was over.
+    /// Reports that arrived after the pass of their question had ended.
     pub late_reports: u64,
-    /// Those of them that were not used, because they were late, or for a question that nobody asked.
+    /// Reports that were not used, because they were late or belonged to no question.
     pub dropped_reports: u64,
-    /// Pages that were said to be free and that the guest does not have.
+    /// Pages that were reported as free and that are outside the guest's memory.
     pub outside_pages: u64,
-    /// Pages that were protected and put off, to be left out or to be sent at the end of the pass.
+    /// Pages that were write-protected and moved to the end of the pass, where they are skipped or
+    /// sent.
     pub put_off_pages: u64,
-    /// From the first question to the first answer, in ms; `None` if none came.
+    /// Time from the first question to the first answer, in ms. `None` if there was no answer.
     pub first_answer_ms: Option<f64>,
 }
 
-/// How a guest was slowed so that it dirtied less.
+/// Figures of the throttle, which slows a guest so that it dirties fewer pages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ThrottleFigures {
-    /// The share of its time that each vCPU was to stand still in the end; the last stands for all further ones.
+    /// Final share of its time for which each vCPU was to be stopped, 0 to 1. The last entry
+    /// applies to all further vCPUs.
     pub shares: Vec<f64>,
-    /// The highest share that any had.
+    /// Highest share of any vCPU during the migration.
     pub highest_share: f64,
-    /// How long each vCPU stood still for it, in ms.
+    /// Time for which each vCPU was stopped by the throttle, in ms.
     pub held_ms: Vec<f64>,
 }
 
 /// CPU time in ms.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Cpu {
-    /// Of the source's engine threads.
+    /// CPU time of the engine's threads on the source.
     pub source: f64,
-    /// Of the target's engine threads.
+    /// CPU time of the engine's threads on the target.
     pub destination: f64,
 }
 
-/// The state as its one word in JSON, for an outcome.
+/// Returns the name of a final state in JSON, or `None` if the migration has not ended.
 pub(crate) fn word(state: MigrationState) -> Option<String> {
     let word = match state {
         MigrationState::Completed => "completed",

@@ -1,9 +1,11 @@
-//! What the simulation and the model have of an arbiter: its register, by the module's rules, and a name for sessions.
+//! Arbiter of the simulation and the model: its register, which follows the module's rules, and a
+//! placeholder for a session's settings.
 
 use super::{Arbiter, ArbiterError, MigrationId, Ruling, Side, Word};
 use std::sync::Arc;
 
-/// Says to a session that there is a fence. Sessions ask through their hosts.
+/// Placeholder that tells a session that there is an arbiter. In the simulation, sessions ask
+/// through their hosts.
 #[derive(Debug)]
 struct AskedByTheHost;
 
@@ -17,24 +19,24 @@ impl Arbiter for AskedByTheHost {
     }
 
     fn open(&self, _: MigrationId) -> Result<(), ArbiterError> {
-        unreachable!("a session asks nobody")
+        unreachable!("a session never calls its arbiter directly")
     }
 
     fn say(&self, _: MigrationId, _: Word) -> Result<Ruling, ArbiterError> {
-        unreachable!("a session asks nobody")
+        unreachable!("a session never calls its arbiter directly")
     }
 
     fn close(&self, _: MigrationId) -> Result<(), ArbiterError> {
-        unreachable!("a session asks nobody")
+        unreachable!("a session never calls its arbiter directly")
     }
 }
 
-/// For a session's settings.
+/// Returns the placeholder for a session's settings.
 pub(crate) fn asked_by_the_host() -> Arc<dyn Arbiter> {
     Arc::new(AskedByTheHost)
 }
 
-/// What a register holds once it has heard `word`.
+/// Returns the content of a register with content `held` after the request `word`.
 pub(crate) fn heard(held: Ruling, word: Word) -> Ruling {
     match (word, held) {
         (Word::Claim(Side::Source), Ruling::Open) | (Word::GiveBack, _) => Ruling::Source,

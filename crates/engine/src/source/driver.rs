@@ -1,16 +1,18 @@
-//! The source's host: real threads, sockets and a real VM.
+//! Host of the source's session, with real threads, sockets and a real VM.
 //!
 //! # Threads
 //!
-//! The caller's thread runs the session, the VM and the tracker. One thread reads the control channel,
-//! one thread for each bulk channel sends pages, and in postcopy one thread for each urgent channel
-//! answers requests. They report to the caller's thread through one bounded queue of [`Input`]s.
+//! The caller's thread runs the session, the VM and the tracker. One thread reads the control
+//! channel, and one thread for each bulk channel sends pages. In postcopy one thread for each
+//! urgent channel answers requests. These threads report to the caller's thread through one bounded
+//! queue of [`Input`]s.
 //!
 //! # State
 //!
-//! [`Driver`] joins parts that own their state: [`Control`] the control channel, [`Channels`] the other
-//! channels and their threads, [`Guest`] the VM, [`Tracking`] the tracker, [`Pages`] the pages to send,
-//! [`Demand`] the missing pages in postcopy, [`Account`] the figures. The session alone knows the phase.
+//! [`Driver`] joins parts that own their state: [`Control`] the control channel, [`Channels`] the
+//! other channels and their threads, [`Guest`] the VM, [`Tracking`] the tracker, [`Pages`] the
+//! pages to send, [`Demand`] the missing pages in postcopy, [`Account`] the figures. Only the
+//! session knows the phase.
 
 mod account;
 mod channels;
@@ -57,11 +59,11 @@ use vmferry_wire::{
     Token,
 };
 
-/// Length of the queue of inputs. A few are enough: what a peer says waits in its socket and not in
-/// this process's memory.
+/// Length of the queue of inputs. A short queue is enough: messages of a peer then wait in the
+/// socket and not in this process's memory.
 const QUEUE: usize = 8;
 
-/// What outlives the channel threads, so that they may borrow it.
+/// State that outlives the channel threads, so that they may borrow it.
 pub(super) struct Context<'a> {
     pub(super) dialer: Dialer<'a>,
     pub(super) settings: &'a Settings,
@@ -69,9 +71,9 @@ pub(super) struct Context<'a> {
     pub(super) migration: MigrationId,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) pacer: Pacer,
-    /// For what is never held back.
+    /// Pacer for data that is never limited.
     pub(super) unpaced: Pacer,
-    /// The threads of the present set of channels have to end.
+    /// True if the threads of the present set of channels must end.
     pub(super) stop: AtomicBool,
     pub(super) clock: Clock,
     /// CPU time that the caller's thread had used when the migration began.
@@ -79,7 +81,7 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Returns what a bulk channel's sender needs.
+    /// Returns the references that a bulk channel's sender needs.
     fn shared<'a>(&'a self, protect: &'a dyn Protect) -> Shared<'a> {
         Shared {
             memory: &*self.memory,
@@ -92,7 +94,7 @@ impl Context<'_> {
     }
 }
 
-/// The queue of inputs.
+/// Queue of inputs.
 struct Inputs {
     sender: SyncSender<Numbered>,
     receiver: Receiver<Numbered>,
@@ -104,14 +106,14 @@ impl Inputs {
         Self { sender, receiver }
     }
 
-    /// Returns a function that wakes the caller's thread. That thread looks for requests and answers
-    /// after every input, so a full queue needs no wake.
+    /// Returns a function that wakes the caller's thread. That thread checks for requests and
+    /// answers after every input, so a full queue needs no wake.
     fn waker(&self) -> impl Fn() + Send + Sync + 'static {
         let sender = self.sender.clone();
         move || drop(sender.try_send((0, Input::Wake)))
     }
 
-    /// Takes inputs and drops them, until the control channel has ended or `time` has passed.
+    /// Takes and drops inputs until the control channel has ended or `time` has passed.
     fn drain_until_control_ends(&self, clock: Clock, time: Duration) {
         let deadline = clock.now() + time;
         while let Some(left) = clock.until(deadline) {
@@ -123,7 +125,7 @@ impl Inputs {
     }
 }
 
-/// The source's host.
+/// Host of the source's session.
 pub(super) struct Driver<'s, 'e> {
     context: &'e Context<'e>,
     session: Session,
@@ -178,7 +180,10 @@ impl<'s, 'e> Driver<'s, 'e> {
         let _waker = context.monitor.wakers().register(driver.inputs.waker());
         let outcome = driver.listen().map_or_else(
             |error| {
-                Outcome::Failed(Refusal::new(RefusalCode::Other, format!("no thread for the link: {error}")))
+                Outcome::Failed(Refusal::new(
+                    RefusalCode::Other,
+                    format!("cannot start a thread for the control channel: {error}"),
+                ))
             },
             |()| {
                 let Ok(outcome) = run::advance(&mut driver);
@@ -198,13 +203,13 @@ impl<'s, 'e> Driver<'s, 'e> {
         self.control.read(self.context, self.channels.scope, inputs, generation)
     }
 
-    /// Ends the migration and reports it.
+    /// Ends the migration and returns its report.
     fn finish(&mut self, outcome: &Outcome) -> Report {
         self.account.timings.ended(outcome);
         self.close(outcome);
-        // The register is done, unless the target may have to read it.
+        // The register is not needed any more, unless the target may still have to read it.
         if let Some(arbiter) = self.arbiter.as_ref().filter(|_| self.session.fence_done()) {
-            shielded("the register of the fence stays", || arbiter.close());
+            shielded("removing the register at the arbiter failed", || arbiter.close());
         }
         let held = self.guest.held();
         let tracker = self.tracking.tracker();
@@ -213,7 +218,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         report
     }
 
-    /// Leaves nothing behind: no thread blocked, no page tracked, and the target has the last message.
+    /// Cleans up: no thread stays blocked, no page stays tracked, and the target has the last
+    /// message.
     fn close(&mut self, outcome: &Outcome) {
         self.guest.unthrottle();
         self.pages.stop_asking();
@@ -223,9 +229,10 @@ impl<'s, 'e> Driver<'s, 'e> {
             self.inputs.drain_until_control_ends(self.context.clock, Duration::from_secs(1));
         }
         self.control.stream.shutdown();
-        // No input counts any more, so no thread waits for room.
+        // No input is used any more. Without the receiver no thread waits for room in the queue.
         self.inputs = Inputs::new();
-        // Before the tracker: a page that was protected after its end would stay so.
+        // The threads end before the tracker: a page that is protected after the tracker has
+        // stopped would stay protected.
         self.channels.join();
         self.tracking.stop();
         self.context.monitor.update(|progress| {
@@ -240,7 +247,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         });
     }
 
-    /// Ends all channels but the control channel, and what a thread waits for in them.
+    /// Shuts down all channels except the control channel, and with them the waits of their
+    /// threads.
     fn shut_down_channels(&self) {
         self.context.stop.store(true, Ordering::Release);
         self.channels.shutdown();
@@ -248,7 +256,8 @@ impl<'s, 'e> Driver<'s, 'e> {
 }
 
 impl Drop for Driver<'_, '_> {
-    /// After a panic, which the VM's own code may cause, no thread must wait for a peer.
+    /// Shuts down the channels after a panic, which the VM's own code may cause. No thread must
+    /// keep waiting for a peer.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.shut_down_channels();
@@ -305,7 +314,7 @@ impl Host for Driver<'_, '_> {
             Action::RunOn => Some(self.run_on()),
             Action::Release => {
                 let released = self.guest.during(&self.control, |vm| vm.release());
-                Some(event(released, "letting go of what the target needs", |()| Event::Released))
+                Some(event(released, "releasing the resources that the target needs", |()| Event::Released))
             }
             Action::HandOver { also } => Some(self.hand_over(&also)),
             Action::SendRest { number } => self.send_rest(number),
@@ -445,7 +454,8 @@ impl Driver<'_, '_> {
 
     fn save(&mut self, within: Duration) -> Event {
         if within == Duration::MAX {
-            // The operator insists, and may look at the progress meanwhile.
+            // The operator has requested the wait, which has no limit, and may read the progress in
+            // the meantime.
             self.show_progress();
         }
         let saved = self.guest.save(&self.control, within);
@@ -460,17 +470,17 @@ impl Driver<'_, '_> {
         }
     }
 
-    /// Lets the guest run on, as before its pause.
+    /// Lets the guest run on after a deferred switchover.
     fn run_on(&mut self) -> Event {
         let resumed = self.guest.resume(&self.control);
         self.account.timings.went_on(self.context.settings.mode);
         self.context.pacer.set(self.context.settings.max_bandwidth);
-        event(resumed, "letting the guest go on", |()| Event::Resumed)
+        event(resumed, "resuming the guest after a deferred switchover", |()| Event::Resumed)
     }
 
-    /// Lets the guest run again for good.
+    /// Resumes the guest on the source for good.
     fn resume(&mut self) -> Event {
-        // The guest first: stopping senders and the tracker can take their time.
+        // The guest is resumed first, because stopping the senders and the tracker can take time.
         self.guest.unthrottle();
         self.pages.stop_asking();
         let resumed = self.guest.resume(&self.control);
@@ -512,7 +522,7 @@ impl<'e> Driver<'_, 'e> {
         let dirty = pages.count();
         let (seconds, writers) = tracking.harvested(self.context.clock.now());
         self.account.timings.harvested(began, dirty, !self.session.is_waking());
-        // What a paused guest had written in the moment since the last harvest is no rate.
+        // What a paused guest wrote in the short time since the last harvest gives no rate.
         if !paused {
             monitor.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
         }
@@ -535,7 +545,7 @@ impl<'e> Driver<'_, 'e> {
         }
         self.begin_pass(number, pages.pages());
         self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
-        // A paused guest was settled at the last harvest.
+        // The free pages of a paused guest were skipped at the last harvest.
         if !self.guest.is_paused() {
             self.pages.ask_what_is_free(&pages);
         }
@@ -543,7 +553,7 @@ impl<'e> Driver<'_, 'e> {
         None
     }
 
-    /// Sends the digests of all pages that the target has and that count.
+    /// Sends the digests of all pages that the target has, except skipped free pages.
     fn send_digests(&mut self, number: u32) -> Event {
         self.account.timings.verifying();
         let except = self.pages.not_compared();
@@ -571,8 +581,8 @@ impl Driver<'_, '_> {
         if let Some(too_large) = failed.too_large {
             return Some(Event::LocalFailure(too_large));
         }
-        // The target's own words, if it left any, say more than that it is gone; after the commit only
-        // where a ping meets that.
+        // A reason of the target, if it sent one, is more precise than the loss of the connection.
+        // After the commit, the source waits for a reason only if a ping failed.
         if failed.peer_gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
             self.inbox.hold(self.context.clock.now(), failed.why);
             return None;
@@ -595,7 +605,7 @@ impl Driver<'_, '_> {
         }
     }
 
-    /// Sends a message that counts against the limit of the bandwidth.
+    /// Sends a message that counts against the bandwidth limit.
     fn send_paced(&mut self, message: &ToTarget) -> Option<Event> {
         if let ToTarget::StreamBytes { bytes, .. } = message {
             self.control.during(|| self.context.pacer.wait(bytes.len(), || self.context.monitor.cancelled()));
@@ -606,14 +616,16 @@ impl Driver<'_, '_> {
     }
 
     fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
-        // Once the guest is handed over it is too late for a cancel.
+        // Once the guest is handed over, a cancel is too late.
         let handed_over = self.session.handed_over();
         let cancel = (!handed_over).then_some(self.context.monitor);
         match self.channels.open(self.context, (bulk, urgent), cancel) {
-            // Channels that were opened anew serve requests at once.
+            // Reopened channels serve requests at once.
             Ok(()) => match self.serve_requests() {
                 Ok(()) => Event::ChannelsOpened,
-                Err(error) => Event::PeerLost(format!("no thread for an urgent channel: {error}")),
+                Err(error) => {
+                    Event::PeerLost(format!("cannot start a thread for an urgent channel: {error}"))
+                }
             },
             Err(crate::MigrateError::Cancelled { .. }) => {
                 self.inbox.cancel_told();
@@ -628,7 +640,8 @@ impl Driver<'_, '_> {
         self.shut_down_channels();
         self.control.stream.shutdown();
         self.channels.end_jobs();
-        // What the threads still report counts no more, and the target names the pages that they had.
+        // Later reports of these threads are dropped. The target names the pages that they had
+        // claimed.
         self.inbox.closed();
         self.demand.end();
     }
@@ -647,19 +660,21 @@ impl Driver<'_, '_> {
         self.demand.hear_anew(self.context.memory.layout());
         match self.read_control() {
             Ok(()) => Event::Reconnected,
-            Err(error) => Event::NotReconnected(format!("no thread for the link: {error}")),
+            Err(error) => {
+                Event::NotReconnected(format!("cannot start a thread for the control channel: {error}"))
+            }
         }
     }
 }
 
 /// The handover, and the missing pages after it.
 impl Driver<'_, '_> {
-    /// Names the missing pages to the target. The guest is paused, so what is pending is what is
-    /// missing.
+    /// Sends the list of missing pages to the target. The guest is paused, so the pending pages are
+    /// the missing ones.
     fn hand_over(&mut self, also: &[RunName]) -> Event {
         self.account.timings.state_sent();
         if self.context.settings.mode == MigrationMode::Postcopy {
-            // No harvest came before.
+            // A postcopy without precopy has no harvest in which the free pages were skipped.
             self.pages.settle_free(self.context.monitor);
         }
         let missing = match self.pages.take_missing(self.context.memory.layout(), also) {
@@ -678,7 +693,7 @@ impl Driver<'_, '_> {
         })
     }
 
-    /// Answers requests for missing pages from now on, if there are any.
+    /// Starts to answer requests for missing pages, if there are any.
     fn serve_requests(&mut self) -> std::io::Result<()> {
         let (inputs, generation) = (&self.inputs.sender, self.inbox.generation());
         self.demand.serve(self.context, &self.channels, inputs, generation)
@@ -693,7 +708,7 @@ impl Driver<'_, '_> {
             return Some(local("starting a channel's thread", &error));
         }
         self.begin_pass(number, claims.left());
-        // The guest is paused no more.
+        // The guest is not paused any more, so the limit of the switchover ends.
         self.context.pacer.set(self.context.settings.max_bandwidth);
         let longest = self.session.patience();
         pacing::pace(self.context, &self.channels, longest, &claims);
@@ -703,7 +718,8 @@ impl Driver<'_, '_> {
     }
 }
 
-/// Returns the action that tells the target what its VMM has to know before the guest is announced.
+/// Returns the action that sends the VMM's description of the guest, which the target's VMM needs
+/// before the guest is announced.
 fn describe(vm: &dyn SourceVm, control: &Stream) -> Option<Action> {
     if control.features & FEATURE_DESCRIPTION == 0 {
         return None;
@@ -712,7 +728,7 @@ fn describe(vm: &dyn SourceVm, control: &Stream) -> Option<Action> {
     (!description.is_empty()).then_some(Action::Send(ToTarget::Description(description)))
 }
 
-/// Returns an error if the guest is paused, and the target would start it.
+/// Returns an error if the guest is paused and the target would start it.
 fn cannot_stay_paused(wanted: RunState, control: &Stream) -> Option<Refusal> {
     let starts = wanted == RunState::Paused && control.features & FEATURE_PAUSED == 0;
     starts.then(|| {
@@ -722,7 +738,7 @@ fn cannot_stay_paused(wanted: RunState, control: &Stream) -> Option<Refusal> {
     })
 }
 
-/// Makes the result of a step its event. `what` names the step.
+/// Converts the result of a step to its event. `what` names the step.
 fn event<T>(result: Result<T, VmError>, what: &str, done: impl FnOnce(T) -> Event) -> Event {
     result.map_or_else(|error| local(what, &error), done)
 }

@@ -1,13 +1,13 @@
-//! The order in which the source's session is told what happens.
+//! The order in which the source's session receives its events.
 //!
-//! | rank | what | kind | why at this rank |
+//! | rank | event | kind | reason for the rank |
 //! |---|---|---|---|
-//! | 1 | cancel | level, told once | a target that never stops talking must not keep it away |
-//! | 2 | the arbiter's answer | queue | the guest may stand still until it is heard |
-//! | 3 | a lost link, after the wait for the target's reason | timer, then what is queued | bounded, see [`ReasonWait`] |
+//! | 1 | cancel | level, reported once | a target that sends without end must not delay it |
+//! | 2 | the arbiter's answer | queue | the guest may be stopped until it arrives |
+//! | 3 | a lost link, after the wait for the target's reason | timer, then the queued inputs | bounded, see [`ReasonWait`] |
 //! | 4 | the operator's other requests | edges | |
 //! | 5 | the end of a round of the streams of device state | edge | |
-//! | 6 | the clock | timer | by the clock and not only when nothing comes, so that no peer stops all timeouts |
+//! | 6 | the clock | timer | due by the clock, not only when no input arrives, so that no peer can stop all timeouts |
 //! | 7 | inputs of the channels | bounded queue | |
 
 use super::sender::SenderError;
@@ -20,62 +20,63 @@ use std::time::Duration;
 use vmferry_protocol::source::Event;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// Interval at which the session looks at the clock.
+/// Interval at which the session checks the clock.
 pub(crate) const TICK: Duration = Duration::from_millis(20);
 
-/// What a thread of the source's host reports.
+/// Report of a thread of the source's host.
 #[derive(Debug)]
 pub(crate) enum Input {
-    /// A message, and when it arrived.
+    /// A message of the target, and the time at which it arrived.
     Message(ToSource, Duration),
-    /// The control channel has ended, and why.
+    /// The control channel has ended, for this reason.
     ControlLost(String),
-    /// A bulk channel has done its part of a pass.
+    /// A bulk channel has finished its part of a pass.
     PassDone(Result<(), SenderError>),
     UrgentLost(SenderError),
-    /// There is a request or an answer to look at.
+    /// A request of the operator or an answer of the arbiter is available.
     Wake,
 }
 
-/// An input, and the number of the set of channels that it belongs to. Inputs of an earlier set are
+/// Input, with the number of the set of channels that it belongs to. Inputs of an earlier set are
 /// dropped.
 pub(crate) type Numbered = (u64, Input);
 
-/// The part of the source's host that knows what happens.
+/// Event sources of the source's host.
 pub(crate) trait Sources: Host<Session = Session> {
     fn inbox(&mut self) -> &mut Inbox;
-    /// Tells the session of the answer to ping `number`, which arrived at `at`.
+    /// Passes the answer to ping `number`, which arrived at `at`, to the session.
     fn pong(&mut self, number: u64, at: Duration);
-    /// Returns true as long as the operator wants the migration to be cancelled.
+    /// Returns true while the operator wants the migration to be cancelled.
     fn cancelled(&self) -> bool;
     /// Takes the oldest answer of the arbiter.
     fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>>;
     /// Takes another request of the operator.
     fn request(&mut self) -> Option<Event>;
-    /// Takes what the streams of device state report.
+    /// Takes the event that the streams of device state report.
     fn streamed(&mut self) -> Option<Event>;
-    /// Takes the oldest input. Returns `None` if there is none until `until`.
+    /// Takes the oldest input. Returns `None` if none arrives by `until`.
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Self::Idle>;
-    /// Returns the number of pages that the target lacks and that were not sent on these channels.
+    /// Returns the number of missing pages that were not sent on the present channels.
     fn unsent(&self) -> u64;
-    /// Notes a message that the session is about to be told.
+    /// Notes a message that the session is about to receive.
     fn heard(&mut self, message: &ToSource);
     /// Notes that the pass is sent. Returns its bytes, and the time that listing its pages took.
     fn pass_sent(&mut self) -> (u64, Duration);
 }
 
-/// What the loop remembers between two events.
+/// State of the loop between two events.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     cancel_told: bool,
-    /// A lost link, while the target's reason is waited for.
+    /// A lost link, during the wait for the target's reason.
     held: Option<ReasonWait>,
     ticked: Duration,
-    /// The number of the present set of channels.
+    /// Number of the present set of channels.
     generation: u64,
-    /// Bulk channels that have not done their part of the pass.
+    /// Bulk channels that have not finished their part of the pass.
     missing: usize,
-    /// The reader of the control channel has ended: no last word is to be waited for.
+    /// True if the reader of the control channel has ended: no last message of the target can
+    /// arrive.
     control_lost: bool,
 }
 
@@ -92,33 +93,35 @@ impl Inbox {
         self.control_lost
     }
 
-    /// A pass was given to so many bulk channels.
+    /// Notes that a pass was given to `channels` bulk channels.
     pub(crate) fn pass_given_to(&mut self, channels: usize) {
         self.missing = channels;
     }
 
-    /// The session is told of a cancel without being asked: opening a channel was cancelled.
+    /// Notes that the session has received a cancel already, because opening a channel was
+    /// cancelled.
     pub(crate) fn cancel_told(&mut self) {
         self.cancel_told = true;
     }
 
-    /// The link is lost. The target's own word on it, if it left one, says more.
+    /// Notes that the link is lost, and begins the wait for the target's reason. A reason of the
+    /// target, if there is one, is reported instead of `why`.
     pub(crate) fn hold(&mut self, now: Duration, why: String) {
         self.held.get_or_insert_with(|| ReasonWait::new(now, why));
     }
 
-    /// Returns true while the target's own word on a lost link is waited for.
+    /// Returns true during the wait for the target's reason for a lost link.
     pub(crate) fn is_held(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The present set of channels is closed.
+    /// Notes that the present set of channels is closed.
     pub(crate) fn closed(&mut self) {
         self.generation += 1;
         (self.missing, self.held, self.control_lost) = (0, None, true);
     }
 
-    /// A new control channel is up.
+    /// Notes that a new control channel is open.
     pub(crate) fn reopened(&mut self) {
         self.control_lost = false;
     }
@@ -155,10 +158,10 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
 
 /// Ends the wait for the target's reason if its time is over at `now` and no reason is queued.
 ///
-/// Returns `None` while there is no wait, or time is left.
+/// Returns `None` if there is no wait, or if time is left.
 fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
     let wait = host.inbox().held.as_mut().filter(|wait| wait.is_over(now))?;
-    // The time is over, so a host that would have to wait has nothing.
+    // The time is over. A host that would have to wait for an input has none.
     if wait.may_take()
         && let Ok(Some(input)) = host.receive(now)
     {
@@ -168,7 +171,7 @@ fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
 }
 
 fn taken(host: &mut impl Sources, (generation, input): Numbered) -> Event {
-    // An input of channels that are closed does not count.
+    // An input of closed channels is dropped.
     if generation == host.inbox().generation { happened(host, input) } else { Event::Tick }
 }
 
@@ -179,8 +182,8 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
             host.pong(number, at);
             Event::Tick
         }
-        // The target is asked anew, over new channels, what it lacks. If it then names nothing,
-        // that counts.
+        // The source asks the target again, over new channels, which pages are missing. If the
+        // target then names none, the target has all pages.
         Input::Message(ToSource::Complete(_), _) if host.unsent() > 0 => Event::PeerLost(format!(
             "the target says that it has all pages, and {} were not sent to it",
             host.unsent()
@@ -215,9 +218,9 @@ fn channel_failed(host: &mut impl Sources, error: SenderError) -> Event {
         }
         SenderError::Link(SendError { error, .. }, peer) => {
             let why = format!("the link to {peer} failed while pages were sent: {error}");
-            // Once the guest is known to run on the target, nothing is to be waited for. Before
-            // that, the target's own word decides: it often closes its channels after it has said
-            // why on the control channel.
+            // Once the guest is known to run on the target, there is no reason to wait for. Before
+            // that, the target's own reason decides: the target often closes its channels after it
+            // has sent the reason on the control channel.
             if host.session().runs_there() {
                 return Event::PeerLost(why);
             }

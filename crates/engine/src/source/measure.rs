@@ -1,5 +1,7 @@
-//! The source's side of measuring a link: a pass over memory of our own, as many channels wide as the migration will be, sent by the very
-//! code that sends guests. No byte of the guest leaves before it moves.
+//! Source side of a link measurement.
+//!
+//! The source sends a pass over scratch memory with as many channels as the migration will have,
+//! and with the code that sends guests. No byte of the guest leaves the source.
 
 use super::sender::{Sender, SenderError, Shared};
 use super::settings::Settings;
@@ -15,35 +17,40 @@ use std::time::{Duration, Instant};
 use vmferry_core::{GuestMemory, NothingToProtect, PAGE_BYTES, PageRun};
 use vmferry_wire::{FrameKind, MigrationId, REQUEST_BYTES, Request, Role, Token, WireError};
 
-/// Pages that a channel sends before anything counts: connections begin slowly.
+/// Pages that each channel sends before the measurement begins, because TCP connections start
+/// slowly.
 const WARM_UP: u64 = 256;
-/// How long a round of pages is to take, and all of them together.
+/// Target duration of one round of pages.
 const ROUND: Duration = Duration::from_millis(60);
 const LONGEST: Duration = Duration::from_millis(800);
-/// How long a round trip may take before the link is as good as dead.
+/// Longest round trip before the measurement fails.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Round trips that are looked at, of which the median counts.
+/// Number of round trips that are measured. The median counts.
 const TRIPS: usize = 9;
-/// What is never sure: the link in a minute is not the link now.
+/// Smallest relative spread that is reported: the link may change until the migration begins.
 const LEAST_SPREAD: f64 = 0.01;
-/// From this share of a cap on, it is the cap that holds.
+/// Share of the bandwidth limit from which on the limit, not the link, determines the rate.
 const CAP_REACHED: f64 = 0.9;
-/// Most channels that a target measures at once.
+/// Largest number of channels that a target measures at once.
 const MOST_CHANNELS: u16 = 8;
 
-/// What one round was like.
+/// Bytes and duration of one round.
 #[derive(Debug, Clone, Copy)]
 struct Round {
     bytes: f64,
     elapsed: Duration,
 }
 
-/// Measures what the link that `connector` makes carries on the channels of `settings`, and no faster than they allow. The target, which waits for a
-/// guest, takes at most 32 MiB a channel into memory that it drops afterwards; it takes about a second at most, longer only where the link
-/// carries less than a few MB/s. A [cancel](Monitor::cancel) of `monitor` ends what it waits for until the target has answered.
+/// Measures the rate and the round trip of the link that `connector` makes, with the channels and
+/// the bandwidth limit of `settings`.
+///
+/// The target must be waiting for a guest. The target receives at most 32 MiB per channel into
+/// memory that it drops afterwards. The measurement takes about a second at most, or longer on a
+/// link of less than a few MB/s. A [cancel](Monitor::cancel) of `monitor` ends the wait for the
+/// target's answer to the hello.
 ///
 /// # Errors
-/// If nobody waits there, who waits does not measure, or somebody cancels.
+/// If no target waits at the address, the target does not measure, or the operator cancels.
 pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) -> Result<Link, MigrateError> {
     let scratch = Scratch::new()?;
     fill(&scratch)?;
@@ -60,7 +67,7 @@ pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) ->
     };
     let streams: Vec<Arc<Stream>> = (0..channels).map(open).collect::<Result<_, MigrateError>>()?;
     let connect_s = began.elapsed().as_secs_f64() / f64::from(channels);
-    let ground = Ground {
+    let measurement = Measurement {
         scratch: &scratch,
         pacer: Pacer::new(settings.max_bandwidth),
         counters: Counters::default(),
@@ -69,12 +76,12 @@ pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) ->
         cap: settings.max_bandwidth,
     };
     let failed = |why: String| MigrateError::Peer { uri: dialer.name(), source: WireError::Message(why) };
-    let measured = ground.measure(&streams).map_err(failed)?;
+    let measured = measurement.measure(&streams).map_err(failed)?;
     streams.iter().for_each(|stream| stream.shutdown());
     Ok(Link { connect_s, ..measured })
 }
 
-/// Content that no digest takes for zeros and no page shares.
+/// Fills the scratch memory with content in which no page is zero and no two pages are equal.
 fn fill(scratch: &Scratch) -> Result<(), MigrateError> {
     let mut state: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut page = [0; PAGE_BYTES];
@@ -94,7 +101,7 @@ fn fill(scratch: &Scratch) -> Result<(), MigrateError> {
     Ok(())
 }
 
-struct Ground<'a> {
+struct Measurement<'a> {
     scratch: &'a Scratch,
     pacer: Pacer,
     counters: Counters,
@@ -103,7 +110,7 @@ struct Ground<'a> {
     cap: Option<u64>,
 }
 
-impl Ground<'_> {
+impl Measurement<'_> {
     fn measure(&self, streams: &[Arc<Stream>]) -> Result<Link, String> {
         let mut lines: Vec<Line<'_>> =
             streams.iter().zip(0..).map(|(stream, index)| Line::new(self, stream, index)).collect();
@@ -121,7 +128,8 @@ impl Ground<'_> {
             rounds.push(last);
         }
         let cpu_us = self.counters.cpu_us.load(Ordering::Relaxed) - cpu_before;
-        // As the kernels see it, which is what the way does and not whoever has to be woken at its end.
+        // The kernels' round trips show the delay of the network path. They do not contain the time
+        // until a process is woken.
         let busy = streams.iter().filter(|stream| stream.is_tcp());
         let busy =
             busy.filter_map(|stream| tcp::smoothed_round_trip(stream.as_fd()).ok()).max().unwrap_or_default();
@@ -139,7 +147,7 @@ impl Ground<'_> {
         })
     }
 
-    /// Pages a channel for the next round, by how long the last one took.
+    /// Returns the number of pages per channel for the next round, from the rate of the last one.
     fn pages_for(&self, last: Round, round_trip: Duration) -> u64 {
         let rate = last.bytes / last.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
         let pages = rate * ROUND.as_secs_f64() / f64::from(self.channels) / PAGE_BYTES as f64;
@@ -152,7 +160,7 @@ impl Ground<'_> {
         pages
     }
 
-    /// So many pages on each channel at once.
+    /// Sends `pages` pages on each channel at the same time.
     fn round(&self, lines: &mut [Line<'_>], pages: u64) -> Result<Round, String> {
         let before = self.counters.wire_bytes.load(Ordering::Relaxed);
         let began = Instant::now();
@@ -177,8 +185,9 @@ impl Ground<'_> {
     }
 }
 
-/// Bytes a second of the median round, and how far the median of the others is from that. What disturbs a round (a busy host)
-/// makes it slower, never faster.
+/// Returns the bytes per second of the median round, and the relative spread of the rounds.
+///
+/// A disturbance of a round, such as a busy host, makes the round slower, never faster.
 fn rate(rounds: &[Round], round_trip: Duration) -> (f64, f64) {
     let seconds = |round: &Round| round.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
     let mut rates: Vec<f64> = rounds.iter().map(|round| round.bytes / seconds(round)).collect();
@@ -188,13 +197,15 @@ fn rate(rounds: &[Round], round_trip: Duration) -> (f64, f64) {
     };
     let middle = median(&mut rates).max(1.0);
     let mut off = rates.iter().map(|rate| (rate / middle - 1.0).abs()).collect();
-    // A median of n rounds is off by less than a round: by about 1.25 / sqrt(n) of it, and 1.48 deviations of the median make a standard one.
+    // The median of n rounds has a standard error of about 1.25 / sqrt(n) standard deviations. A
+    // standard deviation is 1.48 times the median absolute deviation.
     let spread = if rates.len() < 2 { 0.1 } else { median(&mut off) * 1.85 / (rates.len() as f64).sqrt() };
     (middle, spread.clamp(LEAST_SPREAD, 0.3))
 }
 
-/// A link that carried what the cap lets through is as fast as the cap, and as steady: single rounds are off by what the pacer lets through at
-/// once.
+/// Returns the cap as the rate if the link carried about as much as the cap allows.
+///
+/// A single round differs from the cap by the burst that the pacer allows.
 fn capped((rate, spread): (f64, f64), cap: Option<u64>) -> (f64, f64) {
     match cap.map(|cap| cap as f64) {
         Some(cap) if rate >= cap * CAP_REACHED => (cap, LEAST_SPREAD),
@@ -202,7 +213,7 @@ fn capped((rate, spread): (f64, f64), cap: Option<u64>) -> (f64, f64) {
     }
 }
 
-/// One channel.
+/// One channel of the measurement.
 struct Line<'a> {
     sender: Sender<'a, Arc<Stream>>,
     stream: Arc<Stream>,
@@ -211,14 +222,14 @@ struct Line<'a> {
 }
 
 impl<'a> Line<'a> {
-    fn new(ground: &'a Ground<'_>, stream: &Arc<Stream>, index: u16) -> Self {
+    fn new(measurement: &'a Measurement<'_>, stream: &Arc<Stream>, index: u16) -> Self {
         let shared = Shared {
-            memory: ground.scratch.memory(),
+            memory: measurement.scratch.memory(),
             protect: &NothingToProtect,
-            pacer: &ground.pacer,
-            counters: &ground.counters,
-            stop: &ground.stop,
-            channels: ground.channels,
+            pacer: &measurement.pacer,
+            counters: &measurement.counters,
+            stop: &measurement.stop,
+            channels: measurement.channels,
         };
         Self {
             sender: Sender::new(shared, Arc::clone(stream), index),
@@ -228,7 +239,8 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Sends `pages` and a barrier, and waits until the target has them.
+    /// Sends `pages` pages and a barrier, and waits until the target has received them. Returns the
+    /// time that this took.
     fn exchange(&mut self, pages: u64) -> Result<Duration, String> {
         let began = Instant::now();
         self.send(pages).map_err(|error| format!("measuring the link failed: {}", said(&error)))?;

@@ -1,6 +1,6 @@
-//! The side that a guest leaves.
+//! The source side of a migration: sends the guest to a target.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
@@ -39,19 +39,28 @@ use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind};
 use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
-/// Moves the guest of `vm` to the target that `connector` connects to, and blocks until that has ended, one way or the other. A
-/// [`Uri`](crate::Uri) is a connector.
+/// Moves the guest of `vm` to the target that `connector` connects to. Blocks until the migration
+/// has ended.
 ///
-/// The guest, unless its operator has paused it, runs on while its memory is sent, is stopped once or more to learn what that takes,
-/// stops for the downtime, and then runs either on the target ([`MigrationState::Completed`](crate::MigrationState::Completed)) or here
-/// again (`Cancelled`, `Failed`; or is this side's and [stands still](Report::stands_still)); in the one case in which nobody can know
-/// (`Unknown`), it stays stopped here. Which it was is in the report.
+/// A [`Uri`](crate::Uri) is a connector.
 ///
-/// A postcopy whose link is lost, and stays lost for [`Settings::reconnect_for`], waits for [`Monitor::recover`] or [`Monitor::abandon`].
+/// The guest runs while its memory is sent, unless the operator has paused the guest. The source
+/// makes one or more trial pauses to learn how long stopping takes. It then stops the guest for the
+/// downtime. Afterwards one of these holds, as the report says:
+///
+/// - The guest runs on the target
+///   ([`MigrationState::Completed`](crate::MigrationState::Completed)).
+/// - The guest runs on the source again (`Cancelled`, `Failed`), or is owned by the source but
+///   could not be resumed ([`Report::stands_still`]).
+/// - The owner of the guest is not known (`Unknown`). The guest stays stopped on the source.
+/// - The guest ran on the target and was given up before all of its memory had arrived (`Lost`).
+///
+/// If the link is lost in postcopy and cannot be restored within [`Settings::reconnect_for`], the
+/// call waits for [`Monitor::recover`] or [`Monitor::abandon`].
 ///
 /// # Errors
-/// If nothing was begun: the target cannot be reached or refuses, the settings are impossible, the tracker cannot be
-/// had. The guest has not noticed.
+/// If the migration could not begin: the target cannot be reached or refuses, the settings are
+/// invalid, or the tracker is not available. The guest is not affected.
 pub fn migrate(
     vm: &mut dyn SourceVm,
     connector: &dyn Connect,
@@ -92,7 +101,8 @@ pub fn migrate(
         && control.features & FEATURE_STREAMS == 0
     {
         return Err(MigrateError::Vm(format!(
-            "the VM sends device state as streams, such as {}, and the target's version takes none: update the target",
+            "the VM sends device state as streams, such as {}, and the target's version does not support \
+             them: update the target",
             stream.name()
         )));
     }
@@ -110,34 +120,34 @@ pub fn migrate(
     };
     let mut report =
         std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, (tracker, streams), control));
-    // The channel threads have ended by now: their CPU time is complete.
+    // The channel threads have ended. Their CPU time is complete.
     let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.pace = monitor.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
 }
 
-/// Returns the VM's streams of device state, if the wire carries that many.
+/// Returns the VM's streams of device state. Fails if there are more than the protocol can carry.
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
     let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
     if streams.len() > MAX_STREAMS {
         let count = streams.len();
         return Err(MigrateError::Vm(format!(
-            "the VM has {count} streams of device state, and {MAX_STREAMS} can be sent"
+            "the VM has {count} streams of device state; at most {MAX_STREAMS} can be sent"
         )));
     }
     Ok(streams)
 }
 
-/// Opens the register at the arbiter, if there is one, and then the control channel.
+/// Opens the register at the arbiter, if an arbiter is configured, and then the control channel.
 fn open_control(
     dialer: &Dialer<'_>,
     settings: &Settings,
     migration: MigrationId,
     monitor: &Monitor,
 ) -> Result<Stream, MigrateError> {
-    // Before the hello: the target's limit for announcing a guest begins there, and an arbiter may
-    // take longer than that.
+    // The register is opened before the hello. The target's time limit for announcing a guest
+    // starts at the hello, and an arbiter may take longer than that limit.
     settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
     dialer.open((migration, Role::Control, 0, Token::NONE), Some(monitor)).inspect_err(|_| {
         // No target reads the register of a guest that was never announced.
@@ -154,31 +164,27 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
     let most = Settings::MAX_CHANNELS;
     if !(1..=most).contains(&settings.channels) {
         return Err(MigrateError::Settings(format!(
-            "{} channels: 1 to {most} are possible",
+            "invalid number of channels: {} (allowed: 1 to {most})",
             settings.channels
         )));
     }
     if settings.may_be_lazy() && !(1..=most).contains(&settings.urgent_channels) {
         return Err(MigrateError::Settings(format!(
-            "{} urgent channels: 1 to {most} are possible",
+            "invalid number of urgent channels: {} (allowed: 1 to {most})",
             settings.urgent_channels
         )));
     }
     if settings.peer_timeout.is_zero() {
-        return Err(MigrateError::Settings(
-            "a timeout of the peer of 0 gives it up before it can answer".into(),
-        ));
+        return Err(MigrateError::Settings("the peer timeout is 0; it must be greater than 0".into()));
     }
     let stopped = settings.switchover_bandwidth == Some(SwitchoverBandwidth::AtMost(0));
     if settings.max_bandwidth == Some(0) || stopped {
-        return Err(MigrateError::Settings(
-            "a bandwidth of 0 moves nothing; leave it out for no limit".into(),
-        ));
+        return Err(MigrateError::Settings("the bandwidth limit is 0; omit it for no limit".into()));
     }
     let description = vm.description().len();
     if description > MAX_DESCRIPTION_BYTES {
         return Err(MigrateError::Vm(format!(
-            "the VMM's description of the guest has {description} bytes; {} KiB can be sent",
+            "the VMM's description of the guest has {description} bytes; at most {} KiB can be sent",
             MAX_DESCRIPTION_BYTES >> 10
         )));
     }
@@ -186,7 +192,7 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
     let layout = Layout::new(config.regions).map_err(|error| MigrateError::Vm(error.to_string()))?;
     if layout != *vm.memory().layout() {
         return Err(MigrateError::Vm(
-            "the VMM's configuration and its memory disagree about the regions".into(),
+            "the memory regions in the VMM's configuration differ from those of its memory".into(),
         ));
     }
     Ok(())

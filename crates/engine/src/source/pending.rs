@@ -1,6 +1,6 @@
 //! The pages that a migration still has to send.
 //!
-//! While the guest is at the source, a page that the target needs is in one of these places:
+//! While the source owns the guest, a page that the target needs is in one of these places:
 //!
 //! | place | owner | what takes the page out |
 //! |---|---|---|
@@ -8,8 +8,9 @@
 //! | `PassPages`, with its turn first or last | all senders and the driver, by atomic claims | the thread that claims it |
 //! | a bitmap of one thread | the sender that protects and reads it, or the driver that protects it | it is in a frame, or its turn is last |
 //!
-//! A page that is in none of them was sent, was never touched, or is in `PendingPages::skipped`; and a write to it brings it back
-//! to `next`, by the tracker's next harvest.
+//! A page that is in none of these places was sent, was never touched, or is in
+//! `PendingPages::skipped`. A write to such a page returns it to `next`, by the tracker's next
+//! harvest.
 
 use crate::sync::ClaimBitmap;
 use std::ops::Range;
@@ -19,26 +20,32 @@ use vmferry_core::{Layout, PageSet, RegionId};
 
 /// The pages that are to be sent, and those that were skipped.
 ///
-/// An answer about free pages must not remove a page that the guest wrote after the question (hazard 8). No set of its own is
-/// needed for that. While a pass runs, answers remove pages from the pass only, and a harvest comes after the end of the pass
-/// and of its questions. While the guest is paused, the question comes after the harvest, and no harvest comes before its answer.
+/// An answer about free pages must not remove a page that the guest wrote after the question
+/// (hazard 8). No additional set is needed to ensure that:
 ///
-/// Nothing is lost with these sets: a migration that ends without the guest having moved drops them together with its tracker,
-/// and the next one begins with every page in `next`.
+/// - While a pass runs, answers remove pages from the pass only. A harvest comes after the end of
+///   the pass and of its questions.
+/// - While the guest is paused, the question comes after the harvest, and no harvest comes before
+///   its answer.
+///
+/// Nothing is lost with these sets. A migration that ends without the guest having moved drops them
+/// together with its tracker. The next migration begins with every page in `next`.
 #[derive(Debug)]
 pub(crate) struct PendingPages {
-    /// The pages that the next pass sends.
+    /// Pages that the next pass sends.
     next: PageSet,
-    /// The pass under way.
+    /// The current pass.
     pass: Option<Arc<PassPages>>,
-    /// Pages that were skipped as free and not sent since. A page that the guest wrote after it was skipped is in `next` too,
-    /// until the next pass begins.
+    /// Pages that were skipped as free and not sent since.
+    ///
+    /// A page that the guest wrote after the page was skipped is also in `next`, until the next
+    /// pass begins.
     skipped: PageSet,
     skipped_count: u64,
 }
 
 impl PendingPages {
-    /// Every page is to be sent.
+    /// Creates the sets with every page still to be sent.
     pub(crate) fn everything(layout: &Layout) -> Self {
         Self { next: PageSet::full(layout), pass: None, skipped: PageSet::empty(layout), skipped_count: 0 }
     }
@@ -46,19 +53,19 @@ impl PendingPages {
     /// Returns the set to which a tracker's harvest adds pages.
     ///
     /// # Panics
-    /// If a pass is under way: its senders still protect pages, and a harvest in between could find a page that a sender has not
-    /// read yet.
+    /// If a pass is in progress. Its senders still protect pages, and the harvest could find a page
+    /// that a sender has not read yet.
     pub(crate) fn next(&mut self) -> &mut PageSet {
         assert!(self.pass.is_none(), "a harvest comes between two passes");
         &mut self.next
     }
 
-    /// Returns how many pages the next pass has.
+    /// Returns the number of pages of the next pass.
     pub(crate) fn count(&self) -> u64 {
         self.next.count()
     }
 
-    /// Begins a pass with everything that is to be sent.
+    /// Begins a pass with all pages that are to be sent.
     pub(crate) fn begin_pass(&mut self) -> Arc<PassPages> {
         self.end_pass();
         let pass = Arc::new(PassPages::new(&self.next));
@@ -70,27 +77,30 @@ impl PendingPages {
         Arc::clone(self.pass.insert(pass))
     }
 
-    /// Begins a pass with pages that arrived damaged, whether they are free or not: the target takes the guest only with all of
-    /// what it was sent sound. The guest is paused.
+    /// Begins a pass with the pages of `set`, which had a digest mismatch, whether they are free or
+    /// not. The guest must be paused.
+    ///
+    /// The target takes the guest only if every page that it was sent matches its digest.
     pub(crate) fn begin_repeat(&mut self, set: &PageSet) -> Arc<PassPages> {
         self.end_pass();
         self.unskip(set);
         Arc::clone(self.pass.insert(Arc::new(PassPages::new(set))))
     }
 
-    /// Ends the pass under way, if there is one: what no thread took is still to be sent.
+    /// Ends the current pass, if there is one. Pages that no thread took are still to be sent.
     pub(crate) fn end_pass(&mut self) {
         if let Some(pass) = self.pass.take() {
             pass.add_rest_to(&mut self.next);
         }
     }
 
-    /// Returns the pass under way.
+    /// Returns the current pass.
     pub(crate) fn pass(&self) -> Option<&Arc<PassPages>> {
         self.pass.as_ref()
     }
 
-    /// Takes everything, for the target to ask for it; `empty` is an empty set to go on with.
+    /// Takes all pages that are to be sent, for the target to request them. `empty` is an empty set
+    /// that replaces them.
     pub(crate) fn take_all(&mut self, empty: PageSet) -> PageSet {
         self.end_pass();
         let taken = std::mem::replace(&mut self.next, empty);
@@ -98,11 +108,13 @@ impl PendingPages {
         taken
     }
 
-    /// Skips the pages that are to be sent and are in `free`; returns how many that are. The guest is paused, and was when it was
-    /// asked which pages are free.
+    /// Skips the pages that are to be sent and are in `free`. Returns the number of pages that are
+    /// skipped now and were not before.
+    ///
+    /// The guest must be paused, and must have been paused when it was asked which pages are free.
     ///
     /// # Panics
-    /// If a pass is under way: [`mark_skipped`](Self::mark_skipped) is for its pages.
+    /// If a pass is in progress. For its pages there is [`mark_skipped`](Self::mark_skipped).
     pub(crate) fn skip(&mut self, free: &PageSet) -> u64 {
         assert!(self.pass.is_none(), "a pass skips its own pages");
         let mut out = self.next.clone();
@@ -113,8 +125,11 @@ impl PendingPages {
         self.skipped_count.saturating_sub(before)
     }
 
-    /// Marks pages as skipped that were taken out of the pass under way: `pages` of the 64 from `first` on, in the region at
-    /// `position`.
+    /// Marks pages as skipped that were taken out of the current pass: those set in `pages`, of the
+    /// 64 pages from `first` on, in the region at `position`.
+    ///
+    /// # Panics
+    /// If no pass is in progress.
     pub(crate) fn mark_skipped(&mut self, position: usize, first: u64, pages: u64) {
         assert!(self.pass.is_some(), "pages are taken out of a pass that is under way");
         if let Some((_, map)) = self.skipped.iter_mut().nth(position) {
@@ -123,7 +138,8 @@ impl PendingPages {
         }
     }
 
-    /// The pages of `sent` are sent after all, or named for the target to ask for.
+    /// Removes the pages of `sent` from the skipped pages, because they are sent or named to the
+    /// target as missing.
     pub(crate) fn unskip(&mut self, sent: &PageSet) {
         if self.skipped_count > 0 {
             self.skipped.subtract(sent);
@@ -131,17 +147,18 @@ impl PendingPages {
         }
     }
 
-    /// Returns the pages that were skipped, and not sent since.
+    /// Returns the pages that were skipped and not sent since.
     pub(crate) fn skipped(&self) -> &PageSet {
         &self.skipped
     }
 
-    /// Returns how many pages were skipped, and not sent since.
+    /// Returns the number of pages that were skipped and not sent since.
     pub(crate) fn skipped_count(&self) -> u64 {
         self.skipped_count
     }
 
-    /// These sets: `next`, `skipped`. For models that keep them elsewhere between two steps.
+    /// Creates the sets from `next`, `skipped` and the current pass. For models that keep them
+    /// elsewhere between two steps.
     #[cfg(test)]
     pub(crate) fn of([next, skipped]: [PageSet; 2], pass: Option<Arc<PassPages>>) -> Self {
         let skipped_count = skipped.count();
@@ -154,21 +171,28 @@ impl PendingPages {
     }
 }
 
-/// When a page has its turn within a pass.
+/// Turn of a page within a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// In the order of addresses.
+    /// The page is sent in the order of addresses.
     First,
-    /// After all pages whose turn is first: the guest may still say, in time, that the page is free.
+    /// The page is sent after all pages whose turn is first. Until then the guest may report the
+    /// page as free.
     Last,
 }
 
-/// The pages of a pass that no thread has taken, shared by the channels' senders and the driver, which skips free pages.
+/// The pages of a pass that no thread has taken. The channels' senders share the set with the
+/// driver, which skips free pages.
 ///
-/// A page is in `first`, or in `last`, or one thread has it. Only that thread protects the page: a protection forgets the writes
-/// since the one before, and the thread that has the page has not read it yet. A page goes from `first` to a sender, for good; or
-/// from `first` to the driver, which protects it and puts it into `last`; and from `last` to a sender, or to the driver, which
-/// skips it, both for good.
+/// A page is in `first`, or in `last`, or one thread has taken it. Only that thread protects the
+/// page: a protection discards the writes recorded since the previous protection, and only a thread
+/// that has not read the page yet may do so.
+///
+/// A page moves in one of these ways:
+///
+/// - from `first` to a sender, permanently;
+/// - from `first` to the driver, which protects the page and puts it into `last`;
+/// - from `last` to a sender, or to the driver, which skips the page. Both are permanent.
 #[derive(Debug)]
 pub(crate) struct PassPages {
     parts: Vec<Part>,
@@ -193,17 +217,17 @@ impl PassPages {
         Self { parts, pages: set.count() }
     }
 
-    /// Returns how many pages the pass began with.
+    /// Returns the number of pages that the pass began with.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Returns the regions by position, with how many pages they have.
+    /// Returns the position, the identifier and the number of pages of each region.
     pub(crate) fn regions(&self) -> impl Iterator<Item = (usize, RegionId, u64)> + '_ {
         self.parts.iter().enumerate().map(|(position, part)| (position, part.id, part.first.len()))
     }
 
-    /// Returns whether any page of the region at `position` still awaits that turn.
+    /// Returns true if any page of the region at `position` still awaits `turn`.
     pub(crate) fn has(&self, position: usize, turn: Turn) -> bool {
         self.of(position, turn).left() > 0
     }
@@ -216,8 +240,10 @@ impl PassPages {
         }
     }
 
-    /// Takes what is left of `chunk`, which begins at a multiple of 64, into `mine`, a bitmap of the region. Returns whether that
-    /// was any page.
+    /// Takes the remaining pages of `chunk` that await `turn` into `mine`, a bitmap of the region.
+    /// Returns true if there was any.
+    ///
+    /// `chunk` must begin at a multiple of 64.
     pub(crate) fn take(&self, position: usize, turn: Turn, chunk: Range<u64>, mine: &mut Bitmap) -> bool {
         let from = self.of(position, turn);
         let mut any = false;
@@ -231,17 +257,19 @@ impl PassPages {
         any
     }
 
-    /// Takes what is left of `wanted`, 64 pages from `first` on, that await that turn.
+    /// Takes those pages of `wanted` that still await `turn`. `wanted` is a mask of the 64 pages
+    /// from `first` on. Returns the taken pages as a mask.
     pub(crate) fn take_64(&self, position: usize, turn: Turn, first: u64, wanted: u64) -> u64 {
         self.of(position, turn).take_64(first, wanted)
     }
 
-    /// Gives back pages that were taken, to have their turn last. They are protected.
+    /// Returns pages that were taken to the pass, with their turn last. The pages must be
+    /// protected.
     pub(crate) fn postpone(&self, position: usize, first: u64, pages: u64) {
         self.parts[position].last.give_64(first, pages);
     }
 
-    /// Adds the pages that no thread took. The pass has ended.
+    /// Adds the pages that no thread took to `into`. The pass must have ended.
     fn add_rest_to(&self, into: &mut PageSet) {
         for part in &self.parts {
             for bits in [&part.first, &part.last] {
@@ -254,7 +282,7 @@ impl PassPages {
         }
     }
 
-    /// With some pages postponed already.
+    /// Creates a pass in which the pages of `last` are postponed already.
     #[cfg(test)]
     pub(crate) fn of_parts(first: &PageSet, last: &PageSet, pages: u64) -> Self {
         let part = |((id, first), (_, last)): ((RegionId, &Bitmap), (_, &Bitmap))| Part {
@@ -265,7 +293,7 @@ impl PassPages {
         Self { parts: first.iter().zip(last.iter()).map(part).collect(), pages }
     }
 
-    /// Both sets of the region at `position`, as tests look at them.
+    /// Returns the pages of the region at `position` that await their first and their last turn.
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {
         [Turn::First, Turn::Last].map(|turn| self.of(position, turn).snapshot())
@@ -325,7 +353,8 @@ mod tests {
             pending.end_pass();
             assert_eq!((pending.count(), pending.skipped_count()), (2, 1));
             assert_eq!(take_all(&pending.begin_pass(), Turn::First), [64, 66]);
-            // Written since: the next pass sends it, and it is skipped no more.
+            // The guest has written the page since. The next pass sends it, so it is not skipped
+            // any more.
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(65);
             assert_eq!(pending.skipped_count(), 1);

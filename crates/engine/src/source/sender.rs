@@ -1,8 +1,10 @@
-//! A bulk channel's sending thread: its share of the chunks, as frames, straight out of guest memory.
+//! Sending thread of a bulk channel. It sends its share of the chunks as frames, directly from
+//! guest memory.
 //!
-//! Two versions of one page must not overtake each other on two channels (hazards.md 11). Memory is cut into chunks, and a
-//! chunk belongs to one channel for the whole migration; within a channel the stream keeps the order. So no barrier
-//! between passes is needed for correctness, and the threads share nothing but counters.
+//! Two versions of one page must not overtake each other on two channels (hazards.md 11). Therefore
+//! memory is cut into chunks, and a chunk belongs to one channel for the whole migration. Within a
+//! channel the stream keeps the order. Correctness needs no barrier between passes, and the threads
+//! share only counters.
 
 use super::pending::{PassPages, Turn};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
@@ -19,27 +21,34 @@ use vmferry_core::{
 };
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, RunKind, TableWriter};
 
-/// Pages with content in a frame. A megabyte is read for its digests and then copied into the socket while a second-level
-/// cache still holds most of it; with less, both sides wait for each other more often.
+/// Number of pages with content in a frame.
+///
+/// A frame of 1 MiB is read for its digests and then copied into the socket while a second-level
+/// cache still holds most of it. With smaller frames, source and target wait for each other more
+/// often.
 pub(crate) const FRAME_PAGES: usize = 256;
 const _: () = assert!(FRAME_PAGES <= MAX_FRAME_PAGES);
 
-/// How long what waits unsent in the socket of a bulk channel may take to leave, once it is known what the link carries. Pages that wait there
-/// are as old as they were when they came there, and the guest writes them again meanwhile; the kernel by itself would hold megabytes, a tenth
-/// of a second of a link of 1 Gb/s, which was measured to leave a tenth more pages dirty. What is on its way is not limited.
+/// Time in which the unsent bytes in the socket of a bulk channel must be able to leave, once the
+/// rate of the link is known.
+///
+/// The guest may write a page again while the page waits in the socket, so waiting pages are sent
+/// in vain. Without a limit the kernel would hold megabytes, a tenth of a second of a link of 1
+/// Gb/s. That was measured to leave a tenth more pages dirty. Bytes in flight are not limited.
 pub(crate) const UNSENT: Duration = Duration::from_millis(4);
 
-/// Smallest chunk that is dealt to channels: the target's huge pages are then filled by one thread each.
+/// Smallest chunk that is assigned to a channel. One thread of the target then fills each huge
+/// page.
 const MIN_CHUNK_PAGES: u64 = 512;
 
-/// Why a channel stopped.
+/// Reason for which a channel stopped.
 #[derive(Debug)]
 pub(crate) enum SenderError {
-    /// It was told to.
+    /// The migration stopped the channel.
     Stopped,
-    /// The socket.
+    /// The socket failed. The string names the peer.
     Link(SendError, String),
-    /// The VMM's memory or tracker.
+    /// The VMM's memory or tracker failed.
     Vm(VmError),
 }
 
@@ -49,7 +58,7 @@ impl From<VmError> for SenderError {
     }
 }
 
-/// What all channels of a migration share.
+/// References that all channels of a migration share.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a> {
     pub(crate) memory: &'a dyn GuestMemory,
@@ -60,31 +69,33 @@ pub(crate) struct Shared<'a> {
     pub(crate) channels: u16,
 }
 
-/// Where frames go.
+/// Destination of frames.
 pub(crate) trait FrameSink {
-    /// Takes all of `bufs`, a frame; uses them up.
+    /// Sends all of `bufs`, which are one frame. The content of `bufs` is used up.
     fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
 }
 
-/// The kernel copies pages into its own. Lending them to it instead (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was
-/// measured and is slower: the digest has just brought the page into this processor's cache, where the copy finds it,
-/// and a lent page is read from there by the receiver's processor, and later than its digest was taken.
+/// The kernel copies the pages into its own buffers. Lending the pages to the kernel instead
+/// (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was measured and is slower. The digest has just
+/// brought the page into this processor's cache, where the copy finds it. A lent page is read from
+/// that cache by the receiver's processor, and at a later time than the digest.
 impl FrameSink for Arc<Stream> {
     fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
         self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
     }
 }
 
-/// The frame that is being made: its table, and the guest memory that it carries.
+/// Frame that is being built: its table, and the guest memory that it carries.
 ///
-/// The memory is looked up once, when a run is added: what the table has a digest of is what the socket gets.
+/// The memory is looked up once, when a run is added. Therefore the digest in the table and the
+/// bytes in the socket are from the same mapping.
 struct Frame<'a> {
     table: TableWriter,
-    /// The pages with content, in the table's order. Empty in a frame of digests.
+    /// Pages with content, in the order of the table. Empty in a frame of digests.
     spans: Vec<Span<'a>>,
 }
 
-/// Some pages of a window.
+/// Range of pages of a window.
 #[derive(Clone, Copy)]
 struct Span<'a> {
     window: Window<'a>,
@@ -127,14 +138,14 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// The sending end of bulk channel `index`.
+/// Sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
     pub(super) shared: Shared<'a>,
     sink: S,
     index: u16,
     frame: Frame<'a>,
     scratch: Box<[u8; PAGE_BYTES]>,
-    /// Which pages of a region were ever touched; one bitmap, reused from region to region.
+    /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
     sequence: u64,
 }
@@ -145,8 +156,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
 
-    /// Sends this channel's share of `pages` as pass `pass`, and its barrier: each page that is not taken out before its turn.
-    /// On the `first` pass pages that were never touched are left out: the target's memory reads as zeros already.
+    /// Sends this channel's share of `pages` as pass `pass`, and its barrier. Pages that are taken
+    /// out before their turn are not sent.
+    ///
+    /// On the `first` pass, pages that were never touched are skipped: the target's memory already
+    /// reads as zeros.
     pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
         for turn in [Turn::First, Turn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
@@ -165,7 +179,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         (position, region): (usize, Region),
         first: bool,
     ) -> Result<(), SenderError> {
-        // Zeros from the kernel: only what is used of them costs anything.
+        // The kernel provides zeroed memory lazily: only the used part of the bitmap costs memory.
         let mut mine = Bitmap::new(region.pages());
         if first {
             self.touched = Bitmap::new(region.pages());
@@ -182,8 +196,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.flush(FrameKind::Pages, region.id, pass)
     }
 
-    /// The order that loses no page: protect, *then* ask what was touched, *then* read. A write before the protection
-    /// is in what we read; one after it is found by the next harvest (hazards.md 1, 3, 9).
+    /// Protects, reads and sends the pages of `chunk` that are set in `map`.
+    ///
+    /// The order loses no page: protect, *then* ask which pages were touched, *then* read. A write
+    /// before the protection is contained in the content that is read. A write after the protection
+    /// is found by the next harvest (hazards.md 1, 3, 9).
     fn send_chunk(
         &mut self,
         pass: u32,
@@ -231,12 +248,13 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Ok(())
     }
 
-    /// Pages with content in the frame that is being made.
+    /// Returns the number of pages in the table of the frame that is being built.
     pub(super) fn frame_pages(&self) -> usize {
         self.frame.table.pages()
     }
 
-    /// Sends digests of this channel's share of all pages but `except` as pass `pass`, and its barrier. The guest is stopped.
+    /// Sends digests of this channel's share of all pages except those in `except` as pass `pass`,
+    /// and its barrier. The guest must be stopped.
     pub(crate) fn send_digests(&mut self, pass: u32, except: &PageSet) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
             let mut touched = Bitmap::new(region.pages());
@@ -255,7 +273,8 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.barrier(pass)
     }
 
-    /// Digests of pages, those that were never touched as zeros, unread.
+    /// Adds the digests of the pages of `part`. Pages that were never touched count as zeros and
+    /// are not read.
     fn digest_part(
         &mut self,
         pass: u32,
@@ -288,7 +307,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Ok(())
     }
 
-    /// This channel's chunks of a region.
+    /// Returns this channel's chunks of a region.
     fn chunks(&self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> + use<S> {
         let pages = region.pages();
         let size = self.shared.protect.chunk_pages().max(MIN_CHUNK_PAGES);

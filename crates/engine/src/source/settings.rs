@@ -8,93 +8,109 @@ use std::time::Duration;
 use vmferry_protocol::source as session;
 use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, SwitchoverBandwidth};
 
-/// Path of a page that the guest, running on the target, waits for. The target cannot tell which path it is.
+/// Path on which the source sends a page that the guest on the target waits for.
 ///
-/// `Dedicated` is the product's path. The other two are baselines: published paths that are kept for comparison.
+/// `Dedicated` is the default. `Shared` and `Interleaved` are baselines: published methods that are
+/// kept for comparison. The target cannot tell which path the source uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum UrgentPath {
-    /// Baseline: in the bulk channel, behind what is queued there.
+    /// Baseline: the page is queued in the bulk channel, behind the frames that wait there.
     Shared,
-    /// Baseline: on an urgent channel, by the thread that sends the bulk, between two of its frames.
+    /// Baseline: the thread that sends the bulk sends the page on an urgent channel, between two
+    /// bulk frames.
     Interleaved,
-    /// On the urgent channel that the request came on, at once, by the thread that read the request.
+    /// The thread that reads the page request answers at once, on the urgent channel of the
+    /// request.
     #[default]
     Dedicated,
 }
 
-/// Rate of the bulk beside urgent pages.
+/// Rate limit of bulk pages in postcopy, while urgent pages share the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Pace {
-    /// The highest rate that keeps the queues on the way short, found by watching round trips.
+    /// The highest rate that keeps the queues of the network path short, found from measured round
+    /// trips.
     #[default]
     Auto,
     /// No limit.
     Off,
-    /// This many bytes a second.
+    /// A fixed rate in bytes per second.
     Rate(u64),
 }
 
 /// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Mode: when the guest changes sides. Default: precopy.
+    /// Migration mode, which decides when the guest moves to the target. Default: precopy.
     pub mode: MigrationMode,
     /// Path of urgent pages in postcopy. Default: dedicated.
     pub urgent: UrgentPath,
-    /// Channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]; used in postcopy only. Default: 2.
+    /// Number of channels for urgent pages, 1 to [`Settings::MAX_CHANNELS`]. Used in postcopy only.
+    /// Default: 2.
     pub urgent_channels: u16,
-    /// Rate of bulk pages beside urgent ones. Default: `Auto`.
+    /// Rate limit of bulk pages while urgent pages share the link. Default: `Auto`.
     pub pace: Pace,
-    /// Time during which a link that is lost in postcopy is taken up again without a command. Default: 60 s.
+    /// Time during which the source reconnects by itself after the link is lost in postcopy.
+    /// Default: 60 s.
     pub reconnect_for: Duration,
-    /// Whether this host's processors are kept awake while the guest waits for pages on the target, where this process may ask
-    /// for that. Faults are answered in about half the time. The price is power for as long as postcopy takes.
-    /// Default: yes.
-    pub stay_awake: bool,
-    /// Parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
-    pub channels: u16,
-    /// The guest is stopped once its predicted downtime fits this. Default: 300 ms.
-    pub downtime_limit: Duration,
-    /// Bytes a second on all channels together; `None`, the default, for as fast as it goes.
+    /// True to keep the processors of the source host awake while the guest waits for pages on the
+    /// target.
     ///
-    /// The limit is a promise to others that share the link. Therefore it also holds while the guest is stopped, at the cost of
-    /// downtime, unless [`Settings::switchover_bandwidth`] says otherwise. (QEMU lifts its limit then.)
+    /// The process needs permission for that. Page requests are answered in about half the time, at
+    /// the cost of power for the duration of postcopy. Default: true.
+    pub stay_awake: bool,
+    /// Number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
+    pub channels: u16,
+    /// Largest acceptable downtime. The source stops the guest once the predicted downtime is
+    /// within this limit. Default: 300 ms.
+    pub downtime_limit: Duration,
+    /// Bandwidth limit of all channels together, in bytes per second. Default: `None`, no limit.
+    ///
+    /// The limit protects other users of the link. Therefore it also applies while the guest is
+    /// stopped, at the cost of downtime, unless [`Settings::switchover_bandwidth`] sets another
+    /// limit. (QEMU lifts its limit during the switchover.)
     pub max_bandwidth: Option<u64>,
-    /// Limit from the moment the guest is being stopped; `None`, the default, for no change.
+    /// Bandwidth limit from the moment at which the source begins to stop the guest. Default:
+    /// `None`, which keeps [`Settings::max_bandwidth`].
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
-    /// Time that a migration may take before [`Settings::on_timeout`]; `None`, the default, for no limit.
+    /// Time after which [`Settings::on_timeout`] applies. Default: `None`, no limit.
     pub timeout: Option<Duration>,
     /// Action taken when `timeout` expires. Default: cancel.
     pub on_timeout: OnTimeout,
-    /// Whether the guest may be slowed. Default: no.
+    /// Permission to slow the guest so that precopy converges. Default: off.
     pub auto_converge: AutoConverge,
-    /// What this migration may change when it departs from its plan; `None`, the default, for nothing.
+    /// Changes that the migration may make by itself when it departs from its plan. Default:
+    /// `None`, no changes.
     pub auto: Option<Auto>,
-    /// Leave out the pages that the guest says are free, where it can be asked. Default: yes.
+    /// True to skip the pages that the guest reports as free, if the guest can be asked. Default:
+    /// true.
     pub free_pages: bool,
-    /// Compare every page's digest: while the guest is stopped, and in postcopy each missing page when it arrives. Default: no.
+    /// True to compare the digest of every page.
+    ///
+    /// Pages are compared while the guest is stopped. In postcopy each missing page is compared
+    /// when it arrives. Default: false.
     pub verify: bool,
-    /// Time that the peer may be silent before it is given up. A side whose VM needs longer sends keepalives, for three times this
-    /// time. Default: 10 s.
+    /// Time without a message after which the peer is considered lost. A side whose VM needs more
+    /// time sends keepalives, for up to three times this value. Default: 10 s.
     pub peer_timeout: Duration,
-    /// Whether plain connections to other hosts are allowed. Every host on the way can read and change what they carry.
-    /// Default: no.
+    /// Permission to use unencrypted connections to other hosts. Every host on the network path can
+    /// read and change their content. Default: false.
     pub insecure: bool,
-    /// Encryption, and the peers that are trusted; `None` for plain connections.
+    /// Encryption settings and trusted peers. `None` means unencrypted connections.
     #[cfg(feature = "tls")]
     pub tls: Option<Tls>,
-    /// Arbiter that decides which side owns the guest if neither side can know; the target must have the same. `None` to leave that to
-    /// the operator.
+    /// Arbiter that decides which side owns the guest if neither side can know. The target must use
+    /// the same arbiter. `None` leaves the decision to the operator.
     pub fence: Option<Arc<dyn Arbiter>>,
 }
 
 impl Settings {
-    /// Most parallel channels.
+    /// Largest number of parallel channels of each kind.
     pub const MAX_CHANNELS: u16 = 64;
 
-    /// Returns what the session has to know.
+    /// Returns the settings that the session needs.
     pub(crate) fn session(&self) -> session::Settings {
         session::Settings {
             mode: self.mode,
@@ -115,29 +131,29 @@ impl Settings {
         }
     }
 
-    /// Returns true if the guest may run on the target before all of its memory is there.
+    /// Returns true if the guest may run on the target before the target has all of its memory.
     pub(crate) fn may_be_lazy(&self) -> bool {
         self.session().may_hand_over()
     }
 
-    /// Returns what encrypted channels need; `None` for plain ones.
+    /// Returns the settings of encrypted channels, or `None` for unencrypted channels.
     #[cfg(feature = "tls")]
     pub(crate) fn tls(&self) -> Option<&Tls> {
         self.tls.as_ref()
     }
 
-    /// Returns `None`: this build has no encrypted channels.
+    /// Returns `None`, because this build has no encrypted channels.
     #[cfg(not(feature = "tls"))]
     pub(crate) fn tls(&self) -> Option<&Tls> {
         None
     }
 
-    /// Returns true if channels may leave this host.
+    /// Returns true if channels to other hosts are allowed.
     pub(crate) fn permits_remote(&self) -> bool {
         self.insecure || self.tls().is_some()
     }
 
-    /// Returns true if round trips are watched.
+    /// Returns true if the source measures round trips.
     pub(crate) fn probe(&self) -> bool {
         self.session().probes()
     }

@@ -1,4 +1,5 @@
-//! Leaving out of a pass what the guest says is free: the driver's part of [`crate::free`], which has the argument.
+//! Skips the pages of a pass that the guest reports as free: the driver's part of [`crate::free`],
+//! which gives the proof.
 
 use super::pending::{PassPages, PendingPages, Turn};
 use crate::report::FreePagesFigures;
@@ -7,86 +8,93 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Answer, Answers, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
 
-/// Pages that are protected before the driver looks after its other duties: 256 MiB, a millisecond or so.
+/// Pages that are protected before the driver returns to its other duties: 256 MiB, about a
+/// millisecond.
 const BURST_PAGES: u64 = 1 << 16;
-/// Chunks that are looked at, likewise: with nothing to protect in them, a millisecond or so.
+/// Chunks that are examined before the driver returns to its other duties. If no page in them needs
+/// protection, that takes about a millisecond.
 const BURST_CHUNKS: u64 = 1 << 14;
-/// Between the questions to a guest's map within a pass lie at least so many pages, and an eighth of memory: reading the map then
-/// costs next to nothing.
+/// Smallest number of pages between two questions to a host-side map of free pages within a pass.
+/// The distance is also at least an eighth of memory. Reading the map then costs next to nothing.
 const ROUND_PAGES: u64 = BURST_PAGES;
-/// A guest is not made to walk its free lists for a pass over less than this share of its memory, which would end before it is done:
-/// walking takes 3 ms/GiB, protecting all before 5, and sending that share of a GiB 10 ms at 3 GB/s.
+/// The guest is asked only for passes over at least one part in this many of its memory.
+///
+/// A smaller pass would end before the guest has walked its free lists. Walking takes 3 ms/GiB,
+/// protecting all pages before that takes 5 ms/GiB, and sending one 32nd of a GiB takes 10 ms at 3
+/// GB/s.
 const WORTH_ASKING: u64 = 32;
 
-/// Where in the pass's pages the driver is: a region by position, a page.
+/// Position of the driver in the pass's pages: position of the region, and page.
 type Cursor = (usize, u64);
 
-/// The questions of a pass. A guest that answers itself is not asked the first one: all pages are worth the trouble.
+/// State of the questions of a pass. A guest that answers the questions itself is not asked the
+/// first one: all its pages are candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum State {
-    /// None is open.
+    /// No question is open.
     Idle,
-    /// Which pages are worth the trouble?
+    /// The first question is open: which pages are candidates?
     Asking,
-    /// They are being protected and postponed.
+    /// The candidates are being protected and postponed, from this position on.
     Postponing(Cursor),
-    /// Which of them are free still? What lies behind the cursor is yet to be postponed.
+    /// The second question is open: which postponed pages are still free? The pages from this
+    /// position on are postponed afterwards.
     Confirming(Cursor),
 }
 
-/// When there is something to do.
+/// Time of the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// At once.
+    /// The next step can be done at once.
     Now,
-    /// When the guest has had time to answer.
+    /// The next step can be done when the guest has had time to answer.
     Soon,
-    /// In the next pass.
+    /// There is no further step in this pass.
     Nothing,
 }
 
-/// Learns which pages are free, and leaves them out.
+/// Learns which pages are free, and skips them.
 #[derive(Debug)]
 pub(crate) struct Skipping {
     source: Box<dyn FreePages>,
     state: State,
-    /// The number of the latest question.
+    /// Number of the latest question.
     question: u64,
-    /// The source has failed, and is asked no more.
+    /// True if the source of free pages has failed. It is not asked again.
     failed: bool,
-    /// What was brought by the poll under way.
+    /// Pages that the current poll returned.
     report: FreeReport,
-    /// The pages that are worth the trouble.
+    /// Candidates: the pages that are worth being protected and postponed.
     worth: PageSet,
-    /// Scratch: the pages of a chunk that are being protected, in a bitmap of the region.
+    /// Scratch bitmap of a region: the pages of a chunk that are being protected.
     mine: Bitmap,
     /// Pages postponed since the last question.
     round: u64,
-    /// When the first question of all was asked.
+    /// Time of the first question of the migration.
     asked: Option<Instant>,
     figures: FreePagesFigures,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
 }
 
-/// A way to get the order wrong, for tests that show that it matters.
+/// Planted defect, for tests that show that the order matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Flaw {
     None,
-    /// Pages are left out by an answer that was asked for before they were protected.
+    /// Pages are skipped by the answer to a question that was asked before they were protected.
     AsksFirst,
-    /// Pages are protected when the answer by which they are left out has come.
+    /// Pages are protected only after the answer by which they are skipped has arrived.
     ProtectsLate,
-    /// Pages are protected that a sender may have, or have sent.
+    /// Pages are protected that a sender may have taken or sent.
     ProtectsSent,
-    /// What comes after the end of the pass that it was asked for still counts.
+    /// An answer is used after the pass of its question has ended.
     TakesLate,
-    /// An answer from before the pause counts when the guest is paused.
+    /// An answer from before the pause is used when the guest is paused.
     SettlesEarly,
 }
 
-/// Where it stands.
+/// State of `Skipping` between two steps of a model.
 #[cfg(test)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Kept {
@@ -114,7 +122,8 @@ impl Skipping {
         }
     }
 
-    /// A pass has begun: its pages are with the senders, which wait for nothing here.
+    /// Begins the questions of a pass. The senders have the pages of the pass and do not wait for
+    /// an answer.
     pub(crate) fn begin(&mut self, pass: &PassPages) {
         self.close();
         let all: u64 = pass.regions().map(|(.., pages)| pages).sum();
@@ -125,8 +134,9 @@ impl Skipping {
                 self.state = State::Asking;
             }
             Answers::ByGuest if pass.pages() >= (all / WORTH_ASKING).max(1) => {
-                // A question is dear to a guest that answers itself, and its driver may name what it has named once no more: it is
-                // asked once, with all pages protected.
+                // A question is expensive for a guest that answers itself, and its driver may not
+                // name a page again that it has named once. Therefore such a guest is asked once,
+                // after all pages are protected.
                 self.worth.iter_mut().for_each(|(_, map)| map.set_range(0..map.len()));
                 self.round = 0;
                 self.state = State::Postponing((0, 0));
@@ -139,7 +149,8 @@ impl Skipping {
         }
     }
 
-    /// Goes on with what is to do, for a millisecond or so; returns how many pages were left out, and when it wants to go on.
+    /// Continues for about a millisecond. Returns the number of pages that were skipped, and the
+    /// time of the next step.
     pub(crate) fn step(&mut self, pending: &mut PendingPages, protect: &dyn Protect) -> (u64, Next) {
         let Some(pass) = pending.pass().cloned() else { return (0, Next::Nothing) };
         match self.state {
@@ -153,7 +164,8 @@ impl Skipping {
         }
     }
 
-    /// The pass has ended, or the guest is about to be paused: no answer to the open question counts any more.
+    /// Drops the open question, because the pass has ended or the guest is about to be paused. A
+    /// later answer is not used.
     pub(crate) fn close(&mut self) {
         if self.state != State::Idle {
             self.state = State::Idle;
@@ -161,8 +173,10 @@ impl Skipping {
         }
     }
 
-    /// The guest is paused, and everything was harvested: leaves out what is free now, if that can be known. Returns how many
-    /// pages that were.
+    /// Skips the pages that are free now, if the source of free pages answers at once. Returns the
+    /// number of skipped pages.
+    ///
+    /// The guest must be paused, and all its writes must be harvested.
     pub(crate) fn settle(&mut self, pending: &mut PendingPages) -> u64 {
         self.close();
         #[cfg(test)]
@@ -172,7 +186,7 @@ impl Skipping {
         if self.source.answers() != Answers::AtOnce {
             return 0;
         }
-        // The question comes after the harvest: what was harvested can be skipped, too.
+        // The question comes after the harvest. Therefore harvested pages can be skipped, too.
         if pending.count() == 0 || !self.ask() {
             return 0;
         }
@@ -189,7 +203,8 @@ impl Skipping {
         self.figures.clone()
     }
 
-    /// Goes on from where another was, in a model that keeps that elsewhere between two steps.
+    /// Recreates the state of an earlier `Skipping`, for a model that keeps it elsewhere between
+    /// two steps.
     #[cfg(test)]
     pub(crate) fn resume(source: Box<dyn FreePages>, layout: &Layout, kept: &Kept, flaw: Flaw) -> Self {
         let Kept { state, question, worth, round } = kept.clone();
@@ -214,14 +229,15 @@ impl Skipping {
     }
 
     fn give_up(&mut self, error: &VmError) -> Next {
-        tracing::warn!("the guest's free pages are sent, because it cannot be known which they are: {error}");
+        tracing::warn!("cannot ask the guest for its free pages, so they are sent: {error}");
         self.failed = true;
         self.state = State::Idle;
         self.source.stop();
         Next::Nothing
     }
 
-    /// What has come, in `self.report`, if it is for the open question.
+    /// Polls for an answer into `self.report`. Returns the answer if it belongs to the open
+    /// question.
     fn hear(&mut self) -> Option<Answer> {
         self.report.clear();
         #[cfg(test)]
@@ -273,7 +289,7 @@ impl Skipping {
         if self.failed { Next::Nothing } else { next }
     }
 
-    /// Pages that nobody has begun with are protected, and have their turn last.
+    /// Protects candidates that no thread has taken, and moves them to the end of the pass.
     fn postpone(&mut self, pass: &PassPages, at: Cursor, protect: &dyn Protect) -> Result<Next, VmError> {
         let size = protect.chunk_pages().max(64);
         let (mut pages, mut chunks) = (0, 0);
@@ -322,7 +338,8 @@ impl Skipping {
         if pages == 0 {
             return Ok(0);
         }
-        // They are in no set now, and nobody else protects or reads them. Whatever comes of it they are given back.
+        // The pages are in no set now, and no other thread protects or reads them. They are
+        // returned even if the protection fails.
         #[cfg(not(test))]
         let protected = protect_run(protect, id, chunk, &self.mine);
         #[cfg(test)]
@@ -339,7 +356,8 @@ impl Skipping {
         protected.map(|()| pages)
     }
 
-    /// Asks what counts, now that pages are protected.
+    /// Asks which pages are free, now that the candidates are protected. Only this answer may skip
+    /// pages.
     fn confirm(&mut self, rest: Cursor) -> Next {
         if self.round == 0 {
             self.close();

@@ -1,9 +1,10 @@
-//! A migration's phases as spans of `tracing`: whoever subscribes sees when each began and ended. Without a subscriber a span
-//! costs a load.
+//! Phases of a migration as spans of `tracing`.
+//!
+//! A subscriber sees when each phase began and ended. Without a subscriber a span costs one load.
 
 use tracing::{Span, info_span};
 
-/// The migration's span, and that of what it is doing. A span ends when it is replaced.
+/// Span of the migration, and spans of its current phase and pass. A span ends when it is replaced.
 #[derive(Debug)]
 pub(super) struct Spans {
     migration: Span,
@@ -18,7 +19,7 @@ impl Default for Spans {
 }
 
 impl Spans {
-    /// Of a migration that begins with its setup.
+    /// Creates the span of a migration, and the span of its setup phase.
     pub(super) fn begin(id: &str, mode: &str) -> Self {
         let migration = info_span!(
             parent: None,
@@ -26,7 +27,7 @@ impl Spans {
             id,
             mode,
             outcome = tracing::field::Empty,
-            // What OpenTelemetry makes a span's status.
+            // OpenTelemetry reads a span's status from this field.
             otel.status_code = tracing::field::Empty,
         );
         let mut spans = Self { migration, ..Self::default() };
@@ -39,9 +40,9 @@ impl Spans {
     }
 
     pub(super) fn pass(&mut self, number: u32, pages: u64) {
-        // The one before ends first: it belongs to its own phase.
+        // The previous pass must end first, because it belongs to its own phase.
         self.pass = Span::none();
-        // Signed, for there are no other integers in OpenTelemetry: these would be texts there.
+        // OpenTelemetry has only signed integers. An unsigned one would be exported as text.
         let (number, pages) = (i64::from(number), i64::try_from(pages).unwrap_or(i64::MAX));
         self.pass = info_span!(parent: &self.phase, "pass", number, pages);
     }
@@ -71,7 +72,7 @@ impl Spans {
     pub(super) fn end(&mut self, outcome: &str) {
         (self.pass, self.phase) = (Span::none(), Span::none());
         self.migration.record("outcome", outcome);
-        // Whoever cancels one gets what was asked for.
+        // A cancelled migration is not an error: the operator got the requested result.
         if !matches!(outcome, "completed" | "cancelled") {
             self.migration.record("otel.status_code", "ERROR");
         }
@@ -87,7 +88,7 @@ mod tests {
     use tracing::span::{Attributes, Id, Record};
     use tracing::{Event, Metadata, Subscriber};
 
-    /// Writes down which span began and ended.
+    /// Subscriber that records when each span began and ended.
     #[derive(Default)]
     struct Diary {
         next: AtomicU64,

@@ -1,4 +1,4 @@
-//! Where the time went: stamps taken by the driver, made into the report at the end.
+//! Timestamps taken by the driver, from which the report is made.
 
 use super::driver::Context;
 use super::session::Session;
@@ -23,18 +23,19 @@ pub(super) struct Timings {
     first_page: Option<Duration>,
     pass: Option<(Duration, u64)>,
     passes: Vec<PassReport>,
-    /// When each of them began.
+    /// Start of each pass of `passes`.
     starts: Vec<Duration>,
     pause: Option<Duration>,
     paused: Option<Duration>,
     saved: Option<Duration>,
-    /// When the driver began with what follows the device state: the last harvest, or the list of missing pages.
+    /// Time at which the driver began with the step after the device state: the last harvest, or
+    /// the list of missing pages.
     state_sent: Option<Duration>,
-    /// When the last harvest had ended.
+    /// End of the last harvest.
     harvested: Option<Duration>,
     /// Time that listing the pages of the newest pass took.
     listing: Duration,
-    /// When the target was asked to load the state.
+    /// Time at which the target was asked to load the state.
     loading: Option<Duration>,
     last_pages: Option<Duration>,
     received: Option<Duration>,
@@ -42,23 +43,24 @@ pub(super) struct Timings {
     verified: Option<Duration>,
     ready: Option<Duration>,
     running: Option<Duration>,
-    /// The guest runs there before all of its memory does.
+    /// True if the guest runs on the target before the target has all of the memory.
     lazy: bool,
     complete: Option<Duration>,
     resumed: Option<Duration>,
     predicted: Option<Duration>,
-    /// Trial pauses, and the time for which no vCPU ran in them.
+    /// Number of trial pauses, and the time for which no vCPU ran in them.
     trials: u64,
     trial: Duration,
-    /// The shares that were asked for last, and the highest so far.
+    /// Shares of the last throttle, and the highest share so far.
     shares: Vec<f64>,
     highest: f64,
-    /// How long each vCPU had been held before this migration.
+    /// Time for which each vCPU had been stopped by a throttle before this migration.
     held_before: Vec<Duration>,
 }
 
 impl Timings {
-    /// Of this migration, whose guest's vCPUs have been held for so long before.
+    /// Creates the timings of a migration. `held_before` is the time for which each vCPU had been
+    /// stopped by a throttle before.
     pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
         let spans = Spans::begin(&context.migration.to_string(), &context.settings.mode.to_string());
         Self { clock: context.clock, spans, held_before, ..Self::default() }
@@ -79,24 +81,24 @@ impl Timings {
         }
     }
 
-    /// The pages of the next pass were listed, since `began`.
+    /// Notes that the pages of the next pass were listed, from `began` until now.
     pub(super) fn listed(&mut self, began: Duration) {
         self.listing = self.clock.since(began);
     }
 
-    /// Time that listing the pages of the newest pass took.
+    /// Returns the time that listing the pages of the newest pass took.
     pub(super) fn listing(&self) -> Duration {
         self.listing
     }
 
-    /// The device state, if any, has been handed over to the link.
+    /// Notes that the device state, if there is any, has been handed over to the link.
     pub(super) fn state_sent(&mut self) {
         if self.saved.is_some() {
             self.state_sent.get_or_insert(self.clock.now());
         }
     }
 
-    /// All channels have sent the pass; returns its bytes.
+    /// Notes that all channels have sent the pass. Returns the bytes of the pass.
     pub(super) fn pass_sent(&mut self, monitor: &Monitor) -> u64 {
         let (_, before) = self.pass.unwrap_or((self.clock.now(), 0));
         let bytes = monitor.counters.wire_bytes.load(Ordering::Relaxed) - before;
@@ -108,7 +110,8 @@ impl Timings {
         bytes
     }
 
-    /// A harvest that began at `began` has ended. `of_pass`: it has what was written during the last pass.
+    /// Notes the end of a harvest that began at `began`. `of_pass` is true if the harvest found the
+    /// pages that were written during the last pass.
     pub(super) fn harvested(&mut self, began: Duration, pages: u64, of_pass: bool) {
         let elapsed = self.clock.since(began);
         self.harvested = Some(self.clock.now());
@@ -124,7 +127,7 @@ impl Timings {
         self.predicted = predicted;
     }
 
-    /// A trial pause is over, in which no vCPU ran for `stood`.
+    /// Notes the end of a trial pause in which no vCPU ran for `stood`.
     pub(super) fn tried(&mut self, stood: Duration) {
         self.trials += 1;
         self.trial += stood;
@@ -138,12 +141,13 @@ impl Timings {
         self.saved = Some(self.clock.now());
     }
 
-    /// How long the guest has stood still.
+    /// Returns the time since the guest was paused.
     pub(super) fn stood(&self) -> Duration {
         between(self.pause, Some(self.clock.now()))
     }
 
-    /// The pause was none: the guest runs on, in a `mode` that goes back to its passes if it has any.
+    /// Cancels the pause of a deferred switchover: the guest runs on. A `mode` with passes returns
+    /// to its precopy phase.
     pub(super) fn went_on(&mut self, mode: MigrationMode) {
         if mode == MigrationMode::Postcopy {
             self.spans.setup()
@@ -179,7 +183,8 @@ impl Timings {
         });
     }
 
-    /// The guest goes on here: what a failed attempt cost it ends now, whatever cleaning up takes.
+    /// Notes that the guest runs on the source again. The time that a failed attempt cost the guest
+    /// ends now, whatever the cleanup takes.
     pub(super) fn resumed(&mut self) {
         self.resumed = Some(self.clock.now());
     }
@@ -216,7 +221,7 @@ impl Timings {
                 }
                 self.running = Some(now);
             }
-            // The word that the guest runs was lost: an upper bound.
+            // The message that the guest runs was lost, so this time is an upper bound.
             ToSource::Resume { .. } => {
                 self.running.get_or_insert(now);
             }
@@ -231,8 +236,9 @@ impl Timings {
 
     fn downtime(&self, session: &Session) -> Downtime {
         let save = between(self.paused, self.saved);
-        // A part begins where the one before it ends, so that together they are the whole downtime. A handover has a list of missing pages
-        // where a last pass is otherwise. A postcopy from the start has no harvest.
+        // Each part begins where the one before it ends, so the parts add up to the whole downtime.
+        // A handover sends a list of missing pages instead of a last pass. A postcopy without
+        // precopy has no harvest.
         let harvested = self.harvested.max(self.state_sent);
         let (listed, sent) =
             if self.lazy { (self.loading, self.loading) } else { (self.last_pages, self.received) };
@@ -242,7 +248,7 @@ impl Timings {
         let check =
             if self.lazy { Duration::ZERO } else { between(sent, self.loading).saturating_sub(verified) };
         let (loading, starting) = (between(self.loading, self.ready), between(self.ready, self.running));
-        // The target says so.
+        // The target reports these times.
         let summary = session.summary();
         let (load, start) = (summary.load_time.min(loading), summary.start_time.min(starting));
         Downtime {
@@ -267,10 +273,11 @@ impl Timings {
         passes.map(|(pass, start)| PassReport { start_ms: ms(*start), ..pass.clone() }).collect()
     }
 
-    /// What came to pass, in its order; a phase that was not reached is left out, and one that was not left ends at `end`.
+    /// Returns the phases in their order. A phase that was not reached is missing, and a phase that
+    /// has not ended ends at `end`.
     fn phases(&self, end: Duration) -> Vec<PhaseReport> {
         let started = self.running.or(self.resumed);
-        // Without precopy the guest is stopped before the first page goes.
+        // Without precopy the guest is stopped before the first page is sent.
         let precopy = self.first_page.filter(|first| self.pause.is_none_or(|pause| *first < pause));
         let spans = [
             ("setup", Some(Duration::ZERO), precopy.or(self.pause)),
@@ -286,7 +293,8 @@ impl Timings {
         spans.into_iter().filter_map(of).collect()
     }
 
-    /// The account so far, of a migration that has not ended; the state and what goes on by itself is the monitor's to add.
+    /// Returns the report so far of a migration that has not ended. The monitor adds the state and
+    /// the figures that change continuously.
     pub(super) fn account(
         &self,
         context: &Context<'_>,
@@ -329,17 +337,17 @@ impl Timings {
             passes: self.passes(),
             phases: self.phases(end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
-            ring: shielded("how the rings did is not known", || tracker.ring()),
+            ring: shielded("reading the figures of the dirty rings failed", || tracker.ring()),
             throttle: self.throttle(held),
             course: session.course().to_vec(),
             cpu_ms: Cpu {
-                // What the thread that migrates used before does not count.
+                // CPU time that this thread used before the migration does not count.
                 source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(context.cpu_before_us)
                     as f64
                     / 1e3,
                 destination: ms(session.summary().target_cpu),
             },
-            // What came after the handover was placed only where it matched its digest.
+            // A page that arrived after the handover was placed only if it matched its digest.
             verified_pages: verification.pages.saturating_add(lazily),
             mismatched_pages: verification.mismatched,
             suspect_pages_resent: session.summary().suspects_resent,
@@ -348,7 +356,7 @@ impl Timings {
         }
     }
 
-    /// The same of one that has ended with `outcome`.
+    /// Returns the report of a migration that has ended with `outcome`.
     pub(super) fn report(
         &self,
         context: &Context<'_>,

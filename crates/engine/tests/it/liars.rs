@@ -71,7 +71,7 @@ fn run(first: u64, count: u64) -> RunName {
 fn pages_that_are_not_there_are_not_sent_again() {
     let elsewhere = RunName { region: RegionId(77), ..run(0, 1) };
     for name in [run(1200, 1), run(0, 1201), run(u64::MAX, u64::MAX), run(5, u64::MAX), elsewhere] {
-        seen_through("which is not there", patient(), |liar| {
+        seen_through("which does not exist", patient(), |liar| {
             let pass = liar.until_the_last_pass();
             liar.received(pass, 1, vec![name]);
             liar.listen();

@@ -173,9 +173,9 @@ fn whatever_a_target_does_before_the_commit_the_guest_stays() {
     };
     let lacking = LackingPages { region: RegionId(0), first: 0, words: vec![1; 8] };
     let cases: Vec<(&str, Script)> = vec![
-        ("which is not there", after_handover(page(77, 0, 0, false))),
-        ("which is not there", after_handover(page(0, u64::MAX, MAX_AHEAD, true))),
-        ("which is not there", after_handover(page(0, 6144, 0, false))),
+        ("which does not exist", after_handover(page(77, 0, 0, false))),
+        ("which does not exist", after_handover(page(0, u64::MAX, MAX_AHEAD, true))),
+        ("which does not exist", after_handover(page(0, 6144, 0, false))),
         ("echo on an urgent channel", after_handover(Request::Echo { number: 1, held_ns: 0 })),
         ("were not sent to it", say(ToSource::Complete(LazyFigures::default()))),
         ("Lacking, which does not fit", say(ToSource::Lacking(lacking))),
@@ -234,8 +234,8 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
         })
     };
     let cases: Vec<(&str, Script)> = vec![
-        ("which is not there", asks(page(1, 0, 0, false))),
-        ("which is not there", asks(page(0, 1 << 40, MAX_AHEAD, false))),
+        ("which does not exist", asks(page(1, 0, 0, false))),
+        ("which does not exist", asks(page(0, 1 << 40, MAX_AHEAD, false))),
         ("echo on an urgent channel", asks(Request::Echo { number: u64::MAX, held_ns: 0 })),
         (
             "Ready, which does not fit",

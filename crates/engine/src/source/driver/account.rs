@@ -1,4 +1,4 @@
-//! The figures of the migration, as the monitor shows them.
+//! Figures of the migration, as the migration handle shows them.
 
 use super::{Context, Driver, TICK};
 use crate::monitor::MigrationState;
@@ -7,21 +7,23 @@ use crate::source::session::Phase;
 use crate::source::timings::Timings;
 use std::time::Duration;
 
-/// The figures so far.
+/// Figures so far.
 pub(super) struct Account {
     pub(super) timings: Timings,
-    /// The phase that the monitor was given an account of, and when. `None` before the first.
+    /// Phase of the last report to the migration handle, and its time. `None` before the first
+    /// report.
     shown: Option<(Phase, Duration)>,
 }
 
 impl Account {
-    /// Begins an account of a guest whose vCPUs had been stopped by a throttle for `held_before`.
+    /// Begins the figures of a guest whose vCPUs had been stopped by a throttle for `held_before`.
     pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
         Self { timings: Timings::new(context, held_before), shown: None }
     }
 
-    /// Returns true if the monitor needs a new account. An account is made anew each time, so there is
-    /// at most one for each tick, and one for each new phase before the monitor shows that phase.
+    /// Returns true if the migration handle needs a new report. A report is made from scratch each
+    /// time, so there is at most one per tick, and one for each new phase before the handle shows
+    /// that phase.
     fn is_due(&mut self, now: Duration, phase: Phase) -> bool {
         if self.shown.is_some_and(|(known, last)| known == phase && now.saturating_sub(last) < TICK) {
             return false;
@@ -32,7 +34,7 @@ impl Account {
 }
 
 impl Driver<'_, '_> {
-    /// Tells the monitor how far the migration is.
+    /// Stores the progress in the migration handle.
     pub(super) fn show_progress(&mut self) {
         let (phase, monitor, elapsed) = (self.session.phase(), self.context.monitor, self.now());
         if self.account.is_due(elapsed, phase) {

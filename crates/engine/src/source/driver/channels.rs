@@ -1,4 +1,4 @@
-//! The channels for pages, and the threads that send them.
+//! Bulk, urgent and probe channels, and the threads that send pages on the bulk channels.
 
 use super::Context;
 use crate::MigrateError;
@@ -25,12 +25,12 @@ pub(super) enum Job<'e> {
         pages: Arc<PassPages>,
         first: bool,
     },
-    /// Digests of all pages but these.
+    /// Digests of all pages except those of `except`.
     Digests {
         pass: u32,
         except: Arc<PageSet>,
     },
-    /// The missing pages that no vCPU waits for.
+    /// Missing pages that no vCPU waits for.
     Rest {
         pass: u32,
         claims: Arc<Claims>,
@@ -38,15 +38,15 @@ pub(super) enum Job<'e> {
     },
 }
 
-/// The present set of channels, and the threads of all sets.
+/// Present set of channels, and the threads of all sets.
 pub(super) struct Channels<'s, 'e> {
     pub(super) scope: &'s Scope<'s, 'e>,
     pub(super) bulk: Vec<Arc<Stream>>,
     pub(super) urgent: Vec<Arc<Stream>>,
     pub(super) probe: Option<Arc<Stream>>,
-    /// A queue for each sender of the present set.
+    /// Queue of each sender of the present set.
     jobs: Vec<SyncSender<Job<'e>>>,
-    /// Senders of any set, which may still protect pages.
+    /// Senders of any set that may still protect pages.
     senders: Vec<ScopedJoinHandle<'s, ()>>,
 }
 
@@ -55,7 +55,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         Self { scope, bulk: vec![], urgent: vec![], probe: None, jobs: vec![], senders: vec![] }
     }
 
-    /// Opens a set of channels, unless `cancel` is cancelled meanwhile.
+    /// Opens a set of channels. Fails if `cancel` is cancelled before that is done.
     pub(super) fn open(
         &mut self,
         context: &Context<'_>,
@@ -67,8 +67,8 @@ impl<'s, 'e> Channels<'s, 'e> {
             let open = |index| {
                 let channel = (context.migration, role, index, token);
                 let stream = context.dialer.open(channel, cancel)?;
-                // A bulk channel is never read, and an urgent one is silent while no vCPU waits. A send
-                // without progress for this long is a dead peer.
+                // A bulk channel is never read, and an urgent channel is silent while no vCPU
+                // waits. A peer is considered dead if a send makes no progress for this long.
                 let _ = stream.set_timeouts(None, Some(settings.peer_timeout));
                 Ok(Arc::new(stream))
             };
@@ -83,7 +83,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         Ok(())
     }
 
-    /// Ends the channels, and what a thread waits for in them.
+    /// Shuts down the channels, and with them the waits of their threads.
     pub(super) fn shutdown(&self) {
         self.bulk.iter().chain(&self.urgent).chain(&self.probe).for_each(|stream| stream.shutdown());
     }
@@ -116,8 +116,8 @@ impl<'s, 'e> Channels<'s, 'e> {
     /// Gives every sender its part of `job`. Returns the number of senders.
     pub(super) fn give_out(&self, job: &Job<'e>) -> usize {
         for queue in &self.jobs {
-            // A sender that is gone has reported why. Its input ends the migration, or this set of
-            // channels.
+            // A sender that has ended has reported the reason. Its input ends the migration, or
+            // this set of channels.
             let _ = queue.send(job.clone());
         }
         self.jobs.len()
@@ -138,10 +138,10 @@ impl<'s, 'e> Channels<'s, 'e> {
         }
     }
 
-    /// Lets pages wait in guest memory, where they can still change, and not in sockets. The link
-    /// carries `rate` bytes per second.
+    /// Limits the unsent bytes in the sockets. Pages then wait in guest memory, where their latest
+    /// content is sent. `rate` is the rate of the link in bytes per second.
     pub(super) fn keep_sockets_short(&self, rate: f64) {
-        /// Two segments of the largest kind: with less the socket would run dry.
+        /// Smallest limit: two segments of the largest kind. With less, the socket would run empty.
         const LEAST: u64 = 128 << 10;
         let each = rate * UNSENT.as_secs_f64() / self.bulk.len().max(1) as f64;
         #[expect(
@@ -150,7 +150,7 @@ impl<'s, 'e> Channels<'s, 'e> {
             reason = "saturates; no rate is negative"
         )]
         let bytes = u32::try_from((each as u64).max(LEAST)).unwrap_or(u32::MAX);
-        // A local socket has no such limit and a short queue by itself.
+        // A local socket has no such limit, and its queue is short anyway.
         for stream in self.bulk.iter().filter(|stream| stream.is_tcp()) {
             if let Err(error) = tcp::set_unsent_limit(stream.as_fd(), bytes) {
                 tracing::debug!("pages wait in a socket for longer than they need: {error}");
@@ -159,7 +159,7 @@ impl<'s, 'e> Channels<'s, 'e> {
     }
 }
 
-/// The thread of a bulk channel.
+/// Runs the thread of a bulk channel.
 fn send_jobs(
     context: &Context<'_>,
     stream: Arc<Stream>,

@@ -16,22 +16,22 @@ use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget, Token, WireError};
 /// The control channel.
 pub(super) struct Control {
     pub(super) stream: Arc<Stream>,
-    /// Pings the target while the VM is at work.
+    /// Thread that pings the target while the VM works.
     heartbeat: Option<Heartbeat>,
-    /// Opens the channel anew after a loss.
+    /// Token that opens the channel again after a loss.
     pub(super) resume: Token,
-    /// Time by which the device state has to be sent.
+    /// Time by which the device state must be sent.
     state_deadline: Option<Duration>,
 }
 
 /// Reason for which a message was not sent.
 pub(super) struct NotSent {
     pub(super) why: String,
-    /// The target has closed the channel.
+    /// True if the target has closed the channel.
     pub(super) peer_gone: bool,
-    /// Not one byte of the message left.
+    /// True if no byte of the message was sent.
     pub(super) nothing_left: bool,
-    /// The message is larger than the wire allows.
+    /// Refusal for a message that is larger than the protocol allows.
     pub(super) too_large: Option<Refusal>,
 }
 
@@ -45,7 +45,7 @@ impl Control {
         Ok(())
     }
 
-    /// Does `work`, which may take long. The target hears from the source meanwhile.
+    /// Does `work`, which may take long. Meanwhile pings tell the target that the source is alive.
     pub(super) fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         match &self.heartbeat {
             Some(heartbeat) => heartbeat.during(&self.stream, work),
@@ -53,12 +53,13 @@ impl Control {
         }
     }
 
-    /// The guest is paused, and all of its state together has to be sent by `deadline`.
+    /// Sets the time by which all of the device state must be sent. The guest is paused.
     pub(super) fn expect_state(&mut self, deadline: Duration) {
         self.state_deadline = Some(deadline);
     }
 
-    /// Sends `message`, which may take the peer's timeout.
+    /// Sends `message`. Fails if the message was not sent within the peer timeout, or for a part of the
+    /// device state by the deadline of the state.
     pub(super) fn send(&self, context: &Context<'_>, message: &ToTarget) -> Result<(), NotSent> {
         let longest = match (message, self.state_deadline) {
             (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
@@ -113,7 +114,7 @@ impl Control {
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Control, "source-control", scope, read).map(drop)
     }
 
-    /// Opens the channel anew.
+    /// Opens the channel again.
     pub(super) fn reconnect(&mut self, context: &Context<'_>) -> Result<(), MigrateError> {
         let channel = (context.migration, Role::Control, 0, self.resume);
         self.stream = Arc::new(context.dialer.open(channel, None)?);
@@ -121,7 +122,7 @@ impl Control {
     }
 }
 
-/// Says why the control channel has ended.
+/// Returns the reason for which the control channel has ended.
 fn lost(peer: &str, error: &io::Error, silence: Duration) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {

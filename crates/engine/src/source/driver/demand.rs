@@ -1,4 +1,5 @@
-//! Missing pages of a guest that runs on the target: requests are answered, and the rest is sent.
+//! Missing pages of a guest that runs on the target: answers requests, and provides the rest to the
+//! bulk threads.
 
 use super::Context;
 use super::channels::Channels;
@@ -15,13 +16,13 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use vmferry_core::{Layout, NothingToProtect, PageSet};
 
-/// The missing pages.
+/// Missing pages, and the urgent channels that serve them.
 pub(super) struct Demand<'e> {
-    /// The pages that were not sent over the present channels. `None` before the handover, and while
+    /// Pages that were not sent over the present channels. `None` before the handover, and while
     /// there is no link.
     claims: Option<Arc<Claims>>,
     urgent: Arc<Vec<UrgentOut<'e>>>,
-    /// The pages that the target has named so far, over a link that was opened anew.
+    /// Pages that the target has named so far, over a new link.
     pub(super) missing: Collected,
 }
 
@@ -38,30 +39,31 @@ impl<'e> Demand<'e> {
         Arc::clone(&self.urgent)
     }
 
-    /// Number of pages that were not sent over the present channels.
+    /// Returns the number of pages that were not sent over the present channels.
     pub(super) fn left(&self) -> Option<u64> {
         self.claims.as_ref().map(|claims| claims.left())
     }
 
-    /// Begins with the pages that the target was told are missing.
+    /// Starts with the pages that the target was told are missing.
     pub(super) fn begin(&mut self, context: &Context<'_>, missing: &PageSet) {
-        // Without passes before, nothing is known of pages that were never touched.
+        // Without precopy, no pass has found the pages that were never touched.
         let look_up_untouched = context.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(missing, context.settings.urgent, look_up_untouched)));
     }
 
-    /// The link is lost. The target names the pages that were under way.
+    /// Drops the claims, because the link is lost. The target will name the pages that were in
+    /// flight.
     pub(super) fn end(&mut self) {
         self.claims = None;
         self.urgent = Arc::default();
     }
 
-    /// The target is about to name its missing pages, over a new link.
+    /// Prepares for the target to name its missing pages, over a new link.
     pub(super) fn hear_anew(&mut self, layout: &Layout) {
         self.missing = Collected::new(layout);
     }
 
-    /// The target has named its missing pages, `pages` of them.
+    /// Starts again with the missing pages that the target has named. `pages` is their number.
     pub(super) fn named_again(&mut self, context: &Context<'_>, pages: u64) -> Result<(), String> {
         let empty = Collected::new(context.memory.layout());
         let missing = std::mem::replace(&mut self.missing, empty).complete(pages)?;
@@ -69,8 +71,8 @@ impl<'e> Demand<'e> {
         Ok(())
     }
 
-    /// Starts a thread for each urgent channel, which answers requests for missing pages. Before the
-    /// handover there is nothing to serve.
+    /// Starts a thread for each urgent channel, which answers requests for missing pages. Before
+    /// the handover there is nothing to serve.
     pub(super) fn serve(
         &mut self,
         context: &'e Context<'e>,

@@ -1,4 +1,4 @@
-//! The guest and its VM, as long as the guest is the source's.
+//! The guest and its VM, while the source owns the guest.
 
 use super::control::Control;
 use crate::vm::{self, Rehearsal, shielded};
@@ -10,7 +10,7 @@ use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
 pub(super) struct Guest<'e> {
     vm: &'e mut dyn SourceVm,
     paused: bool,
-    /// The VM was asked to slow the guest.
+    /// True if the VM was asked to slow the guest.
     throttled: bool,
 }
 
@@ -23,7 +23,7 @@ impl<'e> Guest<'e> {
         self.paused
     }
 
-    /// Calls the VM. The target hears from the source meanwhile.
+    /// Calls the VM. Meanwhile pings tell the target that the source is alive.
     pub(super) fn during<T>(&mut self, control: &Control, work: impl FnOnce(&mut dyn SourceVm) -> T) -> T {
         control.during(|| work(self.vm))
     }
@@ -32,7 +32,7 @@ impl<'e> Guest<'e> {
         self.vm.pause_costs()
     }
 
-    /// Returns the state that the operator wants.
+    /// Returns the run state that the operator wants.
     pub(super) fn run_state(&self) -> RunState {
         self.vm.run_state()
     }
@@ -48,22 +48,22 @@ impl<'e> Guest<'e> {
         self.during(control, |vm| vm.resume())
     }
 
-    /// Pauses the guest for an instant, in which its I/O has `within` to come to rest.
+    /// Pauses the guest briefly. The guest's I/O has the time `within` to quiesce.
     pub(super) fn trial_pause(&mut self, control: &Control, within: Duration) -> Result<Rehearsal, VmError> {
         self.during(control, |vm| vm::rehearse(vm, within))
     }
 
-    /// Saves the state, for which the guest's I/O has `within` to come to rest.
+    /// Saves the state. The guest's I/O has the time `within` to quiesce.
     pub(super) fn save(&mut self, control: &Control, within: Duration) -> Result<Vec<Section>, VmError> {
         self.during(control, |vm| vm::save(vm, within))
     }
 
-    /// Stops each vCPU for its share of the time. Returns true if the VM can do that.
+    /// Stops each vCPU for its share of the time. Returns true if the VM supports that.
     pub(super) fn throttle(&mut self, shares: &[f64]) -> bool {
         self.throttled = true;
         let throttled = self.vm.throttle(shares);
         if let Err(error) = &throttled {
-            tracing::warn!("the guest dirties faster than the link carries: {error}");
+            tracing::warn!("cannot slow the guest, so the migration may not converge: {error}");
         }
         throttled.is_ok()
     }
@@ -71,36 +71,37 @@ impl<'e> Guest<'e> {
     /// Lets the guest run at full speed. A throttle does not outlive its migration.
     pub(super) fn unthrottle(&mut self) {
         if std::mem::take(&mut self.throttled) {
-            shielded("the guest may stay slowed", || {
-                // It can only fail for want of a thread, which this needs none of.
+            shielded("removing the throttle failed, so the guest may stay slow", || {
+                // A throttle can only fail because a thread cannot be started. A share of 0 needs
+                // no thread.
                 let _ = self.vm.throttle(&[0.0]);
             });
         }
     }
 
-    /// Returns for how long each vCPU has been stopped by a throttle.
+    /// Returns the time for which each vCPU has been stopped by a throttle.
     pub(super) fn held(&self) -> Vec<Duration> {
-        shielded("how long the guest was slowed is not known", || self.vm.throttled())
+        shielded("reading the throttle times failed", || self.vm.throttled())
     }
 }
 
-/// Returns the bytes of the state, if the wire carries that much. The guest must not be stopped for a
-/// state that cannot be sent.
+/// Returns the size of the state in bytes, or an error if the protocol cannot carry it. The guest
+/// must not be stopped for a state that cannot be sent.
 pub(super) fn state_bytes(sections: &[Section]) -> Result<u64, VmError> {
-    /// Bytes of a message besides a section's name and payload.
+    /// Largest size of a message without a section's name and payload.
     const AROUND: usize = 64;
     let bytes = |section: &Section| section.name.len() + section.payload.len();
     if let Some(large) = sections.iter().find(|section| bytes(section) > MAX_CONTROL_BYTES - AROUND) {
         let (name, size, most) = (&large.name, bytes(large), (MAX_CONTROL_BYTES - AROUND) >> 10);
         return Err(VmError::new(format!(
-            "the device state '{name}' has {size} bytes, and {most} KiB go into one section"
+            "the device state '{name}' has {size} bytes; a section holds at most {most} KiB"
         )));
     }
     let all: usize = sections.iter().map(bytes).sum();
     if all > MAX_STATE_BYTES || sections.len() > MAX_SECTIONS {
         let (most, count) = (MAX_STATE_BYTES >> 20, sections.len());
         return Err(VmError::new(format!(
-            "the device state has {all} bytes in {count} sections, and {most} MiB in {MAX_SECTIONS} can be sent"
+            "the device state has {all} bytes in {count} sections; at most {most} MiB in {MAX_SECTIONS} can be sent"
         )));
     }
     Ok(all as u64)

@@ -1,4 +1,4 @@
-//! Pacing the bulk channels while a guest on the target waits for single pages.
+//! Rate control of the bulk channels while vCPUs on the target wait for single pages.
 
 use super::Context;
 use super::channels::Channels;
@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_wire::{FrameHeader, REQUEST_BYTES, Request};
 
-/// The probe channel.
+/// Probe channel, with the sequence number of its next frame.
 struct ProbeChannel(Arc<Stream>, u64);
 
 impl Probe for ProbeChannel {
@@ -32,7 +32,8 @@ impl Probe for ProbeChannel {
             let read = Instant::now();
             match Request::decode(&bytes).map_err(io::Error::other)? {
                 Request::Echo { number, held_ns } => {
-                    // What the processors of both sides added is no queue of the link, and the pace is the link's.
+                    // Time that the processors of both sides added is no queue of the link, and the
+                    // rate is that of the link.
                     let idle = in_kernel.unwrap_or_default() + Duration::from_nanos(held_ns.into());
                     echo(number, read.checked_sub(idle).unwrap_or(read));
                 }
@@ -51,28 +52,31 @@ fn fds(streams: &[Arc<Stream>]) -> impl Iterator<Item = BorrowedFd<'_>> {
     streams.iter().map(|stream| stream.as_fd())
 }
 
-/// Keeps what leaves this host at once as short as the pace, of all channels together, wants it.
+/// Limits the frames and the unsent bytes of each bulk channel to what `rate`, shared by all
+/// channels, allows.
 fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
     let each = rate / (streams.len() as u64).max(1);
     claims.fit_frames(each);
     let unsent = u32::try_from(unsent_bytes(each)).unwrap_or(u32::MAX);
     for stream in streams {
-        // Without it the queue is longer, and that is all.
+        // Without the limit the queue is longer, which is acceptable.
         let _ = tcp::set_unsent_limit(stream.as_fd(), unsent);
     }
 }
 
-/// Holds the bulk channels to the pace that was asked for. If that fails the guest waits longer for its
-/// pages, and the migration goes on. `longest` is the time that a step of the target may take.
+/// Limits the bulk channels to the rate that the settings ask for.
+///
+/// If that fails, vCPUs wait longer for their pages, and the migration continues. `longest` is the
+/// time that a step of the target may take.
 pub(super) fn pace<'e>(
     context: &'e Context<'e>,
     channels: &Channels<'_, 'e>,
     longest: Duration,
     claims: &Arc<Claims>,
 ) {
-    // A channel that is held back may make no progress for longer than a peer may be silent: the socket
-    // takes more only once much of what is in it has left. The control channel tells whether the target
-    // lives.
+    // A limited channel may make no progress for longer than the peer timeout: the socket takes
+    // more only after much of its content has left. The control channel shows whether the target is
+    // alive.
     channels.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, Some(longest))));
     let paced = match context.settings.pace {
         settings::Pace::Off => Ok(()),
@@ -80,7 +84,7 @@ pub(super) fn pace<'e>(
         settings::Pace::Auto => find_pace(context, channels, Arc::clone(claims)),
     };
     if let Err(error) = paced {
-        tracing::warn!("pages are sent unpaced, and a vCPU that needs a page waits behind them: {error}");
+        tracing::warn!("pages are sent without rate control, so page requests may take longer: {error}");
     }
 }
 
@@ -90,18 +94,18 @@ fn hold_to(streams: &[Arc<Stream>], rate: u64, claims: &Claims) -> io::Result<()
     streams.iter().try_for_each(|stream| tcp::set_max_pacing_rate(stream.as_fd(), each.max(1)))
 }
 
-/// Starts the thread that finds the pace.
+/// Starts the thread that controls the rate.
 fn find_pace<'e>(
     context: &'e Context<'e>,
     channels: &Channels<'_, 'e>,
     claims: Arc<Claims>,
 ) -> io::Result<()> {
     let Some(probe) = channels.probe.clone() else { return Ok(()) };
-    // Without the kernel's stamps a busy processor looks like a queue.
+    // Without the kernel's timestamps, a busy processor looks like a queue.
     let _ = probe.stamp_arrivals();
     let (streams, urgent) = (channels.bulk.clone(), channels.urgent.clone());
     if streams.iter().any(|stream| !stream.is_tcp()) {
-        // A local socket has no queue on the way but the one that the receiver empties.
+        // A local socket has no queue on its path except the one that the receiver empties.
         return Ok(());
     }
     let work = move || {
@@ -118,16 +122,16 @@ fn find_pace<'e>(
                     context.monitor.update(|progress| progress.pace = Some(decision.rate));
                 }
             };
-            // The pace mostly ends with its channel.
+            // The rate control usually ends because its channel has ended.
             let ended = pace.run(|| context.stop.load(Ordering::Relaxed), show);
             context.monitor.set_pace(PaceFigures::from(&pace.figures()));
             ended
         });
         context.monitor.counters.add_thread_cpu();
         if let Err(error) = paced {
-            tracing::debug!("the pace ended: {error}");
+            tracing::debug!("the rate control ended: {error}");
         }
     };
-    let work = || shielded("pages are sent unpaced from now on", work);
+    let work = || shielded("the rate control failed, so pages are sent without it", work);
     vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, "source-pace", channels.scope, work).map(drop)
 }

@@ -1,5 +1,5 @@
-//! The pages to send, and the free pages that are left out. [`crate::free`] has the argument for
-//! leaving a page out.
+//! Pages to send, and the free pages that are skipped. [`crate::free`] gives the proof that a page
+//! may be skipped.
 
 use super::Context;
 use crate::monitor::Monitor;
@@ -15,22 +15,23 @@ use std::time::Duration;
 use vmferry_core::{FreePages, Layout, PageRun, PageSet, Protect};
 use vmferry_wire::RunName;
 
-/// Interval at which the source looks whether the guest has answered, unless looking takes more than
-/// one part in [`LOOK_SHARE`] of the time.
+/// Interval at which the source checks for an answer of the guest. The interval is longer if the
+/// checks would take more than one part in [`LOOK_SHARE`] of the time.
 const LOOK: Duration = Duration::from_millis(1);
 const LOOK_SHARE: u32 = 20;
 
-/// The pages to send.
+/// Pages to send.
 pub(super) struct Pages {
     pub(super) pending: PendingPages,
-    /// Asks the guest for its free pages, where it can be asked.
+    /// Skips the guest's free pages. `None` if the guest cannot be asked.
     skipping: Option<Skipping>,
-    /// The pages that the target was told are missing, once there was a handover.
+    /// Pages that the target was told are missing. `None` before the handover.
     missing: Option<Arc<PageSet>>,
 }
 
 impl Pages {
-    /// Every page is to be sent, but for what `free` says.
+    /// Creates the set of all pages to be sent. The pages that `free` reports as free are skipped
+    /// later.
     pub(super) fn everything(layout: &Layout, free: Option<Box<dyn FreePages>>) -> Self {
         Self {
             pending: PendingPages::everything(layout),
@@ -43,17 +44,18 @@ impl Pages {
         self.pending.count()
     }
 
-    /// Ends the pass under way. Returns the set for the pages of a harvest.
+    /// Ends the current pass. Returns the set for the pages of a harvest.
     ///
-    /// The questions of the pass end with it: an answer that comes after the harvest may name a page
-    /// that the harvest found.
+    /// The questions of the pass end with it: an answer that arrives after the harvest may name a
+    /// page that the harvest found.
     pub(super) fn before_harvest(&mut self) -> &mut PageSet {
         self.stop_asking();
         self.pending.end_pass();
         self.pending.next()
     }
 
-    /// Begins a pass of pages that the target named, which may be anything that a peer can say.
+    /// Begins a pass of the pages that the target named. Fails if `runs` has pages that do not
+    /// exist: the peer can send any value.
     pub(super) fn begin_repeat(
         &mut self,
         layout: &Layout,
@@ -63,22 +65,23 @@ impl Pages {
         for name in runs {
             let run = PageRun::from(name.first..name.first.saturating_add(name.count));
             let region = set.region_mut(name.region).filter(|map| run.end() <= map.len());
-            let map = region
-                .ok_or_else(|| format!("the target asks for {run} of {}, which is not there", name.region))?;
+            let map = region.ok_or_else(|| {
+                format!("the target asks for {run} of {}, which does not exist", name.region)
+            })?;
             map.set_range(run.range());
         }
         Ok(self.pending.begin_repeat(&set))
     }
 
-    /// Takes the pages that the target has to be told are missing: what is pending, and `also`.
+    /// Takes the pages that the target must be told are missing: the pending pages, and `also`.
     pub(super) fn take_missing(&mut self, layout: &Layout, also: &[RunName]) -> Result<Arc<PageSet>, String> {
         let missing = lacking(self.pending.take_all(PageSet::empty(layout)), layout, also)?;
         self.pending.unskip(&missing);
         Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
     }
 
-    /// Returns the pages that a verification leaves out: free pages, whose content does not count, and
-    /// missing pages, which are compared when they arrive.
+    /// Returns the pages that a verification does not compare: skipped free pages, whose content is
+    /// not used, and missing pages, which are compared when they arrive.
     pub(super) fn not_compared(&self) -> PageSet {
         let mut except = self.pending.skipped().clone();
         if let Some(missing) = &self.missing {
@@ -87,21 +90,22 @@ impl Pages {
         except
     }
 
-    /// Asks the guest which pages of `pass` are free. Its first pages are under way.
+    /// Asks the guest which pages of `pass` are free. The senders have started with the pass.
     pub(super) fn ask_what_is_free(&mut self, pass: &PassPages) {
         if let Some(skipping) = &mut self.skipping {
             skipping.begin(pass);
         }
     }
 
-    /// No answer counts any more. The guest may use the pages that it keeps for one.
+    /// Drops the open question. The guest may then use the pages again that it holds back for the
+    /// answer.
     pub(super) fn stop_asking(&mut self) {
         if let Some(skipping) = &mut self.skipping {
-            shielded("the guest may go on being asked for free pages", || skipping.close());
+            shielded("ending the question for free pages failed", || skipping.close());
         }
     }
 
-    /// Goes on with leaving out free pages, for a millisecond or so. Returns for how long there is
+    /// Continues to skip free pages, for about a millisecond. Returns the time for which there is
     /// nothing more to do.
     pub(super) fn leave_out_free(
         &mut self,
@@ -121,7 +125,8 @@ impl Pages {
         }
     }
 
-    /// Leaves out what is free. The guest is paused, and everything that it wrote was harvested.
+    /// Skips the pages that are free. The guest is paused, and everything that it wrote was
+    /// harvested.
     pub(super) fn settle_free(&mut self, monitor: &Monitor) {
         if let Some(skipping) = &mut self.skipping {
             let pages = skipping.settle(&mut self.pending);
@@ -129,7 +134,7 @@ impl Pages {
         }
     }
 
-    /// Counts `pages` more that were left out.
+    /// Counts `pages` more skipped pages.
     pub(super) fn count_free(&self, pages: u64, monitor: &Monitor) {
         if pages > 0 {
             monitor.counters.free.fetch_add(pages, Ordering::Relaxed);
@@ -142,7 +147,8 @@ impl Pages {
         });
     }
 
-    /// Adds the figures of free pages. `verified` says that all other pages were compared.
+    /// Adds the figures of free pages to `report`. `verified` is true if all other pages were
+    /// compared.
     pub(super) fn report(&self, report: &mut Report, verified: bool) {
         report.free_pages = self.skipping.as_ref().map(|skipping| skipping.figures());
         report.bytes.free_pages_skipped = self.pending.skipped_count();

@@ -1,28 +1,28 @@
-//! The streams of device state.
+//! Streams of device state.
 
 use std::mem;
 use vmferry_core::{StateReader, StreamName, VmError};
 use vmferry_protocol::source::Event;
 use vmferry_wire::{MAX_STREAM_BYTES, ToTarget};
 
-/// A stream, and whether it was read to its end.
+/// Stream, and whether it was read to its end.
 struct Stream {
     reader: Box<dyn StateReader>,
     ended: bool,
 }
 
-/// Sending what the streams have.
+/// Round of sending: all streams are read once.
 #[derive(Clone, Copy)]
 struct Round {
     /// Stream that is read next.
     next: usize,
     bytes: u64,
-    /// Bytes after which the round ends while the guest runs: a device may produce state for ever.
-    /// `None` if the guest is paused and all is sent.
+    /// Bytes after which the round ends while the guest runs, because a device may produce state
+    /// without end. `None` if the guest is paused and all state is sent.
     most: Option<u64>,
 }
 
-/// A step of a round.
+/// Step of a round.
 pub(super) enum Piece {
     Message(ToTarget),
     /// The round has ended.
@@ -32,12 +32,12 @@ pub(super) enum Piece {
     },
 }
 
-/// The streams of device state. One piece at a time is in memory.
+/// Streams of device state. One piece at a time is in memory.
 pub(super) struct Streams {
     streams: Vec<Stream>,
     round: Option<Round>,
     buffer: Vec<u8>,
-    /// Event that the session has to be told.
+    /// Event that the session must receive.
     report: Option<Event>,
 }
 
@@ -64,7 +64,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Ends the round, and has the session told of it.
+    /// Ends the round, and stores `event` for the session.
     pub(super) fn end(&mut self, event: Event) {
         (self.round, self.report) = (None, Some(event));
     }
@@ -89,14 +89,14 @@ impl Streams {
             let number = u32::try_from(round.next).unwrap_or(u32::MAX);
             let count = if stream.ended { 0 } else { stream.reader.read(&mut self.buffer)? };
             if count > 0 {
-                assert!(count <= self.buffer.len(), "a reader returns what fits its buffer");
+                assert!(count <= self.buffer.len(), "a reader returned more bytes than its buffer holds");
                 round.bytes += count as u64;
                 self.round = Some(round);
                 let bytes = self.buffer[..count].to_vec();
                 return Ok(Piece::Message(ToTarget::StreamBytes { stream: number, bytes }));
             }
             round.next += 1;
-            // With the guest paused, nothing comes after nothing.
+            // While the guest is paused, a reader that returns no bytes has ended.
             if round.most.is_none() && !mem::replace(&mut stream.ended, true) {
                 self.round = Some(round);
                 return Ok(Piece::Message(ToTarget::StreamEnd { stream: number }));
@@ -110,7 +110,7 @@ impl Streams {
 mod tests {
     use super::*;
 
-    /// A device whose state grows by two bytes at each read while the guest runs.
+    /// Device whose state grows by two bytes at each read while the guest runs.
     struct Growing {
         left: u64,
         grows: bool,
@@ -133,7 +133,7 @@ mod tests {
         }
     }
 
-    /// The messages of a round, in short, and the bytes that were sent and are left.
+    /// Returns the messages of a round, abbreviated, and the bytes that were sent and are left.
     fn round(streams: &mut Streams, paused: bool) -> (Vec<String>, (u64, u64)) {
         streams.begin(paused).unwrap();
         let mut messages = Vec::new();

@@ -1,20 +1,20 @@
-//! The tracker of dirty pages.
+//! Tracker of dirty pages.
 
 use crate::vm::caught;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, VmError};
 
-/// The tracker, and what is known while it tracks.
+/// Tracker, and its state while it tracks.
 pub(super) struct Tracking {
     tracker: Box<dyn DirtyTracker>,
-    /// `None` before the tracker was told to start. It is told to stop even if the start failed
-    /// half-way.
+    /// State while the tracker tracks. `None` before the tracker was told to start. The tracker is
+    /// told to stop even if its start failed half-way.
     run: Option<Run>,
 }
 
 struct Run {
-    /// Protects pages. `None` if the start failed.
+    /// Object that protects pages. `None` if the start failed.
     protect: Option<Arc<dyn Protect>>,
     /// Time at which the last harvest ended, or tracking began.
     since: Duration,
@@ -37,19 +37,21 @@ impl Tracking {
         let protect = self.tracker.protector();
         let chunk = protect.chunk_pages();
         if !chunk.is_power_of_two() {
-            return Err(VmError::new(format!("its chunks are of {chunk} pages, which is no power of two")));
+            return Err(VmError::new(format!(
+                "the tracker's chunk size of {chunk} pages is not a power of two"
+            )));
         }
         run.protect = Some(protect);
         Ok(())
     }
 
-    /// Returns what protects pages that are postponed.
+    /// Returns the object that protects pages that are postponed.
     pub(super) fn protect(&self) -> Option<&dyn Protect> {
         self.run.as_ref()?.protect.as_deref()
     }
 
-    /// Returns what protects the pages of another channel. Nothing is protected where no page was sent
-    /// before the switchover.
+    /// Returns an object that protects the pages of another channel. It protects nothing if no page
+    /// is sent before the switchover.
     pub(super) fn protector(&self) -> Arc<dyn Protect> {
         match &self.run {
             Some(_) => self.tracker.protector(),
@@ -57,13 +59,13 @@ impl Tracking {
         }
     }
 
-    /// Adds the pages that were written since the last harvest.
+    /// Adds the pages that were written since the last harvest to `into`.
     pub(super) fn harvest(&mut self, into: &mut PageSet) -> Result<(), VmError> {
         self.tracker.harvest(into)
     }
 
-    /// Returns the seconds since the harvest before, and the pages that each vCPU wrote in them. The
-    /// list is empty if the tracker cannot tell vCPUs apart.
+    /// Returns the seconds since the previous harvest, and the pages that each vCPU wrote in that
+    /// time. The list is empty if the tracker cannot tell vCPUs apart.
     pub(super) fn harvested(&mut self, now: Duration) -> (f64, Vec<u64>) {
         let ring = self.tracker.ring();
         let Some(run) = &mut self.run else { return (0.0, Vec::new()) };
@@ -75,12 +77,12 @@ impl Tracking {
         (seconds, run.written.iter().zip(before).map(|(now, before)| now.saturating_sub(*before)).collect())
     }
 
-    /// Stops tracking, if it was begun. No thread may protect pages any more.
+    /// Stops tracking, if it was started. No thread may protect pages any more.
     pub(super) fn stop(&mut self) {
         if self.run.take().is_some()
             && let Err(error) = caught(|| self.tracker.stop())
         {
-            tracing::warn!("the guest may run slower, because tracking could not be stopped: {error}");
+            tracing::warn!("cannot stop tracking dirty pages, so the guest may run slower: {error}");
         }
     }
 }

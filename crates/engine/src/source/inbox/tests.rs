@@ -6,19 +6,19 @@ use std::collections::VecDeque;
 use vmferry_core::MachineConfig;
 use vmferry_protocol::source::Action;
 
-/// A host whose clock and queue the test sets.
+/// Host whose clock and queue are set by the test.
 struct Scripted {
     now: Duration,
     session: Session,
     agenda: Agenda<Action>,
     inbox: Inbox,
     queue: VecDeque<Input>,
-    /// The target sends pongs without end.
+    /// True if the target sends pongs without end.
     floods: bool,
     taken: u32,
 }
 
-/// The queue is empty.
+/// Idle result: the queue is empty.
 #[derive(Debug)]
 struct Empty;
 
@@ -38,7 +38,7 @@ impl Scripted {
         }
     }
 
-    /// A bulk channel was lost at 0, and the driver's thread looks again at `now`.
+    /// Returns a host that lost a bulk channel at time 0 and looks again at `now`.
     fn after_a_loss(now: Duration) -> Self {
         let mut host = Self::new();
         host.inbox.hold(Duration::ZERO, "the link broke".into());

@@ -1,105 +1,133 @@
-//! The decisions.
+//! Rate controller: a state machine that derives the bulk rate from round trips and deliveries.
 
 use super::meter::{Deliveries, Queue, RoundTrips, WINDOW};
 use super::{Decision, Observation, Phase};
 use std::time::Duration;
 
-/// In bytes a second, the first pace: 400 Mb/s. A link that carries less shows a queue at once. Much less than this, and bursts of
-/// 64 KiB on several channels are too far apart to tell whether deliveries follow.
+/// First rate in bytes per second: 400 Mb/s.
+///
+/// On a slower link a queue forms at once. With a much lower rate, bursts of 64 KiB on several
+/// channels would be too far apart to tell whether deliveries follow the rate.
 const INITIAL: f64 = 50e6;
-/// In bytes a second, never less: 10 Mb/s. What is slower never ends.
+/// Lowest rate in bytes per second: 10 Mb/s. With less, a migration would not end.
 pub(super) const FLOOR: f64 = 1.25e6;
-/// In bytes a second, never more: 400 Gb/s, beyond what pacing timers can do.
+/// Highest rate in bytes per second: 400 Gb/s, more than pacing timers can do.
 pub(super) const CEILING: f64 = 50e9;
 
-/// At the start the pace is raised by this factor each step. The queue at its end is what the last step was too much in
-/// the time it takes to see it: half a window's worth.
+/// Factor by which each step of the startup raises the rate. The queue at the end of the startup
+/// has the excess of the last step during the time until the queue is seen, half a window.
 const STARTUP_GAIN: f64 = 2.0;
-/// A step of the start: a window of round trips, and time for deliveries to follow. Round trips longer than that add.
+/// Duration of a startup step: a window of round trips, and time for deliveries to follow. The base
+/// round trip is added.
 const STARTUP_STEP: Duration = Duration::from_millis(20);
-/// After so many steps in which deliveries did not follow, and no queue was seen, something other than the link limits.
+/// Number of steps without a queue in which deliveries did not follow the rate, after which the
+/// startup ends. Something other than the link limits the deliveries.
 const STARTUP_STUCK: u32 = 10;
-/// Deliveries that reach less than this share of the pace do not follow it.
+/// Share of the rate that deliveries must reach to count as following it.
 const FOLLOWS: f64 = 0.8;
-/// The pace is at most this many times what was delivered in a second: what is not used is not known to be there.
+/// Largest ratio of the rate to the recent deliveries. Capacity that was not used is not known to
+/// exist.
 const HEADROOM: f64 = 2.0;
-/// Over so long it is seen whether deliveries follow.
+/// Time over which the controller checks whether deliveries follow the rate.
 const FOLLOW_TIME: Duration = Duration::from_millis(100);
-/// While one side has no processor nothing arrives, and that says nothing of the pace: where nothing did for so long, two ticks,
+/// Time without any delivery that counts as a pause, two ticks. While one side has no processor
+/// nothing arrives, and that says nothing about the rate.
 const PAUSE: Duration = Duration::from_millis(4);
-/// within so long, deliveries are those of the best part of it that is as long as a pause.
+/// Time in which pauses are looked for. If there was one, the delivery rate is that of the best
+/// window of length [`PAUSE`] in this time.
 const PAUSE_TIME: Duration = Duration::from_millis(300);
 
-/// At [`REFERENCE`], the pace climbs by this share of it a second. From the cut to the next queue takes about 1.5 s, of
-/// which the queue stands for about 20 ms: rare enough for a 99th percentile.
+/// Share of the rate by which the rate climbs per second, at [`REFERENCE`].
+///
+/// From a cut to the next queue takes about 1.5 s, of which the queue stands for about 20 ms. That
+/// is rare enough for a 99th percentile.
 const CLIMB: f64 = 0.05;
-/// In bytes a second: 2 Gb/s. The climb goes with the square root of the pace: the faster stream climbs faster, so that
-/// the time from queue to queue hardly depends on the link, but by less than the cut takes from it. So unequal streams on
-/// one link become equal (Chiu and Jain 1989), as they do not if the climb is proportional to the pace.
+/// Rate in bytes per second at which [`CLIMB`] applies: 2 Gb/s.
+///
+/// The climb is proportional to the square root of the rate. The faster stream climbs faster, so
+/// the time from queue to queue hardly depends on the link, but it gains less than a cut takes from
+/// it. Therefore unequal streams on one link become equal (Chiu and Jain 1989). With a climb
+/// proportional to the rate they would not.
 const REFERENCE: f64 = 250e6;
-/// Beyond this multiple of where a queue formed last, the link has more room than was known.
+/// Multiple of the level of the last queue from which on the link has more capacity than was known.
 const BEYOND: f64 = 1.03;
-/// So it has, if no queue formed for so long after a cut.
+/// Time without a queue after a cut, after which the link is also assumed to have more capacity
+/// than was known.
 const QUIET: Duration = Duration::from_millis(1500);
-/// A newcomer knows only what it found beside others: after its first cuts,
+/// Number of cuts up to which a stream counts as new. A new stream knows only the capacity that it
+/// found beside other streams.
 const YOUNG_CUTS: u64 = 4;
-/// it looks for more room already from this multiple on. Those who were there give way four times in a second, then.
+/// Multiple of the level of the last queue from which on a new stream looks for more capacity.
+/// Older streams then yield four times per second.
 const YOUNG_BEYOND: f64 = 0.95;
-/// Then the climb doubles in this time,
+/// Time in which the climb doubles while the controller looks for more capacity.
 const DOUBLING: Duration = Duration::from_millis(50);
-/// up to this share of the pace a second: seen 12 ms too late, that is 6 % too much.
+/// Largest climb per second, as a share of the rate. A queue that is seen 12 ms late then has 6 %
+/// of excess.
 const MOST_CLIMB: f64 = 5.0;
 
-/// How long a short queue has to stay until it is cut: another window of round trips, and long enough that whoever shares
-/// the link sees it and gives way, too. If only one of two gave way, it would always be the same.
+/// Time that a short queue must stay until the rate is cut.
+///
+/// It is another window of round trips, long enough for all streams on the link to see the queue
+/// and yield, too. If only one of two streams yielded, it would always be the same one.
 const HOLD: Duration = Duration::from_millis(6);
-/// What was delivered in this time before a cut is what the link carries.
+/// Time before a cut whose deliveries count as the capacity of the link.
 const MEASURE: Duration = Duration::from_millis(20);
-/// The pace after a queue, of what was delivered: the mean of the way back up is 0.96 of it.
+/// Rate after a queue, as a share of the deliveries. The mean rate until the next queue is then
+/// 0.96 of the deliveries.
 const CUT: f64 = 0.93;
-/// The pace after a queue that formed below where it used to: somebody came. He cannot know what the link carries, we do.
+/// Rate after a queue that formed below the usual level, as a share of the deliveries. Another
+/// stream has begun. It cannot know the capacity of the link, but this controller does.
 const CUT_FOREIGN: f64 = 0.75;
-/// A queue below this share of where it last formed is somebody else's.
+/// Share of the level of the last queue below which a queue is attributed to another stream.
 const FOREIGN: f64 = 0.96;
-/// The share of the best that is never given up by that: with two on the link, it is everybody's half.
+/// Share of the best rate below which a foreign queue does not lower the rate. It is an equal share
+/// for two streams.
 const HALF: f64 = 0.5;
-/// After a cut, its effect is waited for: the queue runs off at least at this share of the link's rate.
+/// Share of the link's rate at which a queue drains at least after a cut. The controller waits for
+/// that time until it reacts to a queue again.
 const RUN_OFF: f64 = 0.05;
-/// However long the queue, that wait is no longer.
+/// Longest wait for the effect of a cut, however long the queue.
 const MOST_WAIT: Duration = Duration::from_millis(200);
 
-/// The pace while a long queue runs off, of what was delivered. It takes as long as the queue was.
+/// Rate while a long queue drains, as a share of the deliveries. Draining takes as long as the
+/// queue was.
 const DRAIN: f64 = 0.5;
-/// A queue that is still there after so many times as long as it should take is not ours.
+/// Multiple of the expected draining time after which a queue is attributed to another stream.
 const DRAIN_PATIENCE: f64 = 2.5;
-/// Windows and ticks on top of that.
+/// Time for windows and ticks on top of the draining time.
 const DRAIN_EXTRA: Duration = Duration::from_millis(20);
 
-/// The share of the best rate seen that we insist on, whatever the queue: a stream that fills all buffers would take
-/// everything from one that gives way.
+/// Minimum share of the best rate seen, which the bulk keeps whatever the queue. A stream that
+/// fills all buffers would otherwise take all capacity from a stream that yields.
 pub(super) const LEAST_SHARE: f64 = 0.3;
-/// What is this close to it is at it: the best is forgotten a little meanwhile.
+/// Factor up to which a rate counts as equal to the minimum share, because the best rate decays in
+/// the meantime.
 const NEARLY: f64 = 1.05;
-/// The best rate seen is forgotten with this time constant: a link may become slower for good.
+/// Time constant with which the best rate decays, because a link may become slower permanently.
 const BEST_TIME: Duration = Duration::from_secs(60);
-/// Insisting, it is seen over so long whether the share arrives at all: it does not where the link is now slower than it.
+/// Time over which the controller checks whether the minimum share arrives. On a link that is now
+/// slower than the share, it does not.
 const INSIST_TIME: Duration = Duration::from_millis(200);
-/// A queue gone for so long is gone: the other has left, or is the kind that gives way.
+/// Time without a queue after which a contended link counts as free: the other stream has ended, or
+/// yields.
 const GONE: Duration = Duration::from_millis(20);
 
-/// The longest time between two calls that counts: a process that was stopped knows nothing of the time meanwhile.
+/// Longest time between two calls that counts. A process that was stopped knows nothing about the
+/// time in between.
 const MOST_ELAPSED: Duration = Duration::from_millis(100);
 
-/// Finds the pace. A pure state machine: the same observations lead to the same decisions.
+/// Controller that finds the rate. It is a pure state machine: the same observations lead to the
+/// same decisions.
 #[derive(Debug)]
 pub struct Controller {
     round_trips: RoundTrips,
     deliveries: Deliveries,
-    /// Bytes a second. `FLOOR <= rate <= CEILING`.
+    /// Rate in bytes per second. `FLOOR <= rate <= CEILING`.
     rate: f64,
-    /// What was delivered when a queue formed last.
+    /// Deliveries when a queue formed last, in bytes per second.
     level: f64,
-    /// The most that was delivered beside a queue, slowly forgotten.
+    /// Highest deliveries beside a queue, in bytes per second, with slow decay.
     best: f64,
     state: State,
     before: Option<Duration>,
@@ -112,7 +140,8 @@ enum State {
         raised: Option<Duration>,
         stuck: u32,
     },
-    /// `passed`: since when the pace is beyond [`BEYOND`]. Until `deaf`, the queue is the one that was cut.
+    /// `passed` is the time since which the rate is beyond [`BEYOND`]. Until `deaf`, a queue is the
+    /// one that was cut.
     Climb {
         passed: Option<Duration>,
         deaf: Duration,
@@ -137,7 +166,7 @@ impl Default for Controller {
 }
 
 impl Controller {
-    /// Knows nothing of the link.
+    /// Creates a controller that knows nothing about the link.
     #[must_use]
     pub fn new() -> Self {
         Controller {
@@ -152,7 +181,7 @@ impl Controller {
         }
     }
 
-    /// The pace of now, in bytes a second.
+    /// Returns the present rate, in bytes per second.
     #[must_use]
     pub fn pace(&self) -> u64 {
         #[expect(
@@ -164,7 +193,7 @@ impl Controller {
         rate
     }
 
-    /// Decides. To be called every few milliseconds.
+    /// Returns the rate for the time until the next call. Call this every few milliseconds.
     pub fn observe(&mut self, seen: &Observation<'_>) -> Decision {
         let now = seen.now;
         let elapsed = now.saturating_sub(self.before.unwrap_or(now)).min(MOST_ELAPSED);
@@ -175,12 +204,13 @@ impl Controller {
         } else {
             self.deliveries.restart();
         }
-        // While it is insisted on, it cannot be seen anew.
+        // While the bulk has its minimum share, the best rate cannot be measured, so it does not
+        // decay.
         if !matches!(self.state, State::Contended { .. }) {
             self.best *= (-elapsed.as_secs_f64() / BEST_TIME.as_secs_f64()).exp();
         }
         match self.state {
-            // Without bulk of ours, nothing that is seen is about our pace.
+            // Without bulk to send, the observations say nothing about the rate.
             _ if !seen.wanting => {}
             State::Startup { raised, stuck } => self.start(now, queue, raised, stuck),
             State::Climb { passed, deaf } => self.climb(now, elapsed, queue, passed, deaf),
@@ -193,13 +223,13 @@ impl Controller {
         Decision { rate, phase: self.phase() }
     }
 
-    /// The smallest round trip of the last seconds: the way without queues.
+    /// Returns the smallest round trip of the last seconds: that of the path without queues.
     #[must_use]
     pub fn base_round_trip(&self) -> Option<Duration> {
         self.round_trips.base()
     }
 
-    /// How often the pace was lowered because of a queue.
+    /// Returns the number of times the rate was lowered because of a queue.
     #[must_use]
     pub fn cuts(&self) -> u64 {
         self.cuts
@@ -259,9 +289,10 @@ impl Controller {
         }
         let delivered = self.delivered();
         if delivered.is_none_or(|rate| rate < FOLLOWS * self.rate) {
-            // Not the link limits. It may be that there is no more than this, and that the pace is in its own way.
-            // Never less than any link carries: a pace that whoever sends cannot keep up with leaves no queue, and one that waits
-            // for deliveries that wait for it would never get anywhere.
+            // Something other than the link limits the deliveries. There may be no more to deliver,
+            // or the rate itself is the limit. The rate is never lowered below a minimum that any
+            // link carries. A rate that the sender cannot keep up with forms no queue. A rate that
+            // waits for deliveries, which in turn wait for the rate, would never rise.
             let least = INITIAL.max(LEAST_SHARE * self.best);
             let most = delivered.map_or(self.rate, |rate| (rate * HEADROOM).max(least));
             self.rate = self.rate.min(most);
@@ -285,12 +316,12 @@ impl Controller {
             Queue::Deep => self.cut(now, queue),
             Queue::Short if now >= until => self.cut(now, queue),
             Queue::Short => {}
-            // Gone by itself: it was noise.
+            // The queue disappeared by itself, so it was noise.
             Queue::Clear | Queue::Unknown => self.state = State::Climb { passed: None, deaf: now },
         }
     }
 
-    /// A queue stands, and it is not noise.
+    /// Lowers the rate because of a queue that is not noise.
     fn cut(&mut self, now: Duration, queue: Queue) {
         self.cuts += 1;
         let measured = self.deliveries.rate(MEASURE).unwrap_or(self.rate).min(self.rate);
@@ -326,7 +357,7 @@ impl Controller {
         }
         let least = LEAST_SHARE * self.best;
         if self.rate > NEARLY * least {
-            // What was delivered tells more now than when the queue was found.
+            // The deliveries are now more accurate than when the queue was found.
             return self.cut(now, Queue::Deep);
         }
         self.rate = least;
@@ -349,21 +380,22 @@ impl Controller {
         }
         if let Some(delivered) = self.deliveries.rate(INSIST_TIME).filter(|rate| *rate < FOLLOWS * self.rate)
         {
-            // The link is slower than our share of what it was: the queue is our own.
+            // The link is slower than the minimum share of its earlier rate, so the queue is caused
+            // by this stream.
             self.best = self.best.min(delivered);
         }
         self.rate = LEAST_SHARE * self.best;
         self.state = State::Contended { clear: None, judged: now };
     }
 
-    /// What arrives, in bytes a second, while both sides run.
+    /// Returns the deliveries in bytes per second, without pauses in which one side did not run.
     fn delivered(&self) -> Option<f64> {
         let mean = self.deliveries.rate(FOLLOW_TIME)?;
         let (least, best) = self.deliveries.extremes(PAUSE, PAUSE_TIME);
         Some(if least > 0.0 { mean } else { best.max(mean) })
     }
 
-    /// Whether what was sent over the last `time` arrived.
+    /// Returns true if the deliveries over the last `time` followed the rate.
     fn follows(&self, time: Duration) -> bool {
         self.deliveries.rate(time).is_some_and(|delivered| delivered >= FOLLOWS * self.rate)
     }

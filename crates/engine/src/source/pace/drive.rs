@@ -1,4 +1,4 @@
-//! The loop around the decisions.
+//! Loop around the controller: sends probes, receives echoes, and sets the rate of the sockets.
 
 use super::underway::Underway;
 use super::{Controller, Decision, Observation, Phase};
@@ -7,85 +7,94 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-/// Between two probes, and two decisions. 500 of 64 bytes a second are 0.3 Mb/s and about 1 % of a processor's time.
+/// Interval between two probes, and between two decisions. 500 probes of 64 bytes per second are
+/// 0.3 Mb/s and about 1 % of a processor's time.
 pub(super) const TICK: Duration = Duration::from_millis(2);
-/// Probes on their way at most: a round trip of half a second. While so many are, none is sent.
+/// Largest number of outstanding probes: a round trip of half a second. While so many are
+/// outstanding, no probe is sent.
 const MOST_UNDERWAY: usize = 256;
-/// The sockets are told of a pace that differs by more than one part in so many. What is less nobody can measure.
+/// Tolerance of the rate: the sockets get a new rate if it differs by more than one part in this
+/// many. A smaller difference cannot be measured.
 const TOLD: u64 = 500;
-/// Unsent bytes in a socket's buffer: at 10 Gb/s the sender still sleeps for 200 us between wakes.
+/// Largest number of unsent bytes in a socket's buffer. At 10 Gb/s the sender still sleeps for 200
+/// us between two wakes.
 const UNSENT: u32 = 256 << 10;
-/// What urgent channels sent so recently is what they send now.
+/// Averaging time of the rate of the urgent channels.
 const URGENT_TIME: Duration = Duration::from_millis(10);
-/// However much they send, so much of the pace is the bulk's: it must end some day.
+/// Smallest share of the rate that the bulk gets, however much the urgent channels send. Without a
+/// minimum the migration might not end.
 const LEAST_BULK: f64 = 0.1;
 
-/// Small frames that the other side sends back at once, on the channel of urgent pages.
+/// Channel for probes: small frames that the peer sends back at once, on the channel of urgent
+/// pages.
 pub trait Probe {
     /// Sends a probe.
     ///
     /// # Errors
-    /// If the channel failed: the pace ends.
+    /// If the channel failed. The rate control ends.
     fn send(&mut self, number: u64) -> io::Result<()>;
 
-    /// Waits until `until`, and hands over each echo and the moment at which it arrived. Returns sooner only with an
-    /// error.
+    /// Waits until `until`, and calls `echo` with the number and the arrival time of each echo.
+    /// Returns earlier only with an error.
     ///
     /// # Errors
-    /// If the channel failed: the pace ends.
+    /// If the channel failed. The rate control ends.
     fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()>;
 
-    /// Whether the other side's kernel has all that was sent, so that a missing echo waits for a processor and not for the link; `false`
-    /// if nobody knows.
+    /// Returns true if the peer's kernel has received all that was sent. A missing echo then waits
+    /// for a processor, not for the link. Returns false if that is not known.
     ///
     /// # Errors
-    /// If the channel failed: the pace ends.
+    /// If the channel failed. The rate control ends.
     fn reached(&mut self) -> io::Result<bool> {
         Ok(false)
     }
 }
 
-/// What is paced.
+/// Bulk channels whose rate is controlled.
 pub trait Bulk {
-    /// The bytes that have arrived at the peer, of all channels; where the kernel does not know, those written.
+    /// Returns the bytes that have arrived at the peer, on all channels. If the kernel does not
+    /// count these, returns the bytes written.
     ///
     /// # Errors
-    /// If a channel failed: the pace ends.
+    /// If a channel failed. The rate control ends.
     fn acknowledged(&mut self) -> io::Result<u64>;
 
-    /// What the kernels of both sides say a round trip takes now, if they do.
+    /// Returns the present round trip as the kernels of both sides measure it, if they do.
     fn round_trip(&self) -> Option<Duration> {
         None
     }
 
-    /// There is something to send.
+    /// Returns true if there is something to send.
     fn wanting(&mut self) -> bool;
 
-    /// Holds all channels together to `rate` bytes a second.
+    /// Limits all channels together to `rate` bytes per second.
     ///
     /// # Errors
-    /// If a channel failed: the pace ends.
+    /// If a channel failed. The rate control ends.
     fn hold_to(&mut self, rate: u64) -> io::Result<()>;
 }
 
-/// What a pace came to.
+/// Figures of the rate control.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Figures {
-    /// Probes sent, and those that came back.
+    /// Number of probes sent.
     pub probes: u64,
-    /// Echoes received.
+    /// Number of echoes received.
     pub echoes: u64,
-    /// How often the pace was lowered because of a queue.
+    /// Number of times the rate was lowered because of a queue.
     pub cuts: u64,
-    /// How long it insisted on its least share beside a stream that does not give way.
+    /// Time for which the bulk kept its minimum share beside a competing stream that does not
+    /// yield.
     pub contended: Duration,
-    /// The last pace in bytes a second.
+    /// Last rate in bytes per second.
     pub rate: u64,
-    /// The smallest round trip of the last seconds.
+    /// Smallest round trip of the last seconds.
     pub base_round_trip: Option<Duration>,
 }
 
-/// Probes, and holds the bulk to what they say.
+/// Rate control: sends probes and limits the bulk to the rate that the controller derives from
+/// their round trips.
 #[derive(Debug)]
 pub struct Pace<P, B> {
     probe: P,
@@ -99,7 +108,7 @@ pub struct Pace<P, B> {
 }
 
 impl<P: Probe, B: Bulk> Pace<P, B> {
-    /// Begins with what any link carries.
+    /// Creates a rate control that begins with a low rate, which most links carry.
     pub fn new(probe: P, bulk: B) -> Self {
         let began = Instant::now();
         Pace {
@@ -114,11 +123,11 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
         }
     }
 
-    /// Goes on until `stop`, asked every few milliseconds, says so. Each decision is shown to `report`. The bulk stays at
-    /// the last pace.
+    /// Runs until `stop`, which is called every few milliseconds, returns true. Calls `report` with
+    /// each decision. The bulk keeps the last rate.
     ///
     /// # Errors
-    /// The first failure of a channel.
+    /// If a channel failed.
     pub fn run(
         &mut self,
         stop: impl Fn() -> bool,
@@ -131,18 +140,18 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
         Ok(self.figures)
     }
 
-    /// What it has come to so far.
+    /// Returns the figures so far.
     pub fn figures(&self) -> Figures {
         self.figures
     }
 
-    /// One probe, the wait for echoes, and a decision: takes a few milliseconds.
+    /// Sends one probe, waits for echoes, and decides. Takes a few milliseconds.
     ///
     /// # Errors
     /// If a channel failed.
     pub fn tick(&mut self) -> io::Result<Decision> {
         let now = Instant::now();
-        // Behind the schedule, nothing is made up for: a burst of probes would be a queue.
+        // A delayed schedule is not caught up with: a burst of probes would itself form a queue.
         self.next = (self.next + TICK).max(now + TICK / 2);
         if self.underway.len() < MOST_UNDERWAY {
             self.figures.probes += 1;
@@ -168,7 +177,8 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
         let decision = self.controller.observe(&Observation {
             now,
             round_trips,
-            // An echo that is late because a processor is busy is not on its way: the kernels know how long that takes.
+            // An echo that is late because a processor is busy is not in flight. The kernels' round
+            // trip does not contain that delay.
             waiting: self.underway.waiting(now).min(self.bulk.round_trip().unwrap_or(Duration::MAX)),
             acknowledged,
             wanting: self.bulk.wanting(),
@@ -187,16 +197,17 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
     }
 }
 
-/// TCP sockets that are paced by the kernel, all alike.
+/// Bulk channels over TCP that share the rate equally. The kernel does the pacing.
 #[derive(Debug)]
 pub struct TcpBulk<'a, W> {
     channels: Vec<Channel<'a>>,
-    /// Channels that are not held back, but are ours, too.
+    /// Channels of the same migration that are not limited.
     urgent: Vec<Channel<'a>>,
-    /// What these send, in bytes a second, over the last ticks.
+    /// Recent rate of the urgent channels, in bytes per second.
     urgent_rate: f64,
     counted: Instant,
-    /// The pace of everything together, and what the bulk was told last.
+    /// Rate of bulk and urgent channels together, and the rate that the bulk sockets were given
+    /// last.
     rate: u64,
     told: u64,
     wanting: W,
@@ -209,11 +220,14 @@ struct Channel<'a> {
 }
 
 impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
-    /// Of these sockets; `wanting` says whether there is something to send. What `urgent` sockets send is taken off the pace,
-    /// because it is on the same link; they are not held back.
+    /// Creates the bulk channels from `sockets`. `wanting` returns true if there is something to
+    /// send.
+    ///
+    /// The rate of the `urgent` sockets is subtracted from the bulk's rate, because they share the
+    /// link. The `urgent` sockets are not limited.
     ///
     /// # Errors
-    /// If one is not TCP, or the kernel does not count what is acknowledged (before 4.1).
+    /// If a socket is not TCP, or the kernel does not count acknowledged bytes (before Linux 4.1).
     pub fn new(
         sockets: impl IntoIterator<Item = BorrowedFd<'a>>,
         urgent: impl IntoIterator<Item = BorrowedFd<'a>>,
@@ -231,7 +245,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
         Ok(TcpBulk { channels, urgent, urgent_rate, counted, rate: 0, told: 0, wanting })
     }
 
-    /// What the urgent channels have sent since the last time goes into their rate.
+    /// Adds the bytes that the urgent channels have sent since the last call to their average rate.
     fn count_urgent(&mut self) -> io::Result<()> {
         let mut new = 0;
         for channel in &mut self.urgent {
@@ -245,7 +259,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
         Ok(())
     }
 
-    /// Tells the sockets what is left for the bulk, if that has changed.
+    /// Sets the remaining rate on the bulk sockets, if it has changed.
     fn tell(&mut self) -> io::Result<()> {
         #[expect(
             clippy::cast_possible_truncation,
@@ -258,7 +272,8 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
             return Ok(());
         }
         self.told = left;
-        // Alike: bulk threads take what is next, so a channel that is served seldom would only hold up what it has taken.
+        // All sockets get the same rate. Bulk threads take the next work in turn, so a slower
+        // channel would only delay the work that it has taken.
         let own = left / (self.channels.len() as u64).max(1);
         self.channels.iter().try_for_each(|channel| tcp::set_max_pacing_rate(channel.socket, own.max(1)))?;
         Ok(())
@@ -266,7 +281,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
 }
 
 impl Channel<'_> {
-    /// What was acknowledged since the last time.
+    /// Returns the bytes that were acknowledged since the last call.
     fn news(&mut self) -> io::Result<u64> {
         let now = tcp::bytes_acknowledged(self.socket)?.unwrap_or(self.acknowledged);
         Ok(now - std::mem::replace(&mut self.acknowledged, now).min(now))
@@ -310,7 +325,7 @@ mod tests {
     use std::rc::Rc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    /// Echoes come back a tick later; every fourth is lost.
+    /// Probe channel whose echoes come back a tick later. Every fourth echo is lost.
     struct Lossy {
         sent: Vec<u64>,
     }
@@ -325,7 +340,7 @@ mod tests {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
             for number in self.sent.drain(..).filter(|number| number % 4 != 0) {
                 echo(number, Instant::now());
-                // Twice, and one that was never sent.
+                // Each echo comes a second time, and an echo comes for a probe that was never sent.
                 echo(number, Instant::now());
                 echo(number + 1000, Instant::now());
             }
@@ -342,7 +357,7 @@ mod tests {
     impl Bulk for Rc<RefCell<Log>> {
         fn acknowledged(&mut self) -> io::Result<u64> {
             let mut log = self.borrow_mut();
-            // All that the pace allows is delivered.
+            // All bytes that the rate allows are delivered.
             log.acknowledged += log.held.last().map_or(0, |rate| rate / 400);
             Ok(log.acknowledged)
         }
@@ -358,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_doubled_and_invented_echoes_do_no_harm_and_the_bulk_is_told() {
+    fn ignores_lost_doubled_and_invented_echoes_and_sets_rate_of_bulk() {
         let log = Rc::new(RefCell::new(Log::default()));
         let mut pace = Pace::new(Lossy { sent: Vec::new() }, Rc::clone(&log));
         for _ in 0..50 {
@@ -367,19 +382,20 @@ mod tests {
         assert_eq!((pace.figures.probes, pace.figures.echoes), (50, 38));
         assert!(pace.underway.len() <= 1, "{:?}", pace.underway);
         let held = &log.borrow().held;
-        // On a busy host the echoes are late, and it may go down as well as up: but the bulk knows.
+        // On a busy host the echoes are late, and the rate may fall as well as rise. The bulk must
+        // have the last rate in either case.
         let (told, rate) = (*held.last().unwrap(), pace.figures.rate);
         assert!(rate.abs_diff(told) <= told / TOLD, "{held:?}, {rate}");
     }
 
     #[test]
-    fn a_socket_without_tcp_is_refused() {
+    fn refuses_socket_that_is_not_tcp() {
         let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(TcpBulk::new([socket.as_fd()], [], || true).is_err());
     }
 
     #[test]
-    fn sockets_are_held_to_the_pace_together() {
+    fn sockets_together_keep_to_the_rate() {
         if vmferry_testkit::skip_if_emulated("TCP_INFO") {
             return;
         }
@@ -390,7 +406,7 @@ mod tests {
                 (sender, listener.accept().unwrap().0)
             })
             .collect();
-        // Before the threads begin, which end only when they are stopped.
+        // The sockets are limited before the threads begin, which end only when they are stopped.
         let mut bulk = TcpBulk::new(pairs.iter().map(|(sender, _)| sender.as_fd()), [], || true).unwrap();
         let stop = &AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -412,7 +428,7 @@ mod tests {
                     arrived => Err(arrived),
                 })
             };
-            // What was under way before may have been faster.
+            // Bytes that were in flight before the limit may have been faster.
             let first = until(0);
             let first = until(first + 2_000_000);
             let began = Instant::now();
@@ -422,7 +438,7 @@ mod tests {
             stop.store(true, Ordering::Relaxed);
             #[expect(clippy::cast_precision_loss, reason = "the bytes of a second")]
             let rate = bytes as f64 / took;
-            // Each had its half. A busy host may make it slower, nothing makes it faster.
+            // Each socket had half of the rate. A busy host may make it slower, but never faster.
             assert!(rate < 23e6, "{rate}");
         });
     }

@@ -1,59 +1,66 @@
-//! What round trips and acknowledged bytes say about the link.
+//! Measures of the link: the queue, from round trips, and the rate, from acknowledged bytes.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Round trips this recent say what the queue is now. Three probes of [`TICK`](super::drive::TICK): one that the
-/// scheduler delayed is outvoted, and a link overloaded by 5 % has gathered no more than 0.3 ms of queue by then.
+/// Age up to which round trips describe the present queue. The window has three probes of
+/// [`TICK`](super::drive::TICK): one that the scheduler delayed is outvoted. A link overloaded by 5
+/// % has gathered no more than 0.3 ms of queue in that time.
 pub(super) const WINDOW: Duration = Duration::from_millis(6);
-/// As many round trips at least are looked at, however old: the smallest of fewer may be one accident.
+/// Smallest number of round trips that are considered, however old. The smallest of fewer may be an
+/// outlier.
 const LEAST_SAMPLES: usize = 3;
-/// More are not kept: a bound on memory, far above what a window holds.
+/// Largest number of round trips that are kept. It bounds the memory and is far above what a window
+/// holds.
 const MOST_SAMPLES: usize = 4096;
-/// The smallest round trip is forgotten after 10 of these: a route may change. Until then it was seen with the queue
-/// empty, which without a stranger on the link is the case most of the time.
+/// Length of a bucket. The smallest round trip is forgotten after 10 buckets, because a route may
+/// change. In that time it was seen with the queue empty, which is the usual case unless another
+/// stream shares the link.
 const BUCKET: Duration = Duration::from_secs(1);
 const BUCKETS: usize = 10;
-/// A queue shorter than this is none: what the scheduler does to the smallest of three round trips on a busy host.
-/// 60 us are 15 KB at 2 Gb/s.
+/// Delay up to which a queue counts as empty: what the scheduler adds to the smallest of three
+/// round trips on a busy host. 60 us are 15 KB at 2 Gb/s.
 const MARGIN: Duration = Duration::from_micros(60);
-/// On a long way, a queue of this share of the round trip hurts nobody.
+/// Share of the base round trip up to which a queue counts as empty. On a long path such a queue
+/// does not matter.
 const MARGIN_OF_BASE: f64 = 0.25;
-/// A queue delays all round trips of a window alike, noise only some. So many times their usual spread is no queue.
+/// Multiple of the usual spread up to which a delay counts as noise. A queue delays all round trips
+/// of a window alike, noise only some.
 const MARGIN_OF_SPREAD: f64 = 2.0;
-/// However noisy: a queue of so much is one.
+/// Largest margin, however noisy the round trips are. A longer delay is a queue.
 const MOST_MARGIN: Duration = Duration::from_millis(1);
-/// The spread is averaged over so long.
+/// Averaging time of the spread.
 const SPREAD_TIME: Duration = Duration::from_secs(1);
-/// A queue of so many margins is deep: it does not come from our slow climb but from somebody's arrival or from a link
-/// that got slower, and gets longer by the millisecond.
+/// Multiple of the margin from which on a queue is deep. Such a queue does not come from the slow
+/// climb of this stream, but from another stream or from a link that became slower. It grows every
+/// millisecond.
 const DEEP: f64 = 5.0;
 
-/// What the round trips say.
+/// State of the queue, as the round trips show it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Queue {
-    /// No round trip was completed so far.
+    /// No round trip has been completed so far.
     Unknown,
     Clear,
     Short,
     Deep,
 }
 
-/// The round trips of the recent past.
+/// Recent round trips.
 #[derive(Debug, Default)]
 pub(super) struct RoundTrips {
     recent: VecDeque<(Duration, Duration)>,
-    /// The smallest round trip of each of the last [`BUCKETS`] buckets: the bucket's number, and the time.
+    /// Smallest round trip of each of the last [`BUCKETS`] buckets, with the number of the bucket.
     smallest: VecDeque<(u128, Duration)>,
-    /// How far the median of a window is above its smallest, usually.
+    /// Average distance of the median of a window from its smallest round trip.
     spread: Duration,
     seen: Duration,
-    /// How long the round trips of now wait in a queue.
+    /// Time that the present round trips wait in a queue.
     pub(super) standing: Duration,
 }
 
 impl RoundTrips {
-    /// Takes what was completed, and says what the queue is.
+    /// Adds the completed round trips `new`, and returns the state of the queue.
     pub(super) fn observe(&mut self, now: Duration, new: &[Duration], waiting: Duration) -> Queue {
         for round_trip in new {
             self.recent.push_back((now, *round_trip));
@@ -62,7 +69,7 @@ impl RoundTrips {
         self.forget(now);
         let Some(base) = self.base() else { return Queue::Unknown };
         let smallest = self.recent.iter().map(|(_, time)| *time).min().unwrap_or(base);
-        // If all are overdue, what is completed is history.
+        // If all probes are overdue, the completed round trips are out of date.
         let overdue = self.recent.back().is_none_or(|(at, _)| now.saturating_sub(*at) >= WINDOW);
         let current = if overdue { smallest.max(waiting) } else { smallest };
         self.standing = current.saturating_sub(base);
@@ -75,7 +82,7 @@ impl RoundTrips {
         if self.standing > margin.mul_f64(DEEP) { Queue::Deep } else { Queue::Short }
     }
 
-    /// The smallest round trip of the last ten seconds.
+    /// Returns the smallest round trip of the last ten seconds.
     pub(super) fn base(&self) -> Option<Duration> {
         self.smallest.iter().map(|(_, time)| *time).min()
     }
@@ -91,7 +98,7 @@ impl RoundTrips {
             Some((last, smallest)) if *last == bucket => *smallest = round_trip.min(*smallest),
             _ => self.smallest.push_back((bucket, round_trip)),
         }
-        // The last is never forgotten: however long ago, there is nothing newer.
+        // The last bucket is never forgotten, however old it is, because there is nothing newer.
         while self.smallest.len() > 1 && self.smallest[0].0 + (BUCKETS as u128) <= bucket {
             self.smallest.pop_front();
         }
@@ -116,10 +123,10 @@ impl RoundTrips {
     }
 }
 
-/// So much of the past of the acknowledged bytes is kept.
+/// Time for which acknowledged bytes are kept.
 const HISTORY: Duration = Duration::from_secs(1);
 
-/// How fast bulk arrives.
+/// Rate at which bulk arrives.
 #[derive(Debug, Default)]
 pub(super) struct Deliveries {
     history: VecDeque<(Duration, u64)>,
@@ -127,7 +134,7 @@ pub(super) struct Deliveries {
 
 impl Deliveries {
     pub(super) fn observe(&mut self, now: Duration, acknowledged: u64) {
-        // A count that falls (a channel was replaced) starts anew.
+        // A count that falls, because a channel was replaced, starts a new history.
         if self.history.back().is_some_and(|(_, before)| *before > acknowledged) {
             self.history.clear();
         }
@@ -137,7 +144,7 @@ impl Deliveries {
         }
     }
 
-    /// Bytes a second over the last `time`. None: nothing is known of so long ago.
+    /// Returns the bytes per second over the last `time`. `None` if the history is shorter.
     pub(super) fn rate(&self, time: Duration) -> Option<f64> {
         let (now, acknowledged) = *self.history.back()?;
         let then = self.history.iter().rev().find(|(at, _)| now.saturating_sub(*at) >= time)?;
@@ -146,7 +153,8 @@ impl Deliveries {
         Some(bytes / (now - then.0).as_secs_f64()).filter(|rate| rate.is_finite())
     }
 
-    /// The fewest and the most bytes a second over any `window` of the last `time`, as far as that is known.
+    /// Returns the lowest and the highest bytes per second over any `window` of the last `time`, as
+    /// far as they are known.
     pub(super) fn extremes(&self, window: Duration, time: Duration) -> (f64, f64) {
         let now = self.history.back().map_or(Duration::ZERO, |(at, _)| *at);
         let recent = self.history.iter().take_while(|(at, _)| now.saturating_sub(*at) > time).count();
@@ -166,7 +174,7 @@ impl Deliveries {
         (least, most)
     }
 
-    /// Nothing from before says anything about now.
+    /// Drops the history, which says nothing about the present rate.
     pub(super) fn restart(&mut self) {
         self.history.clear();
     }
@@ -185,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn one_late_round_trip_is_no_queue_and_all_late_are() {
+    fn one_late_round_trip_is_no_queue_but_several_are() {
         let mut trips = RoundTrips::default();
         assert_eq!(trips.observe(ms(0), &[], ms(5)), Queue::Unknown);
         for tick in 0..10 {
@@ -203,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_that_do_not_come_back_are_a_queue() {
+    fn missing_echoes_are_a_queue() {
         let mut trips = RoundTrips::default();
         for tick in 0..10 {
             trips.observe(ms(2 * tick), &[us(40)], us(0));
@@ -239,9 +247,9 @@ mod tests {
     }
 
     #[test]
-    fn extremes_tell_when_nothing_arrived_and_how_much_when_something_did() {
+    fn extremes_show_pauses_and_the_rate_between_them() {
         let (mut deliveries, mut bytes) = (Deliveries::default(), 0);
-        // 20 ms of each 50.
+        // Bytes arrive during 20 ms of each 50 ms.
         for tick in 0..200_u64 {
             bytes += if tick % 25 < 10 { 2000 } else { 0 };
             deliveries.observe(ms(2 * tick), bytes);
@@ -256,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_of_the_time_asked_for() {
+    fn rate_covers_the_requested_time() {
         let mut deliveries = Deliveries::default();
         assert_eq!(deliveries.rate(ms(1)), None);
         for tick in 0..1000_u64 {

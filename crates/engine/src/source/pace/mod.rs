@@ -1,8 +1,9 @@
-//! The pace of the bulk stream: as fast as the link carries, and never so fast that a queue forms before the urgent
-//! pages.
+//! Rate control of the bulk stream in postcopy: as fast as the link allows, but without a queue
+//! that delays the urgent pages.
 //!
-//! [`Controller`] decides, from round trips and acknowledged bytes; it has no clock and no sockets. [`Pace`] is the loop
-//! around it: probes, their echoes, the sockets' counters and their pacing rate. docs/pace.md has the reasons.
+//! [`Controller`] decides, from round trips and acknowledged bytes. It has no clock and no sockets.
+//! [`Pace`] is the loop around the controller: probes, their echoes, the sockets' counters and
+//! their pacing rate. docs/pace.md has the reasons.
 
 mod controller;
 mod drive;
@@ -17,43 +18,47 @@ pub use controller::Controller;
 pub use drive::{Bulk, Figures, Pace, Probe, TcpBulk};
 use std::time::Duration;
 
-/// What was seen since the last call.
+/// Measurements since the last call.
 #[derive(Debug, Clone, Copy)]
 pub struct Observation<'a> {
-    /// The time, from any beginning, never going back.
+    /// Present time, measured from an arbitrary origin. It never goes back.
     pub now: Duration,
-    /// The round trips that were completed since the last call, of probes and of urgent pages.
+    /// Round trips of probes and of urgent pages that were completed since the last call.
     pub round_trips: &'a [Duration],
-    /// For how long the oldest probe has been on its way that the other side's kernel does not have, as far as that is known; zero if
-    /// there are too few to say that it is late.
+    /// Age of the oldest probe that the peer's kernel has not acknowledged, as far as the sender
+    /// can know. Zero if too few probes are overdue.
     pub waiting: Duration,
-    /// Bytes of bulk that the peer has acknowledged, of all channels, since the beginning (where the kernel does not say:
-    /// bytes written).
+    /// Bytes of bulk that the peer has acknowledged since the beginning, on all channels. Bytes
+    /// written, if the kernel does not count acknowledged bytes.
     pub acknowledged: u64,
-    /// There is bulk to send. What is acknowledged meanwhile says nothing about the link otherwise.
+    /// True if there is bulk to send. Without bulk, the acknowledged bytes say nothing about the
+    /// link.
     pub wanting: bool,
 }
 
-/// What to do until the next call.
+/// Rate for the time until the next call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decision {
-    /// For all bulk channels together, in bytes a second without headers.
+    /// Rate of all bulk channels together, in bytes per second without headers.
     pub rate: u64,
-    /// Why, for reports.
+    /// Phase of the controller, for reports.
     pub phase: Phase,
 }
 
-/// What the controller is doing.
+/// Phase of the controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// The link's rate is unknown: raise fast until a queue forms.
+    /// The rate of the link is unknown. The rate is raised fast until a queue forms.
     Startup,
-    /// No queue: raise, slowly up to where a queue formed last, faster and faster beyond.
+    /// There is no queue. The rate is raised slowly up to the level at which a queue formed last,
+    /// and ever faster beyond.
     Climb,
-    /// A short queue: wait whether it stays, and until everybody who shares the link has seen it, too.
+    /// There is a short queue. The controller waits whether the queue stays, and until all streams
+    /// on the link have seen it.
     Hold,
-    /// A long queue: let it run off.
+    /// There is a long queue. The rate is low until the queue has drained.
     Drain,
-    /// A queue that does not run off whatever we do: somebody else fills it. Insist on the minimum share.
+    /// There is a queue that does not drain at any rate, because another stream fills it. The bulk
+    /// keeps its minimum share.
     Contended,
 }

@@ -1,4 +1,5 @@
-//! A link in small steps of time: a token bucket, a queue, noise, and who sends through them. One seed, one run.
+//! Simulated link in small steps of time: a token bucket, a queue, noise, and the streams that
+//! share it. The seed determines the run.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -11,15 +12,15 @@ use super::{Controller, Decision, Observation, Phase};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// A step. Short beside every queue that matters.
+/// Length of a step in seconds, short compared with every queue that matters.
 const STEP: f64 = 50e-6;
 const TICK_STEPS: u64 = 40;
 
-/// splitmix64.
+/// Random number generator splitmix64.
 struct Rng(u64);
 
 impl Rng {
-    /// In `0.0..1.0`.
+    /// Returns a number in `0.0..1.0`.
     fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -29,27 +30,28 @@ impl Rng {
     }
 }
 
-/// Seconds and bytes.
+/// Parameters of a link, in seconds and bytes.
 #[derive(Clone)]
 pub(super) struct Link {
-    /// From when on, and how fast: in order.
+    /// Rates of the link, each with the time from which on it holds, in order.
     pub(super) rates: Vec<(f64, f64)>,
     pub(super) burst: f64,
     pub(super) buffer: f64,
     pub(super) base: f64,
-    /// The mean of what the scheduler adds to a round trip, always,
+    /// Mean delay that the scheduler adds to each round trip.
     pub(super) jitter: f64,
-    /// and how often in a thousand it adds up to so many seconds.
+    /// Rate of stalls per thousand round trips, and the longest stall.
     pub(super) stalls: (f64, f64),
-    /// What a sender can do at most, whatever the link does. It varies by a tenth.
+    /// Highest rate of a sender, whatever the link allows. It varies by a tenth.
     pub(super) sender: f64,
-    /// For how long a side has its processor, and has not, on average. Meanwhile only its kernel works.
+    /// Mean times for which a side has a processor, and has none. Without a processor only the
+    /// side's kernel works.
     pub(super) busy: Option<(f64, f64)>,
     pub(super) seed: u64,
 }
 
 impl Link {
-    /// What the bench's shaped link is, without headers.
+    /// Returns a link like the shaped link of the benchmark, without headers.
     pub(super) fn shaped(gbps: f64) -> Self {
         Link {
             rates: vec![(0.0, gbps * 1e9 / 8.0 * 0.956)],
@@ -70,9 +72,10 @@ impl Link {
 }
 
 pub(super) enum Who {
-    /// Ours, from a time on until another.
+    /// Stream under rate control, from one time until another.
     Paced(f64, f64),
-    /// A window that grows until the buffer is full (RFC 9438).
+    /// Competing stream whose window grows until the buffer is full (RFC 9438), from one time until
+    /// another.
     Cubic(f64, f64),
 }
 
@@ -85,17 +88,17 @@ struct Ours {
     trips: Vec<Duration>,
 }
 
-/// A probe.
+/// Probe without an echo.
 struct Sent {
     number: u64,
     at: f64,
-    /// Its way there and back.
+    /// Round trip of the probe, in seconds.
     trip: f64,
-    /// When the other side had a processor for it.
+    /// Time at which the receiver had a processor for the probe.
     read: Option<f64>,
 }
 
-/// A side of the link: whether it has its processor, and until when.
+/// Side of the link: whether it has a processor, and until when.
 struct Side {
     runs: bool,
     until: f64,
@@ -129,24 +132,24 @@ struct Flow {
     delivered: f64,
 }
 
-/// What a flow did, each 10 ms.
+/// Trace of a stream. Deliveries are recorded every 10 ms.
 pub(super) struct Trace {
-    /// The time, and its delivered bytes so far.
+    /// Times, and the bytes delivered so far.
     pub(super) delivered: Vec<(f64, f64)>,
     pub(super) rates: Vec<(f64, f64, Phase)>,
-    /// When a probe was sent, and its round trip.
+    /// Times at which probes were sent, and their round trips.
     pub(super) trips: Vec<(f64, f64)>,
     pub(super) cuts: u64,
 }
 
 impl Trace {
-    /// Bytes a second between two times.
+    /// Returns the bytes per second between two times.
     pub(super) fn rate(&self, from: f64, until: f64) -> f64 {
         let at = |time: f64| self.delivered.iter().rev().find(|(t, _)| *t <= time).map_or(0.0, |(_, b)| *b);
         (at(until) - at(from)) / (until - from)
     }
 
-    /// The mean, and the percentile, of the round trips between two times, in microseconds.
+    /// Returns the mean and the percentile of the round trips between two times, in microseconds.
     pub(super) fn trips(&self, from: f64, until: f64, percent: f64) -> (f64, f64) {
         let mut trips: Vec<f64> = self
             .trips
@@ -163,14 +166,14 @@ impl Trace {
 pub(super) struct World {
     link: Link,
     flows: Vec<Flow>,
-    /// What each flow put into each step, and when it left.
+    /// Bytes that each flow put into each step and that have not left.
     queue: VecDeque<Vec<f64>>,
     queued: f64,
     tokens: f64,
     now: f64,
     rng: Rng,
     speed: f64,
-    /// The senders', and the receivers'.
+    /// The senders' side, and the receivers' side.
     sides: [Side; 2],
 }
 
@@ -222,7 +225,7 @@ impl World {
             self.leave();
             self.read();
             for (index, trace) in traces.iter_mut().enumerate() {
-                // Two controllers do not tick at once.
+                // Two controllers do not tick in the same step.
                 if (step + 17 * index as u64).is_multiple_of(TICK_STEPS) && self.sides[0].runs {
                     self.tick(index, trace);
                 }
@@ -240,7 +243,7 @@ impl World {
 
     fn arrive(&mut self) {
         let trip = self.link.base + self.waits();
-        // Whoever has no processor neither sends nor makes room for more.
+        // A side without a processor neither sends nor makes room for more.
         let works = self.sides.iter().all(|side| side.runs);
         let most = if works { self.link.sender * self.speed } else { 0.0 };
         let active = |flow: &Flow| (flow.from..flow.until).contains(&self.now);
@@ -284,7 +287,7 @@ impl World {
         self.queued = 0.0;
     }
 
-    /// The other side sends back what it finds.
+    /// Lets the receiver read the probes that have arrived, so that it can send them back.
     fn read(&mut self) {
         let now = self.now;
         let senders = self.flows.iter_mut().map(|flow| &mut flow.sender);
@@ -311,14 +314,14 @@ impl World {
         while ours.probes.front().is_some_and(back) {
             let probe = ours.probes.pop_front().unwrap();
             assert!(ours.underway.echoed(probe.number).is_some());
-            // For how long it was there is known, and taken off.
+            // The time that the probe waited at the receiver is known, so it is subtracted.
             ours.trips.push(Duration::from_secs_f64(probe.trip));
             trace.trips.push((probe.at, probe.trip));
         }
         if ours.probes.iter().all(|probe| probe.at + probe.trip <= now) {
             ours.underway.all_reached();
         }
-        // One after the other, as on a stream.
+        // Probes arrive in order, as on a stream.
         let last = ours.probes.back().map_or(0.0, |probe| probe.at + probe.trip);
         ours.number += 1;
         ours.underway.sent(ours.number, Duration::from_secs_f64(now));
@@ -344,7 +347,7 @@ impl Cubic {
             self.lost = now;
             return;
         }
-        // The cubic curve, and where it is slower, the Reno line.
+        // The cubic curve, or the Reno line where the curve is slower.
         let curve = (self.most / SEGMENT * 0.3 / 0.4).cbrt();
         let wanted = SEGMENT * (0.4 * (now - self.lost - curve).powi(3)) + self.most;
         let reno = self.window + SEGMENT * 0.53 * STEP / trip;

@@ -1,4 +1,4 @@
-//! The controller on simulated links. Times are in seconds, rates in bytes a second.
+//! Tests of the controller on simulated links. Times are in seconds, rates in bytes per second.
 
 use super::controller::{CEILING, FLOOR, LEAST_SHARE};
 use super::sim::{Link, Trace, Who, World};
@@ -12,7 +12,7 @@ fn alone(link: &Link, until: f64) -> Trace {
     World::new(link.clone(), &[Who::Paced(0.0, EVER)]).run(until).remove(0)
 }
 
-/// The idle link's mean, and 99th percentile, in microseconds.
+/// Returns the mean and the 99th percentile of the round trips of the idle link, in microseconds.
 fn idle(link: &Link) -> (f64, f64) {
     let fast = Link { rates: vec![(0.0, 1e12)], burst: 1e12, ..link.clone() };
     alone(&fast, 5.0).trips(0.0, 5.0, 99.0)
@@ -24,7 +24,7 @@ fn jain(rates: &[f64]) -> f64 {
 }
 
 #[test]
-fn it_uses_the_link_and_no_queue_stands() {
+fn link_is_used_without_a_standing_queue() {
     for gbps in [0.2, 1.0, 2.0, 10.0, 25.0] {
         for seed in 0..4 {
             let link = Link { seed, ..Link::shaped(gbps) };
@@ -44,7 +44,7 @@ fn it_uses_the_link_and_no_queue_stands() {
 }
 
 #[test]
-fn it_finds_the_rate_within_a_second() {
+fn rate_is_found_within_a_second() {
     for gbps in [0.2, 2.0, 10.0] {
         let link = Link::shaped(gbps);
         let share = alone(&link, 2.0).rate(0.5, 1.0) / link.rates[0].1;
@@ -53,7 +53,7 @@ fn it_finds_the_rate_within_a_second() {
 }
 
 #[test]
-fn it_does_not_swing() {
+fn steady_rate_does_not_oscillate() {
     let link = Link::shaped(2.0);
     let trace = alone(&link, 20.0);
     let steady = trace.rates.iter().filter(|(at, ..)| *at > 6.0).map(|(_, rate, _)| rate / link.rates[0].1);
@@ -63,7 +63,7 @@ fn it_does_not_swing() {
 }
 
 #[test]
-fn it_follows_a_link_that_changes() {
+fn rate_follows_a_link_that_changes() {
     let gbps = |gbps: f64| gbps * 1e9 / 8.0 * 0.956;
     for seed in 0..4 {
         let link = Link {
@@ -83,7 +83,7 @@ fn it_follows_a_link_that_changes() {
 }
 
 #[test]
-fn two_become_equal() {
+fn two_streams_become_equal() {
     for (gbps, seed) in [(2.0, 0), (2.0, 1), (2.0, 2), (10.0, 3), (10.0, 4), (0.5, 5)] {
         let link = Link { seed, ..Link::shaped(gbps) };
         let flows = [Who::Paced(0.0, EVER), Who::Paced(5.0, EVER)];
@@ -103,7 +103,7 @@ fn two_become_equal() {
 }
 
 #[test]
-fn the_first_takes_all_again_when_the_second_leaves() {
+fn first_stream_gets_whole_link_again_when_second_ends() {
     let link = Link::shaped(2.0);
     let flows = [Who::Paced(0.0, EVER), Who::Paced(2.0, 8.0)];
     let traces = World::new(link.clone(), &flows).run(20.0);
@@ -112,7 +112,7 @@ fn the_first_takes_all_again_when_the_second_leaves() {
 }
 
 #[test]
-fn beside_a_stream_that_fills_the_buffer_it_keeps_its_least_share() {
+fn keeps_minimum_share_beside_a_stream_that_fills_the_buffer() {
     for seed in 0..4 {
         let link = Link { seed, ..Link::shaped(2.0) };
         let flows = [Who::Paced(0.0, EVER), Who::Cubic(3.0, 20.0)];
@@ -130,9 +130,10 @@ fn beside_a_stream_that_fills_the_buffer_it_keeps_its_least_share() {
 }
 
 #[test]
-fn where_the_processor_is_the_link_it_neither_crawls_nor_floods() {
+fn rate_fits_the_sender_if_the_processor_is_the_bottleneck() {
     for seed in 0..4 {
-        // No queue but the scheduler's: 20 us, a long tail, and stalls of up to 3 ms.
+        // The only queue is that of the scheduler: 20 us, with a long tail and stalls of up to 3
+        // ms.
         let link = Link {
             rates: vec![(0.0, 1e12)],
             jitter: 40e-6,
@@ -150,9 +151,9 @@ fn where_the_processor_is_the_link_it_neither_crawls_nor_floods() {
     }
 }
 
-/// Echoes come late there, because nobody is running who could send them: that is no queue.
+/// Echoes are late on such hosts because no thread runs that could send them. That is no queue.
 #[test]
-fn where_both_sides_wait_for_a_processor_it_goes_as_fast_as_they_do() {
+fn rate_fits_both_sides_if_they_wait_for_a_processor() {
     for (runs, waits) in [(0.010, 0.010), (0.030, 0.015)] {
         for seed in 0..4 {
             let link = Link {
@@ -163,7 +164,7 @@ fn where_both_sides_wait_for_a_processor_it_goes_as_fast_as_they_do() {
                 ..Link::shaped(2.0)
             };
             let trace = alone(&link, 20.0);
-            // Both have to run.
+            // Both sides have to run at the same time.
             let possible = link.sender * 0.95 * (runs / (runs + waits)).powi(2);
             let share = trace.rate(2.0, 20.0) / possible;
             println!("{runs} of {waits}, seed {seed}: share {share:.2}, {} cuts", trace.cuts);
@@ -173,7 +174,7 @@ fn where_both_sides_wait_for_a_processor_it_goes_as_fast_as_they_do() {
 }
 
 #[test]
-fn a_queue_that_never_goes_is_answered_with_the_least_share() {
+fn permanent_queue_leads_to_the_minimum_share() {
     let mut controller = Controller::new();
     let (mut acknowledged, mut last) = (0, None);
     for tick in 0..2000_u64 {
@@ -195,7 +196,7 @@ fn a_queue_that_never_goes_is_answered_with_the_least_share() {
 }
 
 #[test]
-fn without_bulk_the_pace_stays() {
+fn rate_is_kept_while_there_is_no_bulk() {
     let mut controller = Controller::new();
     let observe = |controller: &mut Controller, tick: u64, wanting, trip| {
         controller.observe(&Observation {
@@ -214,7 +215,7 @@ fn without_bulk_the_pace_stays() {
 
 proptest! {
     #[test]
-    fn nothing_that_is_observed_leads_outside_the_bounds(
+    fn no_observation_leads_outside_the_bounds(
         seen in proptest::collection::vec(
             (0..3_000_000_000_u64, proptest::collection::vec(0..u64::MAX, 0..4), any::<u64>(), any::<u64>(), any::<bool>()),
             1..60,

@@ -1,50 +1,57 @@
-//! The probes that have no echo yet, and what that says of the link.
+//! Probes without an echo, and what they say about the link.
 //!
-//! A probe that stays away was held up by a queue or by the processor that is to send it back. The other side's kernel knows which: it
-//! acknowledges what has arrived, whether a process reads it or not.
+//! A missing echo was delayed by a queue, or by a busy processor of the peer. The peer's kernel
+//! tells the two apart: it acknowledges what has arrived, even if no process reads it.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Fewer overdue probes say nothing: one alone is overdue whenever our own thread was not run since it sent it. As many as a window
-/// of round trips has.
+/// Smallest number of overdue probes that counts as a queue, as many as a window of round trips
+/// has. A single probe is overdue whenever the sending thread was not scheduled after it had sent
+/// the probe.
 const LEAST_OVERDUE: usize = 3;
 
-/// Probes on their way, in the order in which they were sent. Times are from any beginning.
+/// Probes without an echo, in the order in which they were sent. Times are measured from an
+/// arbitrary origin.
 #[derive(Debug, Default)]
 pub(super) struct Underway {
     probes: VecDeque<(u64, Duration)>,
-    /// Up to this number, and with it, the other side's kernel has all.
+    /// Largest number of a probe that the peer's kernel has acknowledged, with all probes before
+    /// it.
     reached: u64,
 }
 
 impl Underway {
-    /// How many have no echo.
+    /// Returns the number of probes without an echo.
     pub(super) fn len(&self) -> usize {
         self.probes.len()
     }
 
-    /// `number`, which is above all before, is sent at `now`.
+    /// Notes that probe `number` is sent at `now`. `number` must be larger than all numbers before.
     pub(super) fn sent(&mut self, number: u64, now: Duration) {
         self.probes.push_back((number, now));
     }
 
-    /// When the probe of this echo was sent; it and those before are underway no more. None: it is not underway, so this is somebody's
-    /// mistake, or an echo that was echoed.
+    /// Takes the probe that an echo belongs to, and all probes before it. Returns the time at which
+    /// the probe was sent.
+    ///
+    /// Returns `None` if the probe is not outstanding: the echo is a duplicate, or an error of the
+    /// peer.
     pub(super) fn echoed(&mut self, number: u64) -> Option<Duration> {
-        // They come in order.
+        // Probes are numbered in ascending order.
         let index = self.probes.binary_search_by_key(&number, |(number, _)| *number).ok()?;
         let sent = self.probes[index].1;
         self.probes.drain(..=index);
         Some(sent)
     }
 
-    /// All that was sent so far has reached the other side's kernel.
+    /// Notes that the peer's kernel has acknowledged all probes so far.
     pub(super) fn all_reached(&mut self) {
         self.reached = self.probes.back().map_or(self.reached, |(number, _)| *number);
     }
 
-    /// For how long the link has had what should long be there: zero while too few are overdue to say so.
+    /// Returns the age of the oldest probe that the peer's kernel has not acknowledged. Returns
+    /// zero if fewer than [`LEAST_OVERDUE`] such probes exist.
     pub(super) fn waiting(&self, now: Duration) -> Duration {
         let mut overdue = self.probes.iter().filter(|(number, _)| *number > self.reached);
         let oldest = overdue.next().map_or(now, |(_, sent)| *sent);

@@ -1,25 +1,25 @@
-//! Baselines: the published ways of an urgent page, kept to be compared with the dedicated path.
+//! Baselines: published paths of an urgent page, kept for comparison with the dedicated path.
 //!
-//! Nothing in the product needs a baseline. The dedicated path is in [`urgent`](super::urgent), and
-//! `vmferry-bench postcopy` measures all three in one run.
+//! No other part of the engine needs a baseline. The dedicated path is in
+//! [`urgent`](super::urgent), and `vmferry-bench postcopy` measures all three in one run.
 //!
 //! | path | the thread that reads a request | the page goes out | published mean of a fault |
 //! |---|---|---|---|
 //! | `shared` | leaves it to a bulk thread | in the bulk channel, behind what is queued there | 12093 us |
 //! | `interleaved` | leaves it to a bulk thread | on the urgent channel, between two bulk frames | 496 us |
-//! | `dedicated`, the product's | sends the page | at once, on the urgent channel | 229 us |
+//! | `dedicated`, the default | sends the page | at once, on the urgent channel | 229 us |
 //!
 //! The figures are for random writes to 18 GB of a guest of 20 GB, over 10 Gb/s, in the work on
-//! QEMU that describes the three paths. The wire is the same for all of them: the target cannot
-//! tell which path its source uses.
+//! QEMU that describes the three paths. The wire format is the same for all of them: the target
+//! cannot tell which path its source uses.
 //!
 //! # Why this is a module and no extension point
 //! A baseline is a queue between the threads that read requests and the bulk threads. A trait for
 //! such paths would have to give its implementors the claims, the senders and the locks of all
-//! channels, which are the part of the engine that must never send a page twice. Each bulk thread
+//! channels. That is the part of the engine that must never send a page twice. Each bulk thread
 //! would also call the trait after each frame on the dedicated path, where it now tests one
-//! `Option`. Therefore the two baselines live here, inside the engine, and nothing else in
-//! postcopy knows how they work: [`Claims::baseline`] is `None` on the dedicated path.
+//! `Option`. Therefore the two baselines are inside the engine, and nothing else in postcopy knows
+//! how they work: [`Claims::baseline`] is `None` on the dedicated path.
 
 use super::super::sender::{FrameSink, Sender, SenderError};
 use super::super::settings::UrgentPath;
@@ -30,7 +30,7 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-/// Most requests in the queue: more than a guest has vCPUs.
+/// Largest number of requests in the queue, more than a guest has vCPUs.
 const MOST_QUEUED: usize = 4096;
 
 /// Request that waits for a bulk thread.
@@ -44,12 +44,12 @@ struct Left {
 /// Requests that wait for a bulk thread.
 #[derive(Debug)]
 pub(super) struct BulkQueue {
-    /// True if their pages go out on urgent channels, between two bulk frames.
+    /// True if the pages are sent on urgent channels, between two bulk frames.
     interleaved: bool,
     requests: Mutex<VecDeque<Left>>,
-    /// Length of `requests`, for a look without the lock.
+    /// Length of `requests`, readable without the lock.
     queued: AtomicUsize,
-    /// Bulk threads at work: they serve the queue.
+    /// Number of bulk threads at work, which serve the queue.
     bulk_at_work: AtomicUsize,
     #[cfg(test)]
     flaw: Flaw,
@@ -60,14 +60,14 @@ pub(super) struct BulkQueue {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
-    /// The last bulk thread sees that nothing waits, and then takes itself out.
+    /// The last bulk thread sees that no request waits, and only then removes itself.
     EndsLate,
-    /// A request is left because a bulk thread was at work a moment ago.
+    /// A request is left to the bulk threads because one was at work a moment ago.
     LeavesLate,
 }
 
 impl BulkQueue {
-    /// Returns the queue of a baseline; `None` for the dedicated path.
+    /// Returns the queue of a baseline. `None` for the dedicated path.
     pub(super) fn of(path: UrgentPath) -> Option<Self> {
         let interleaved = match path {
             UrgentPath::Dedicated => return None,
@@ -94,13 +94,13 @@ impl BulkQueue {
     }
 
     /// Leaves a request of `channel` to a bulk thread. Returns false if no bulk thread will serve
-    /// it.
+    /// the request.
     ///
     /// `map` has the pages of the request's region that no thread has claimed.
     pub(super) fn leave(&self, map: &ClaimBitmap, wanted: Wanted, channel: usize) -> bool {
         let left = Left { wanted, channel };
         if wanted.ahead == 0 && !wanted.again && !map.test(wanted.page) {
-            // The page is on its way already.
+            // The page is already in flight.
             return true;
         }
         #[cfg(test)]
@@ -112,13 +112,13 @@ impl BulkQueue {
             return at_work;
         }
         let requests = self.requests();
-        // A target can ask faster than bulk threads send. Then the thread that reads requests
-        // sends, and reads no further meanwhile.
+        // A target can send requests faster than bulk threads send pages. Then the thread that
+        // reads requests sends the page, and reads no further request in the meantime.
         if requests.len() >= MOST_QUEUED {
             return false;
         }
-        // Under the lock: the last bulk thread takes itself out under the lock, too, and finds what
-        // is here.
+        // This check needs the lock. The last bulk thread removes itself under the lock, too, and
+        // finds every request that is queued before.
         if self.bulk_at_work.load(Ordering::Relaxed) == 0 {
             return false;
         }
@@ -126,7 +126,7 @@ impl BulkQueue {
         true
     }
 
-    /// Takes out the oldest request.
+    /// Takes the oldest request.
     fn next(&self) -> Option<Left> {
         if self.queued.load(Ordering::Acquire) == 0 {
             return None;
@@ -137,14 +137,14 @@ impl BulkQueue {
         left
     }
 
-    /// Counts a bulk thread that serves the queue from now on.
+    /// Counts a bulk thread that begins to serve the queue.
     pub(super) fn bulk_begins(&self) {
         let _requests = self.requests();
         self.bulk_at_work.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes out a bulk thread that has nothing left to send. Returns false if it must serve a
-    /// request first.
+    /// Removes a bulk thread that has nothing left to send. Returns false if the thread must serve
+    /// a request first.
     fn bulk_ends(&self) -> bool {
         let requests = self.requests();
         #[cfg(test)]
@@ -182,8 +182,8 @@ impl<S: FrameSink> Sender<'_, S> {
         Ok(())
     }
 
-    /// Ends the work of a bulk thread that has nothing left to send: serves what was left to it,
-    /// and takes it out.
+    /// Ends the work of a bulk thread that has nothing left to send: serves the remaining requests,
+    /// and removes the thread from the count.
     pub(super) fn end_serving(
         &mut self,
         pass: u32,

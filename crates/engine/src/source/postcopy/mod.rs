@@ -1,4 +1,4 @@
-//! Pages of a guest that runs on the target already: those that it waits for, and the rest.
+//! Pages of a guest that already runs on the target: the pages that vCPUs wait for, and the rest.
 //!
 //! | module | sends |
 //! |---|---|
@@ -6,9 +6,9 @@
 //! | `rest` | all other pages, in order, on the bulk channels |
 //! | `baselines` | urgent pages on two published paths, kept for comparison |
 //!
-//! Memory is frozen, so any thread can read a page at any time, and there is one version of each
-//! page. No page may be sent twice. Therefore a thread claims each page by an atomic bit before it
-//! sends the page.
+//! The source's memory does not change any more. Therefore any thread can read a page at any time,
+//! and there is one version of each page. No page may be sent twice. Therefore a thread claims each
+//! page by an atomic bit before it sends the page.
 
 mod baselines;
 mod rest;
@@ -26,22 +26,23 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PAGE_SIZE, PageSet, RegionId, VmError};
 
-/// Pages that a bulk thread takes to itself at a time: the target's huge pages, so that their parts come together. Within
-/// them it claims 64 at a time, right before it sends them.
+/// Pages that a bulk thread takes at a time. They are a huge page of the target, so that its parts
+/// arrive together. Within a chunk the thread claims 64 pages at a time, right before it sends
+/// them.
 const CHUNK_PAGES: u64 = 512;
 
-/// Time of its pace that a bulk channel may have on its way out of this host.
+/// Time, at the current rate, that the unsent bytes of a bulk channel may take to leave this host.
 const AT_ONCE: Duration = Duration::from_micros(500);
 
-/// The bytes that a channel sends within [`AT_ONCE`] at `rate` bytes a second: at least a page and its headers, at most a
-/// frame of 64.
+/// Returns the bytes that a channel sends within [`AT_ONCE`] at `rate` bytes per second: at least a
+/// page and its headers, at most a frame of 64 pages.
 pub(crate) fn unsent_bytes(rate: u64) -> u64 {
     let bytes = u128::from(rate) * AT_ONCE.as_nanos() / 1_000_000_000;
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
 }
 
-/// Factor by which a bulk frame near the guest is shorter than others. It costs more, and a vCPU that needs a page of it
-/// waits less.
+/// Factor by which a bulk frame near the guest's faults is shorter than others. Short frames cost
+/// more, but a vCPU that needs a page of such a frame waits less.
 const NEAR: u64 = 4;
 
 /// Page that the guest waits for, and pages that it may need next.
@@ -53,39 +54,42 @@ pub(crate) struct Wanted {
     pub(crate) again: bool,
 }
 
-/// The pages that the target lacks, for one set of channels: when these are lost, so are the claims, and the target says
-/// anew what it lacks.
+/// Missing pages of the target that were not sent over the present set of channels.
+///
+/// If the channels are lost, so are the claims. The target then names its missing pages again.
 #[derive(Debug)]
 pub(crate) struct Claims {
     pub(crate) regions: Vec<(RegionId, ClaimBitmap)>,
     /// Chunks that no bulk thread has taken, counted over all regions.
     chunks: ClaimBitmap,
-    /// Below it all chunks are taken.
+    /// Number of the first chunk that the search in order has not reached. All chunks below it are
+    /// taken.
     cursor: AtomicU64,
-    /// Where a guest that walks through memory is, as far as its faults tell: a number of a page counted from the first chunk, plus 1; 0 for nowhere.
+    /// Position of a guest that accesses memory sequentially, as its faults show: number of the
+    /// page counted from the first chunk, plus 1. Zero if there is none.
     near: AtomicU64,
-    /// Queue of requests for the bulk threads; `None` on the dedicated path.
+    /// Queue of requests for the bulk threads. `None` on the dedicated path.
     baseline: Option<BulkQueue>,
-    /// Most pages of a bulk frame.
+    /// Largest number of pages of a bulk frame.
     frame_pages: AtomicU64,
-    /// Pages never touched on this side read as zeros on the other: looked up before they are read. False if all that
-    /// is lacking was written.
+    /// True if the source looks up whether a page was ever touched before it reads the page. A page
+    /// that was never touched is sent as zeros, unread. False if all missing pages were written.
     pub(crate) look_up_untouched: bool,
 }
 
-/// A bulk thread's piece of work.
+/// Piece of work of a bulk thread.
 #[derive(Debug, Clone)]
 struct Chunk {
-    /// Position of its region.
+    /// Position of the region.
     region: usize,
     pages: Range<u64>,
-    /// `pages.start <= from <= pages.end`: where to begin; what lies before comes last.
+    /// Page to begin with: `pages.start <= from <= pages.end`. The pages before it are sent last.
     from: u64,
-    /// The guest may come to need these soon, and wait for a frame that one of them is in.
+    /// True if the guest may need these pages soon. It would then wait for a whole frame.
     near: bool,
 }
 
-/// Returns the number of chunks that `pages` pages are.
+/// Returns the number of chunks of `pages` pages.
 fn chunks(pages: u64) -> u64 {
     pages.div_ceil(CHUNK_PAGES)
 }
@@ -103,14 +107,16 @@ impl Claims {
         }
     }
 
-    /// Most pages of a bulk frame: 1 to 64; fewer `near` the guest, which may come to wait for the whole frame.
+    /// Returns the largest number of pages of a bulk frame, 1 to 64. Frames `near` the guest's
+    /// faults are shorter, because the guest may have to wait for the whole frame.
     fn frame_pages(&self, near: bool) -> u64 {
         let pages = self.frame_pages.load(Ordering::Relaxed);
         if near { pages.div_ceil(NEAR) } else { pages }
     }
 
-    /// Makes bulk frames as long as a channel takes `AT_ONCE` for at `rate` bytes a second. Its pages are on their way from
-    /// the claim until the frame's end has arrived, and a vCPU that needs one of them waits for as long.
+    /// Sets the length of bulk frames to what a channel sends within [`AT_ONCE`] at `rate` bytes
+    /// per second. A page is in flight from its claim until the end of its frame has arrived, and a
+    /// vCPU that needs the page waits for that time.
     pub(crate) fn fit_frames(&self, rate: u64) {
         let pages = unsent_bytes(rate) / PAGE_SIZE;
         self.frame_pages.store(pages.clamp(1, 64), Ordering::Relaxed);
@@ -121,26 +127,28 @@ impl Claims {
         self.regions.iter().map(|(_, map)| map.left()).sum()
     }
 
-    /// The position of region `id`.
+    /// Returns the position of region `id`.
     pub(crate) fn position(&self, id: RegionId) -> Option<usize> {
         self.regions.iter().position(|(own, _)| *own == id)
     }
 
-    /// The guest walks through memory and is about to come to this page, which need not exist: what lies behind it is next.
+    /// Notes that the guest accesses memory sequentially and will need `page`, which need not
+    /// exist. The pages from there on are sent next.
     fn guest_runs_on(&self, region: usize, page: u64) {
         let page = page.min(self.regions[region].1.len().saturating_sub(1));
         let before: u64 = self.regions[..region].iter().map(|(_, map)| chunks(map.len())).sum();
-        // A hint: the last one wins, and one that is lost costs a fault.
+        // The value is a hint: the last one wins, and a lost one costs one fault.
         self.near.store(before * CHUNK_PAGES + page + 1, Ordering::Relaxed);
     }
 
-    /// The next piece of work for a bulk thread that no other has: where the guest is, or right behind, or else the first that is
-    /// left.
+    /// Takes the next chunk that no other bulk thread has: the one that the guest accesses, or the
+    /// one after it, or else the first that is left.
     fn next_chunk(&self) -> Option<Chunk> {
         if let Some(page) = self.near.swap(0, Ordering::Relaxed).checked_sub(1) {
             let number = page / CHUNK_PAGES;
             if number < self.chunks.len() && self.chunks.take(number) {
-                // Another thread goes on behind it, unless a fault tells otherwise.
+                // Another thread continues with the next chunk, unless a fault shows another
+                // position.
                 let behind = (number + 1) * CHUNK_PAGES + 1;
                 let _ = self.near.compare_exchange(0, behind, Ordering::Relaxed, Ordering::Relaxed);
                 return self.chunk(number, page % CHUNK_PAGES);
@@ -161,13 +169,13 @@ impl Claims {
         }
     }
 
-    /// Chunk `number`, near the guest, from its page `from` on.
+    /// Returns chunk `number`, marked as near the guest, to be sent from its page `from` on.
     fn chunk(&self, mut number: u64, from: u64) -> Option<Chunk> {
         for (region, (_, map)) in self.regions.iter().enumerate() {
             if number < chunks(map.len()) {
                 let first = number * CHUNK_PAGES;
                 let pages = first..(first + CHUNK_PAGES).min(map.len());
-                // Claims are made word by word.
+                // Claims are made in words of 64 pages.
                 let from = (first + from / 64 * 64).min(pages.end);
                 return Some(Chunk { region, pages, from, near: true });
             }
@@ -177,7 +185,8 @@ impl Claims {
     }
 }
 
-/// The pages to hand over: all that were still to be sent, and those that `also` names.
+/// Returns the missing pages of a handover: all that were still to be sent, and those that `also`
+/// names.
 pub(crate) fn lacking(
     mut pending: PageSet,
     layout: &Layout,
@@ -188,16 +197,16 @@ pub(crate) fn lacking(
         let pages = layout.region(name.region).map_or(0, vmferry_core::Region::pages);
         match pending.region_mut(name.region) {
             Some(map) if run.end() <= pages => map.set_range(run.range()),
-            _ => return Err(format!("the target asks for {run} of {}, which is not there", name.region)),
+            _ => return Err(format!("the target asks for {run} of {}, which does not exist", name.region)),
         }
     }
     Ok(pending)
 }
 
-/// A request for something that is not there.
+/// Returns the error for a request for a page that does not exist.
 fn not_there(region: RegionId, page: u64) -> SenderError {
     SenderError::Vm(VmError::new(format!(
-        "the target asks for page {page:#x} of {region}, which is not there"
+        "the target asks for page {page:#x} of {region}, which does not exist"
     )))
 }
 

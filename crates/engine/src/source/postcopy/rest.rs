@@ -11,7 +11,8 @@ use vmferry_wire::FrameKind;
 impl<S: FrameSink> Sender<'_, S> {
     /// Sends what is left of `claims`, chunk by chunk, then a barrier.
     ///
-    /// On a baseline path this also serves, after each frame, the requests that were left to bulk threads.
+    /// On a baseline path this function also serves, after each frame, the requests that were left
+    /// to bulk threads.
     pub(crate) fn send_rest(
         &mut self,
         pass: u32,
@@ -40,7 +41,8 @@ impl<S: FrameSink> Sender<'_, S> {
             if self.touched.len() != map.len() {
                 self.touched = Bitmap::new(map.len());
             }
-            // For other chunks it holds what an earlier look found, which is not used again.
+            // For other chunks the bitmap holds the result of an earlier lookup, which is not used
+            // again.
             self.shared.memory.touched(*id, chunk.pages.clone().into(), &mut self.touched)?;
         }
         self.send_part_of(pass, claims, chunk, chunk.from..chunk.pages.end, urgent)?;
@@ -60,7 +62,8 @@ impl<S: FrameSink> Sender<'_, S> {
         let (id, map) = &claims.regions[chunk.region];
         let mut at = part.start;
         while at < part.end {
-            // A frame is a piece of a word, so that it is claimed at once and right before it is sent.
+            // A frame is a part of a word, so that its pages are claimed at once and right before
+            // they are sent.
             let pages = claims.frame_pages(chunk.near);
             let (first, begin) = (at / 64 * 64, at % 64);
             let end = (begin + pages).min(64);
@@ -74,7 +77,7 @@ impl<S: FrameSink> Sender<'_, S> {
                 let run = first + begin..first + begin + len;
                 self.push_claimed(pass, *id, run, claims.look_up_untouched)?;
             }
-            // At once: a page that is claimed and not sent keeps a vCPU waiting.
+            // The frame is sent at once: a page that is claimed and not sent keeps a vCPU waiting.
             if self.frame_pages() > 0 {
                 self.flush(FrameKind::Pages, *id, pass)?;
                 self.serve_left(pass, claims, urgent)?;
@@ -83,7 +86,8 @@ impl<S: FrameSink> Sender<'_, S> {
         Ok(())
     }
 
-    /// Adds pages that are claimed to the frame; if it was `looked_up`, those that were never touched as zeros, unread.
+    /// Adds claimed pages to the frame. If the pages were `looked_up`, those that were never
+    /// touched are added as zeros and are not read.
     fn push_claimed(
         &mut self,
         pass: u32,
@@ -106,7 +110,8 @@ impl<S: FrameSink> Sender<'_, S> {
         self.push_zeros(pass, region, at..run.end, FrameKind::Pages)
     }
 
-    /// Sends a page that the guest waits for, as a frame of its own, unless another thread has claimed it.
+    /// Sends a page that the guest waits for, as a frame of its own, unless another thread has
+    /// claimed the page.
     pub(crate) fn send_wanted(
         &mut self,
         pass: u32,
@@ -122,7 +127,8 @@ impl<S: FrameSink> Sender<'_, S> {
         Ok(())
     }
 
-    /// Sends what was asked for ahead, in pieces, until it `must_yield` to a page that the guest waits for.
+    /// Sends the pages requested ahead, in pieces. Stops when `must_yield` returns true, because
+    /// the guest waits for another page.
     pub(super) fn send_ahead(
         &mut self,
         pass: u32,
@@ -130,7 +136,7 @@ impl<S: FrameSink> Sender<'_, S> {
         wanted: Wanted,
         must_yield: impl Fn() -> bool,
     ) -> Result<(), SenderError> {
-        /// Pages between two looks at the requests: 32 KiB, 130 us of a link of 2 Gb/s.
+        /// Pages between two checks for requests: 32 KiB, 130 us of a link of 2 Gb/s.
         const PIECE: usize = 8;
         let (id, map) = &claims.regions[wanted.region];
         let ahead = wanted.page + 1..wanted.page.saturating_add(1 + u64::from(wanted.ahead)).min(map.len());

@@ -1,17 +1,17 @@
-//! Claims of chunks, in many interleavings of bulk threads (shuttle).
+//! Claims of chunks in many interleavings of bulk threads (shuttle).
 
 use super::Claims;
 use crate::source::settings::UrgentPath;
 use shuttle::thread;
 use std::sync::Arc;
-// Not part of what is tested: no step for the scheduler.
+// The counters are not under test, so they are no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
 use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
 use vmferry_testkit::tries;
 
 const TRIES: usize = 2000;
 
-/// Two regions, of 3 chunks and a part and of 2.
+/// Returns the claims of two regions: one of 3 chunks and a part, and one of 2 chunks.
 fn two_regions() -> Claims {
     let region = |id, gpa, pages: u64| Region { id: RegionId(id), gpa: Gpa(gpa), len: pages << 12 };
     let layout = Layout::new(vec![region(0, 0, 1600), region(1, 1 << 32, 1024)]).unwrap();
@@ -54,11 +54,11 @@ fn bulk_threads_follow_a_guest_that_walks_through_memory() {
             || claims.next_chunk().map(|chunk| (chunk.region, chunk.pages.start, chunk.from, chunk.near));
         assert_eq!(next(), Some((0, 0, 0, false)));
         claims.guest_runs_on(1, 100);
-        assert_eq!(next(), Some((1, 0, 64, true)), "where it is");
-        assert_eq!(next(), Some((1, 512, 512, true)), "and behind");
-        assert_eq!(next(), Some((0, 512, 512, false)), "and else what is left");
+        assert_eq!(next(), Some((1, 0, 64, true)), "the chunk of the guest");
+        assert_eq!(next(), Some((1, 512, 512, true)), "the chunk after it");
+        assert_eq!(next(), Some((0, 512, 512, false)), "then the first that is left");
         claims.guest_runs_on(0, 700);
-        assert_eq!(next(), Some((0, 1024, 1024, true)), "its chunk is taken");
+        assert_eq!(next(), Some((0, 1024, 1024, true)), "the guest's chunk is taken, so the one after it");
         assert_eq!((next(), next()), (Some((0, 1536, 1536, false)), None));
     };
     shuttle::check_random(run, 1);

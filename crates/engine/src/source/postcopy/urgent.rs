@@ -1,4 +1,4 @@
-//! The dedicated path: the thread that reads a request from an urgent channel sends the page at once.
+//! Dedicated path: the thread that reads a request from an urgent channel sends the page at once.
 
 use super::super::sender::{Sender, SenderError, Shared};
 use super::{Claims, Wanted, not_there};
@@ -9,7 +9,8 @@ use vmferry_wire::{REQUEST_BYTES, Request, WireError};
 
 /// Sending side of an urgent channel.
 ///
-/// The channel's own thread sends. On the interleaved baseline bulk threads do, hence the lock.
+/// The channel's own thread sends. On the interleaved baseline, bulk threads send, so a lock is
+/// needed.
 pub(crate) struct UrgentOut<'a> {
     stream: Arc<Stream>,
     sender: Mutex<Sender<'a, Arc<Stream>>>,
@@ -22,7 +23,8 @@ impl<'a> UrgentOut<'a> {
         Self { stream, sender, pass }
     }
 
-    /// Sends a page that the guest waits for, and then what was asked for ahead, until there is another request.
+    /// Sends a page that the guest waits for, and then the pages requested ahead, until another
+    /// request arrives.
     pub(crate) fn send(&self, claims: &Claims, wanted: Wanted) -> Result<(), SenderError> {
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
         sender.send_wanted(self.pass, claims, wanted)?;
@@ -30,7 +32,7 @@ impl<'a> UrgentOut<'a> {
     }
 }
 
-/// Reads requests from channel `channel` until it ends.
+/// Reads requests from channel `channel` until it ends. Returns the error that ended it.
 pub(crate) fn serve_urgent(
     claims: &Claims,
     out: &UrgentOut<'_>,
@@ -73,7 +75,7 @@ fn serve(claims: &Claims, out: &UrgentOut<'_>, channel: usize, request: Request)
     out.send(claims, wanted)
 }
 
-/// A peer that says what the protocol does not allow is as good as lost.
+/// Returns a link error: a peer that violates the protocol is treated as lost.
 fn wrong(stream: &Stream, error: WireError) -> SenderError {
     let error = std::io::Error::other(error);
     SenderError::Link(SendError { nothing_left: true, error }, stream.peer.clone())

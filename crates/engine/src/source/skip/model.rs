@@ -1,8 +1,11 @@
-//! The whole exchange as a model whose every reachable state is looked at (stateright): a guest that takes, writes and frees pages
-//! and answers questions, a channel's thread, and the driver's, which runs what is shipped: the [`Session`] decides, [`PendingPages`],
-//! [`PassPages`] and [`Skipping`] do.
+//! Model of the exchange about free pages (stateright), in which every reachable state is checked.
 //!
-//! Two pages, few deeds of the guest, two passes besides the last. The tracker is KVM's log, as in the tests beside this one.
+//! The actors are a guest that takes, writes and frees pages and answers questions, a channel's
+//! thread, and the driver's thread. The driver's thread runs the shipped code: [`Session`] decides,
+//! and [`PendingPages`], [`PassPages`] and [`Skipping`] act.
+//!
+//! The model has two pages, few steps of the guest, and two passes besides the last. The tracker
+//! behaves like KVM's dirty log, as in the tests of `skip`.
 
 mod world;
 
@@ -30,13 +33,13 @@ enum Deed {
     Take(usize),
     Write(usize),
     Free(usize),
-    /// The guest begins an answer, or looks at one page more for it, or gives it.
+    /// The guest begins an answer, examines one more page for it, or gives it.
     Answer,
-    /// The driver has a moment to leave pages out.
+    /// The driver has time for a step of `Skipping`.
     Step,
-    /// The driver does what the session said.
+    /// The driver performs an action of the session.
     Do,
-    /// The channel's thread takes a page, protects it, reads it, sends it, or is done.
+    /// The channel's thread takes a page, protects it, reads it, sends it, or ends the pass.
     Channel,
     Cancel,
 }
@@ -58,7 +61,7 @@ impl Move {
         (Skipping::resume(Box::new(source), &layout(), &world.kept, self.flaw), said)
     }
 
-    /// Lets the shipped code work on this state.
+    /// Runs the shipped code on this state.
     fn work<T>(
         &self,
         world: &mut World,
@@ -82,7 +85,8 @@ impl Move {
         done
     }
 
-    /// Gives the session an event, and takes what it says to do: words to the target are answered at once.
+    /// Passes an event to the session, and performs the resulting actions. Messages to the target
+    /// are answered at once.
     fn tell(&self, world: &mut World, event: Event) {
         for action in self.handle(world, Duration::ZERO, event) {
             self.act(world, action);
@@ -144,7 +148,7 @@ impl Move {
                 world.ended = Some(outcome == Outcome::Completed);
             }
             Action::Remember { .. } | Action::Send(_) => {}
-            other => panic!("{other:?} is not of this model"),
+            other => panic!("the model has no action {other:?}"),
         }
     }
 
@@ -182,7 +186,7 @@ impl Move {
                     }
                 });
                 if world.live_passes == 2 {
-                    // The timeout has come: after this pass the guest is stopped.
+                    // The timeout has expired, so the guest is stopped after this pass.
                     let actions = self.handle(world, LIMIT * 2, Event::Tick);
                     assert!(actions.iter().all(|action| matches!(action, Action::Send(ToTarget::Ping(_)))));
                 }
@@ -303,7 +307,7 @@ impl Model for Move {
         if world.todo.is_empty() && world.kept.state != Asking::Idle {
             deeds.push(Deed::Step);
         }
-        // A pass is sent once the driver has given it out.
+        // A pass is sent once the driver has given it to the channel.
         if world.sending.is_some() && !world.todo.contains(&Todo::Send) {
             deeds.push(Deed::Channel);
         }
@@ -342,7 +346,7 @@ impl Model for Move {
             }
             Deed::Channel => self.channel(&mut next),
             Deed::Cancel => {
-                // As the driver: what was still to be done is moot.
+                // As in the driver, a cancel drops the pending steps.
                 if next.todo.contains(&Todo::Send) {
                     next.sending = None;
                 }
@@ -350,7 +354,7 @@ impl Model for Move {
                 self.tell(&mut next, Event::Cancel);
             }
         });
-        // What changes nothing (the driver finds no answer) is no step.
+        // A step that changes nothing, for example a driver that finds no answer, is no transition.
         (next != *world).then_some(next)
     }
 
@@ -360,7 +364,7 @@ impl Model for Move {
                 let same = |page: &Page| page.used != Use::Used || page.copy == page.content;
                 world.ended != Some(true) || world.pages.iter().all(same)
             }),
-            Property::always("in the end the guest keeps nothing back for us", |_, world: &World| {
+            Property::always("no question is open after the end", |_, world: &World| {
                 world.ended.is_none() || world.said.open.is_none()
             }),
             Property::always("a page is in one place", |_, world: &World| {
@@ -368,13 +372,13 @@ impl Model for Move {
                 let (first, last, _) = pass.unwrap_or_default();
                 first & last == 0 && next & (first | last) == 0
             }),
-            Property::sometimes("a page is left out and the guest moves", |_, world: &World| {
+            Property::sometimes("a page is skipped and the guest moves", |_, world: &World| {
                 world.ended == Some(true) && world.sets.skipped != 0
             }),
-            Property::sometimes("a page is left out while the guest runs", |_, world: &World| {
+            Property::sometimes("a page is skipped while the guest runs", |_, world: &World| {
                 !world.paused && world.sets.skipped != 0
             }),
-            Property::sometimes("a page that was left out is written and sent", |_, world: &World| {
+            Property::sometimes("a page that was skipped is written and sent", |_, world: &World| {
                 world.ended == Some(true) && world.pages[0].copy > 1
             }),
             Property::sometimes("the guest moves", |_, world: &World| world.ended == Some(true)),

@@ -1,8 +1,9 @@
-//! Answers about free pages against harvests, senders and a guest that frees pages and uses them again, in many interleavings
-//! (shuttle). What is shipped runs here: [`PendingPages`], [`PassPages`], [`Skipping`].
+//! Answers about free pages against harvests, senders, and a guest that frees pages and uses them
+//! again, in many interleavings (shuttle). The shipped types run in these tests: [`PendingPages`],
+//! [`PassPages`], [`Skipping`].
 //!
-//! The tracker is KVM's log, the one that forgets most: a page is marked and not protected at the start, to protect it takes its
-//! mark, and a harvest leaves marks as they are.
+//! The tracker behaves like KVM's dirty log, which discards the most. At the start a page is marked
+//! and not protected. Protecting a page clears its mark. A harvest leaves the marks as they are.
 
 use super::{Flaw, Next, Skipping};
 use crate::source::pending::{PassPages, PendingPages, Turn};
@@ -22,18 +23,18 @@ const REGION: RegionId = RegionId(0);
 /// Passes while the guest runs.
 const PASSES: u32 = 2;
 const TRIES: usize = 2000;
-/// What the guest does, and how long a page takes to be sent.
+/// Steps of the guest, and scheduler steps that sending a page takes.
 const STEPS: u32 = 9;
 const LINK: u32 = 8;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Page {
-    /// Counts up with each write.
+    /// Number of writes to the page.
     content: u64,
     protected: bool,
     marked: bool,
     free: bool,
-    /// The newest content that was sent.
+    /// Newest content that was sent.
     copy: u64,
 }
 
@@ -43,14 +44,15 @@ struct Said {
     answers: Vec<(u64, Vec<u64>)>,
 }
 
-/// Each access to a page is one step: the processor looks whether it is protected and writes it in one.
+/// Host memory. Each access to a page is one step: the processor checks the protection and writes
+/// in one step.
 #[derive(Debug)]
 struct Host {
     pages: Vec<Mutex<Page>>,
     said: Mutex<Said>,
-    /// Whether the channel's thread is done with the pass.
+    /// True if the channel's thread has finished the pass.
     sent: Mutex<bool>,
-    /// The guest has stopped.
+    /// True if the guest has stopped.
     ended: Mutex<bool>,
 }
 
@@ -69,7 +71,7 @@ impl Host {
         self.pages[usize::try_from(page).unwrap()].lock().unwrap()
     }
 
-    /// The guest uses a page: takes it, if it is free, and then writes it.
+    /// Lets the guest use a page: the guest takes the page, if it is free, and then writes it.
     fn write(&self, page: u64) {
         self.page(page).free = false;
         let mut page = self.page(page);
@@ -79,7 +81,7 @@ impl Host {
         }
     }
 
-    /// The guest walks its lists: each page is looked at at its own time.
+    /// Lets the guest walk its free lists. Each page is examined at a different time.
     fn answer(&self) {
         let Some(question) = self.said.lock().unwrap().open else { return };
         let free = (0..PAGES).filter(|page| self.page(*page).free).collect();
@@ -100,7 +102,8 @@ impl Host {
         }
     }
 
-    /// The guest's driver, beside what it does with its pages. It sees late that it was told to stop.
+    /// Runs the guest's balloon driver, concurrently with the guest's use of its pages. The driver
+    /// learns late that it was told to stop.
     fn balloon(&self) {
         while !*self.ended.lock().unwrap() {
             self.answer();
@@ -108,12 +111,12 @@ impl Host {
         }
     }
 
-    /// As `Sender::send_pass`.
+    /// Sends the pages in the same way as `Sender::send_pass`.
     fn send(&self, pages: &PassPages) {
         let mut mine = Bitmap::new(PAGES);
         for turn in [Turn::First, Turn::Last] {
             for page in 0..PAGES {
-                // Chunks of one page.
+                // Each chunk is one page.
                 if pages.take_64(0, turn, 0, 1 << page) == 0 {
                     continue;
                 }
@@ -192,7 +195,8 @@ impl FreePages for Source {
     }
 }
 
-/// The driver's thread, from the start of tracking to the last page.
+/// Runs the driver's thread from the start of tracking to the last page. Returns the number of
+/// skipped pages.
 fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
     let start = |work: fn(&Host)| {
         let host = Arc::clone(host);
@@ -211,7 +215,8 @@ fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
         let (channel, pages) = (Arc::clone(host), Arc::clone(&pass));
         let sender = thread::spawn(move || channel.send(&pages));
         skipping.begin(&pass);
-        // The driver's loop: until the channel is done, whatever is open.
+        // As in the driver, the loop runs until the channel has finished, even if a question is
+        // open.
         while !*host.sent.lock().unwrap() {
             let (pages, next) = skipping.step(&mut pending, &**host);
             skipped += pages;
@@ -251,7 +256,7 @@ fn no_write_is_lost_to_an_answer() {
     }
 }
 
-/// A test in which nothing is ever left out would pass, too.
+/// Guards against a search in which no page is ever skipped, which would pass the test above.
 #[test]
 fn pages_are_left_out_in_passes_and_at_the_end() {
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -267,7 +272,7 @@ fn pages_are_left_out_in_passes_and_at_the_end() {
     }
 }
 
-/// Always the same interleavings.
+/// Searches the same interleavings in each run, because the seed is fixed.
 fn search(answers: Answers, flaw: Flaw) {
     let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 40 * TRIES);
     shuttle::Runner::new(scheduler, shuttle::Config::new()).run(move || run(answers, flaw));

@@ -1,11 +1,11 @@
-//! The queue of requests, in many interleavings of bulk threads and of threads that read requests
+//! Queue of requests in many interleavings of bulk threads and of threads that read requests
 //! (shuttle).
 
 use super::super::{Claims, Wanted};
 use super::{BulkQueue, Flaw, UrgentPath};
 use shuttle::thread;
 use std::sync::Arc;
-// Not part of what is tested: no step for the scheduler.
+// The counters are not under test, so they are no step for the scheduler.
 use std::sync::atomic::{AtomicUsize as Count, Ordering};
 use vmferry_core::{Gpa, Layout, PageSet, Region, RegionId};
 use vmferry_testkit::tries;
@@ -36,7 +36,7 @@ impl Model {
         self.sent[usize::try_from(page).unwrap()].fetch_add(1, Ordering::SeqCst);
     }
 
-    /// As `Sender::send_wanted`.
+    /// Serves a request in the same way as `Sender::send_wanted`.
     fn serve(&self, wanted: Wanted) {
         if self.claims.regions[wanted.region].1.take(wanted.page) {
             self.send(wanted.page);
@@ -50,7 +50,7 @@ impl Model {
         }
     }
 
-    /// As `Sender::send_rest`.
+    /// Sends all pages in the same way as `Sender::send_rest`.
     fn bulk(&self) {
         self.queue().bulk_begins();
         while let Some(chunk) = self.claims.next_chunk() {
@@ -65,7 +65,7 @@ impl Model {
         }
     }
 
-    /// As `serve` of an urgent channel.
+    /// Handles a request in the same way as `serve` of an urgent channel.
     fn request(&self, page: u64, again: bool) {
         let wanted = Wanted { region: 0, page, ahead: 0, again };
         if !self.queue().leave(&self.claims.regions[0].1, wanted, 0) {
@@ -103,7 +103,7 @@ fn each_page_is_sent_once_and_no_request_is_left_behind() {
     shuttle::check_pct(|| run(Flaw::None), tries(TRIES), 4);
 }
 
-/// Always the same interleavings.
+/// Searches the same interleavings in each run, because the seed is fixed.
 fn search(flaw: Flaw) {
     let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
     shuttle::Runner::new(scheduler, shuttle::Config::new()).run(move || run(flaw));
@@ -111,12 +111,12 @@ fn search(flaw: Flaw) {
 
 #[test]
 #[should_panic(expected = "left behind")]
-fn a_bulk_thread_that_takes_itself_out_late_leaves_requests_behind() {
+fn bulk_thread_that_ends_late_leaves_requests_behind() {
     search(Flaw::EndsLate);
 }
 
 #[test]
 #[should_panic(expected = "left behind")]
-fn a_request_left_to_a_bulk_thread_that_was_there_is_left_behind() {
+fn request_left_to_a_bulk_thread_that_has_ended_is_left_behind() {
     search(Flaw::LeavesLate);
 }

@@ -1,4 +1,4 @@
-//! A state of the model, and what the shipped code finds in it.
+//! State of the model, and the environment that the shipped code runs in.
 
 use crate::source::session::Session;
 use crate::source::skip::Kept;
@@ -12,7 +12,7 @@ use vmferry_core::{
 pub(super) const PAGES: usize = 2;
 pub(super) const REGION: RegionId = RegionId(0);
 
-/// A set of pages as a number.
+/// A set of pages as a bit mask.
 pub(super) type Mask = u64;
 
 pub(super) fn region() -> Region {
@@ -33,11 +33,11 @@ pub(super) fn mask_of(set: &PageSet) -> Mask {
     set.region(REGION).expect("the one region").words()[0]
 }
 
-/// What the guest does with a page.
+/// Use of a page by the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Use {
     Free,
-    /// It is free no more, and was not written since.
+    /// The page is not free any more, and was not written since.
     Taken,
     Used,
 }
@@ -48,20 +48,22 @@ pub(super) struct Page {
     pub(super) content: u8,
     pub(super) protected: bool,
     pub(super) marked: bool,
-    /// What the target has.
+    /// Content that the target has.
     pub(super) copy: u8,
 }
 
-/// What the guest was asked and has said.
+/// Question to the guest, and its answers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Said {
     pub(super) open: Option<u64>,
-    /// The question that it is answering, and the pages that it has found free so far: it looks at one after the other.
+    /// Question that the guest is answering, the next page that it examines, and the pages that it
+    /// has found free so far.
     pub(super) walk: Option<(u64, usize, Mask)>,
     pub(super) answers: Vec<(u64, Mask)>,
 }
 
-/// The sets of [`PendingPages`], and those of the pass under way with how many pages it began with.
+/// Sets of [`PendingPages`], and those of the current pass with the number of pages that it began
+/// with.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Sets {
     pub(super) next: Mask,
@@ -69,7 +71,7 @@ pub(super) struct Sets {
     pub(super) pass: Option<(Mask, Mask, u64)>,
 }
 
-/// What the channel's thread does with the page that it has taken.
+/// Step of the channel's thread with the page that it has taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Hand {
     Taken(usize),
@@ -77,7 +79,7 @@ pub(super) enum Hand {
     Read(usize, u8),
 }
 
-/// What the driver has to do next.
+/// Next step of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Todo {
     Harvest,
@@ -94,11 +96,11 @@ pub(super) struct World {
     pub(super) sets: Sets,
     pub(super) kept: Kept,
     pub(super) session: Session,
-    /// What tells two sessions apart: a hash of all that they say of themselves.
+    /// Hash of the session's debug output, which tells two sessions apart.
     pub(super) session_key: u64,
     pub(super) todo: Vec<Todo>,
     pub(super) hand: Option<Hand>,
-    /// The pass that the channel sends, until it has told of its end.
+    /// Pass that the channel sends, until it has reported the end of the pass.
     pub(super) sending: Option<u32>,
     pub(super) paused: bool,
     pub(super) deeds: u8,
@@ -108,7 +110,7 @@ pub(super) struct World {
 }
 
 impl World {
-    /// All that tells two states apart.
+    /// Returns all that tells two states apart.
     fn key(&self) -> impl Hash + PartialEq + use<> {
         let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
         let hands = (self.todo.clone(), self.hand, self.sending, self.paused);
@@ -132,7 +134,7 @@ impl PartialEq for World {
 #[derive(Debug)]
 pub(super) struct Source {
     pub(super) answers: Answers,
-    /// What is free, for whoever reads it at once.
+    /// Free pages, as a source that answers at once reads them.
     pub(super) free: Mask,
     pub(super) said: Arc<Mutex<Said>>,
 }
