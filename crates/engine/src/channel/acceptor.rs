@@ -1,4 +1,4 @@
-//! Connections of a migration's target: what the engine asks an acceptor for.
+//! Acceptors: where a migration's target gets its connections from.
 
 use super::Uri;
 use crate::MigrateError;
@@ -14,55 +14,60 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Connections that the kernel keeps until they are accepted: a crowd should not make a source wait for its second attempt.
+/// Connections that the kernel queues until they are accepted. A burst of connections should not
+/// make a source wait for its second attempt.
 const BACKLOG: i32 = 1024;
 /// Longest time that an attempt to accept may take.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// Takes the connections of a source, for a [`Listener`](crate::Listener).
+/// Provides the connections of sources to a [`Listener`](crate::Listener).
 ///
 /// [`Listener::bind`](crate::Listener::bind) and [`Listener::passed`](crate::Listener::passed) have
-/// acceptors of their own. Implement this trait where connections come in another way, such as over
-/// vsock, or from a management daemon.
+/// their own acceptors. Implement this trait if connections arrive in another way, for example over
+/// vsock or from a management daemon.
 ///
-/// The supertrait [`AsFd`] gives the descriptor that is readable while a connection waits: a socket
-/// that listens, or one end of a pipe that another thread writes to. The engine polls it, and calls
-/// [`accept`](Self::accept) when it is readable. All calls come from one thread of the engine at a
-/// time. The end of the wait for a guest wakes that thread from poll(2), but not from `accept`.
+/// The supertrait [`AsFd`] gives the descriptor that is readable while a connection waits: a
+/// listening socket, or one end of a pipe that another thread writes to. The engine polls this
+/// descriptor, and calls [`accept`](Self::accept) when it is readable. All calls come from one
+/// thread of the engine at a time. The end of the wait for a guest wakes that thread from poll(2),
+/// but not from `accept`.
 ///
 /// A connection must be a connected stream socket: TCP, Unix or vsock. [`Connect`](crate::Connect)
-/// says why, and how another stream is joined.
+/// gives the reason, and describes how to join another kind of stream.
 pub trait Accept: AsFd + fmt::Debug + Send + Sync {
-    /// Returns the name for messages of the place where connections come in, such as its address.
+    /// Returns the name of the acceptor for messages, such as its address.
     fn name(&self) -> String;
 
-    /// Returns the next connection, without waiting for one. `None` says that no more will come. The
-    /// engine then asks for no more, and the wait for a guest ends with the connections that have come.
+    /// Returns the next connection, without waiting for one.
+    ///
+    /// `None` means that no more connections will come. The engine then makes no more calls, and
+    /// the wait for a guest ends with the connections that have arrived.
     ///
     /// # Errors
-    /// `WouldBlock` if no connection waits. Any other error is logged, and the engine asks again after
-    /// 100 ms.
+    /// `WouldBlock` if no connection waits. Any other error is logged, and the engine calls again
+    /// after 100 ms.
     fn accept(&self) -> io::Result<Option<OwnedFd>>;
 
-    /// Returns true if a source may use its connections long after they are made. Otherwise the engine
-    /// closes a connection that says nothing for five seconds. Return true only if every peer is
-    /// trusted: a silent connection holds one of 256 places.
+    /// Returns true if a source may use its connections long after they are made.
+    ///
+    /// Otherwise the engine closes a connection that sends nothing for five seconds. Return true
+    /// only if every peer is trusted: a silent connection holds one of 256 places.
     fn is_patient(&self) -> bool {
         false
     }
 }
 
-/// A socket that listens.
+/// Listening socket.
 #[derive(Debug)]
 pub(super) struct Bound {
     socket: Socket,
     uri: Uri,
-    /// Path of a Unix socket, removed at the end because it was made here.
+    /// Path of a Unix socket that this value has created, and removes when it is dropped.
     made: Option<PathBuf>,
 }
 
 impl Bound {
-    /// Listens at `uri`; with `insecure` also where other hosts can connect.
+    /// Listens at `uri`. With `insecure`, also listens where other hosts can connect.
     pub(super) fn at(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
         let (socket, made) = match uri {
@@ -87,14 +92,14 @@ impl Bound {
         Ok(bound)
     }
 
-    /// Listens on `socket`, which messages call `uri`.
+    /// Listens on `socket`. `uri` is its name in messages.
     pub(super) fn over(socket: Socket, uri: &Uri) -> io::Result<Self> {
         socket.listen(BACKLOG)?;
         socket.set_read_timeout(Some(PATIENCE))?;
         Ok(Self { socket, uri: uri.clone(), made: None })
     }
 
-    /// Returns the address that it listens at, with the port that was chosen.
+    /// Returns the address of the socket, with the port that was chosen.
     pub(super) fn address(&self) -> io::Result<Uri> {
         Ok(match self.socket.local_addr()?.as_socket() {
             Some(address) => Uri::Tcp { host: address.ip().to_string(), port: address.port() },
@@ -140,7 +145,8 @@ fn bind_path(path: &Path) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// A socket whose process has ended without removing it. (Connecting to what is no socket is refused, too.)
+/// Returns true if `path` is a socket whose process has ended without removing it. (A connection to
+/// a file that is no socket is refused, too.)
 fn abandoned(path: &Path) -> bool {
     let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     let gone = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
@@ -152,7 +158,7 @@ fn abandoned(path: &Path) -> bool {
 pub(super) struct Handed {
     left: Mutex<VecDeque<Socket>>,
     name: String,
-    /// Its other end is closed, so it is always readable.
+    /// Socket whose other end is closed, so it is always readable.
     readable: UnixStream,
 }
 
@@ -178,7 +184,7 @@ impl Accept for Handed {
         Ok(self.left.lock().unwrap_or_else(PoisonError::into_inner).pop_front().map(OwnedFd::from))
     }
 
-    /// The caller may have connected them long before the source uses them.
+    /// Returns true: the caller may have connected the sockets long before the source uses them.
     fn is_patient(&self) -> bool {
         true
     }

@@ -1,5 +1,5 @@
-//! Connections that come to a target in another way than from its acceptor: the lanes of connections
-//! that carry a whole migration.
+//! Connections that do not come from a target's acceptor: the lanes of connections that carry a
+//! whole migration.
 
 use super::carrier;
 use super::greeting::Connection;
@@ -12,17 +12,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_thread::{Role, spawn};
 
-/// Connections that may carry lanes at once. A migration needs one; each takes a thread and a
-/// socket pair for each lane.
+/// Largest number of connections that carry lanes. A migration needs one. Each takes a thread, and
+/// a socket pair for each lane.
 const MOST: usize = 4;
 
-/// Connections that wait to be heard, and those that carry lanes.
+/// Connections that wait for their hello to be read, and connections that carry lanes.
 #[derive(Debug)]
 pub(super) struct Arrivals {
     state: Mutex<State>,
-    /// `door` is readable after a write to `knock`.
-    door: UnixStream,
-    knock: UnixStream,
+    /// Socket that is readable after a write to `wake_writer`.
+    wake_reader: UnixStream,
+    wake_writer: UnixStream,
 }
 
 #[derive(Debug, Default)]
@@ -31,17 +31,18 @@ struct State {
     carried: Vec<Arc<Carried>>,
 }
 
-/// A connection that carries lanes.
+/// Connection that carries lanes.
 #[derive(Debug)]
 pub(super) struct Carried {
-    /// A duplicate of the socket, to end the connection by.
+    /// Duplicate of the socket, by which the connection can be shut down.
     socket: Socket,
-    /// One of its lanes said a proper hello: encrypted, where the target wants that.
+    /// True once a lane of the connection has sent a valid hello, encrypted if the target requires
+    /// that.
     proven: AtomicBool,
 }
 
 impl Carried {
-    /// A lane said a proper hello: from now on this connection gives way to no other one.
+    /// Notes that a lane has sent a valid hello. This connection then gives way to no other.
     pub(super) fn prove(&self) {
         self.proven.store(true, Ordering::Release);
     }
@@ -49,49 +50,49 @@ impl Carried {
 
 impl Arrivals {
     pub(super) fn new() -> io::Result<Self> {
-        let (door, knock) = UnixStream::pair()?;
-        door.set_nonblocking(true)?;
-        knock.set_nonblocking(true)?;
-        Ok(Self { state: Mutex::default(), door, knock })
+        let (wake_reader, wake_writer) = UnixStream::pair()?;
+        wake_reader.set_nonblocking(true)?;
+        wake_writer.set_nonblocking(true)?;
+        Ok(Self { state: Mutex::default(), wake_reader, wake_writer })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the descriptor that is readable after a [`knock`](Self::knock).
-    pub(super) fn door(&self) -> BorrowedFd<'_> {
-        self.door.as_fd()
+    /// Returns the descriptor that is readable after a [`wake`](Self::wake).
+    pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.wake_reader.as_fd()
     }
 
     /// Wakes the listener: connections wait, or the last one may have ended.
-    pub(super) fn knock(&self) {
-        // The write fails only if the socket is full. The door is readable then.
-        let _ = (&self.knock).write(&[0]);
+    pub(super) fn wake(&self) {
+        // The write fails only if the socket is full. The other end is readable then.
+        let _ = (&self.wake_writer).write(&[0]);
     }
 
     pub(super) fn add(&self, connection: Connection) {
         self.lock().waiting.push(connection);
-        self.knock();
+        self.wake();
     }
 
-    /// Takes the connections that wait.
+    /// Takes the waiting connections.
     pub(super) fn take(&self) -> Vec<Connection> {
-        let _ = (&self.door).read(&mut [0; 64]);
+        let _ = (&self.wake_reader).read(&mut [0; 64]);
         std::mem::take(&mut self.lock().waiting)
     }
 
-    /// Returns whether no connection waits and none carries lanes.
+    /// Returns true if no connection waits and none carries lanes.
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
         state.waiting.is_empty() && state.carried.is_empty()
     }
 
-    /// Makes room for a connection that carries lanes. The oldest one that has not proven itself
-    /// gives way.
+    /// Admits a connection that carries lanes. If there are too many, the oldest one without a
+    /// valid hello is shut down.
     ///
     /// # Errors
-    /// If there is no room, or the host has no descriptor.
+    /// If there is no room, or the process cannot open another descriptor.
     pub(super) fn admit(&self, socket: &impl AsFd) -> io::Result<Arc<Carried>> {
         let socket = socket.as_fd().try_clone_to_owned()?.into();
         let carried = Arc::new(Carried { socket, proven: AtomicBool::new(false) });
@@ -101,17 +102,18 @@ impl Arrivals {
             let oldest = oldest.ok_or_else(|| {
                 io::Error::new(io::ErrorKind::QuotaExceeded, "too many connections carry channels already")
             })?;
-            // Its thread ends as soon as it notices.
+            // The thread of that connection ends when it notices.
             let _ = state.carried.remove(oldest).socket.shutdown(Shutdown::Both);
         }
         state.carried.push(Arc::clone(&carried));
         Ok(carried)
     }
 
-    /// Has a thread carry the lanes of `socket`, which was [admitted](Self::admit) as `carried`.
+    /// Starts a thread that carries the lanes of `socket`, which was [admitted](Self::admit) as
+    /// `carried`.
     ///
     /// # Errors
-    /// If the host has no thread for it.
+    /// If the thread cannot be started.
     pub(super) fn carry(
         self: &Arc<Self>,
         socket: Socket,
@@ -125,17 +127,17 @@ impl Arrivals {
                 own.add(Connection { socket, peer, lane_of, lasting: false });
             };
             if let Err(error) = carrier::carry(socket, lane) {
-                tracing::warn!("{peer}: its channels cannot be carried: {error}");
+                tracing::warn!("cannot carry the channels of {peer}: {error}");
             }
             own.forget(&carried);
         };
         spawn(Role::Listener, "target-carrier", work).inspect_err(|_| self.forget(&known)).map(drop)
     }
 
-    /// Forgets a connection that does not carry lanes any more, or never will.
+    /// Removes a connection that does not carry lanes any more, or never will.
     pub(super) fn forget(&self, carried: &Arc<Carried>) {
         self.lock().carried.retain(|known| !Arc::ptr_eq(known, carried));
-        self.knock();
+        self.wake();
     }
 }
 
@@ -150,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_proved_nothing_gives_way_and_others_do_not() {
+    fn connection_without_a_valid_hello_gives_way_and_others_do_not() {
         let arrivals = Arrivals::new().unwrap();
         let ends: Vec<_> = (0..=MOST).map(|_| pair()).collect();
         let admitted: Vec<_> = ends[..MOST].iter().map(|(own, _)| arrivals.admit(own).unwrap()).collect();
@@ -158,10 +160,10 @@ mod tests {
         let newest = arrivals.admit(&ends[MOST].0).unwrap();
         let mut oldest = &ends[1].1;
         oldest.set_read_timeout(Some(PATIENCE)).unwrap();
-        assert_eq!(oldest.read(&mut [0]).unwrap(), 0, "the oldest that proved nothing is ended");
+        assert_eq!(oldest.read(&mut [0]).unwrap(), 0, "the oldest connection without a hello is shut down");
         admitted.iter().for_each(|carried| carried.prove());
         newest.prove();
-        assert!(arrivals.admit(&ends[1].0).is_err(), "all that are left have proven themselves");
+        assert!(arrivals.admit(&ends[1].0).is_err(), "every remaining connection has sent a hello");
         arrivals.forget(&newest);
         assert!(arrivals.admit(&ends[1].0).is_ok());
     }

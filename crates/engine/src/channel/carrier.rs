@@ -1,10 +1,10 @@
-//! All channels of a migration on one connection.
+//! Carrier: all channels of a migration on one connection.
 //!
-//! A caller may have nothing but one connected socket for a migration, as what drives QEMU has. The
-//! channels then are lanes of that connection ([`lanes`]): each is a local socket pair, whose far
-//! end the engine uses like a connection of its own. One thread moves the bytes between the near
-//! ends and the connection. The hello of the connection agrees on that
-//! ([`CARRIER`](vmferry_wire::CARRIER)).
+//! A caller may have only one connected socket for a migration, as a manager of QEMU has. The
+//! channels are then lanes of that connection ([`lanes`]). Each lane is a local socket pair. The
+//! engine uses the far end of the pair like a connection of its own. One thread moves the bytes
+//! between the near ends and the connection. The two sides agree on lanes in the hello of the
+//! connection ([`CARRIER`](vmferry_wire::CARRIER)).
 
 #[cfg(feature = "hostile")]
 #[cfg_attr(
@@ -40,33 +40,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_thread::{Role, spawn};
 
-/// Bytes that are read of the connection at a time.
+/// Bytes that are read from the connection at a time.
 const READ: usize = 128 << 10;
-/// Bytes that may wait unsent in the connection's socket. A message of the control channel waits
-/// behind them.
+/// Largest number of unsent bytes in the connection's socket. A message of the control channel
+/// waits behind them.
 const UNSENT: u32 = 256 << 10;
-/// How long a connection may carry no lane at the target.
+/// Time for which a connection may carry no lane at the target.
 const IDLE: Duration = Duration::from_secs(5);
-/// How long the source waits for the target to have read all, when the last lane has ended.
+/// Time for which the source waits until the target has read all bytes, after the last lane has
+/// ended.
 const LAST: Duration = Duration::from_secs(1);
 
-/// The source's end of a connection that carries lanes. The connection ends when this is dropped
+/// Source end of a connection that carries lanes. The connection ends when this value is dropped
 /// and all lanes have ended.
 #[derive(Debug)]
 pub(super) struct Carrier {
     shared: Arc<Shared>,
-    /// Wakes the thread; its end tells the thread that no more lanes will be opened.
+    /// Socket that wakes the thread. Its end tells the thread that no more lanes will be opened.
     wake: UnixStream,
 }
 
 #[derive(Debug, Default)]
 struct Shared(Mutex<Opening>);
 
-/// Lanes that the thread is to open.
+/// Lanes that the thread must open.
 #[derive(Debug, Default)]
 struct Opening {
     near: Vec<Socket>,
-    /// The thread has ended: there is no connection any more.
+    /// True if the thread has ended, and the connection with it.
     ended: bool,
 }
 
@@ -83,10 +84,10 @@ impl Shared {
 }
 
 impl Carrier {
-    /// Carries lanes on `link`, on which both sides have agreed on that.
+    /// Starts a thread that carries lanes on `link`. Both sides must have agreed on that.
     ///
     /// # Errors
-    /// If the host has no thread or no socket for it.
+    /// If the thread or a socket cannot be created.
     pub(super) fn start(link: Socket) -> io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
@@ -103,10 +104,10 @@ impl Carrier {
         Ok(Self { shared, wake })
     }
 
-    /// Opens a lane; returns its far end.
+    /// Opens a lane. Returns its far end.
     ///
     /// # Errors
-    /// If the connection has ended, or the host has no more sockets.
+    /// If the connection has ended, or a socket cannot be created.
     pub(super) fn open(&self) -> io::Result<Socket> {
         let (near, far) = lanes::pair()?;
         let mut opening = self.shared.lock();
@@ -115,14 +116,14 @@ impl Carrier {
         }
         opening.near.push(near);
         drop(opening);
-        // It fails only if the thread is woken already, or has ended.
+        // The write fails only if the thread has been woken already, or has ended.
         let _ = io::Write::write(&mut &self.wake, &[0]);
         Ok(far)
     }
 }
 
 /// Carries lanes on `link` at the target, until the connection ends or carries no lane for a while.
-/// Gives the far end of each lane to `take`.
+/// Passes the far end of each lane to `take`.
 ///
 /// # Errors
 /// If the socket cannot be used.
@@ -142,11 +143,11 @@ struct Side {
     link: Socket,
     lanes: Lanes,
     buffer: Box<[u8]>,
-    /// When the last lane ended.
+    /// Time at which the last lane ended.
     idle_since: Instant,
-    /// Nothing more is sent: all lanes have ended, and the peer is to end the connection.
+    /// True if nothing more is sent: all lanes have ended, and the peer must end the connection.
     finished: bool,
-    /// The peer has ended the connection.
+    /// True if the peer has ended the connection.
     gone: bool,
 }
 
@@ -168,8 +169,8 @@ impl Side {
         })
     }
 
-    /// Carries lanes until the connection ends. The source's side opens those that it is `asked`
-    /// for.
+    /// Carries lanes until the connection ends. At the source, opens the lanes that are requested
+    /// through `asked`.
     fn carry(
         &mut self,
         asked: Option<(&UnixStream, &Shared)>,
@@ -196,7 +197,7 @@ impl Side {
         if let Some((_, shared)) = asked {
             shared.lock().end();
         }
-        // What the peer sent before it ended the connection is still given to the lanes.
+        // Bytes that the peer sent before it ended the connection are still passed to the lanes.
         while !self.lanes.is_empty() {
             self.lanes.serve();
             self.wait(None)?;
@@ -204,7 +205,7 @@ impl Side {
         Ok(())
     }
 
-    /// Whether this is the end. `more`: the source may still open lanes.
+    /// Returns true if the connection must end. `more` is true if the source may still open lanes.
     fn is_over(&mut self, more: bool) -> io::Result<bool> {
         let now = Instant::now();
         if !self.lanes.is_empty() || !self.lanes.output().is_empty() {
@@ -220,8 +221,8 @@ impl Side {
         Ok((self.finished || !opens) && now.duration_since(self.idle_since) >= longest)
     }
 
-    /// Waits until something can be done; says whether lanes are asked for, and whether the
-    /// connection has something.
+    /// Waits until something can be done. Returns whether new lanes are requested, and whether
+    /// bytes of the connection can be read.
     fn wait(&self, woken: Option<&UnixStream>) -> io::Result<(bool, bool)> {
         let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
         let input = if self.lanes.wants_input() { libc::POLLIN } else { 0 };
@@ -230,14 +231,14 @@ impl Side {
         let link = if self.gone { -1 } else { self.link.as_raw_fd() };
         let mut all = vec![wake, entry(link, input | output)];
         all.extend(self.lanes.sockets().map(|(fd, events)| entry(fd, events)));
-        // Without lanes the clock is looked at.
+        // Without lanes the thread wakes to check the time.
         let longest = if self.lanes.is_empty() { 100 } else { -1 };
-        // SAFETY: so many entries of our own, for descriptors that are open.
+        // SAFETY: `all` has this number of entries, for descriptors that are open.
         if unsafe { libc::poll(all.as_mut_ptr(), all.len() as libc::nfds_t, longest) } < 0 {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::Interrupted { Ok((false, false)) } else { Err(error) };
         }
-        // An error of the connection is found by reading.
+        // An error of the connection is found when it is read.
         let ready = |entry: &libc::pollfd, what| entry.revents & (what | libc::POLLERR | libc::POLLHUP) != 0;
         let [wake, link, ..] = all.as_slice() else { return Ok((false, false)) };
         Ok((ready(wake, libc::POLLIN), ready(link, libc::POLLIN) && self.lanes.wants_input()))
@@ -255,7 +256,7 @@ impl Side {
         Ok(())
     }
 
-    /// Takes what the connection has; false if the peer has ended it.
+    /// Takes the bytes that the connection has. Returns false if the peer has ended the connection.
     fn receive(&mut self, take: &mut dyn FnMut(Socket)) -> io::Result<bool> {
         match (&self.link).read(&mut self.buffer) {
             Ok(0) => {
@@ -279,7 +280,7 @@ mod tests {
     use std::sync::mpsc::channel;
     use vmferry_testkit::{PATIENCE, wait};
 
-    /// A carrier, and the far ends that arrive at its target.
+    /// Returns a carrier, and the far ends that arrive at its target.
     fn carried(link: (Socket, Socket)) -> (Carrier, std::sync::mpsc::Receiver<Socket>) {
         let (sender, arrived) = channel();
         let target = link.1;
@@ -303,9 +304,9 @@ mod tests {
             stuck.set_nonblocking(true).unwrap();
             read.set_read_timeout(Some(PATIENCE)).unwrap();
             moving.set_read_timeout(Some(PATIENCE)).unwrap();
-            // Until nothing more fits, which is far below this bound.
+            // The loop ends when nothing more fits, far below this bound.
             let filled = (0..1024).any(|_| stuck.write(&[7; 65536]).is_err());
-            assert!(filled, "64 MiB wait on a lane that nobody reads");
+            assert!(filled, "64 MiB wait on a lane that is not read");
             let sent: Vec<u8> =
                 (0..8u32 << 20).map(|at| at.wrapping_mul(0x9e37_79b9).to_le_bytes()[3]).collect();
             let bytes = sent.clone();
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_of_lanes_and_of_the_connection_reach_the_other_side() {
+    fn ends_of_lanes_and_of_the_connection_reach_the_peer() {
         let (here, there) = tcp_pair();
         let cut = here.try_clone().unwrap();
         let (carrier, arrived) = carried((here, there));
@@ -335,7 +336,7 @@ mod tests {
         for socket in [&one, &two, &first] {
             socket.set_read_timeout(Some(PATIENCE)).unwrap();
         }
-        // One direction ends, and the other goes on.
+        // One direction ends, and the other continues.
         one.write_all(b"last").unwrap();
         one.shutdown(Shutdown::Write).unwrap();
         let mut text = Vec::new();
@@ -345,7 +346,7 @@ mod tests {
         let mut answer = [0; 6];
         one.read_exact(&mut answer).unwrap();
         assert_eq!(&answer, b"answer");
-        // A far end that is gone ends both directions.
+        // A far end that is dropped ends both directions.
         drop(second);
         assert_eq!(two.read(&mut [0]).unwrap(), 0);
         two.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -362,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_is_done_ends_the_connection_after_its_last_byte() {
+    fn source_ends_the_connection_after_its_last_byte() {
         let (carrier, arrived) = carried(tcp_pair());
         let mut lane = carrier.open().unwrap();
         let mut far = arrived.recv_timeout(PATIENCE).unwrap();

@@ -1,4 +1,4 @@
-//! Opening channels to a target.
+//! Dialer of a source: opens the channels to a target.
 
 use super::carrier::Carrier;
 use super::connector::{Attempt, ChannelCounts, Connect, Connected};
@@ -20,17 +20,17 @@ use vmferry_wire::{
 
 /// Opens the channels of one migration.
 ///
-/// Only the thread that migrates opens channels. What it waits for, and what ends the wait:
+/// Only the migrating thread opens channels. Its waits end as follows:
 ///
 /// | wait | ends by itself | ended by a cancel |
 /// |---|---|---|
-/// | the connector's call | as the connector bounds it | if the connector [watches](Attempt::watch) its socket |
+/// | the connector's call | as the connector limits it | if the connector [watches](Attempt::watch) its socket |
 /// | the TLS handshake, and the answer to a hello | after `peer_timeout` | the socket is shut down |
 #[derive(Debug)]
 pub(crate) struct Dialer<'a> {
     connector: &'a dyn Connect,
     settings: &'a Settings,
-    /// The connection that carries all channels, if the connector has given one.
+    /// Connection that carries all channels, if the connector has provided one.
     carrier: Mutex<Option<Carrier>>,
 }
 
@@ -51,8 +51,11 @@ impl<'a> Dialer<'a> {
         })
     }
 
-    /// Opens channel `index` of `role` of a migration, with the token that the target gave out for it. A cancel of `monitor` ends
-    /// each wait for the target. A reason against the migration that the target has sent by then is reported all the same.
+    /// Opens channel `index` of `role` of a migration, with the token that the target issued for
+    /// the channel.
+    ///
+    /// A cancel of `monitor` ends each wait for the target. If the target has already refused the
+    /// migration by then, its reason is reported instead of the cancel.
     pub(crate) fn open(
         &self,
         (migration, role, index, token): (MigrationId, Role, u16, Token),
@@ -65,7 +68,7 @@ impl<'a> Dialer<'a> {
         let Some(monitor) = monitor else { return stream };
         monitor.opened();
         match stream {
-            // Also of a stream that is there: it may just have been ended.
+            // A stream that was opened may also have been shut down by the cancel.
             Ok(_)
             | Err(
                 MigrateError::Connect { .. }
@@ -88,7 +91,7 @@ impl<'a> Dialer<'a> {
         }
         let reply = say_hello(&stream, hello, timeout).map_err(|source| {
             let uri = uri.clone();
-            // A target says what it thinks of our certificate only when we read.
+            // A target reports its opinion of this side's certificate only when this side reads.
             let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
             match tls {
                 Some(_) if !silent => MigrateError::Tls { uri, source },
@@ -107,20 +110,20 @@ impl<'a> Dialer<'a> {
         Ok(stream)
     }
 
-    /// Returns the socket of the channel that `hello` is for: a lane of the connection that carries all
-    /// channels, or a new connection.
+    /// Returns the socket of the channel that `hello` is for: a lane of the connection that carries
+    /// all channels, or a new connection.
     fn socket(&self, hello: &Hello, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
         let mut carrier = self.carrier.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(carrier) = &*carrier {
             match carrier.open() {
-                // The connection has ended, and the connector may have another one.
+                // The connection has ended, and the connector may provide another one.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
                 lane => return self.ready(lane.map_err(|source| self.unusable(source))?, monitor),
             }
         }
         *carrier = None;
         let attempt = Attempt::new((hello.role, hello.index), self.settings, monitor);
-        // A panic of the connector must not end a migration whose guest needs this side.
+        // A panic of the connector must not end a migration whose guest needs this process.
         match caught_io(|| self.connector.connect(&attempt)).map_err(|error| self.unreachable(error))? {
             Connected::Channel(descriptor) => self.accepted(descriptor, monitor),
             Connected::All(descriptor) => {
@@ -132,7 +135,7 @@ impl<'a> Dialer<'a> {
         }
     }
 
-    /// Returns the socket that the connector has connected, if a channel can use it.
+    /// Returns the socket that the connector has connected, if it is usable for a channel.
     fn accepted(&self, descriptor: OwnedFd, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
         let unusable = |source| self.unusable(source);
         let socket = stream_socket(descriptor).map_err(unusable)?;
@@ -145,7 +148,7 @@ impl<'a> Dialer<'a> {
         self.ready(socket, monitor)
     }
 
-    /// Makes `socket` ready for a channel. A cancel ends each wait on it.
+    /// Prepares `socket` for a channel. A cancel ends each wait on it.
     fn ready(&self, socket: Socket, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
         let watched = || monitor.map_or(Ok(()), |monitor| monitor.opening(&socket));
         socket.set_nonblocking(false).and_then(|()| watched()).map_err(|source| self.unusable(source))?;
@@ -162,13 +165,13 @@ impl<'a> Dialer<'a> {
         let said = said.map_err(|source| MigrateError::Hello { uri: uri.clone(), source })?;
         let reply = match check_reply(&said, &hello, &uri) {
             Err(MigrateError::RefusedHello { code: RefusalCode::Feature, .. }) => {
-                let why = "the target is an older vmferry, which needs a connection for each channel; pass one socket for each";
+                let why = "the target is an older vmferry, which needs a connection for each channel; pass one socket for each channel";
                 return Err(unusable(io::Error::new(io::ErrorKind::Unsupported, why)));
             }
             reply => reply?,
         };
         if reply.features & CARRIER == 0 {
-            let why = "the target answered as if it had not been asked to carry all channels";
+            let why = "the target did not confirm that the connection carries all channels";
             return Err(unusable(invalid(why)));
         }
         stream.set_timeouts(None, None).and_then(|()| Carrier::start(stream.into_socket())).map_err(unusable)
@@ -183,7 +186,7 @@ impl<'a> Dialer<'a> {
     }
 }
 
-/// Says `hello`, and waits for the bytes of the reply.
+/// Sends `hello`, and waits for the bytes of the reply.
 fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u8; HELLO_BYTES]> {
     stream.set_timeouts(Some(timeout), Some(timeout))?;
     stream.send(&mut [IoBuf::from_bytes(&hello.encode())]).map_err(|failed| failed.error)?;
@@ -193,7 +196,7 @@ fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u
     Ok(reply)
 }
 
-/// Reads the reply to `hello`, which must be a yes to that.
+/// Decodes the reply to `hello`. Fails if the target refused, or the reply does not fit the hello.
 fn check_reply(reply: &[u8; HELLO_BYTES], hello: &Hello, uri: &str) -> Result<HelloReply, MigrateError> {
     let reply =
         HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_owned(), source })?;

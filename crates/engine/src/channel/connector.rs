@@ -1,4 +1,4 @@
-//! Connections of a migration's source: what the engine asks a connector for.
+//! Connectors: where a migration's source gets its connections from.
 
 use crate::monitor::Monitor;
 use crate::source::Settings;
@@ -13,28 +13,28 @@ use vmferry_wire::Role;
 /// Connects the channels of a migration to its target.
 ///
 /// [`Uri`](crate::Uri) connects to an address. [`Sockets`](crate::Sockets) hands over sockets that
-/// are connected already. Implement this trait where a channel is connected in another way, such as
-/// by a management daemon, over vsock, or through a tunnel.
+/// are already connected. Implement this trait if channels are connected in another way, for
+/// example by a management daemon, over vsock, or through a tunnel.
 ///
-/// # What a connection is
+/// # Requirements of a connection
 ///
-/// A connection is a connected stream socket: TCP, Unix or vsock. The engine sends guest memory from
-/// where it is, and waits for a socket with timeouts that the kernel keeps. A stream that is not a
-/// socket, such as TLS of the caller's own, is joined with a pair of Unix sockets: return one end, and
-/// copy between the other end and the stream on two threads. Each of these threads has to pass on the
-/// end of its direction (`shutdown`), because each side of a migration ends its direction by itself.
+/// A connection is a connected stream socket: TCP, Unix or vsock. The engine sends guest memory
+/// without copying it, and relies on socket timeouts of the kernel. To use a stream that is not a
+/// socket, such as your own TLS, create a pair of Unix sockets. Return one end, and copy between
+/// the other end and the stream on two threads. Each of these threads must pass on the end of its
+/// direction (`shutdown`), because each side of a migration ends its direction separately.
 ///
-/// # When it is called
+/// # Calls
 ///
 /// The engine asks for the control channel first, and then for the other channels one by one. A
-/// postcopy whose link is lost asks for all of them again, as often as it tries to take the link up.
-/// All calls come from the thread that migrates, or that [probes](crate::plan::probe).
+/// postcopy whose link is lost asks for all of them again at each attempt to reconnect. All calls
+/// come from the thread that migrates, or that [probes](crate::plan::probe).
 ///
-/// # Who bounds a call
+/// # Time limit of a call
 ///
-/// The implementation does. Nothing else goes on in the migration during the call, so it should take
-/// no longer than [`Attempt::timeout`]. A call that connects a socket itself should give the socket to
-/// [`Attempt::watch`] first: a cancel then ends the call.
+/// The implementation limits the time of a call. The migration makes no progress during the call,
+/// so the call should take no longer than [`Attempt::timeout`]. A call that connects a socket
+/// itself should first pass the socket to [`Attempt::watch`]. A cancel then ends the call.
 pub trait Connect: fmt::Debug + Send + Sync {
     /// Returns the name of the target for messages, such as its address.
     fn name(&self) -> String;
@@ -42,36 +42,36 @@ pub trait Connect: fmt::Debug + Send + Sync {
     /// Connects one channel.
     ///
     /// # Errors
-    /// The migration reports the error with its text. Before the migration has begun, it ends with the
-    /// error. In postcopy, the engine tries again for
+    /// The migration reports the text of the error. Before the migration has begun, the error ends
+    /// the migration. In postcopy, the engine tries again for
     /// [`reconnect_for`](crate::Settings::reconnect_for). A [`MigrateError`](crate::MigrateError)
-    /// inside the error is reported as it is.
+    /// inside the error is reported unchanged.
     fn connect(&self, attempt: &Attempt<'_>) -> io::Result<Connected>;
 
     /// Refuses a migration before it begins, if its channels cannot be connected.
     ///
     /// # Errors
-    /// If it is known already that the migration cannot have these channels.
+    /// If the implementation knows that it cannot connect these channels.
     fn check(&self, channels: &ChannelCounts) -> io::Result<()> {
         let _ = channels;
         Ok(())
     }
 
-    /// Returns the name or address that the target's certificate has to be for. Without one, encrypted
+    /// Returns the name or address that the target's certificate must have. Without one, encrypted
     /// channels need the name that [`Tls::expecting`](crate::Tls::expecting) gives.
     fn host(&self) -> Option<&str> {
         None
     }
 }
 
-/// A connection that a [`Connect`] has made.
+/// Connection that a [`Connect`] has made.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connected {
-    /// A connection for the channel that was asked for.
+    /// Connection for the requested channel.
     Channel(OwnedFd),
-    /// A connection for all channels. The engine asks for no other one until it ends. The target must
-    /// know how to take all channels from one connection.
+    /// Connection for all channels. The engine asks for no other connection until it ends. The
+    /// target must be able to take all channels from one connection.
     All(OwnedFd),
 }
 
@@ -87,14 +87,14 @@ impl From<UnixStream> for Connected {
     }
 }
 
-/// One attempt to connect a channel.
+/// Attempt to connect one channel.
 #[derive(Debug)]
 pub struct Attempt<'a> {
     role: Role,
     index: u16,
     timeout: Duration,
     permits_remote: bool,
-    /// `None` where a cancel has no effect any more.
+    /// Migration handle. `None` if a cancel has no effect any more.
     monitor: Option<&'a Monitor>,
 }
 
@@ -104,27 +104,28 @@ impl<'a> Attempt<'a> {
         Self { role, index, timeout: settings.peer_timeout, permits_remote, monitor }
     }
 
-    /// Purpose of the channel.
+    /// Returns the purpose of the channel.
     #[must_use]
     pub fn role(&self) -> Role {
         self.role
     }
 
-    /// Number of the channel among those of its role, from 0.
+    /// Returns the number of the channel among those of its role, from 0.
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// Time that the attempt may take: the migration's
+    /// Returns the time that the attempt may take: the migration's
     /// [`peer_timeout`](crate::Settings::peer_timeout).
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Returns true if the connection may leave this host, because it will be encrypted or because the
-    /// caller permits plain ones. If it is false, the engine refuses a TCP connection to another host.
+    /// Returns true if the connection may leave this host, because it will be encrypted or because
+    /// the settings permit unencrypted connections. If false, the engine refuses a TCP connection
+    /// to another host.
     #[must_use]
     pub fn permits_remote(&self) -> bool {
         self.permits_remote
@@ -136,12 +137,15 @@ impl<'a> Attempt<'a> {
         self.monitor.is_some_and(Monitor::cancelled)
     }
 
-    /// Has a cancel shut `socket` down from now on, so that a call that waits for it returns. It replaces
-    /// the socket that was watched before. The socket may be one that is not connected yet.
+    /// Registers `socket`: a cancel shuts it down, so that a call that waits for the socket
+    /// returns.
+    ///
+    /// The socket replaces the one that was registered before. The socket need not be connected
+    /// yet.
     ///
     /// # Errors
-    /// `Interrupted` if the migration is cancelled already, or another error if the host has no
-    /// descriptor.
+    /// `Interrupted` if the migration is already cancelled. Another error if the process cannot
+    /// open another descriptor.
     pub fn watch(&self, socket: &impl AsFd) -> io::Result<()> {
         self.monitor.map_or(Ok(()), |monitor| monitor.opening(socket))
     }
@@ -151,13 +155,13 @@ impl<'a> Attempt<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChannelCounts {
-    /// Channels for the messages of the two sessions.
+    /// Number of channels for the messages of the two sessions.
     pub control: u16,
-    /// Channels for pages.
+    /// Number of channels for pages.
     pub bulk: u16,
-    /// Channels for the pages that vCPUs wait for.
+    /// Number of channels for the pages that vCPUs wait for.
     pub urgent: u16,
-    /// Channels for probes of the link.
+    /// Number of channels for probes of the link.
     pub probe: u16,
 }
 
@@ -167,7 +171,7 @@ impl ChannelCounts {
         Self { control: 1, bulk, urgent, probe }
     }
 
-    /// Returns the number of all channels.
+    /// Returns the total number of channels.
     #[must_use]
     pub fn total(&self) -> usize {
         [self.control, self.bulk, self.urgent, self.probe].into_iter().map(usize::from).sum()

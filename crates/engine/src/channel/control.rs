@@ -6,7 +6,8 @@ use std::io;
 use std::time::Duration;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, decode_control, encode_control};
 
-/// Sends one message, or gives up after `within`: a peer that reads it byte by byte must not hold a stopped guest.
+/// Sends one message. Fails after `within`: a peer that reads the message byte by byte must not
+/// keep the guest stopped.
 pub(crate) fn send_message<M: Serialize>(
     stream: &Stream,
     message: &M,
@@ -17,7 +18,7 @@ pub(crate) fn send_message<M: Serialize>(
     stream.send_bytes_within(&bytes, within)
 }
 
-/// Waits for one message.
+/// Receives one message.
 pub(crate) fn read_message<M: DeserializeOwned>(stream: &Stream) -> io::Result<M> {
     let mut header = [0; CONTROL_HEADER_BYTES];
     stream.receive_bytes(&mut header)?;

@@ -1,8 +1,13 @@
-//! Connections that have yet to say hello. Anybody can open them, so they are few, they are short, and they give way to newer ones.
+//! Connections that have not sent a hello yet.
 //!
-//! Who says nothing waits without a thread; who speaks is heard on one. Where there is no room for another, the one that came first has
-//! to go: a source speaks as soon as it is connected, and is heard within milliseconds, while whoever is there to take places keeps
-//! them. So a listener is not filled up by connections that are held open, however many are tried.
+//! Any process can open such connections. Therefore their number and their lifetime are limited,
+//! and older ones give way to newer ones.
+//!
+//! A silent connection waits without a thread. A connection that sends is read on a thread. If
+//! there is no room for another connection, the oldest one is closed. A source sends as soon as it
+//! is connected, and its hello is read within milliseconds, whereas a connection that only occupies
+//! a place stays in it. Therefore connections that are held open cannot fill up a listener, however
+//! many there are.
 
 use super::carried::Carried;
 use crate::vm::caught_io;
@@ -16,55 +21,61 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a connection may take to say hello, and again as long to end it.
+/// Time in which a connection must begin its hello. The hello may then take the same time again.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections that may be silent at once: some for a stranger, and far below what a process may have open.
+/// Largest number of silent connections: enough for some that are no source, and far below the
+/// process's limit of open files.
 const MOST_SILENT: usize = 256;
-/// Connections that may be saying hello at once, each on a thread.
+/// Largest number of connections whose hello is being read, each on a thread.
 const MOST_GREETING: usize = 32;
-/// How long until it is looked again whether a thread has become free.
+/// Interval at which the listener checks whether a thread has become free.
 const FULL: Duration = Duration::from_millis(1);
 
-/// A connection that has yet to say hello.
+/// Connection that has not sent a hello yet.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) socket: Socket,
     pub(super) peer: String,
-    /// The connection that this one is a lane of, if it is one.
+    /// Connection that this one is a lane of. `None` if it is no lane.
     pub(super) lane_of: Option<Arc<Carried>>,
-    /// It may stay silent for any time: the source may use it long after it was made.
+    /// True if the connection may stay silent without limit: the source may use it long after it
+    /// was made.
     pub(super) lasting: bool,
 }
 
-/// A connection of which nothing has come.
+/// Connection that has not sent anything.
 #[derive(Debug)]
 struct Silent {
     connection: Connection,
-    /// Time at which the connection is ended; `None` if it may stay silent for any time.
+    /// Time at which the connection is closed. `None` if it may stay silent without limit.
     until: Option<Instant>,
-    /// Something has come, or its end.
+    /// True if the connection has sent something, or has ended.
     speaks: bool,
 }
 
-/// Those that are being heard, by the order in which they began to speak; what is not among them any more must go.
+/// Connections whose hello is being read, in the order in which they began to send. A connection
+/// that was removed must end.
 type Heard = Mutex<BTreeMap<u64, Socket>>;
 
-/// Connections that have yet to say hello.
+/// Connections that have not sent a hello yet.
 #[derive(Debug, Default)]
 pub(super) struct Greeting {
     silent: VecDeque<Silent>,
     heard: Arc<Heard>,
     threads: Arc<AtomicUsize>,
     next: u64,
-    complaints: Arc<Complaints>,
+    log: Arc<ClosedLog>,
 }
 
 impl Greeting {
-    /// Waits for a connection at one of the `doors`, and returns at which doors there is one. The wait also ends when `ending` is
-    /// raised, when a silent connection needs attention, and after `within`.
+    /// Waits for a connection at one of the `inputs`, and returns for each of them whether there is
+    /// one.
+    ///
+    /// The wait also ends when `ending` is raised, when a silent connection needs attention, and
+    /// after `within`.
     pub(super) fn wait<const N: usize>(
         &mut self,
-        doors: [Option<BorrowedFd<'_>>; N],
+        inputs: [Option<BorrowedFd<'_>>; N],
         ending: &Ending,
         within: Option<Duration>,
     ) -> [bool; N] {
@@ -72,30 +83,30 @@ impl Greeting {
         self.end_late_ones(now);
         let first_late = self.silent.iter().filter_map(|silent| silent.until).min();
         let within = [within, first_late.map(|until| until - now)].into_iter().flatten().min();
-        let own = std::iter::once(ending.as_fd()).chain(doors.into_iter().flatten());
+        let own = std::iter::once(ending.as_fd()).chain(inputs.into_iter().flatten());
         let silent = self.silent.iter().map(|silent| silent.connection.socket.as_fd());
         let fds: Vec<_> = own.chain(silent).collect();
         let mut ready = ready(&fds, within).into_iter().skip(1);
-        let knocks = doors.map(|door| door.is_some() && ready.next() == Some(true));
+        let arrived = inputs.map(|input| input.is_some() && ready.next() == Some(true));
         for (silent, ready) in self.silent.iter_mut().zip(ready) {
             silent.speaks = ready;
         }
-        knocks
+        arrived
     }
 
-    /// Ends the connections that have taken too long.
+    /// Closes the connections that have been silent for too long.
     fn end_late_ones(&mut self, now: Instant) {
-        let complaints = &self.complaints;
+        let log = &self.log;
         self.silent.retain(|Silent { connection, until, .. }| {
             let late = until.is_some_and(|until| until <= now);
             if late {
-                complaints.about(&connection.peer, &format!("it said no hello within {HELLO_TIMEOUT:?}"));
+                log.report(&connection.peer, &format!("it sent no hello within {HELLO_TIMEOUT:?}"));
             }
             !late
         });
     }
 
-    /// Takes a new connection in.
+    /// Adds a new connection.
     pub(super) fn add(&mut self, connection: Connection) {
         if self.silent.len() >= MOST_SILENT {
             self.make_room();
@@ -104,25 +115,28 @@ impl Greeting {
         self.silent.push_back(Silent { connection, until, speaks: false });
     }
 
-    /// Reports a connection that was closed before anything was heard of it.
-    pub(super) fn turn_away(&self, peer: &str, why: &str) {
-        self.complaints.about(peer, why);
+    /// Logs a connection that was closed before anything was read from it.
+    pub(super) fn log_refused(&self, peer: &str, why: &str) {
+        self.log.report(peer, why);
     }
 
-    /// Returns whether every connection has said hello or has ended.
+    /// Returns true if every connection has sent its hello or has ended.
     pub(super) fn is_idle(&self) -> bool {
         self.silent.is_empty() && self.threads.load(Ordering::Acquire) == 0
     }
 
-    /// Ends the connection that has been silent for longest, if there is one.
+    /// Closes the connection that has been silent for longest, if there is one.
     pub(super) fn make_room(&mut self) {
         if let Some(oldest) = self.silent.pop_front() {
-            self.complaints.about(&oldest.connection.peer, "it said nothing while others waited");
+            self.log.report(&oldest.connection.peer, "it sent nothing while other connections waited");
         }
     }
 
-    /// Reads the hello of each connection that speaks by `hear`, on a thread of its own, and gives the result to `take`. The thread
-    /// calls `left` when the connection is not counted here any more.
+    /// Reads the hello of each connection that sends, by `hear` on a thread of its own, and passes
+    /// the result to `take`.
+    ///
+    /// The thread calls `left` when the connection is not counted by [`is_idle`](Self::is_idle) any
+    /// more.
     pub(super) fn hear<T>(
         &mut self,
         hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
@@ -131,7 +145,7 @@ impl Greeting {
     ) {
         while let Some(at) = self.silent.iter().position(|silent| silent.speaks) {
             if self.threads.load(Ordering::Acquire) >= MOST_GREETING {
-                self.hang_up_on_the_longest();
+                self.close_longest_greeting();
                 std::thread::sleep(FULL);
                 return;
             }
@@ -140,9 +154,9 @@ impl Greeting {
         }
     }
 
-    fn hang_up_on_the_longest(&self) {
+    fn close_longest_greeting(&self) {
         if let Some((_, socket)) = lock(&self.heard).pop_first() {
-            // Its thread ends as soon as it notices.
+            // The thread of the connection ends when it notices.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
@@ -159,21 +173,21 @@ impl Greeting {
         let who = connection.peer.clone();
         let again = match connection.socket.try_clone() {
             Ok(again) => again,
-            Err(error) => return self.complaints.about(&who, &format!("no descriptor for it: {error}")),
+            Err(error) => return self.log.report(&who, &format!("cannot duplicate its descriptor: {error}")),
         };
         lock(&self.heard).insert(id, again);
         self.threads.fetch_add(1, Ordering::AcqRel);
         let (heard, threads) = (Arc::clone(&self.heard), Arc::clone(&self.threads));
-        let complaints = Arc::clone(&self.complaints);
+        let log = Arc::clone(&self.log);
         let greet = move || {
             let said = caught_io(|| hear(connection));
             let still = lock(&heard).remove(&id).is_some();
             match said {
-                // Somebody whose hello is known does not have to go any more.
+                // A connection whose hello has been read does not have to end any more.
                 Ok(Some(said)) if still => take(said),
                 Ok(None) => {}
-                Ok(Some(_)) => complaints.about(&who, "it took too long while others waited"),
-                Err(error) => complaints.about(&who, &error.to_string()),
+                Ok(Some(_)) => log.report(&who, "its hello took too long while other connections waited"),
+                Err(error) => log.report(&who, &error.to_string()),
             }
             threads.fetch_sub(1, Ordering::AcqRel);
             left();
@@ -181,7 +195,7 @@ impl Greeting {
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Listener, "greet", greet) {
             lock(&self.heard).remove(&id);
             self.threads.fetch_sub(1, Ordering::AcqRel);
-            self.complaints.about("", &format!("no thread for it: {error}"));
+            self.log.report("", &format!("cannot start a thread for it: {error}"));
         }
     }
 }
@@ -190,43 +204,44 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is said about strangers: some lines at once and one a second, however many there are.
+/// Log of closed connections, limited to a burst of lines and one line per second.
 #[derive(Debug)]
-struct Complaints(Mutex<Said>);
+struct ClosedLog(Mutex<LogBudget>);
 
 #[derive(Debug)]
-struct Said {
+struct LogBudget {
     /// Lines that may be written now.
     may: u32,
     since: Instant,
-    /// Connections of which nothing was written.
-    kept_back: u64,
+    /// Connections for which no line was written.
+    suppressed: u64,
 }
 
 const LINES_AT_ONCE: u32 = 16;
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
-impl Default for Complaints {
+impl Default for ClosedLog {
     fn default() -> Self {
-        Self(Mutex::new(Said { may: LINES_AT_ONCE, since: Instant::now(), kept_back: 0 }))
+        Self(Mutex::new(LogBudget { may: LINES_AT_ONCE, since: Instant::now(), suppressed: 0 }))
     }
 }
 
-impl Complaints {
-    fn about(&self, peer: &str, why: &str) {
+impl ClosedLog {
+    fn report(&self, peer: &str, why: &str) {
         let allowed = lock(&self.0).next_line(Instant::now());
         match allowed {
             None => {}
-            Some(0) => tracing::warn!("a connection was closed: {peer}: {why}"),
+            Some(0) => tracing::warn!("closed a connection: {peer}: {why}"),
             Some(others) => {
-                tracing::warn!("a connection was closed: {peer}: {why} (and {others} others before it)")
+                tracing::warn!("closed a connection: {peer}: {why} (and {others} others before it)")
             }
         }
     }
 }
 
-impl Said {
-    /// Returns how many connections no line was written of since the last line, or `None` if no line may be written now.
+impl LogBudget {
+    /// Returns the number of connections since the last line for which no line was written. Returns
+    /// `None` if no line may be written now.
     fn next_line(&mut self, now: Instant) -> Option<u64> {
         while self.may < LINES_AT_ONCE && now.saturating_duration_since(self.since) >= LINE_EVERY {
             self.may += 1;
@@ -236,11 +251,11 @@ impl Said {
             self.since = now;
         }
         if self.may == 0 {
-            self.kept_back += 1;
+            self.suppressed += 1;
             return None;
         }
         self.may -= 1;
-        Some(std::mem::take(&mut self.kept_back))
+        Some(std::mem::take(&mut self.suppressed))
     }
 }
 
@@ -251,7 +266,7 @@ mod tests {
     use std::sync::mpsc::channel;
     use vmferry_testkit::{PATIENCE, wait};
 
-    /// A connection whose other end is `.0`.
+    /// Returns the two ends of a connection.
     fn pair() -> (Socket, Socket) {
         Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap()
     }
@@ -261,10 +276,10 @@ mod tests {
         matches!(socket.read(&mut [0]), Ok(0))
     }
 
-    /// A listener that nobody comes to, as what is silent is looked at.
-    fn look(greeting: &mut Greeting, nobody: &Socket) {
+    /// Updates the silent connections. No connection waits at the listener `idle`.
+    fn look(greeting: &mut Greeting, idle: &Socket) {
         let ending = Ending::new().unwrap();
-        assert!(!greeting.wait([Some(nobody.as_fd()), None], &ending, Some(Duration::ZERO)).contains(&true));
+        assert!(!greeting.wait([Some(idle.as_fd()), None], &ending, Some(Duration::ZERO)).contains(&true));
     }
 
     fn read_one(Connection { mut socket, .. }: Connection) -> io::Result<Option<u8>> {
@@ -278,8 +293,8 @@ mod tests {
     }
 
     #[test]
-    fn the_silent_give_way_and_whoever_speaks_is_heard() {
-        let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+    fn silent_connection_gives_way_to_connection_that_sends() {
+        let (mut greeting, (idle, _keep)) = (Greeting::default(), pair());
         let mut others = Vec::new();
         for _ in 0..MOST_SILENT + 10 {
             let (other, own) = pair();
@@ -292,19 +307,19 @@ mod tests {
         greeting.add(connection(own, "source"));
         source.send(&[0, 7]).unwrap();
         let (sender, heard) = channel();
-        // However long it took to come here: none of them is late.
+        // The deadlines are moved, so that no connection is late however slowly the test runs.
         greeting.silent.iter_mut().for_each(|silent| silent.until = Some(Instant::now() + PATIENCE));
-        look(&mut greeting, &nobody);
+        look(&mut greeting, &idle);
         greeting.hear(read_one, move |byte| sender.send(byte).unwrap(), || ());
         assert_eq!(heard.recv_timeout(PATIENCE), Ok(7));
-        // The one before it had to go, and no other.
+        // Only the oldest one had to end for the new connection.
         assert!(hung_up(&mut others[10]));
         assert_eq!(greeting.silent.len(), MOST_SILENT - 1);
     }
 
     #[test]
-    fn those_that_stop_in_the_middle_of_a_word_keep_nobody_out() {
-        let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+    fn incomplete_hellos_do_not_block_other_connections() {
+        let (mut greeting, (idle, _keep)) = (Greeting::default(), pair());
         let mut others = Vec::new();
         for _ in 0..MOST_GREETING {
             let (other, own) = pair();
@@ -314,14 +329,14 @@ mod tests {
         }
         let (sender, heard) = channel();
         let take = move |byte| sender.send(byte).unwrap();
-        look(&mut greeting, &nobody);
+        look(&mut greeting, &idle);
         greeting.hear(read_one, take.clone(), || ());
         assert_eq!(greeting.threads.load(Ordering::Acquire), MOST_GREETING);
         let (source, own) = pair();
         source.send(&[0, 9]).unwrap();
         greeting.add(connection(own, "source"));
         wait("a free thread", || {
-            look(&mut greeting, &nobody);
+            look(&mut greeting, &idle);
             greeting.hear(read_one, take.clone(), || ());
             greeting.silent.is_empty()
         });
@@ -333,22 +348,22 @@ mod tests {
     fn raised_ending_ends_a_wait_that_has_no_time_limit() {
         let (waited, done) = channel();
         std::thread::spawn(move || {
-            let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+            let (mut greeting, (idle, _keep)) = (Greeting::default(), pair());
             let ending = Ending::new().unwrap();
             ending.end();
-            waited.send(greeting.wait([Some(nobody.as_fd())], &ending, None)).unwrap();
+            waited.send(greeting.wait([Some(idle.as_fd())], &ending, None)).unwrap();
         });
-        // Nothing else ends that wait.
+        // Nothing except `ending` ends that wait.
         assert_eq!(done.recv_timeout(PATIENCE), Ok([false]));
     }
 
     #[test]
     fn panic_while_a_hello_is_read_frees_the_place() {
-        let (mut greeting, (nobody, _keep)) = (Greeting::default(), pair());
+        let (mut greeting, (idle, _keep)) = (Greeting::default(), pair());
         let (other, own) = pair();
         other.send(&[0]).unwrap();
         greeting.add(connection(own, "odd"));
-        look(&mut greeting, &nobody);
+        look(&mut greeting, &idle);
         let (sender, heard) = channel::<()>();
         let (gone, left) = channel();
         let hear = |_| -> io::Result<Option<()>> { panic!("a defect") };
@@ -361,27 +376,28 @@ mod tests {
     }
 
     #[test]
-    fn silence_ends() {
+    fn silent_connection_is_closed_at_its_deadline() {
         let mut greeting = Greeting::default();
         let (mut other, own) = pair();
         greeting.add(connection(own, "late"));
         greeting.silent[0].until = Some(Instant::now());
-        let (nobody, _keep) = pair();
-        look(&mut greeting, &nobody);
+        let (idle, _keep) = pair();
+        look(&mut greeting, &idle);
         assert!(greeting.silent.is_empty() && hung_up(&mut other));
-        // One that the caller handed over is waited for, and keeps none behind it.
+        // A connection that the caller handed over has no deadline, and does not delay the ones
+        // behind it.
         let ((_lasting, own), (mut other, late)) = (pair(), pair());
         greeting.add(Connection { lasting: true, ..connection(own, "lasting") });
         greeting.add(connection(late, "late"));
         assert_eq!(greeting.silent[0].until, None);
         greeting.silent[1].until = Some(Instant::now());
-        look(&mut greeting, &nobody);
+        look(&mut greeting, &idle);
         assert!(greeting.silent.len() == 1 && hung_up(&mut other));
     }
 
     #[test]
     fn few_lines_are_written_of_many_connections() {
-        let Complaints(said) = Complaints::default();
+        let ClosedLog(said) = ClosedLog::default();
         let mut said = said.into_inner().unwrap();
         let began = said.since;
         let mut lines =
@@ -390,6 +406,10 @@ mod tests {
         assert_eq!(lines(1000, LINE_EVERY / 2), [0; 0]);
         assert_eq!(lines(1000, LINE_EVERY), [1000 - u64::from(LINES_AT_ONCE) + 1000]);
         assert_eq!(lines(1000, LINE_EVERY * 3).len(), 2);
-        assert_eq!(lines(1000, LINE_EVERY * 100).len(), LINES_AT_ONCE as usize, "no more for a long silence");
+        assert_eq!(
+            lines(1000, LINE_EVERY * 100).len(),
+            LINES_AT_ONCE as usize,
+            "a long pause allows no larger burst"
+        );
     }
 }

@@ -1,11 +1,12 @@
-//! Bytes by address: our own, or the guest's.
+//! Buffers by address: bytes of this process, or guest memory.
 
 use std::marker::PhantomData;
 use vmferry_core::Window;
 
-/// An `iovec`: bytes of our own or of guest memory, by address.
+/// Buffer as an `iovec`: bytes of this process or of guest memory, by address.
 ///
-/// Guest memory is never made a `&[u8]` (another runs in it), so the standard library's `IoSlice` cannot serve.
+/// Guest memory never becomes a `&[u8]`, because the guest accesses it concurrently. Therefore the
+/// standard library's `IoSlice` cannot be used.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
 pub(crate) struct IoBuf<'a> {
@@ -13,55 +14,61 @@ pub(crate) struct IoBuf<'a> {
     bytes: PhantomData<&'a ()>,
 }
 
-// SAFETY: an address and a length; what they point at is borrowed for 'a, and is either shared bytes that nobody
-// writes, a unique borrow, or guest memory that everybody may access through raw addresses.
+// SAFETY: the value is an address and a length. The bytes at the address are borrowed for 'a. They
+// are shared bytes that no thread writes, a unique borrow, or guest memory, which all threads may
+// access through raw addresses.
 unsafe impl Send for IoBuf<'_> {}
 
 impl<'a> IoBuf<'a> {
-    /// To send `bytes`. Only [`Stream::send`] may be given it.
+    /// Creates a buffer to send `bytes`. It must only be passed to [`Stream::send`].
     pub(crate) fn from_bytes(bytes: &'a [u8]) -> Self {
         Self::raw(bytes.as_ptr().cast_mut(), bytes.len())
     }
 
-    /// To receive into `bytes`, or to send them.
+    /// Creates a buffer to receive into `bytes`, or to send them.
     pub(crate) fn from_bytes_mut(bytes: &'a mut [u8]) -> Self {
         Self::raw(bytes.as_mut_ptr(), bytes.len())
     }
 
-    /// To send or receive guest memory.
+    /// Creates a buffer to send or receive guest memory.
     pub(crate) fn from_window(window: Window<'a>) -> Self {
         Self::raw(window.as_ptr(), window.len())
     }
 
-    /// Bytes that it has left.
+    /// Returns the number of bytes left.
     pub(crate) fn len(&self) -> usize {
         self.raw.iov_len
     }
 
-    /// Whether it is used up.
+    /// Returns true if no bytes are left.
     pub(crate) fn is_empty(&self) -> bool {
         self.raw.iov_len == 0
     }
 
-    /// Copies as much of `from` as fits, and goes on behind it; for a buffer that may be received into. Returns how much
-    /// that was.
+    /// Copies as much of `from` as fits into the buffer, and advances the buffer by that. Returns
+    /// the number of copied bytes.
+    ///
+    /// The buffer must be one that may be received into.
     pub(crate) fn put(&mut self, from: &[u8]) -> usize {
         let len = from.len().min(self.raw.iov_len);
-        // SAFETY: the buffer's bytes are mapped and may be written (it was made to be received into, which callers keep, as
-        // for `recvmsg`), and cannot overlap `from`, which is a shared borrow of other bytes.
+        // SAFETY: the buffer's bytes are mapped and may be written: the buffer was made to be
+        // received into, which callers ensure as for `recvmsg`. They cannot overlap `from`, which
+        // is a shared borrow of other bytes.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.raw.iov_base.cast(), len) };
         self.advance(len);
         len
     }
 
-    /// Copies its first bytes to `to`, as many as both have, and goes on behind them. Returns how many that were.
+    /// Copies the first bytes of the buffer to `to`, as many as both have, and advances the buffer
+    /// by that. Returns the number of copied bytes.
     ///
-    /// Of guest memory the copy may be torn, where the guest writes meanwhile, as what the kernel sends of it may be.
+    /// A copy of guest memory may be torn if the guest writes at the same time. The same holds for
+    /// guest memory that the kernel sends.
     #[cfg(any(feature = "tls", test))]
     pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
         let len = to.len().min(self.raw.iov_len);
-        // SAFETY: the buffer's bytes are mapped and may be read (every constructor's promise), and cannot overlap `to`, which is a
-        // unique borrow of other bytes.
+        // SAFETY: the buffer's bytes are mapped and may be read, as every constructor ensures. They
+        // cannot overlap `to`, which is a unique borrow of other bytes.
         unsafe { std::ptr::copy_nonoverlapping(self.raw.iov_base.cast(), to.as_mut_ptr(), len) };
         self.advance(len);
         len
@@ -73,13 +80,14 @@ impl<'a> IoBuf<'a> {
 
     /// Drops the first `count` bytes.
     fn advance(&mut self, count: usize) {
-        // Stays within or one past the end: callers advance by at most iov_len.
+        // The address stays within the buffer or one past its end: callers advance by at most
+        // iov_len.
         self.raw.iov_base = self.raw.iov_base.cast::<u8>().wrapping_add(count).cast();
         self.raw.iov_len -= count;
     }
 }
 
-/// The bufs from the first that has bytes; `None` when all are used up.
+/// Returns the buffers from the first one that has bytes left. Returns `None` if all are used up.
 pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
     bufs.get_mut(first..)
@@ -100,7 +108,8 @@ pub(super) fn consume(bufs: &mut [IoBuf<'_>], mut moved: usize) {
 mod tests {
     use super::*;
 
-    /// What Miri can see of it: addresses keep to what they were made of, and no borrow is broken.
+    /// Miri checks in this test that addresses keep their provenance and that no borrow is
+    /// violated.
     #[test]
     fn bytes_go_in_and_out_across_buffers() {
         let (mut head, mut page) = ([1, 2, 3], [0; 8]);

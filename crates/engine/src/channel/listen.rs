@@ -1,4 +1,4 @@
-//! Taking channels from a source.
+//! Listener of a target: accepts the connections of a source.
 
 use super::acceptor::{Accept, Bound, Handed};
 use super::carried::Arrivals;
@@ -17,37 +17,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
 
-/// Time that the listener waits after an attempt to accept failed.
+/// Delay after a failed attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Reason for which a side without a certificate refuses a connection that begins as TLS does.
+/// Reason for which a side without a certificate refuses an encrypted connection.
 const NO_CERTIFICATE: &str = if cfg!(feature = "tls") {
-    "it wants an encrypted connection, for which this side has no certificate"
+    "the peer requests an encrypted connection, but this side has no certificate"
 } else {
-    "it wants an encrypted connection, and this side was built without the feature `tls`"
+    "the peer requests an encrypted connection, but this side was built without the feature `tls`"
 };
 
-/// A place where a guest can arrive: an address, sockets that the caller has, or an [`Accept`] of the
-/// caller's own.
+/// Listener for guests: an address, sockets that the caller hands over, or an [`Accept`] of the
+/// caller.
 #[derive(Debug)]
 pub struct Listener {
     acceptor: Box<dyn Accept>,
     name: String,
-    /// `None` for an acceptor of the caller's own.
+    /// Address of the listener. `None` for an acceptor of the caller.
     uri: Option<Uri>,
-    /// No more connections come from `acceptor`.
+    /// True if `acceptor` provides no more connections.
     exhausted: AtomicBool,
     /// Connections that do not come from `acceptor`: lanes of connections that carry all channels.
     arrivals: Arc<Arrivals>,
-    /// No more connections come, and there is none any more.
+    /// True if no more connections come and all earlier ones have ended.
     over: AtomicBool,
     insecure: bool,
     tls: Option<Arc<Tls>>,
-    /// Who has yet to say hello: kept while nobody listens for a moment, for it may be a source that comes back.
+    /// Connections that have not sent a hello yet. They are kept between two calls of `serve`,
+    /// because one of them may be a source that reconnects.
     greeting: Mutex<Greeting>,
 }
 
-/// A connection that said a proper hello and waits for the answer.
+/// Connection that sent a valid hello and waits for the answer.
 #[derive(Debug)]
 pub(crate) struct Greeted {
     pub(crate) stream: Arc<Stream>,
@@ -55,59 +56,64 @@ pub(crate) struct Greeted {
 }
 
 impl Listener {
-    /// Listens at `uri`; with `insecure` also where other hosts can connect.
+    /// Listens at `uri`. With `insecure`, also listens where other hosts can connect.
     ///
     /// # Errors
-    /// If the address is taken, not ours, not loopback without `insecure`, or no kind that can be
-    /// listened on. For [`Uri::Fd`] there is [`passed`](Self::passed).
+    /// If the address is in use, does not belong to this host, is not loopback (without
+    /// `insecure`), or is of a kind that cannot be listened on. For [`Uri::Fd`] use
+    /// [`passed`](Self::passed).
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::bound(uri, insecure, None)
     }
 
-    /// Listens at `uri`, also where other hosts can connect, and takes encrypted connections only.
+    /// Listens at `uri`, also where other hosts can connect, and accepts encrypted connections
+    /// only.
     ///
     /// # Errors
-    /// If the address is taken, not ours, or no kind that can be listened on.
+    /// If the address is in use, does not belong to this host, or is of a kind that cannot be
+    /// listened on.
     #[cfg(feature = "tls")]
     pub fn bind_encrypted(uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
         Self::bound(uri, true, Some(tls))
     }
 
-    /// Takes guests over sockets that the caller hands over as `uri`: one that listens, or
-    /// connected ones. A connected socket carries one channel of a migration, or all of them, as
-    /// the source has it. `insecure` permits peers on other hosts.
+    /// Accepts guests over sockets that the caller hands over: one listening socket, or connected
+    /// sockets. `uri` is their name in messages.
+    ///
+    /// A connected socket carries one channel of a migration, or all of them, as the source
+    /// decides. `insecure` permits peers on other hosts.
     ///
     /// # Errors
-    /// If `descriptors` are neither one listening nor some connected stream sockets, or a peer is on
-    /// another host.
+    /// If `descriptors` are neither one listening socket nor one or more connected stream sockets,
+    /// or a peer is on another host without `insecure`.
     pub fn passed(descriptors: Vec<OwnedFd>, uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::handed(descriptors, uri, insecure, None)
     }
 
-    /// Takes guests over sockets as [`passed`](Self::passed) does, by encrypted channels only.
+    /// Accepts guests over sockets as [`passed`](Self::passed) does, over encrypted channels only.
     ///
     /// # Errors
-    /// If `descriptors` are neither one listening nor some connected stream sockets.
+    /// If `descriptors` are neither one listening socket nor one or more connected stream sockets.
     #[cfg(feature = "tls")]
     pub fn passed_encrypted(descriptors: Vec<OwnedFd>, uri: &Uri, tls: Tls) -> Result<Self, MigrateError> {
         Self::handed(descriptors, uri, true, Some(tls))
     }
 
-    /// Takes guests over the connections of `acceptor`. `insecure` permits peers on other hosts, whose
-    /// connections are closed otherwise.
+    /// Accepts guests over the connections of `acceptor`. Without `insecure`, connections from
+    /// other hosts are closed.
     ///
     /// # Errors
-    /// If the host has no descriptor.
+    /// If the process cannot open another descriptor.
     pub fn through(acceptor: impl Accept + 'static, insecure: bool) -> Result<Self, MigrateError> {
         let name = acceptor.name();
         Self::new(Box::new(acceptor), None, insecure, None)
             .map_err(|source| MigrateError::Listen { uri: name, source })
     }
 
-    /// Takes guests over the connections of `acceptor`, by encrypted channels only.
+    /// Accepts guests over the connections of `acceptor`, over encrypted channels only.
     ///
     /// # Errors
-    /// If the host has no descriptor.
+    /// If the process cannot open another descriptor.
     #[cfg(feature = "tls")]
     pub fn through_encrypted(acceptor: impl Accept + 'static, tls: Tls) -> Result<Self, MigrateError> {
         let name = acceptor.name();
@@ -157,7 +163,7 @@ impl Listener {
         Self::new(Box::new(handed), Some(uri.clone()), insecure, tls).map_err(failed)
     }
 
-    /// `insecure`: other hosts may connect.
+    /// Creates a listener. With `insecure`, other hosts may connect.
     fn new(
         acceptor: Box<dyn Accept>,
         uri: Option<Uri>,
@@ -177,84 +183,89 @@ impl Listener {
         })
     }
 
-    /// Returns true if no source can come any more: no more connections come, and all that came have ended. It is known when
-    /// [`serve`](Self::serve) has returned.
+    /// Returns true if no source can connect any more: no more connections come, and all earlier
+    /// ones have ended. The value is known once [`serve`](Self::serve) has returned.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Returns the error of a target that no source can reach any more.
+    /// Returns the error for a target that no source can reach any more.
     pub(crate) fn no_source(&self) -> MigrateError {
-        let why = "each of its connections has ended, and no guest came over them";
+        let why = "every connection has ended, and no guest arrived";
         let source = io::Error::new(io::ErrorKind::NotConnected, why);
         MigrateError::Passed { uri: self.name.clone(), source }
     }
 
-    /// The address it listens at, with the port that was chosen.
+    /// Returns the address of the listener, with the port that was chosen.
     ///
     /// # Errors
-    /// If it was made of an [`Accept`] of the caller's own, which has no address that the engine knows.
+    /// If the listener was made from an [`Accept`] of the caller, whose address the engine does not
+    /// know.
     pub fn uri(&self) -> io::Result<Uri> {
         self.uri.clone().ok_or_else(|| {
-            let why = format!("{} is no address", self.name);
+            let why = format!("{} is not an address", self.name);
             io::Error::new(io::ErrorKind::Unsupported, why)
         })
     }
 
-    /// Accepts until `ending` is raised, or no source can come any more. Gives every connection with a proper hello to `take`. A
-    /// stranger's connection (garbage, silence, another program) is closed, costs nobody else time, and gives way where there are
-    /// many: see [`Greeting`].
+    /// Accepts connections until `ending` is raised, or no source can connect any more. Passes
+    /// every connection with a valid hello to `take`.
+    ///
+    /// A connection without a valid hello (silence, garbage, another program) is closed. It does
+    /// not delay other connections, and is closed early if there are many: see [`Greeting`].
     ///
     /// The thread waits in poll(2), which `ending` ends. A call of the acceptor does not wait.
     pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Greeted) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !ending.wait(Duration::ZERO) {
             let exhausted = self.exhausted.load(Ordering::Acquire);
-            let doors = [(!exhausted).then(|| self.acceptor.as_fd()), Some(self.arrivals.door())];
-            let [knocks, others] = greeting.wait(doors, ending, None);
+            let inputs = [(!exhausted).then(|| self.acceptor.as_fd()), Some(self.arrivals.wake_fd())];
+            let [arrived, others] = greeting.wait(inputs, ending, None);
             let (tls, arrivals) = (self.tls.clone(), Arc::clone(&self.arrivals));
-            let left = move || arrivals.knock();
+            let left = move || arrivals.wake();
             let arrivals = Arc::clone(&self.arrivals);
             let hear = move |connection| read_hello(connection, tls.as_deref(), &arrivals);
             greeting.hear(hear, take.clone(), left);
             if others {
                 self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
             }
-            // In this order: a connection that was heard may carry lanes by now, and may have brought lanes.
+            // The order of the checks matters: a connection that has left `greeting` may carry
+            // lanes by now, and its lanes may have arrived.
             if exhausted && greeting.is_idle() && self.arrivals.is_idle() {
                 self.over.store(true, Ordering::Release);
                 return;
             }
-            if knocks {
+            if arrived {
                 self.accept(&mut greeting, ending);
             }
         }
     }
 
-    /// Takes the next connection of the acceptor.
+    /// Accepts the next connection of the acceptor.
     fn accept(&self, greeting: &mut Greeting, ending: &Ending) {
         match caught_io(|| self.acceptor.accept()) {
             Ok(Some(descriptor)) => {
                 if let Err(error) = self.admit(descriptor, greeting) {
-                    greeting.turn_away(&self.name, &error.to_string());
+                    greeting.log_refused(&self.name, &error.to_string());
                 }
             }
             Ok(None) => {
                 self.exhausted.store(true, Ordering::Release);
-                // There may be no connection, whose end would wake this thread.
-                self.arrivals.knock();
+                // There may be no connection whose end would wake this thread.
+                self.arrivals.wake();
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                // It concerns one connection or passes (no descriptors left), but comes back at once until then.
-                tracing::warn!("a connection could not be accepted: {error}");
+                // The error concerns one connection, or is temporary (no descriptors left). In the
+                // second case poll(2) returns at once until the error has passed.
+                tracing::warn!("cannot accept a connection: {error}");
                 greeting.make_room();
                 ending.wait(AGAIN);
             }
         }
     }
 
-    /// Takes in a connection that has yet to say hello.
+    /// Adds a connection that has not sent a hello yet.
     fn admit(&self, descriptor: OwnedFd, greeting: &mut Greeting) -> io::Result<()> {
         let socket = stream_socket(descriptor)?;
         if socket.is_listener()? {
@@ -262,7 +273,7 @@ impl Listener {
         }
         if !self.insecure && is_remote(&socket)? {
             return Err(invalid(
-                "its peer is on another host, and plain connections are taken of this host only",
+                "the peer is on another host, and unencrypted connections are accepted from this host only",
             ));
         }
         let peer = peer_name(&socket, &self.name);
@@ -271,7 +282,7 @@ impl Listener {
     }
 }
 
-/// Name of the peer of `socket`, which came in at `name`.
+/// Returns the name of the peer of `socket`, which connected to the listener `name`.
 fn peer_name(socket: &Socket, name: &str) -> String {
     let address = socket.peer_addr().ok();
     if let Some(address) = address.as_ref().and_then(SockAddr::as_socket) {
@@ -283,8 +294,8 @@ fn peer_name(socket: &Socket, name: &str) -> String {
     }
 }
 
-/// Reads the hello of a connection. `None`: it carries all channels of a migration, which come as
-/// lanes.
+/// Reads the hello of a connection. Returns `None` if the connection carries all channels of a
+/// migration, which arrive as lanes.
 fn read_hello(
     Connection { socket, peer, lane_of, .. }: Connection,
     tls: Option<&Tls>,
@@ -323,8 +334,8 @@ fn read_hello(
     }
 }
 
-/// Has a thread carry the channels of a migration over `stream`, whose source has asked for that by
-/// `hello`.
+/// Starts a thread that carries the channels of a migration over `stream`. The source has requested
+/// that by `hello`.
 fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<Arrivals>) -> io::Result<()> {
     let carried = match arrivals.admit(&stream) {
         Ok(carried) => carried,
@@ -338,9 +349,10 @@ fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<Arrivals>) 
     arrivals.carry(stream.into_socket(), peer, carried)
 }
 
-/// Makes the connection encrypted if its source wants that, and says whether it is.
+/// Encrypts the connection if the source requests encryption. Returns true if the connection is
+/// encrypted.
 fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
-    /// What TLS begins with: a handshake record of any version 3.x (RFC 8446, 5.1).
+    /// First bytes of TLS: a handshake record of any version 3.x (RFC 8446, 5.1).
     const TLS: [u8; 2] = [22, 3];
     let mut first = [0; 2];
     stream.peek(&mut first, HELLO_TIMEOUT)?;
@@ -369,16 +381,16 @@ mod tests {
     use vmferry_testkit::PATIENCE;
 
     #[test]
-    fn what_a_process_that_is_gone_has_left_keeps_nobody_from_listening() {
+    fn socket_left_by_a_dead_process_is_replaced() {
         let path = std::env::temp_dir().join(format!("vmferry-left-{}", std::process::id()));
         drop(UnixListener::bind(&path).unwrap());
         let uri = Uri::Unix(path.clone());
         let listener = Listener::bind(&uri, false).unwrap();
-        assert!(Listener::bind(&uri, false).is_err(), "somebody listens there");
+        assert!(Listener::bind(&uri, false).is_err(), "another listener uses the socket");
         drop(listener);
         std::fs::write(&path, "a file").unwrap();
         assert!(Listener::bind(&uri, false).is_err());
-        assert_eq!(std::fs::read(&path).unwrap(), b"a file", "it stays");
+        assert_eq!(std::fs::read(&path).unwrap(), b"a file", "the file was replaced");
         std::fs::remove_file(&path).unwrap();
     }
 
@@ -412,7 +424,7 @@ mod tests {
         source.write_all(&[22, 3, 1]).unwrap();
         let mut stream = Stream::new(own.into(), "source".into()).unwrap();
         let error = encrypt(&mut stream, None).unwrap_err().to_string();
-        assert!(error.contains("it wants an encrypted connection"), "{error}");
+        assert!(error.contains("the peer requests an encrypted connection"), "{error}");
         assert_eq!(error.contains("built without the feature `tls`"), !cfg!(feature = "tls"), "{error}");
     }
 

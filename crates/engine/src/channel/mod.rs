@@ -1,6 +1,7 @@
-//! Byte streams between the two sides: connecting, listening, and moving bytes, without copying them where they are not encrypted.
+//! Byte streams between source and target: connecting, listening, and moving bytes. Unencrypted
+//! streams move bytes without a copy in user space.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(

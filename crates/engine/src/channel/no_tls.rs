@@ -1,7 +1,7 @@
-//! Encryption in a build without the feature `tls`.
+//! Placeholders for encryption in a build without the feature `tls`.
 //!
-//! The types have no values. Code that needs one is never reached, and so the rest of the module needs
-//! no condition on the feature.
+//! The types have no values. Code that needs a value is never reached, so the rest of the module
+//! needs no condition on the feature.
 
 use super::iobuf::IoBuf;
 use super::raw::{RawStream, SendError};

@@ -1,20 +1,21 @@
-//! The bandwidth cap, shared by all channels of a migration.
+//! Bandwidth limit, shared by all channels of a migration.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Sleeps are no longer than this, so that a cancel is noticed.
+/// Longest single sleep, so that a cancel is noticed.
 const SLICE: Duration = Duration::from_millis(50);
-/// How far behind its schedule a channel may fall and still catch up: a burst this long.
+/// Time in ns that a channel may be behind its schedule and still catch up: a burst of this length.
 const BURST: u64 = 10_000_000;
 
-/// Hands out time slots on one schedule: whoever sends `n` bytes takes the next `n / rate` seconds of it.
+/// Pacer that assigns time slots of one schedule. A sender of `n` bytes takes the next `n / rate`
+/// seconds of the schedule.
 #[derive(Debug)]
 pub(crate) struct Pacer {
-    /// Bytes a second; 0 for no cap.
+    /// Bytes per second. Zero for no limit.
     rate: AtomicU64,
     began: Instant,
-    /// When the schedule is free again, in ns since `began`.
+    /// Time at which the schedule is free again, in ns since `began`.
     free_at: AtomicU64,
 }
 
@@ -23,13 +24,14 @@ impl Pacer {
         Self { rate: AtomicU64::new(rate.unwrap_or(0)), began: Instant::now(), free_at: AtomicU64::new(0) }
     }
 
-    /// Goes on at another rate. Slots that were handed out stay; what is left of the schedule begins now.
+    /// Changes the rate. Slots that were assigned stay as they are. The rest of the schedule begins
+    /// now.
     pub(crate) fn set(&self, rate: Option<u64>) {
         self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
         self.free_at.fetch_min(self.now(), Ordering::Relaxed);
     }
 
-    /// Waits until `bytes` may be sent, or `stop` says so.
+    /// Waits until `bytes` may be sent, or `stop` returns true.
     pub(crate) fn wait(&self, bytes: usize, stop: impl Fn() -> bool) {
         let rate = self.rate.load(Ordering::Relaxed);
         if rate == 0 {
@@ -71,7 +73,8 @@ mod tests {
                 scope.spawn(|| (0..10).for_each(|_| pacer.wait(100_000, || false)));
             }
         });
-        // 2 MB at 10 MB/s are 200 ms; the last slot begins 10 ms before its end, and a burst of 10 ms is allowed.
+        // 2 MB at 10 MB/s take 200 ms. The last slot begins 10 ms before its end, and a burst of 10
+        // ms is allowed.
         assert!(began.elapsed() >= Duration::from_millis(175), "{:?}", began.elapsed());
     }
 
@@ -81,7 +84,7 @@ mod tests {
         pacer.wait(1_000_000, || true);
         pacer.set(Some(10_000_000));
         let began = Instant::now();
-        // At the old rate the first of them would wait for eleven days.
+        // At the old rate the first of these calls would wait for eleven days.
         (0..2).for_each(|_| pacer.wait(1_000_000, || began.elapsed() > vmferry_testkit::PATIENCE));
         assert!(began.elapsed() >= Duration::from_millis(85), "{:?}", began.elapsed());
         assert!(began.elapsed() < vmferry_testkit::PATIENCE, "{:?}", began.elapsed());

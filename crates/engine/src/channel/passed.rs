@@ -1,4 +1,4 @@
-//! Sockets that the caller has connected, or listens at, and hands over.
+//! Connected or listening sockets that the caller hands over.
 
 use super::connector::{Attempt, ChannelCounts, Connect, Connected};
 use crate::MigrateError;
@@ -10,9 +10,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// Connected sockets that a migration uses instead of opening connections.
 ///
-/// One socket carries all channels of the migration, and the target must know how to take them from
-/// it. Several sockets carry one channel each. Each socket is used once: a link that is lost cannot
-/// be taken up again.
+/// A single socket carries all channels of the migration, and the target must be able to take them
+/// from it. Several sockets carry one channel each. Each socket is used once. Therefore a lost link
+/// cannot be restored.
 #[derive(Debug)]
 pub struct Sockets {
     name: String,
@@ -21,10 +21,11 @@ pub struct Sockets {
 }
 
 impl Sockets {
-    /// Takes over `descriptors`, the control channel's first.
+    /// Takes over `descriptors`. The first one is for the control channel.
     ///
     /// # Errors
-    /// If there is none, or one of them is not a connected TCP, Unix or vsock stream socket.
+    /// If `descriptors` is empty, or one of them is not a connected TCP, Unix or vsock stream
+    /// socket.
     pub fn new(descriptors: Vec<OwnedFd>) -> io::Result<Self> {
         let mut sockets = VecDeque::new();
         for descriptor in descriptors {
@@ -40,7 +41,7 @@ impl Sockets {
         Ok(Self { name, count, left: Mutex::new(sockets) })
     }
 
-    /// Replaces the name that messages have for these sockets.
+    /// Replaces the name of these sockets in messages.
     #[must_use]
     pub fn named(self, name: impl Into<String>) -> Self {
         Self { name: name.into(), ..self }
@@ -73,7 +74,7 @@ impl Connect for Sockets {
     }
 }
 
-/// A stream socket that was handed over.
+/// Stream socket that was handed over.
 #[derive(Debug)]
 pub(super) enum Kind {
     Listening(Socket),
@@ -81,10 +82,11 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Tells which kind `descriptor` is.
+    /// Returns the kind of `descriptor`.
     ///
     /// # Errors
-    /// If it is not a TCP, Unix or vsock stream socket, or one that neither listens nor is connected.
+    /// If `descriptor` is not a TCP, Unix or vsock stream socket, or neither listens nor is
+    /// connected.
     pub(super) fn of(descriptor: OwnedFd) -> io::Result<Self> {
         let socket = stream_socket(descriptor)?;
         if socket.is_listener()? {
@@ -100,10 +102,10 @@ impl Kind {
     }
 }
 
-/// Returns `descriptor` as a socket.
+/// Converts `descriptor` to a socket.
 ///
 /// # Errors
-/// If it is not a TCP, Unix or vsock stream socket.
+/// If `descriptor` is not a TCP, Unix or vsock stream socket.
 pub(super) fn stream_socket(descriptor: OwnedFd) -> io::Result<Socket> {
     let socket = Socket::from(descriptor);
     match socket.r#type() {
@@ -121,11 +123,11 @@ pub(super) fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, why)
 }
 
-/// Returns true if the peer of a connected socket is, or may be, on another host. Unix sockets and
-/// vsock do not leave the host.
+/// Returns true if the peer of a connected socket is on another host. Unix sockets and vsock do not
+/// leave the host.
 ///
 /// # Errors
-/// If it is a TCP socket that is not connected.
+/// If `socket` is a TCP socket that is not connected.
 pub(super) fn is_remote(socket: &Socket) -> io::Result<bool> {
     if ![Domain::IPV4, Domain::IPV6].contains(&socket.domain()?) {
         return Ok(false);
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn one_socket_carries_all_channels_and_a_set_one_each() {
+    fn one_socket_carries_all_channels_and_several_carry_one_each() {
         let set = |count: usize| {
             let ends = (0..count).map(|_| UnixStream::pair().unwrap().0.into());
             Sockets::new(ends.collect()).unwrap()
@@ -179,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn only_local_peers_are_local() {
+    fn only_loopback_and_unix_peers_are_local() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         assert!(!is_remote(&here.into()).unwrap());
         assert!(!is_remote(&UnixStream::pair().unwrap().0.into()).unwrap());
-        // A socket that may connect later, to anywhere.
+        // A socket that is not connected may connect to another host later.
         let unconnected = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         assert_eq!(is_remote(&unconnected).unwrap_err().kind(), io::ErrorKind::NotConnected);
     }

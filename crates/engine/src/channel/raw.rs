@@ -1,38 +1,39 @@
-//! A connected socket that sends and receives straight out of and into guest memory, as it is.
+//! Connected socket that sends from and receives into guest memory without a copy in user space.
 
 use super::iobuf::{IoBuf, consume, skip_empty};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
 
-/// As many as the kernel takes at once (UIO_MAXIOV).
+/// Largest number of buffers that the kernel takes at once (UIO_MAXIOV).
 const MOST_BUFS: usize = 1024;
 
-/// Whether anything left before sending failed.
+/// Error of a send, with the information whether any byte reached the kernel.
 #[derive(Debug)]
 pub(crate) struct SendError {
-    /// Nothing of this send reached the kernel: the peer cannot have any of it.
+    /// True if no byte of this send reached the kernel. The peer cannot have any of it.
     pub(crate) nothing_left: bool,
     pub(crate) error: io::Error,
 }
 
 impl SendError {
-    /// Why the message could not even be encoded, if that is what failed.
+    /// Returns the error of encoding the message, if that is what failed.
     pub(crate) fn wire_error(&self) -> Option<&vmferry_wire::WireError> {
         self.error.get_ref()?.downcast_ref()
     }
 }
 
-/// One connected stream socket. Sending and receiving are independent and may be done from two threads.
+/// Connected stream socket. Sending and receiving are independent and may be done from two threads.
 #[derive(Debug)]
 pub(super) struct RawStream {
     fd: OwnedFd,
 }
 
-/// Well below the shortest time for which firewalls and address translators are known to remember a connection that is silent.
+/// Interval of TCP keepalive probes, well below the shortest time for which firewalls and address
+/// translators are known to keep a silent connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
-/// Returns true if `socket`, a stream socket, is one of TCP, and not a Unix or vsock socket.
+/// Returns true if `socket`, a stream socket, is a TCP socket and not a Unix or vsock socket.
 pub(super) fn is_tcp(socket: &socket2::Socket) -> io::Result<bool> {
     use socket2::Domain;
     Ok([Domain::IPV4, Domain::IPV6].contains(&socket.domain()?))
@@ -47,12 +48,13 @@ impl AsFd for RawStream {
 impl RawStream {
     pub(super) fn new(socket: socket2::Socket) -> io::Result<Self> {
         if is_tcp(&socket)? {
-            // Control messages are small and waited for; pages fill whole segments anyway.
+            // Control messages are small, and their delay counts. Pages fill whole segments anyway.
             socket.set_tcp_nodelay(true)?;
-            // Channels for pages are silent for as long as a guest waits for its disk, or needs nothing: what stands between the hosts must
-            // not forget them.
+            // Channels for pages are silent while a guest waits for its disk, or needs nothing.
+            // Firewalls between the hosts must not forget the connection.
             let alive = socket2::TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE / 4);
-            // It is not for this to say that the other side is gone: `peer_timeout` is, however long. 127 is the most (tcp(7)).
+            // The keepalive must not decide that the peer is gone: `peer_timeout` decides that,
+            // however long it is. 127 is the maximum (tcp(7)).
             let alive = alive.with_retries(127);
             socket.set_tcp_keepalive(&alive)?;
         }
@@ -63,25 +65,25 @@ impl RawStream {
         self.fd.into()
     }
 
-    /// How long a send or a receive may make no progress; `None` for ever.
+    /// Sets the time without progress after which a send or a receive fails. `None` means no limit.
     pub(super) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
         let socket = socket2::SockRef::from(&self.fd);
         socket.set_read_timeout(receive)?;
         socket.set_write_timeout(send)
     }
 
-    /// Ends both directions: whoever is blocked in this stream, on either side, returns.
+    /// Shuts down both directions. Threads that wait in this stream return, on both sides.
     pub(super) fn shutdown(&self) {
-        // Fails only where the peer was faster.
+        // The call fails only if the peer has closed the connection first.
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Both);
     }
 
-    /// Says that nothing more will be sent; what was sent still arrives, and receiving goes on.
+    /// Ends the sending direction. What was sent still arrives, and receiving continues.
     pub(super) fn finish(&self) {
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
     }
 
-    /// Sends all of `bufs`; uses them up.
+    /// Sends all of `bufs`. The content of `bufs` is used up.
     pub(super) fn send(&self, mut bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
         let mut nothing_left = true;
         while let Some(rest) = skip_empty(bufs) {
@@ -98,7 +100,7 @@ impl RawStream {
         Ok(())
     }
 
-    /// Sends `bytes`, and gives up when that took longer than `within`, however steadily the peer drips.
+    /// Sends `bytes`. Fails after `within`, even if the peer keeps reading slowly.
     pub(super) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
         let deadline = after(within);
         let (mut bufs, mut nothing_left) = ([IoBuf::from_bytes(bytes)], true);
@@ -120,21 +122,22 @@ impl RawStream {
         Ok(())
     }
 
-    /// Waits until the socket takes more, or fails; `TimedOut` after `left`.
+    /// Waits until the socket accepts more bytes, or fails. `TimedOut` after `left`.
     fn wait_for_room(&self, left: Duration) -> io::Result<()> {
         let millis = libc::c_int::try_from(left.as_millis()).unwrap_or(libc::c_int::MAX);
         if millis == 0 {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-        // SAFETY: one pollfd, on our stack.
+        // SAFETY: the call gets one pollfd, which is on this stack.
         if unsafe { libc::poll(&raw mut poll, 1, millis) } < 0 {
             return interrupted(io::Error::last_os_error());
         }
         Ok(())
     }
 
-    /// Fills all of `bufs`; uses them up. `UnexpectedEof` if the peer ended the stream before.
+    /// Fills all of `bufs`. The content of `bufs` is used up. `UnexpectedEof` if the peer ended the
+    /// stream before.
     pub(super) fn receive(&self, mut bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
@@ -148,27 +151,30 @@ impl RawStream {
         Ok(())
     }
 
-    /// Whether the kernel paces it and knows what has arrived.
+    /// Returns true for TCP: the kernel can pace the stream and knows which bytes have arrived.
     pub(super) fn is_tcp(&self) -> bool {
         is_tcp(&socket2::SockRef::from(&self.fd)).unwrap_or(false)
     }
 
-    /// Whether there is something to be received right now, or the stream has ended.
+    /// Returns true if bytes can be received without waiting, or the stream has ended.
     pub(super) fn has_input(&self) -> bool {
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd, on our stack; no wait.
+        // SAFETY: the call gets one pollfd, which is on this stack, and does not wait.
         (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
     }
 
-    /// Waits at most `time` for the peer to end the stream; says whether it has, whatever is still to be read before.
+    /// Waits at most `time` for the peer to end the stream. Returns true if the peer has, even if
+    /// there are bytes left to be read.
     pub(super) fn hung_up_within(&self, time: Duration) -> bool {
         let millis = libc::c_int::try_from(time.as_millis()).unwrap_or(libc::c_int::MAX);
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
-        // SAFETY: one pollfd, on our stack. Of an error there is no need to know: the caller asks again.
+        // SAFETY: the call gets one pollfd, which is on this stack. An error need not be handled:
+        // the caller asks again.
         (unsafe { libc::poll(&raw mut poll, 1, millis) }) > 0
     }
 
-    /// Waits until there is something to be received, or the stream has ended; false if nothing came before `until`.
+    /// Waits until bytes can be received, or the stream has ended. Returns false if nothing arrived
+    /// before `until`.
     pub(super) fn wait_for_input(&self, until: Instant) -> io::Result<bool> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -177,7 +183,8 @@ impl RawStream {
                 tv_nsec: left.subsec_nanos().into(),
             };
             let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one pollfd and one time, on our stack; no signal mask.
+            // SAFETY: the call gets one pollfd and one time, which are on this stack, and no signal
+            // mask.
             match unsafe { libc::ppoll(&raw mut poll, 1, &raw const time, std::ptr::null()) } {
                 0 => return Ok(false),
                 1.. => return Ok(true),
@@ -186,7 +193,7 @@ impl RawStream {
         }
     }
 
-    /// Receives what there is, at least a byte, at most what `bytes` hold.
+    /// Receives the bytes that are available, at least one and at most the length of `bytes`.
     pub(super) fn receive_some(&self, bytes: &mut [u8]) -> io::Result<usize> {
         let mut bufs = [IoBuf::from_bytes_mut(bytes)];
         loop {
@@ -199,7 +206,7 @@ impl RawStream {
         }
     }
 
-    /// Asks the kernel to note when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
+    /// Requests that the kernel records when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
     /// [`receive_stamped`](Self::receive_stamped).
     pub(super) fn stamp_arrivals(&self) -> io::Result<()> {
         let on: libc::c_int = 1;
@@ -216,17 +223,19 @@ impl RawStream {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Receives into `bytes`, at least one, and says when the kernel got the last of them, if it knows. `flags` may be `MSG_WAITALL`,
-    /// to fill `bytes` unless something comes between.
+    /// Receives at least one byte into `bytes`. Returns the number of bytes, and when the kernel
+    /// received the last of them, if known.
+    ///
+    /// `flags` may be `MSG_WAITALL`, which fills `bytes` unless the call is interrupted.
     pub(super) fn receive_stamped(
         &self,
         bytes: &mut [u8],
         flags: libc::c_int,
     ) -> io::Result<(usize, Option<SystemTime>)> {
         loop {
-            // Aligned as a cmsghdr, with room for one timespec.
+            // The array is aligned as a cmsghdr, with room for one timespec.
             let mut control = [0u64; 8];
-            // SAFETY: msghdr is plain data; all zero is its empty value.
+            // SAFETY: msghdr is plain data, and all zero is its empty value.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             let mut bufs = [IoBuf::from_bytes_mut(bytes)];
             message.msg_iov = bufs.as_mut_ptr().cast();
@@ -241,23 +250,25 @@ impl RawStream {
         }
     }
 
-    /// Receives what there is, at least a byte; `TimedOut` at `deadline`. Leaves another receive timeout behind.
+    /// Receives the bytes that are available, at least one. `TimedOut` at `deadline`. Changes the
+    /// receive timeout.
     pub(super) fn receive_some_before(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
         self.receive_until(deadline)?;
         self.receive_some(bytes)
     }
 
-    /// Lets the next receive wait until `deadline`; `TimedOut` if that is past.
+    /// Sets the receive timeout so that the next receive waits until `deadline`. `TimedOut` if that
+    /// has passed.
     fn receive_until(&self, deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        // The kernel counts in microseconds, and takes none for no limit.
+        // The kernel counts in microseconds, and takes zero as no limit.
         socket2::SockRef::from(&self.fd).set_read_timeout(Some(left.max(Duration::from_millis(1))))
     }
 
-    /// Receives what there is without waiting; `WouldBlock` if that is nothing.
+    /// Receives the bytes that are available, without waiting. `WouldBlock` if there are none.
     #[cfg(feature = "tls")]
     pub(super) fn receive_now(&self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
@@ -269,13 +280,14 @@ impl RawStream {
         }
     }
 
-    /// Waits until there is something to be received, or the stream has ended: until `deadline`, after which it leaves another receive
-    /// timeout behind, or as long as the socket's timeout says.
+    /// Waits until bytes can be received, or the stream has ended. With a `deadline`, waits until
+    /// then and changes the receive timeout. Without one, waits as long as the receive timeout
+    /// says.
     #[cfg(feature = "tls")]
     pub(super) fn wait(&self, deadline: Option<Instant>) -> io::Result<()> {
         deadline.map_or(Ok(()), |deadline| self.receive_until(deadline))?;
         loop {
-            // Looking at a byte waits as receiving it would, by the same timeout.
+            // Peeking at a byte waits in the same way as receiving it, with the same timeout.
             match self.call(&mut [IoBuf::from_bytes_mut(&mut [0])], libc::MSG_PEEK, recvmsg) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 done => return done.map(drop).map_err(timed_out),
@@ -283,7 +295,8 @@ impl RawStream {
         }
     }
 
-    /// The first bytes that there are, which stay to be received; fewer than asked for at `deadline` or if the stream ends.
+    /// Returns the number of first bytes copied to `bytes`, which stay to be received. The number
+    /// is smaller than requested at `deadline`, or if the stream ends.
     pub(super) fn peek(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
         loop {
             self.receive_until(deadline)?;
@@ -301,7 +314,7 @@ impl RawStream {
         flags: libc::c_int,
         call: impl Fn(libc::c_int, &mut libc::msghdr, libc::c_int) -> isize,
     ) -> io::Result<usize> {
-        // SAFETY: msghdr is plain data; all zero is its empty value.
+        // SAFETY: msghdr is plain data, and all zero is its empty value.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = bufs.as_mut_ptr().cast();
         message.msg_iovlen = bufs.len().min(MOST_BUFS);
@@ -311,53 +324,56 @@ impl RawStream {
 }
 
 fn sendmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
-    // SAFETY: `message` points at IoBufs (repr(transparent) iovec), whose bytes are borrowed and mapped for as long as
-    // they live; the kernel only reads them.
+    // SAFETY: `message` points at IoBufs (repr(transparent) iovec), whose bytes are borrowed and
+    // mapped for as long as the IoBufs live. The kernel only reads them.
     unsafe { libc::sendmsg(fd, message, flags) }
 }
 
 fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> isize {
-    // SAFETY: as in `sendmsg`; the kernel writes, and every IoBuf that is received into was made of a unique borrow or
-    // of guest memory (`from_bytes` is documented as send-only, and this module's callers keep that).
+    // SAFETY: as in `sendmsg`. The kernel writes, and every IoBuf that is received into was made
+    // from a unique borrow or from guest memory (`from_bytes` is documented as send-only, and this
+    // module's callers keep that).
     unsafe { libc::recvmsg(fd, message, flags) }
 }
 
-/// Bytes of a timespec.
+/// Size of a timespec in bytes.
 const TIMESPEC: u32 = 16;
 const _: () = assert!(size_of::<libc::timespec>() == TIMESPEC as usize);
 
-/// When the kernel got what `message` received, if it says.
+/// Returns when the kernel received the bytes of `message`, if the message says.
 fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
-    // SAFETY: `message` was filled by recvmsg; the macro looks only within its control bytes.
+    // SAFETY: `message` was filled by recvmsg. The macro reads only within its control bytes.
     let header = unsafe { libc::CMSG_FIRSTHDR(message) };
     if header.is_null() {
         return None;
     }
-    // SAFETY: the first header lies whole within the control bytes, as the macro has checked.
+    // SAFETY: the first header lies completely within the control bytes, as the macro has checked.
     let kind = unsafe { ((*header).cmsg_level, (*header).cmsg_type, (*header).cmsg_len) };
-    // SAFETY: a length computed from a length.
+    // SAFETY: the macro computes a length from a length.
     let len = unsafe { libc::CMSG_LEN(TIMESPEC) };
     if kind != (libc::SOL_SOCKET, libc::SCM_TIMESTAMPNS, len as _) {
         return None;
     }
-    // SAFETY: its data are a timespec, by its kind and length; not necessarily aligned.
+    // SAFETY: the data of the header are a timespec, by its kind and length, and not necessarily
+    // aligned.
     let time = unsafe { libc::CMSG_DATA(header).cast::<libc::timespec>().read_unaligned() };
     let (seconds, nanos) = (u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?);
     SystemTime::UNIX_EPOCH.checked_add(Duration::new(seconds, nanos))
 }
 
-/// The moment `within` from now; a year for what no clock can name.
+/// Returns the time `within` from now. If the clock cannot represent it, returns the time one year
+/// from now.
 pub(super) fn after(within: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(within).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
 }
 
-/// A signal is no failure: the call is made again.
+/// Ignores an interruption by a signal, after which the call is made again.
 fn interrupted(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
 }
 
-/// A socket timeout is reported as `WouldBlock`; people understand `TimedOut`.
+/// Converts `WouldBlock`, with which the kernel reports a socket timeout, to `TimedOut`.
 fn timed_out(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }

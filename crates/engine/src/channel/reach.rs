@@ -9,13 +9,13 @@ use std::net::ToSocketAddrs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Time between two attempts to connect to a listener whose queue is full.
+/// Delay between two attempts to connect to a listener whose queue is full.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Connects to a TCP port or a Unix socket. For [`Uri::Fd`] the caller has the sockets, and hands them
-/// over as [`Sockets`](crate::Sockets).
+/// Connects to a TCP port or a Unix socket. For [`Uri::Fd`], the caller hands over its sockets as
+/// [`Sockets`](crate::Sockets).
 ///
-/// The name of a TCP address is looked up by the C library, which bounds that.
+/// The name of a TCP address is looked up by the C library, which limits the time for that.
 impl Connect for Uri {
     fn name(&self) -> String {
         self.to_string()
@@ -78,7 +78,8 @@ fn reach_path(path: &Path, attempt: &Attempt<'_>) -> io::Result<Socket> {
     let socket = watched(Domain::UNIX, attempt)?;
     socket.set_nonblocking(true)?;
     let began = Instant::now();
-    // A listener whose queue is full would block the call, and no other thread could end that wait (unix(7)).
+    // A listener whose queue is full would block the call, and no other thread could end that wait
+    // (unix(7)).
     while let Err(error) = socket.connect(&address) {
         let full = error.kind() == io::ErrorKind::WouldBlock;
         if full && began.elapsed() >= attempt.timeout() {

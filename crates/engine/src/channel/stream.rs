@@ -1,4 +1,4 @@
-//! A connection to the peer, plain or encrypted.
+//! Connection to the peer, plain or encrypted.
 
 use super::iobuf::IoBuf;
 pub(crate) use super::raw::SendError;
@@ -8,18 +8,18 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant, SystemTime};
 
-/// One connected stream. Sending and receiving are independent and may be done from two threads.
+/// Connected stream. Sending and receiving are independent and may be done from two threads.
 #[derive(Debug)]
 pub(crate) struct Stream {
     raw: RawStream,
     records: Option<Box<Records>>,
-    /// How people know the other end.
+    /// Name of the peer for messages.
     pub(crate) peer: String,
-    /// Feature bits that both ends know.
+    /// Feature bits that both sides support.
     pub(crate) features: u64,
 }
 
-/// The socket, for what is asked of the kernel.
+/// Gives access to the socket, for settings and queries of the kernel.
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.raw.as_fd()
@@ -27,59 +27,62 @@ impl AsFd for Stream {
 }
 
 impl Stream {
-    /// A plain one.
+    /// Creates a plain stream.
     pub(crate) fn new(socket: socket2::Socket, peer: String) -> io::Result<Self> {
         Ok(Self { raw: RawStream::new(socket)?, records: None, peer, features: 0 })
     }
 
-    /// Encrypts it, as the side that connected to `host`, within `time`; nothing was sent or received yet. Leaves other timeouts
-    /// behind.
+    /// Encrypts the stream within `time`, as the side that connected to `host`. No byte must have
+    /// been sent or received before. Changes the timeouts.
     pub(super) fn encrypt_to(&mut self, tls: &Tls, host: Option<&str>, time: Duration) -> io::Result<()> {
         self.records = Some(Box::new(Records::connect(tls, host, &self.raw, time)?));
         Ok(())
     }
 
-    /// The same, as the side that was connected to.
+    /// Encrypts the stream within `time`, as the side that accepted the connection. No byte must
+    /// have been sent or received before. Changes the timeouts.
     pub(super) fn encrypt_from(&mut self, tls: &Tls, time: Duration) -> io::Result<()> {
         self.records = Some(Box::new(Records::accept(tls, &self.raw, time)?));
         Ok(())
     }
 
-    /// The first bytes that come, within `time`, which stay to be received; fewer where there are no more.
+    /// Peeks at the first bytes that arrive within `time`, which stay to be received. Returns their
+    /// number, which may be smaller than requested.
     pub(super) fn peek(&self, bytes: &mut [u8], time: Duration) -> io::Result<usize> {
         self.raw.peek(bytes, after(time))
     }
 
-    /// The certificate that the peer showed; `None` of a plain one.
+    /// Returns the certificate that the peer presented. `None` for a plain stream.
     pub(crate) fn peer_certificate(&self) -> Option<&[u8]> {
         self.records.as_ref().map(|records| records.peer())
     }
 
-    /// Gives the socket back. Nothing of what it received is held here, unless the stream is
-    /// encrypted.
+    /// Converts the stream to its socket. A plain stream holds no received bytes. An encrypted one
+    /// may.
     pub(super) fn into_socket(self) -> socket2::Socket {
         self.raw.into_socket()
     }
 
-    /// How long a send or a receive may make no progress; `None` for ever.
+    /// Sets the time without progress after which a send or a receive fails. `None` means no limit.
     pub(crate) fn set_timeouts(&self, receive: Option<Duration>, send: Option<Duration>) -> io::Result<()> {
         self.raw.set_timeouts(receive, send)
     }
 
-    /// Ends both directions: whoever is blocked in this stream, on either side, returns.
+    /// Shuts down both directions. Threads that wait in this stream return, on both sides.
     pub(crate) fn shutdown(&self) {
         self.raw.shutdown();
     }
 
-    /// Says that nothing more will be sent; what was sent still arrives, and receiving goes on.
+    /// Ends the sending direction. What was sent still arrives, and receiving continues.
     ///
-    /// An encrypted stream ends like a plain one: whatever is to be known as whole says so in its own messages, and a stream
-    /// that ends between them is a lost link, whoever ended it.
+    /// An encrypted stream ends like a plain one, without a TLS alert. The messages on the stream
+    /// say themselves whether they are complete. A stream that ends between two messages counts as
+    /// a lost link, whichever side ended it.
     pub(crate) fn finish(&self) {
         self.raw.finish();
     }
 
-    /// Sends all of `bufs`; uses them up.
+    /// Sends all of `bufs`. The content of `bufs` is used up.
     pub(crate) fn send(&self, bufs: &mut [IoBuf<'_>]) -> Result<(), SendError> {
         match &self.records {
             None => self.raw.send(bufs),
@@ -87,7 +90,7 @@ impl Stream {
         }
     }
 
-    /// Sends `bytes`, and gives up when that took longer than `within`, however steadily the peer drips.
+    /// Sends `bytes`. Fails after `within`, even if the peer keeps reading slowly.
     pub(crate) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
         let Some(records) = &self.records else { return self.raw.send_bytes_within(bytes, within) };
         let deadline = after(within);
@@ -96,7 +99,8 @@ impl Stream {
         })
     }
 
-    /// Fills all of `bufs`; uses them up. `UnexpectedEof` if the peer ended the stream before.
+    /// Fills all of `bufs`. The content of `bufs` is used up. `UnexpectedEof` if the peer ended the
+    /// stream before.
     pub(crate) fn receive(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         match &self.records {
             None => self.raw.receive(bufs),
@@ -104,22 +108,24 @@ impl Stream {
         }
     }
 
-    /// Whether the kernel paces it and knows what has arrived.
+    /// Returns true for TCP: the kernel can pace the stream and knows which bytes have arrived.
     pub(crate) fn is_tcp(&self) -> bool {
         self.raw.is_tcp()
     }
 
-    /// Whether there is something to be received right now, or the stream has ended.
+    /// Returns true if bytes can be received without waiting, or the stream has ended.
     pub(crate) fn has_input(&self) -> bool {
         self.has_opened() || self.raw.has_input()
     }
 
-    /// Waits at most `time` for the peer to end the stream; says whether it has, whatever is still to be read before.
+    /// Waits at most `time` for the peer to end the stream. Returns true if the peer has, even if
+    /// there are bytes left to be read.
     pub(crate) fn hung_up_within(&self, time: Duration) -> bool {
         self.raw.hung_up_within(time)
     }
 
-    /// Waits until there is something to be received, or the stream has ended; false if nothing came before `until`.
+    /// Waits until bytes can be received, or the stream has ended. Returns false if nothing arrived
+    /// before `until`.
     pub(crate) fn wait_for_input(&self, until: Instant) -> io::Result<bool> {
         Ok(self.has_opened() || self.raw.wait_for_input(until)?)
     }
@@ -128,7 +134,7 @@ impl Stream {
         self.records.as_ref().is_some_and(|records| records.has_input())
     }
 
-    /// Receives what there is, at least a byte, at most what `bytes` hold.
+    /// Receives the bytes that are available, at least one and at most the length of `bytes`.
     pub(crate) fn receive_some(&self, bytes: &mut [u8]) -> io::Result<usize> {
         match &self.records {
             None => self.raw.receive_some(bytes),
@@ -136,14 +142,16 @@ impl Stream {
         }
     }
 
-    /// Asks the kernel to note when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
+    /// Requests that the kernel records when bytes arrive (`SO_TIMESTAMPNS`, socket(7)), for
     /// [`receive_stamped`](Self::receive_stamped).
     pub(crate) fn stamp_arrivals(&self) -> io::Result<()> {
         self.raw.stamp_arrivals()
     }
 
-    /// Fills `bytes`. Returns for how long the last of them had been in this host's kernel by then, if it knows: what a busy
-    /// processor adds to a round trip is no part of the link's.
+    /// Fills `bytes`. Returns the time for which the last of them had been in this host's kernel,
+    /// if known.
+    ///
+    /// The delay of a busy processor is no part of the link's round trip.
     pub(crate) fn receive_stamped(&self, bytes: &mut [u8]) -> io::Result<Option<Duration>> {
         let age = |stamp: SystemTime| SystemTime::now().duration_since(stamp).ok();
         let Some(records) = &self.records else {
@@ -152,20 +160,21 @@ impl Stream {
             if rest.is_empty() {
                 return Ok(now);
             }
-            // Cut short by a signal or the end: then the stamp is not that of the last byte, and the rest says so.
+            // The receive was cut short by a signal or the end of the stream. The stamp is then not
+            // that of the last byte.
             self.receive_bytes(rest)?;
             return Ok(None);
         };
         Ok(records.receive_stamped(bytes, &self.raw)?.and_then(age))
     }
 
-    /// Fills `bytes`.
+    /// Fills `bytes`. `UnexpectedEof` if the peer ended the stream before.
     pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.receive(&mut [IoBuf::from_bytes_mut(bytes)])
     }
 
-    /// Fills `bytes`, and gives up when that took longer than `within`, however steadily the peer drips. Leaves another
-    /// receive timeout behind.
+    /// Fills `bytes`. Fails after `within`, even if the peer keeps sending slowly. Changes the
+    /// receive timeout.
     pub(crate) fn receive_bytes_within(&self, bytes: &mut [u8], within: Duration) -> io::Result<()> {
         let deadline = after(within);
         if let Some(records) = &self.records {
@@ -182,13 +191,13 @@ impl Stream {
 
 #[cfg(all(test, feature = "ring"))]
 impl Stream {
-    /// New keys for what is sent from now on, as after very many records.
+    /// Changes the keys of the sending direction, as happens after very many records.
     pub(super) fn change_keys(&self) {
         self.records.as_ref().unwrap().change_keys();
     }
 }
 
-/// Two ends of a TCP connection on this host.
+/// Returns the two ends of a TCP connection on this host.
 #[cfg(test)]
 pub(crate) fn test_pair() -> (Stream, Stream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -226,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_leaves_is_noticed_both_ways() {
+    fn closed_peer_is_noticed_in_both_directions() {
         let (a, b) = pair();
         drop(b);
         let error = a.send(&mut [IoBuf::from_bytes(b"x")]).unwrap_err();
@@ -236,12 +245,13 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_drips_is_given_up_in_time() {
+    fn slow_sender_times_out() {
         let (a, b) = pair();
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while b.send(&mut [IoBuf::from_bytes(b"x")]).is_ok() {
-                    // The drip: at least this long, so that 80 bytes never come in time, and do come in the end.
+                    // The delay is at least this long, so that 80 bytes do not arrive in time but
+                    // do arrive in the end.
                     std::thread::sleep(Duration::from_millis(20));
                 }
             });
@@ -252,12 +262,13 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_sips_is_given_up_in_time() {
+    fn slow_receiver_times_out() {
         let (a, b) = pair();
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 while b.receive_bytes(&mut [0; 4096]).is_ok() {
-                    // The sip: at least this long, so that 8 MiB never leave in time, and do leave in the end.
+                    // The delay is at least this long, so that 8 MiB do not leave in time but do
+                    // leave in the end.
                     std::thread::sleep(Duration::from_millis(20));
                 }
             });
@@ -268,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_read_times_out_and_something_had_left() {
+    fn peer_that_does_not_read_times_out_after_some_bytes_left() {
         let (a, _b) = pair();
         a.set_timeouts(Some(Duration::from_millis(20)), Some(Duration::from_millis(20))).unwrap();
         let error = a.send(&mut [IoBuf::from_bytes(&vec![0; 32 << 20])]).unwrap_err();

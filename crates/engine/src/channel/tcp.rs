@@ -1,15 +1,15 @@
-//! What Linux lets us ask of a TCP socket, and the standard library does not.
+//! Options and figures of TCP sockets on Linux that the standard library does not offer.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Limits what `socket` sends to `bytes_per_s`, counted without headers (`SO_MAX_PACING_RATE`, Linux
-/// `include/net/sock.h`). TCP paces itself: no queueing discipline is needed.
+/// Limits the rate of `socket` to `bytes_per_s`, counted without headers (`SO_MAX_PACING_RATE`,
+/// Linux `include/net/sock.h`). TCP paces itself, so no queueing discipline is needed.
 ///
 /// # Errors
-/// If it is no socket.
+/// If `socket` is not a socket.
 pub fn set_max_pacing_rate(socket: BorrowedFd<'_>, bytes_per_s: u64) -> io::Result<()> {
     const LEN: libc::socklen_t = 8;
     let value = bytes_per_s.to_ne_bytes();
@@ -26,30 +26,34 @@ pub fn set_max_pacing_rate(socket: BorrowedFd<'_>, bytes_per_s: u64) -> io::Resu
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets a sender into `socket` only while fewer than `bytes` wait there unsent (`TCP_NOTSENT_LOWAT`, tcp(7)): what is
-/// in the send buffer is what is on its way, and not a queue of ours.
+/// Makes `socket` writable only while fewer than `bytes` wait in it unsent (`TCP_NOTSENT_LOWAT`,
+/// tcp(7)). The send buffer then holds bytes in flight, and hardly a queue.
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn set_unsent_limit(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
     socket2::SockRef::from(&socket).set_tcp_notsent_lowat(bytes)
 }
 
-/// Lets no more wait in `socket` to be read than a fast link needs: what arrives faster than it is read then waits at its sender, who can
-/// still choose what to send, and not here, where a page that is needed now stands behind others. It is the link's round trip, taken
-/// twice, at 10 Gb/s for each connection.
+/// Limits the receive queue of `socket` to what a fast link needs.
 ///
-/// By `SO_RCVBUF` (socket(7)): a clamp of the window would be raised again by the kernel, which makes room for what comes. Where the
-/// link needs more than the host lets a process ask for, the kernel goes on by itself.
+/// Bytes that arrive faster than they are read then wait at the sender. The sender can still choose
+/// what to send, whereas a page in the receive queue waits behind others. The limit is twice the
+/// link's round trip at 10 Gb/s, for each connection.
 ///
-/// What is here already stays, and so does a longer queue until it has run off.
+/// The limit is set with `SO_RCVBUF` (socket(7)): the kernel would raise a clamp of the window
+/// again. If the link needs more than the host lets a process ask for, the kernel's own limit
+/// stays.
+///
+/// Bytes that are already in the queue stay there, and so does a longer queue until it has drained.
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn keep_receive_queue_short(socket: BorrowedFd<'_>) -> io::Result<()> {
-    /// Of a connection, in bytes a second.
+    /// Rate of a fast connection in bytes per second.
     const FAST: u64 = 1_250_000_000;
-    /// Two of the largest segments that a host hands over at once; with less, each would be waited for.
+    /// Smallest limit: two of the largest segments that a host hands over at once. With less, the
+    /// sender would wait for each segment.
     const LEAST: u64 = 128 << 10;
     let Some(round_trip) = least_round_trip(socket)? else { return Ok(()) };
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
@@ -60,12 +64,13 @@ pub fn keep_receive_queue_short(socket: BorrowedFd<'_>) -> io::Result<()> {
     socket2::SockRef::from(&socket).set_recv_buffer_size(usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
-/// Reads what this host allows, for threads that cannot.
+/// Reads the host's limits, for threads that cannot read them later.
 pub(crate) fn learn_limits() {
     most_receive_buffer();
 }
 
-/// The most that may be asked for by `SO_RCVBUF`, in bytes, as it was at first; the kernel's default where it does not say.
+/// Returns the largest value of `SO_RCVBUF` in bytes, as it was at the first call. Returns the
+/// kernel's default if the limit cannot be read.
 fn most_receive_buffer() -> u64 {
     const MOST: (&str, u64) = ("/proc/sys/net/core/rmem_max", 212_992);
     static READ: OnceLock<u64> = OnceLock::new();
@@ -75,10 +80,12 @@ fn most_receive_buffer() -> u64 {
     })
 }
 
-/// The shortest round trip of `socket` lately (`tcpi_min_rtt` of `TCP_INFO`, microseconds); of a socket that only receives, that of
-/// its handshake. None: the kernel is older than 4.6 and does not know, or none was measured.
+/// Returns the shortest recent round trip of `socket` (`tcpi_min_rtt` of `TCP_INFO`, microseconds).
+/// For a socket that only receives, that is the round trip of its handshake.
+///
+/// Returns `None` if the kernel is older than 4.6, or no round trip was measured.
 fn least_round_trip(socket: BorrowedFd<'_>) -> io::Result<Option<Duration>> {
-    /// Of `tcpi_min_rtt` in `struct tcp_info`.
+    /// Offset of `tcpi_min_rtt` in `struct tcp_info`.
     const AT: usize = 148;
     const LEN: usize = AT + 4;
     let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
@@ -86,13 +93,15 @@ fn least_round_trip(socket: BorrowedFd<'_>) -> io::Result<Option<Duration>> {
     Ok((len >= LEN && micros != u32::MAX).then(|| Duration::from_micros(micros.into())))
 }
 
-/// The bytes that the peer of `socket` has acknowledged since it was connected (`TCP_INFO`, RFC 4898
-/// `tcpEStatsAppHCThruOctetsAcked`). None: the kernel is older than 4.1 and does not count them.
+/// Returns the bytes that the peer of `socket` has acknowledged since the connection was made
+/// (`TCP_INFO`, RFC 4898 `tcpEStatsAppHCThruOctetsAcked`). Returns `None` if the kernel is older
+/// than 4.1.
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
-    /// Of `tcpi_bytes_acked` in `struct tcp_info` (Linux `include/uapi/linux/tcp.h`; fields are only ever appended).
+    /// Offset of `tcpi_bytes_acked` in `struct tcp_info` (Linux `include/uapi/linux/tcp.h`). Fields
+    /// are only ever appended.
     const AT: usize = 120;
     const LEN: usize = AT + 8;
     let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
@@ -101,13 +110,14 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     Ok(known.then(|| u64::from_ne_bytes(bytes)))
 }
 
-/// Whether the peer's kernel has acknowledged all that was written to `socket` (`tcpi_unacked` and `tcpi_notsent_bytes` of `TCP_INFO`);
-/// `false` where the kernel does not know (before 4.6).
+/// Returns true if the peer's kernel has acknowledged all that was written to `socket`
+/// (`tcpi_unacked` and `tcpi_notsent_bytes` of `TCP_INFO`). Returns false if the kernel does not
+/// know (before 4.6).
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn all_acknowledged(socket: BorrowedFd<'_>) -> io::Result<bool> {
-    /// Of `tcpi_unacked` and `tcpi_notsent_bytes` in `struct tcp_info`.
+    /// Offsets of `tcpi_unacked` and `tcpi_notsent_bytes` in `struct tcp_info`.
     const AT: [usize; 2] = [24, 144];
     const LEN: usize = AT[1] + 4;
     let (info, len): ([u8; LEN], _) = tcp_info(socket)?;
@@ -115,34 +125,37 @@ pub fn all_acknowledged(socket: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(len >= LEN && AT.into_iter().all(none))
 }
 
-/// Has the kernel acknowledge the next segments on `socket` as they arrive (`TCP_QUICKACK`, tcp(7)), and not when a process has read or
-/// answered them. It does so for a few, and then finds again by itself when to: to be asked often.
+/// Makes the kernel acknowledge the next segments on `socket` as they arrive (`TCP_QUICKACK`,
+/// tcp(7)), instead of when a process has read or answered them.
+///
+/// The kernel does so for a few segments, and then returns to its own choice. Therefore the caller
+/// repeats the call often.
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn acknowledge_at_once(socket: BorrowedFd<'_>) -> io::Result<()> {
     socket2::SockRef::from(&socket).set_tcp_quickack(true)
 }
 
-/// The smoothed round trip of `socket` (`tcpi_rtt` of `TCP_INFO`, microseconds): measured between the two kernels, whatever
-/// their processes are doing.
+/// Returns the smoothed round trip of `socket` (`tcpi_rtt` of `TCP_INFO`, microseconds). It is
+/// measured between the two kernels, whatever their processes do.
 ///
 /// # Errors
-/// If it is no TCP socket.
+/// If `socket` is not a TCP socket.
 pub fn smoothed_round_trip(socket: BorrowedFd<'_>) -> io::Result<Duration> {
-    /// Of `tcpi_rtt` in `struct tcp_info`.
+    /// Offset of `tcpi_rtt` in `struct tcp_info`.
     const AT: usize = 68;
     let info: [u8; AT + 4] = tcp_info(socket)?.0;
     let bytes = info[AT..].try_into().map_err(io::Error::other)?;
     Ok(Duration::from_micros(u32::from_ne_bytes(bytes).into()))
 }
 
-/// The first `N` bytes of `TCP_INFO`, and how many the kernel knows.
+/// Returns the first `N` bytes of `TCP_INFO`, and how many of them the kernel has filled.
 fn tcp_info<const N: usize>(socket: BorrowedFd<'_>) -> io::Result<([u8; N], usize)> {
     let mut info = [0_u8; N];
     let mut len = libc::socklen_t::try_from(N).map_err(io::Error::other)?;
-    // SAFETY: the kernel writes at most the `len` bytes of `info`, and how many into `len`; both live until the call
-    // returns. Any bytes are valid in `info`.
+    // SAFETY: the kernel writes at most the `len` bytes of `info`, and their number into `len`.
+    // Both live until the call returns. Any bytes are valid in `info`.
     let done = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -184,12 +197,13 @@ mod tests {
         let worker = std::thread::spawn(move || sender.write_all(&vec![0; 3_000_000]));
         receiver.read_exact(&mut vec![0; 3_000_000]).unwrap();
         worker.join().unwrap().unwrap();
-        // 300 ms at that rate; unpaced it is done in 2. The first windows may leave in bursts.
+        // The transfer takes 300 ms at that rate, and 2 ms without a limit. The first windows may
+        // leave in bursts.
         assert!(start.elapsed() > Duration::from_millis(100), "{:?}", start.elapsed());
     }
 
     #[test]
-    fn what_has_arrived_is_counted() {
+    fn acknowledged_bytes_are_counted() {
         if skip_if_emulated("TCP_INFO") {
             return;
         }
@@ -207,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_read_is_acknowledged_all_the_same() {
+    fn unread_bytes_are_acknowledged() {
         if skip_if_emulated("TCP_INFO") {
             return;
         }
@@ -215,10 +229,10 @@ mod tests {
         acknowledge_at_once(receiver.as_fd()).unwrap();
         sender.write_all(&[0; 64]).unwrap();
         wait("an acknowledgement", || all_acknowledged(sender.as_fd()).unwrap());
-        // What does not fit into the peer's window is not there.
+        // Bytes that do not fit into the peer's window are not acknowledged.
         sender.set_nonblocking(true).unwrap();
         let block = [0; 65536];
-        // A bound on the loop: 64 MiB are more than any socket buffers.
+        // Bound of the loop: 64 MiB are more than any socket buffers.
         let full = (0..1024).any(|_| sender.write(&block).is_err());
         assert!(full && !all_acknowledged(sender.as_fd()).unwrap());
     }
@@ -230,12 +244,12 @@ mod tests {
         }
         let sent = |limit: Option<u32>| {
             let (mut sender, _receiver) = pair();
-            // Nothing leaves at this pace but the first window.
+            // At this rate nothing leaves except the first window.
             set_max_pacing_rate(sender.as_fd(), 1000).unwrap();
             limit.into_iter().for_each(|limit| set_unsent_limit(sender.as_fd(), limit).unwrap());
             sender.set_nonblocking(true).unwrap();
             let block = [0; 4096];
-            // A bound on the loop: 64 MiB are more than any socket buffers.
+            // Bound of the loop: 64 MiB are more than any socket buffers.
             (0..16384).map_while(|_| sender.write(&block).ok()).sum::<usize>()
         };
         let (free, limited) = (sent(None), sent(Some(65536)));
@@ -243,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_read_waits_at_its_sender() {
+    fn unread_bytes_wait_at_the_sender() {
         if skip_if_emulated("TCP_INFO") {
             return;
         }
@@ -255,7 +269,8 @@ mod tests {
             sender.set_nonblocking(true).unwrap();
             receiver.set_nonblocking(true).unwrap();
             let (block, mut read, mut sent) = ([0; 65536], vec![0; 65536], 0);
-            // As much is read as sent at first, so that the kernel makes room; then nothing. Bounded: 256 MiB.
+            // At first as much is read as sent, so that the kernel enlarges the buffer. Then
+            // nothing is read. The loop sends at most 256 MiB.
             for turn in 0..4096 {
                 match sender.write(&block) {
                     Ok(bytes) => sent += bytes,
@@ -278,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_socket_says_so() {
+    fn descriptor_that_is_no_socket_is_refused() {
         if skip_if_emulated("SO_MAX_PACING_RATE") {
             return;
         }
@@ -291,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unix_socket_has_no_tcp() {
+    fn unix_socket_is_refused() {
         let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(bytes_acknowledged(socket.as_fd()).is_err());
     }

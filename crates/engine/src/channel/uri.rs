@@ -1,34 +1,35 @@
-//! Where the other side is: `tcp:HOST:PORT`, `unix:PATH`, `fd:N`, `file:PATH`.
+//! Addresses of migrations: `tcp:HOST:PORT`, `unix:PATH`, `fd:N`, `file:PATH`.
 
 use std::collections::HashSet;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where a guest goes to or comes from.
+/// Address that a guest is sent to or received from.
 ///
-/// As text: `tcp:HOST:PORT` (`tcp:[::1]:7000` for an address of IPv6), `unix:PATH`, `fd:N` or `fd:N,M,...`, `file:PATH`.
+/// The text form is `tcp:HOST:PORT` (`tcp:[::1]:7000` for an IPv6 address), `unix:PATH`, `fd:N` or
+/// `fd:N,M,...`, or `file:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Uri {
-    /// A TCP port.
+    /// TCP port.
     Tcp {
-        /// Name or address; IPv6 without its brackets.
+        /// Name or address of the host. IPv6 addresses have no brackets.
         host: String,
-        /// Port; 0 when listening means any that is free.
+        /// Port number. When listening, 0 means any free port.
         port: u16,
     },
-    /// A Unix socket.
+    /// Unix socket.
     Unix(PathBuf),
     /// Sockets that the caller has and hands over (see [`Sockets`](crate::Sockets) and
-    /// [`Listener::passed`](crate::Listener::passed)), by the caller's names for them: numbers, or
-    /// words.
+    /// [`Listener::passed`](crate::Listener::passed)). The strings are the caller's names for them:
+    /// numbers, or names that begin with a letter.
     Fd(Vec<String>),
-    /// A file.
+    /// File.
     File(PathBuf),
 }
 
-/// A text that is no URI of ours.
+/// Error for a text that is not a migration address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{text}' is no migration address ({why}); use tcp:HOST:PORT, unix:PATH, fd:N or file:PATH")]
 pub struct UriError {
@@ -59,7 +60,7 @@ impl FromStr for Uri {
             "fd" => {
                 let names: Vec<_> = rest.split(',').map(str::to_owned).collect();
                 if !names.iter().all(|name| is_name(name)) {
-                    return Err(wrong("a descriptor is a number, or a word that begins with a letter"));
+                    return Err(wrong("a descriptor is a number, or a name that begins with a letter"));
                 }
                 let mut seen = HashSet::new();
                 if !names.iter().all(|name| seen.insert(name)) {
@@ -68,19 +69,19 @@ impl FromStr for Uri {
                 Ok(Self::Fd(names))
             }
             "file" => Ok(Self::File(rest.into())),
-            // A scheme that other tools have.
+            // Other tools have this scheme, so users may try it.
             "tls" if cfg!(feature = "tls") => {
-                Err(wrong("encryption is a matter of certificates, and not of the address"))
+                Err(wrong("encryption is enabled by certificates, not by the address"))
             }
             "tls" => Err(wrong(
-                "encryption is a matter of certificates, and not of the address; it needs the feature `tls`, which this build does not have",
+                "encryption is enabled by certificates, not by the address; it needs the feature `tls`, which this build does not have",
             )),
             _ => Err(wrong("the scheme is unknown")),
         }
     }
 }
 
-/// Whether a descriptor can have this name: a number as it is usually written, or a word.
+/// Returns true if `name` is valid for a descriptor: a number without leading zeros, or a name.
 fn is_name(name: &str) -> bool {
     let word = |c: char| c.is_ascii_alphanumeric() || "_-.:".contains(c);
     match name.chars().next() {
@@ -110,7 +111,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn addresses_are_read_and_written_alike() {
+    fn addresses_survive_parsing_and_formatting() {
         for text in [
             "tcp:localhost:7000",
             "tcp:[::1]:7000",
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn encryption_is_no_scheme_and_its_feature_is_named_where_it_is_missing() {
+    fn tls_scheme_is_refused_and_a_missing_feature_is_named() {
         let error = "tls:host:1".parse::<Uri>().unwrap_err().to_string();
         assert!(error.contains("certificates"), "{error}");
         assert_eq!(error.contains("the feature `tls`"), !cfg!(feature = "tls"), "{error}");
@@ -151,7 +152,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_an_error_or_comes_back(text in ".{0,40}") {
+        fn any_text_is_an_error_or_survives_formatting(text in ".{0,40}") {
             if let Ok(uri) = text.parse::<Uri>() {
                 prop_assert_eq!(uri.to_string().parse::<Uri>().unwrap(), uri);
             }

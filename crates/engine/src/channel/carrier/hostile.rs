@@ -1,5 +1,5 @@
-//! A peer that sends pieces as bytes say, over a connection that carries lanes. For the fuzz target
-//! and for the tests, which run it on seeded noise.
+//! Hostile peer of a connection that carries lanes: its pieces are derived from the input bytes.
+//! For the fuzz target, and for the tests, which run it on seeded noise.
 
 use super::lanes::{Lanes, OUT_MOST, pair};
 use socket2::Socket;
@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use vmferry_wire::{MAX_LANE_ROOM, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind};
 
-/// Most bytes that a step sends.
+/// Largest number of bytes that a step sends.
 const MOST: usize = 1024;
 
-/// The far end of a lane, the bytes that the peer sent on it, and those that arrived.
+/// Far end of a lane, with the bytes that the peer sent on it and those that arrived.
 struct End {
     socket: Socket,
     sent: Vec<u8>,
@@ -25,14 +25,14 @@ impl End {
 
     fn read(&mut self) {
         let _ = (&self.socket).read_to_end(&mut self.got);
-        assert!(self.sent.starts_with(&self.got), "a lane gives what the peer did not send on it");
+        assert!(self.sent.starts_with(&self.got), "a lane delivers bytes that the peer did not send on it");
     }
 }
 
-/// Does what `bytes` say: at the target's end of a connection, and at the source's.
+/// Runs the steps that `bytes` encode, at the target's end of a connection and at the source's.
 ///
 /// # Panics
-/// If a lane gives bytes that are not its own, or if what is to be sent has no bound or is no series
+/// If a lane delivers bytes that are not its own, or if the output is unbounded or not a sequence
 /// of pieces.
 pub fn drive_lanes(bytes: &[u8]) {
     drive(bytes, false);
@@ -88,14 +88,14 @@ fn drive(bytes: &[u8], opens: bool) {
             Err(_) => break,
         }
         lanes.serve();
-        assert!(lanes.output().len() <= OUT_MOST, "what is to be sent has no bound");
+        assert!(lanes.output().len() <= OUT_MOST, "the output is unbounded");
     }
     lanes.hang_up();
     lanes.serve();
     ends.values_mut().for_each(End::read);
 }
 
-/// Takes what there is for the peer, which has to be whole pieces.
+/// Takes the bytes for the peer, which must be complete pieces.
 fn take_output(lanes: &mut Lanes) {
     let output = lanes.output().to_vec();
     lanes.sent(output.len());
@@ -106,5 +106,5 @@ fn take_output(lanes: &mut Lanes) {
             _ => behind,
         };
     }
-    assert!(rest.is_empty(), "half a header");
+    assert!(rest.is_empty(), "an incomplete header");
 }

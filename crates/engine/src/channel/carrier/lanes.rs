@@ -1,9 +1,9 @@
-//! The lanes of one connection, without that connection: bytes of the peer go in, bytes for the
-//! peer come out.
+//! Lanes of one connection, without the connection itself: bytes from the peer are passed in, and
+//! bytes for the peer are taken out.
 //!
-//! Each lane is a local socket, whose other end the rest of the engine uses like any connection.
-//! Nothing here waits, and what is held is bounded: a lane holds no more than the room that this
-//! side has given, and a lane that is read gets more room.
+//! Each lane is a local socket. The rest of the engine uses the other end of the socket like any
+//! connection. No function waits, and the buffered bytes are bounded. A lane holds no more than the
+//! room that this side has given, and a lane that is read gets more room.
 
 use socket2::{Domain, Socket, Type};
 use std::collections::{BTreeMap, VecDeque};
@@ -12,34 +12,35 @@ use std::net::Shutdown;
 use std::os::fd::{AsRawFd, RawFd};
 use vmferry_wire::{LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, PIECE_HEADER_BYTES, Piece, PieceKind, WireError};
 
-/// Most bytes that a lane sends in a piece. Pieces of other lanes go between two of them.
+/// Largest number of bytes that a lane sends in a piece. Pieces of other lanes go between two of
+/// them.
 const PIECE: usize = 32 << 10;
-/// While so many bytes wait for the peer, lanes are not read.
+/// Number of bytes waiting for the peer from which on lanes are not read.
 const OUT_FULL: usize = 128 << 10;
-/// While so many bytes wait for the peer, nothing more of the peer is taken. Its pieces cause
-/// answers.
+/// Number of bytes waiting for the peer from which on no more bytes of the peer are taken, because
+/// its pieces cause answers.
 pub(super) const OUT_MOST: usize = 1 << 20;
-/// Most room that this side gives a lane: what a link of 1 GB/s carries in 4 ms.
+/// Largest room that this side gives a lane: what a link of 1 GB/s carries in 4 ms.
 const ROOM_MOST: usize = 4 << 20;
 
-/// The lanes of a connection.
+/// Lanes of a connection.
 #[derive(Debug)]
 pub(super) struct Lanes {
-    /// This side opens lanes: it is the source.
+    /// True if this side opens lanes, because it is the source.
     opens: bool,
     lanes: BTreeMap<u16, Lane>,
-    /// Lanes that were opened so far.
+    /// Number of lanes that were opened so far.
     opened: u32,
-    /// What has come of a piece's header.
+    /// Part of a piece's header that has arrived.
     header: Vec<u8>,
-    /// The lane of the bytes that come, and how many are still to come.
+    /// Lane of the present piece, and the number of its bytes that have not arrived.
     bytes: (u16, usize),
     out: Out,
-    /// The lane that is read first.
+    /// Lane that is read first.
     turn: u16,
 }
 
-/// Bytes for the peer. Those before `sent` have left.
+/// Bytes for the peer. The first `sent` bytes have left.
 #[derive(Debug, Default)]
 struct Out {
     bytes: Vec<u8>,
@@ -61,19 +62,19 @@ struct Lane {
     socket: Socket,
     /// Bytes of the peer that the socket has not taken.
     incoming: VecDeque<u8>,
-    /// Bytes that the peer may still send.
+    /// Number of bytes that the peer may still send.
     allowed: usize,
-    /// Bytes that the socket took and for which the peer was given no room yet.
+    /// Number of bytes that the socket has taken and for which the peer was given no room yet.
     taken: usize,
-    /// Room that the peer has when nothing waits here.
+    /// Room of the peer when no bytes wait.
     window: usize,
-    /// Bytes that the peer takes.
+    /// Number of bytes that the peer takes.
     room: usize,
-    /// The peer has ended its direction.
+    /// True if the peer has ended its direction.
     ended: bool,
-    /// The socket takes no more, or has all that there is.
+    /// True if the socket takes no more bytes, or has all of them.
     closed: bool,
-    /// Nothing more is sent to the peer.
+    /// True if nothing more is sent to the peer.
     finished: bool,
 }
 
@@ -81,20 +82,20 @@ fn wrong(what: &'static str, value: u64, allowed: &'static str) -> io::Error {
     io::Error::other(WireError::Field { what, value, allowed })
 }
 
-/// Whether a call is to be made again later, rather than has failed.
+/// Returns true if the call must be repeated later, rather than has failed.
 fn later(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Whether the other end of a local socket is gone, or has ended both directions.
+/// Returns true if the other end of a local socket is closed, or has ended both directions.
 fn hung_up(socket: &Socket) -> bool {
     let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: 0, revents: 0 };
-    // SAFETY: one pollfd, on this stack; no wait.
+    // SAFETY: the call gets one pollfd, which is on this stack, and does not wait.
     (unsafe { libc::poll(&raw mut poll, 1, 0) }) > 0
 }
 
 impl Lane {
-    /// Gives the socket what it takes of the peer's bytes.
+    /// Writes bytes of the peer to the socket, as many as it takes.
     fn push(&mut self, number: u16, out: &mut Out) {
         while !self.closed && !self.incoming.is_empty() {
             match self.socket.send_with_flags(self.incoming.as_slices().0, libc::MSG_NOSIGNAL) {
@@ -113,7 +114,7 @@ impl Lane {
             self.closed = true;
             let _ = self.socket.shutdown(Shutdown::Write);
         }
-        // Room is given in large steps, and twice as much as long as the socket takes it all.
+        // Room is given in large steps. It doubles as long as the socket takes all bytes.
         if !self.closed && !self.ended && self.taken >= self.window / 2 {
             let more = self.window.min(ROOM_MOST - self.window);
             out.say(number, PieceKind::Room(self.taken + more));
@@ -123,7 +124,7 @@ impl Lane {
         }
     }
 
-    /// Sends the peer a piece of what the socket has.
+    /// Sends a piece of the socket's bytes to the peer.
     fn pull(&mut self, number: u16, out: &mut Out) {
         let most = self.room.min(PIECE);
         if self.finished || most == 0 {
@@ -143,8 +144,8 @@ impl Lane {
                 self.finished = true;
                 out.bytes.truncate(at);
                 out.say(number, PieceKind::End);
-                // Only one direction may have ended. Otherwise the lane is of no use to the peer
-                // either.
+                // The other end may have ended only one direction. If it has ended both, the lane
+                // is of no use to the peer either.
                 if !self.closed && hung_up(&self.socket) {
                     (self.closed, self.incoming) = (true, VecDeque::new());
                     out.say(number, PieceKind::Stop);
@@ -153,7 +154,8 @@ impl Lane {
         }
     }
 
-    /// What to wait for at the socket; nothing if only the peer can bring the lane on.
+    /// Returns the poll events to wait for at the socket. There are none if only the peer can make
+    /// progress.
     fn interest(&self, reads: bool) -> libc::c_short {
         let read = reads && !self.finished && self.room > 0;
         let write = !self.closed && !self.incoming.is_empty();
@@ -162,23 +164,24 @@ impl Lane {
 }
 
 impl Lanes {
-    /// Begins with no lane, on the side that `opens` lanes or on the other.
+    /// Creates the lanes of a connection, without any lane. `opens` is true on the side that opens
+    /// lanes.
     pub(super) fn new(opens: bool) -> Self {
         let (lanes, header) = (BTreeMap::new(), Vec::with_capacity(PIECE_HEADER_BYTES));
         Self { opens, lanes, opened: 0, header, bytes: (0, 0), out: Out::default(), turn: 0 }
     }
 
-    /// Whether this side opens lanes.
+    /// Returns true if this side opens lanes.
     pub(super) fn opens(&self) -> bool {
         self.opens
     }
 
-    /// Whether there is no lane.
+    /// Returns true if there is no lane.
     pub(super) fn is_empty(&self) -> bool {
         self.lanes.is_empty()
     }
 
-    /// Opens a lane for `socket`, the near end of a pair that [`pair`] made.
+    /// Opens a lane for `socket`, the near end of a pair made by [`pair`].
     ///
     /// # Errors
     /// If too many lanes were opened.
@@ -209,10 +212,10 @@ impl Lanes {
         Ok(number)
     }
 
-    /// Takes bytes of the peer. Returns the far ends of the lanes that it opened.
+    /// Takes bytes of the peer. Returns the far ends of the lanes that the peer opened.
     ///
     /// # Errors
-    /// If the peer breaks the rules of the connection, or the host has no more sockets.
+    /// If the peer violates the protocol of the connection, or a socket cannot be created.
     pub(super) fn take(&mut self, mut bytes: &[u8]) -> io::Result<Vec<Socket>> {
         let mut opened = Vec::new();
         while !bytes.is_empty() {
@@ -250,7 +253,7 @@ impl Lanes {
         if let PieceKind::Bytes(count) = kind {
             self.bytes = (number, count);
         }
-        // Of a lane that both sides are done with something may still have been on its way.
+        // Bytes of a lane that both sides have ended may still have been in flight.
         let Some(lane) = self.lanes.get_mut(&number) else { return Ok(None) };
         match kind {
             PieceKind::Bytes(count) if lane.ended || count > lane.allowed => {
@@ -281,7 +284,8 @@ impl Lanes {
         }
     }
 
-    /// The peer has ended the connection: each lane gives its socket what has come, and ends.
+    /// Notes that the peer has ended the connection. Each lane still passes its bytes to its
+    /// socket, and then ends.
     pub(super) fn hang_up(&mut self) {
         self.out = Out::default();
         for lane in self.lanes.values_mut() {
@@ -290,8 +294,8 @@ impl Lanes {
         }
     }
 
-    /// Moves what can be moved between the lanes' sockets and this; forgets lanes that have ended
-    /// both ways.
+    /// Moves bytes between the lanes' sockets and the buffers. Removes lanes that have ended in
+    /// both directions.
     pub(super) fn serve(&mut self) {
         let turn = self.turn;
         let later = self.lanes.range(turn..).map(|(number, _)| *number);
@@ -302,32 +306,32 @@ impl Lanes {
             if self.out.waiting() < OUT_FULL {
                 lane.pull(number, &mut self.out);
             } else if self.turn == turn {
-                // The next time it begins where it stopped for want of room.
+                // The next call begins with the lane that had no room this time.
                 self.turn = number;
             }
         }
         self.lanes.retain(|_, lane| !(lane.closed && lane.finished));
     }
 
-    /// The lanes' sockets, with what to wait for at each.
+    /// Returns the lanes' sockets, with the poll events to wait for at each.
     pub(super) fn sockets(&self) -> impl Iterator<Item = (RawFd, libc::c_short)> + '_ {
         let reads = self.out.waiting() < OUT_FULL;
         let all = self.lanes.values().map(move |lane| (lane.socket.as_raw_fd(), lane.interest(reads)));
-        // A socket whose other end is gone is always ready.
+        // A socket whose other end is closed is always ready.
         all.filter(|(_, interest)| *interest != 0)
     }
 
-    /// Whether bytes of the peer are wanted.
+    /// Returns true if more bytes of the peer can be taken.
     pub(super) fn wants_input(&self) -> bool {
         self.out.waiting() < OUT_MOST
     }
 
-    /// Bytes for the peer.
+    /// Returns the bytes for the peer.
     pub(super) fn output(&self) -> &[u8] {
         &self.out.bytes[self.out.sent..]
     }
 
-    /// So many bytes of [`output`](Self::output) have left.
+    /// Notes that `count` bytes of [`output`](Self::output) have left.
     pub(super) fn sent(&mut self, count: usize) {
         self.out.sent += count;
         if self.out.waiting() == 0 {
@@ -340,10 +344,10 @@ impl Lanes {
     }
 }
 
-/// Makes the two ends of a lane on this side: the near end, which never waits, and the far end.
+/// Creates the two ends of a lane: the near end, which does not block, and the far end.
 ///
 /// # Errors
-/// If the host has no more sockets.
+/// If a socket cannot be created.
 pub(super) fn pair() -> io::Result<(Socket, Socket)> {
     let (near, far) = Socket::pair(Domain::UNIX, Type::STREAM, None)?;
     near.set_nonblocking(true)?;

@@ -10,7 +10,7 @@ fn bytes(lane: u16, bytes: &[u8]) -> Vec<u8> {
     [&piece(lane, PieceKind::Bytes(bytes.len()))[..], bytes].concat()
 }
 
-/// What there is to read at a far end.
+/// Returns the bytes that can be read at a far end.
 fn read(mut socket: &Socket) -> Vec<u8> {
     let mut got = Vec::new();
     socket.set_nonblocking(true).unwrap();
@@ -23,9 +23,9 @@ fn refused(lanes: &mut Lanes, said: &[Vec<u8>]) -> String {
 }
 
 #[test]
-fn a_peer_that_breaks_the_rules_of_the_connection_is_refused() {
+fn peer_that_violates_the_protocol_is_refused() {
     let open = piece(0, PieceKind::Open);
-    // Far more than the room that a lane gets whose far end is not read.
+    // The flood is far more than the room of a lane whose far end is not read.
     let flood = std::iter::repeat_n(bytes(0, &[1; 65536]), 256);
     for (said, words) in [
         (vec![bytes(0, b"x")], "a lane = 0"),
@@ -49,14 +49,14 @@ fn a_peer_that_breaks_the_rules_of_the_connection_is_refused() {
         far.extend(lanes.take(open).unwrap());
     }
     assert!(refused(&mut lanes, &many[MAX_LANES..]).contains("130 at once"));
-    // A far end that is dropped gives its place back, without a word of the peer.
+    // A far end that is dropped frees its place without a message of the peer.
     far.pop();
     lanes.serve();
     assert_eq!(lanes.take(&many[MAX_LANES]).unwrap().len(), 1);
 }
 
 #[test]
-fn room_is_given_as_fast_as_a_lane_is_read_and_not_without_that() {
+fn room_is_given_only_as_fast_as_a_lane_is_read() {
     let mut lanes = Lanes::new(false);
     let mut far = lanes.take(&piece(0, PieceKind::Open)).unwrap();
     let far = far.pop().unwrap();
@@ -78,13 +78,13 @@ fn room_is_given_as_fast_as_a_lane_is_read_and_not_without_that() {
         }
         assert!(room <= ROOM_MOST, "{room} bytes of room");
     }
-    assert!(room > ROOM_MOST / 2, "a lane that is read gets much room, not {room} bytes");
+    assert!(room > ROOM_MOST / 2, "a lane that is read has only {room} bytes of room");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// The two sides of a connection in memory, cut into any pieces.
+    /// Connects the two sides of a connection in memory, and cuts the bytes into arbitrary parts.
     #[test]
     fn lanes_arrive_whole_however_the_connection_is_cut(
         says in prop::collection::vec((0u16..3, prop::collection::vec(any::<u8>(), 1..300)), 1..40),
@@ -104,7 +104,7 @@ proptest! {
         }
         drop(ends);
         let (mut cuts, mut arrived) = (cuts.iter().cycle(), Vec::new());
-        // Enough for all bytes, one at a time.
+        // The bound is enough for all bytes, one at a time.
         for _ in 0..100_000 {
             source.serve();
             target.serve();
@@ -119,7 +119,8 @@ proptest! {
             target.sent(answer.len());
             prop_assert!(source.take(&answer).unwrap().is_empty());
         }
-        // A local socket takes few bytes if they come one by one: what does not fit waits until the others were read.
+        // A local socket takes few bytes if they arrive one by one. The others wait until those
+        // were read.
         let mut got = vec![Vec::new(); arrived.len()];
         loop {
             let more: Vec<_> = arrived.iter().map(read).collect();
@@ -133,7 +134,7 @@ proptest! {
         prop_assert!(source.is_empty());
     }
 
-    /// Any bytes of a peer are an error or are taken, and what is held stays bounded.
+    /// Arbitrary bytes of a peer are rejected or taken, and the buffered bytes stay bounded.
     #[test]
     fn any_bytes_of_a_peer_do_no_harm(
         says in prop::collection::vec((0u16..4, 0u8..6, any::<u16>()), 0..60),

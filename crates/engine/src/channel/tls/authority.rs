@@ -1,10 +1,10 @@
-//! For tests: a certificate authority, and hosts of it.
+//! Certificate authority and its hosts, for tests.
 
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
-    /// Its certificate, in PEM's form.
+    /// Certificate of the authority in PEM format.
     pub(crate) pem: String,
 }
 
@@ -17,7 +17,7 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), pem }
     }
 
-    /// A certificate for a host of this name, and its key, in PEM's form.
+    /// Returns a certificate for a host of this name, and its key, in PEM format.
     pub(crate) fn issue(&self, name: &str) -> (String, String) {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.extended_key_usages =

@@ -1,4 +1,4 @@
-//! One TLS connection without its socket: bytes in, bytes out.
+//! TLS connection without its socket: bytes in, bytes out.
 
 use super::Tls;
 use rustls::client::UnbufferedClientConnection;
@@ -8,27 +8,28 @@ use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedS
 use rustls::{CommonState, Error};
 use std::sync::Arc;
 
-/// More than the largest record is longer than what is in it, and room for a change of keys.
+/// Largest difference between a record and its content, with room for a change of keys.
 const OVERHEAD: usize = 1024;
-/// Plain bytes of a record, at most (RFC 8446, 5.1).
+/// Largest number of plain bytes in a record (RFC 8446, 5.1).
 const RECORD: usize = 16 << 10;
 
-/// What became of a step.
+/// Result of a step of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// There may be more in what has come: step again.
+    /// The received bytes may contain more: step again.
     More,
-    /// What is to be sent must be, before anything else.
+    /// The outgoing bytes must be sent before anything else.
     Flush,
-    /// Nothing can be done without more from the peer, and nothing may be sent.
+    /// No progress is possible without more bytes of the peer, and nothing may be sent.
     Blocked,
-    /// All that has come is dealt with; both sides may send.
+    /// All received bytes are processed. Both sides may send.
     Open,
     /// The peer will send no more.
     Closed,
 }
 
-/// Bytes that are to be sent. Its buffer is kept, and never cleared: filling it with zeros would cost as much as filling it.
+/// Bytes that are to be sent. The buffer is reused and never cleared: filling it with zeros would
+/// cost as much as filling it with records.
 #[derive(Default)]
 pub(super) struct Outgoing {
     buffer: Vec<u8>,
@@ -50,7 +51,7 @@ impl Outgoing {
         self.len = 0;
     }
 
-    /// Adds what `other` has, and takes it out of there.
+    /// Moves the bytes of `other` to the end of these.
     pub(super) fn append(&mut self, other: &mut Self) {
         if other.len > 0 {
             self.buffer.truncate(self.len);
@@ -60,7 +61,8 @@ impl Outgoing {
         }
     }
 
-    /// Lets `write` put bytes behind those that are there, with room for `least`, or for as many as it then asks for.
+    /// Lets `write` append bytes, with room for `least` bytes, or for as many as `write` then asks
+    /// for.
     fn grow(
         &mut self,
         least: usize,
@@ -80,11 +82,11 @@ impl Outgoing {
                 Err(Err(error)) => return Err(error),
             }
         }
-        Err(Error::General("a message of TLS grew while it was written".into()))
+        Err(Error::General("a TLS message grew while it was written".into()))
     }
 }
 
-/// Large, and one a connection.
+/// TLS state machine of one connection. The types are large, so they are boxed.
 pub(super) enum Conn {
     Client(Box<UnbufferedClientConnection>),
     Server(Box<UnbufferedServerConnection>),
@@ -107,12 +109,12 @@ impl Conn {
         }
     }
 
-    /// The peer's certificate, once it has shown it.
+    /// Returns the peer's certificate, once the peer has presented it.
     pub(super) fn peer(&self) -> Option<CertificateDer<'static>> {
         Some(self.state().peer_certificates()?.first()?.clone().into_owned())
     }
 
-    /// Whether steps give something to be sent, before they look at what has come.
+    /// Returns true if the next steps produce outgoing bytes before they process received ones.
     pub(super) fn has_to_say(&self) -> bool {
         self.state().wants_write()
     }
@@ -129,9 +131,12 @@ impl Conn {
         }
     }
 
-    /// Takes a record, or what it can, from the front of `incoming`, which has to be all that has come and was not taken. What is to
-    /// be sent is added to `own`, what was received given to `take`. If the connection is open, and has nothing else to say, `seal`'s first
-    /// is added to its second. Returns how many bytes of `incoming` are done with.
+    /// Processes a record, or as much as possible, at the front of `incoming`.
+    ///
+    /// `incoming` must contain all bytes that were received and not yet discarded. Outgoing bytes
+    /// are added to `own`, and received plain bytes are passed to `take`. If the connection is open
+    /// and has nothing else to send, the first part of `seal` is encrypted and added to the second.
+    /// Returns how many bytes of `incoming` can be discarded.
     pub(super) fn step(
         &mut self,
         incoming: &mut [u8],
@@ -146,7 +151,7 @@ impl Conn {
     }
 }
 
-/// Does what `status` asks for.
+/// Performs the action that `status` requires.
 fn settle<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     own: &mut Outgoing,
@@ -197,8 +202,9 @@ fn settle<Data>(
         },
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Step::Closed),
         Ok(ConnectionState::BlockedHandshake) => Ok(Step::Blocked),
-        // Data before the handshake is over is not offered by our servers; what else there may be one day we did not ask for.
-        Ok(_) => Err(Error::General("the peer asks for what this side does not offer".into())),
+        // Servers of this crate do not offer early data. Other states would belong to features that
+        // this side did not request.
+        Ok(_) => Err(Error::General("the peer requests a TLS feature that this side does not offer".into())),
     };
     (discard, step)
 }

@@ -1,9 +1,13 @@
-//! Encrypted connections: TLS 1.3, both sides with a certificate.
+//! Encrypted connections: TLS 1.3, in which both sides present a certificate.
 //!
-//! What it is to keep out: whoever can read, change or redirect what goes over the network, and hosts that are not of the operator's own
-//! certificate authority. Each channel is a TLS connection of its own. What binds the channels of a migration to each other: a token of 128
-//! random bits that only the two ends of the control channel know, and that every other channel has to begin with; and the certificate
-//! that the source showed on the control channel, which it has to show on every other one.
+//! The encryption protects against attackers that can read, change or redirect network traffic, and
+//! against hosts that have no certificate of the operator's own authority. Each channel is a
+//! separate TLS connection. Two things bind the channels of a migration to each other:
+//!
+//! - A token of 128 random bits that only the two ends of the control channel know. Every other
+//!   channel must begin with the token.
+//! - The certificate that the source presented on the control channel. The source must present the
+//!   same one on every other channel.
 
 #[cfg(any(all(test, feature = "ring"), feature = "hostile"))]
 #[cfg_attr(not(test), expect(clippy::unwrap_used, reason = "nothing that ships has it"))]
@@ -26,35 +30,35 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Why there can be no encrypted connections with what was given.
+/// Reason for which encrypted connections cannot be set up with the given certificates.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
     /// A file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     File {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the read.
         source: std::io::Error,
     },
-    /// A file has other things in it.
-    #[error("{what} cannot be used: {why}; it must be in PEM's form (-----BEGIN ...)")]
+    /// A file or text does not have the required content.
+    #[error("{what} cannot be used: {why}; it must be in PEM format (-----BEGIN ...)")]
     Pem {
-        /// The certificate, the key, or the authorities.
+        /// Name of the input: the certificate, the key, or the authorities.
         what: &'static str,
-        /// What is wrong.
+        /// Description of the error.
         why: String,
     },
-    /// The certificate, the key and the authorities do not go together.
+    /// The certificate, the key and the authorities do not fit together.
     #[error("{what} cannot be used: {why}")]
     Unusable {
-        /// Which.
+        /// Name of the input that cannot be used.
         what: &'static str,
-        /// What is wrong.
+        /// Description of the error.
         why: String,
     },
-    /// Neither the caller nor the build has a provider of cryptography.
+    /// Neither the caller nor the build provides cryptography.
     #[error(
         "there is no provider of cryptography: build with the feature `ring`, pass a provider to `Tls::with_provider`, or install one as \
          the default of the process"
@@ -63,14 +67,14 @@ pub enum TlsError {
     /// A name that no certificate can have.
     #[error("'{name}' is neither a host's name nor an address")]
     Name {
-        /// What was given.
+        /// The given name.
         name: String,
     },
 }
 
-/// What one side of encrypted migrations needs: its certificate and key, and whose certificates it trusts.
+/// Certificate, key and trusted authorities of one side of encrypted migrations.
 ///
-/// A certificate serves for both directions, so a host needs one: sources show it as clients, targets as servers.
+/// One certificate serves both directions: a source presents it as a client, a target as a server.
 #[derive(Clone)]
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -79,13 +83,13 @@ pub struct Tls {
 }
 
 impl std::fmt::Debug for Tls {
-    // Nothing of the key.
+    // The output contains nothing of the key.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tls").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 
-/// Returns the provider of a caller that passes none.
+/// Returns the provider of cryptography for a caller that passes none.
 fn default_provider() -> Result<Arc<CryptoProvider>, TlsError> {
     CryptoProvider::get_default().cloned().or_else(built_in).ok_or(TlsError::NoProvider)
 }
@@ -93,7 +97,7 @@ fn default_provider() -> Result<Arc<CryptoProvider>, TlsError> {
 #[cfg(feature = "ring")]
 fn built_in() -> Option<Arc<CryptoProvider>> {
     let mut provider = rustls::crypto::ring::default_provider();
-    // The fastest first: guests are large, and 128 bits are not what is attacked.
+    // The fastest suite comes first. Guests are large, and keys of 128 bits are strong enough.
     provider
         .cipher_suites
         .sort_by_key(|suite| suite.suite() != rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
@@ -105,7 +109,7 @@ fn built_in() -> Option<Arc<CryptoProvider>> {
     None
 }
 
-/// Refuses everything that is no certificate, instead of skipping it.
+/// Reads certificates. Fails on any other content instead of skipping it.
 fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let wrong = |why: String| TlsError::Pem { what, why };
     let list: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
@@ -114,21 +118,27 @@ fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'st
 }
 
 impl Tls {
-    /// From texts in PEM's form: this side's certificate (and those between it and the authority, in that order), its private key,
-    /// and the certificates of the authorities whose hosts are trusted.
+    /// Creates the settings from texts in PEM format.
+    ///
+    /// - `certificate`: this side's certificate, followed by the intermediate certificates up to
+    ///   the authority, in that order.
+    /// - `key`: the private key of the certificate.
+    /// - `authorities`: the certificates of the authorities whose hosts are trusted.
     ///
     /// The provider of cryptography is the default that the process has installed
-    /// ([`CryptoProvider::install_default`]). Without one it is `ring`, if the feature `ring` is on.
+    /// ([`CryptoProvider::install_default`]). Without a default, it is `ring` if the feature `ring`
+    /// is enabled.
     ///
     /// # Errors
-    /// If one of them is not in that form, the key is not the certificate's, or it is of a kind that is not supported. Also if there
-    /// is no provider.
+    /// If a text is not in PEM format, the key does not belong to the certificate, a kind is not
+    /// supported, or there is no provider.
     pub fn from_pem(certificate: &[u8], key: &[u8], authorities: &[u8]) -> Result<Self, TlsError> {
         Self::with_provider(default_provider()?, certificate, key, authorities)
     }
 
-    /// The same as [`from_pem`](Self::from_pem), with a provider of cryptography of the caller's own, such as one that is
-    /// certified for FIPS. The provider must know TLS 1.3. Its cipher suites are preferred in its order.
+    /// Creates the settings as [`from_pem`](Self::from_pem) does, with the caller's own provider of
+    /// cryptography, such as one that is certified for FIPS. The provider must support TLS 1.3. Its
+    /// order of the cipher suites is the order of preference.
     ///
     /// # Errors
     /// As for [`from_pem`](Self::from_pem).
@@ -151,10 +161,10 @@ impl Tls {
         Self::new(provider, chain, key, Arc::new(roots))
     }
 
-    /// The same from three files.
+    /// Creates the settings as [`from_pem`](Self::from_pem) does, from three files.
     ///
     /// # Errors
-    /// Also if one of them cannot be read.
+    /// As for [`from_pem`](Self::from_pem), or if a file cannot be read.
     pub fn load(certificate: &Path, key: &Path, authorities: &Path) -> Result<Self, TlsError> {
         let read = |path: &Path| {
             std::fs::read(path).map_err(|source| TlsError::File { path: path.to_owned(), source })
@@ -162,17 +172,20 @@ impl Tls {
         Self::from_pem(&read(certificate)?, &read(key)?, &read(authorities)?)
     }
 
-    /// Returns true if the provider and this configuration are approved for FIPS 140, as far as the provider tells.
+    /// Returns true if the provider and this configuration are approved for FIPS 140, according to
+    /// the provider.
     #[must_use]
     pub fn is_fips(&self) -> bool {
         self.client.fips() && self.server.fips()
     }
 
-    /// Only the host of this name, or address, is to be at the other end. Without it a source wants the name that it connects to,
-    /// and a target takes guests from every host whose certificate the authorities vouch for.
+    /// Accepts only a peer whose certificate has this name or address.
+    ///
+    /// Without this call, a source requires the name that it connects to. A target then accepts
+    /// guests from every host that has a certificate of the authorities.
     ///
     /// # Errors
-    /// If it is no name.
+    /// If `name` is not a valid name.
     pub fn expecting(mut self, name: &str) -> Result<Self, TlsError> {
         self.peer = Some(server_name(name)?);
         Ok(self)
@@ -201,7 +214,8 @@ impl Tls {
             .with_webpki_verifier(server_verifier)
             .with_client_auth_cert(chain.clone(), key.clone_key())
             .map_err(own)?;
-        // Every connection proves both sides anew: a resumed session would show no certificate.
+        // Every connection must authenticate both sides: a resumed session would present no
+        // certificate.
         client.resumption = rustls::client::Resumption::disabled();
         let mut server = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
@@ -214,7 +228,7 @@ impl Tls {
         Ok(Self { client: Arc::new(client), server: Arc::new(server), peer: None })
     }
 
-    /// The name that the host at the other end of a connection to `host` has to have.
+    /// Returns the name that the peer of a connection to `host` must have.
     fn name_of(&self, host: Option<&str>) -> Result<ServerName<'static>, rustls::Error> {
         match (&self.peer, host) {
             (Some(name), _) => Ok(name.clone()),
@@ -222,12 +236,13 @@ impl Tls {
                 server_name(host).map_err(|error| rustls::Error::General(error.to_string()))
             }
             (None, None) => Err(rustls::Error::General(
-                "the address has no host's name in it: say whose certificate the target has to show".into(),
+                "the address contains no host name; set the name that the target's certificate must have"
+                    .into(),
             )),
         }
     }
 
-    /// Fails unless `certificate` is of the host that was said to be expected.
+    /// Fails unless `certificate` has the expected name, if one is set.
     fn check_client(&self, certificate: &CertificateDer<'_>) -> Result<(), rustls::Error> {
         let Some(name) = &self.peer else { return Ok(()) };
         verify_server_name(&ParsedCertificate::try_from(certificate)?, name)

@@ -1,8 +1,10 @@
-//! The records of a connection: what lies between plain buffers and the socket.
+//! Records of a connection: the layer between plain buffers and the socket.
 //!
-//! Two locks. Whoever sends holds `sending` for as long as that takes. `shared` has the keys and what has come; it is held while records
-//! are sealed or opened, and while the kernel hands over bytes that are there, and never while anybody waits: so a receiver that waits
-//! does not keep a sender waiting, nor the other way round. Order: `sending`, then `shared`.
+//! There are two locks. A sender holds `sending` for the whole send. `shared` protects the keys and
+//! the received bytes. A thread holds `shared` while it encrypts or decrypts records, and while the
+//! kernel hands over bytes that are available, but never while it waits. Therefore a waiting
+//! receiver does not delay a sender, and a waiting sender does not delay a receiver. Lock order:
+//! `sending`, then `shared`.
 
 #[cfg(feature = "hostile")]
 #[cfg_attr(not(test), expect(clippy::expect_used, reason = "nothing that ships has it"))]
@@ -18,18 +20,21 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Plain bytes that are sealed at once: what they and their records take stays in the processor's cache.
+/// Plain bytes that are encrypted at once. The bytes and their records fit into the processor's
+/// cache.
 const PORTION: usize = 128 << 10;
-/// What may have come and not be opened.
+/// Largest number of received bytes that are not decrypted.
 const WINDOW: usize = 256 << 10;
-/// More than the longest record (RFC 8446, 5.2): if that much is there, one is whole.
+/// Number of bytes that is larger than the longest record (RFC 8446, 5.2). So many bytes contain a
+/// complete record.
 const LONGEST: usize = 17 << 10;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As a failed connection is reported: the peer is not what it should be, or somebody changed what it sent.
+/// Converts a TLS error to the error of a failed connection: the peer is not the expected one, or
+/// its bytes were changed on the network.
 fn broken(error: Error) -> io::Error {
     let text = match error {
         Error::AlertReceived(alert) => format!("the peer refused the encrypted connection: {alert:?}"),
@@ -39,26 +44,27 @@ fn broken(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
 
-/// The connection, and what has come of it.
+/// Connection, with its received bytes.
 struct Shared {
     conn: Conn,
-    /// What the connection itself has to say; it goes out before anything else.
+    /// Bytes that the connection itself must send, before anything else.
     own: Outgoing,
-    /// `incoming[start..end]` has come and is not opened: `start <= end <= incoming.len()`.
+    /// Received bytes. `incoming[start..end]` is not decrypted: `start <= end <= incoming.len()`.
     ///
-    /// All of it is shown to the connection at every step, whatever the step is for: it remembers where in it a message began.
+    /// All of that range is passed to the connection at every step, whatever the step is for,
+    /// because the connection remembers where in it a message began.
     incoming: Box<[u8]>,
     start: usize,
     end: usize,
-    /// `plain[at..]` is opened, and nobody has asked for it yet: `at <= plain.len() <= WINDOW`.
+    /// Decrypted bytes. `plain[at..]` has not been requested yet: `at <= plain.len() <= WINDOW`.
     plain: Vec<u8>,
     at: usize,
-    /// When the kernel got what was read last, if it was asked.
+    /// Time at which the kernel received the bytes that were read last, if it was asked.
     stamp: Option<SystemTime>,
-    /// The peer said that nothing more comes.
+    /// True if the peer has closed its direction.
     closed: bool,
-    /// Why nothing can be sent or opened any more. No step is made after it, from whichever thread: the connection would look at what it
-    /// has refused, or at what stands behind it, once more.
+    /// Error after which nothing can be sent or decrypted any more. No thread makes a step
+    /// afterwards: the connection would process the refused bytes again, or the bytes behind them.
     failed: Option<Error>,
 }
 
@@ -67,7 +73,7 @@ struct Sending {
     sealed: Outgoing,
 }
 
-/// The encryption of one connection.
+/// Encryption of one connection.
 pub(in crate::channel) struct Records {
     shared: Mutex<Shared>,
     sending: Mutex<Sending>,
@@ -81,7 +87,7 @@ impl std::fmt::Debug for Records {
 }
 
 impl Records {
-    /// Agrees on keys over `raw`, as the side that connected to `host`, within `time`.
+    /// Performs the handshake over `raw` within `time`, as the side that connected to `host`.
     pub(in crate::channel) fn connect(
         tls: &Tls,
         host: Option<&str>,
@@ -92,7 +98,7 @@ impl Records {
         Self::shake(conn, raw, time)
     }
 
-    /// The same as the side that was connected to.
+    /// Performs the handshake over `raw` within `time`, as the side that accepted the connection.
     pub(in crate::channel) fn accept(tls: &Tls, raw: &RawStream, time: Duration) -> io::Result<Self> {
         let records = Self::shake(Conn::server(tls).map_err(broken)?, raw, time)?;
         tls.check_client(&records.peer).map_err(broken)?;
@@ -119,7 +125,7 @@ impl Records {
                     }
                 }
                 Err(error) => {
-                    // The peer is told why, if it listens.
+                    // The alert tells the peer the reason, if the peer still reads.
                     shared.take_alert();
                     let _ = flush(&mut shared.own);
                     return Err(broken(error));
@@ -136,12 +142,13 @@ impl Records {
         lock(&self.shared).conn.change_keys();
     }
 
-    /// The certificate that the peer showed.
+    /// Returns the certificate that the peer presented.
     pub(in crate::channel) fn peer(&self) -> &[u8] {
         &self.peer
     }
 
-    /// Seals all of `bufs`, uses them up, and gives the sealed bytes to `send`, a portion at a time.
+    /// Encrypts all of `bufs`, uses them up, and passes the encrypted bytes to `send`, a portion at
+    /// a time.
     pub(in crate::channel) fn send(
         &self,
         bufs: &mut [IoBuf<'_>],
@@ -170,7 +177,8 @@ impl Records {
         }
     }
 
-    /// Fills all of `bufs`, and uses them up. Waits until `deadline`, or as long as the socket's timeout says.
+    /// Fills all of `bufs`, and uses them up. Waits until `deadline`, or as long as the socket's
+    /// timeout says.
     pub(in crate::channel) fn receive(
         &self,
         mut bufs: &mut [IoBuf<'_>],
@@ -186,7 +194,7 @@ impl Records {
         Ok(())
     }
 
-    /// Receives what there is, at least a byte.
+    /// Receives the bytes that are available, at least one.
     pub(in crate::channel) fn receive_some(&self, bytes: &mut [u8], raw: &RawStream) -> io::Result<usize> {
         let mut shared = self.opened(raw, None, false, &mut [])?;
         let shared = &mut *shared;
@@ -195,7 +203,8 @@ impl Records {
         Ok(taken)
     }
 
-    /// Fills `bytes`, and says when the kernel got the last of what came with them, if it knows.
+    /// Fills `bytes`. Returns when the kernel received the last bytes that were read for them, if
+    /// known.
     pub(in crate::channel) fn receive_stamped(
         &self,
         bytes: &mut [u8],
@@ -213,13 +222,14 @@ impl Records {
         Ok(stamp)
     }
 
-    /// Whether bytes have come that nobody has asked for, opened or not.
+    /// Returns true if received bytes have not been requested yet, decrypted or not.
     pub(in crate::channel) fn has_input(&self) -> bool {
         let shared = lock(&self.shared);
         shared.at < shared.plain.len() || shared.start < shared.end
     }
 
-    /// Waits until there is a plain byte. What fits into `to` is put there at once, and nowhere else.
+    /// Waits until there is a plain byte. Plain bytes that fit into `to` are written there
+    /// directly.
     fn opened(
         &self,
         raw: &RawStream,
@@ -243,7 +253,8 @@ impl Records {
     }
 }
 
-/// Puts as much of `bytes` into `bufs` as fits, in order, and uses that of them up. Returns how many bytes that were.
+/// Copies as much of `bytes` into `bufs` as fits, in order, and advances `bufs` by that. Returns
+/// the number of copied bytes.
 fn put_all(mut bufs: &mut [IoBuf<'_>], bytes: &[u8]) -> usize {
     let mut put = 0;
     while put < bytes.len()
@@ -275,8 +286,8 @@ impl Shared {
         self.step_with(&mut [], None)
     }
 
-    /// A step of the connection. What it opens goes to `to`, if nothing stands before it and as far as it fits, and otherwise to `plain`;
-    /// if it is open, `seal` is sealed.
+    /// Makes a step of the connection. Decrypted bytes go to `to` as far as they fit, if no earlier
+    /// ones wait, and otherwise to `plain`. If the connection is open, `seal` is encrypted.
     fn step_with(
         &mut self,
         to: &mut [IoBuf<'_>],
@@ -302,18 +313,20 @@ impl Shared {
         step
     }
 
-    /// Takes what the connection has to say of its failure, and does not have it look at what it has refused again.
+    /// Takes the alert that the connection sends about its failure, without letting the connection
+    /// process the refused bytes again.
     fn take_alert(&mut self) {
         let error = self.failed.take();
         while self.conn.has_to_say() && matches!(self.step(), Ok(Step::More)) {}
         self.failed = error;
     }
 
-    /// Agrees on keys as far as that goes: until there is something to be sent, or to wait for, or it is open.
+    /// Continues the handshake until there are bytes to send, bytes to wait for, or the connection
+    /// is open.
     fn shake_on(&mut self) -> Result<Step, Error> {
         loop {
             match self.step()? {
-                // A peer that was done first has sent something already.
+                // A peer that finished first has sent data already.
                 Step::More if self.at < self.plain.len() => return Ok(Step::Open),
                 Step::More => {}
                 step => return Ok(step),
@@ -321,9 +334,10 @@ impl Shared {
         }
     }
 
-    /// Opens records until there is a plain byte or `to` is full, or no whole record any more; false if it is that.
+    /// Decrypts records until there is a plain byte or `to` is full. Returns false if there is no
+    /// complete record any more.
     ///
-    /// What was opened before a failure is handed out first.
+    /// Bytes that were decrypted before a failure are returned first.
     fn open(&mut self, to: &mut [IoBuf<'_>]) -> Result<bool, Error> {
         let wanted = !to.is_empty();
         loop {
@@ -331,48 +345,52 @@ impl Shared {
                 return Ok(true);
             }
             match self.step_with(to, None) {
-                // What the connection has to say goes out with the next bytes: nothing of it is waited for.
+                // The connection's own bytes are sent with the next data. The receiver need not
+                // wait for them.
                 Ok(Step::More | Step::Flush) => {}
                 Ok(Step::Open | Step::Blocked | Step::Closed) => return Ok(false),
-                // It comes again.
+                // The error is returned again at the next call.
                 Err(_) if self.at < self.plain.len() => {}
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Adds `plain` to `sealed`, behind what the connection itself has to say. Opens what has come meanwhile, too: that is at most a
-    /// window, and so is what it is opened to.
+    /// Encrypts `plain` and adds the result to `sealed`, after the bytes that the connection itself
+    /// must send. Also decrypts bytes received in the meantime. These, and their plain content, are
+    /// at most a window.
     fn seal(&mut self, plain: &[u8], sealed: &mut Outgoing) -> Result<(), Error> {
-        // Each step takes a record or a message, or was the last: so many fit into a window.
+        // Each step but the last takes a record or a message. A window cannot contain more of them
+        // than bytes.
         for _ in 0..WINDOW {
             sealed.append(&mut self.own);
             match self.step_with(&mut [], Some((plain, sealed)))? {
                 Step::Open => return Ok(()),
                 Step::Blocked => return Err(Error::HandshakeNotComplete),
-                // A peer that sends no more may still be sent to; the state is met once.
+                // A peer that has closed its direction can still receive. The state is returned
+                // once.
                 Step::More | Step::Flush | Step::Closed => {}
             }
         }
         Err(Error::General("the connection is closed".into()))
     }
 
-    /// Where what comes goes.
+    /// Returns the free space for received bytes.
     fn room(&mut self) -> io::Result<&mut [u8]> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         } else if self.incoming.len() - self.start < LONGEST {
-            // A record must fit whole behind `start`.
+            // A record must fit completely behind `start`.
             self.incoming.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
         if self.end == self.incoming.len() {
-            return Err(broken(Error::General("a record has no end".into())));
+            return Err(broken(Error::General("a record is longer than the protocol allows".into())));
         }
         Ok(&mut self.incoming[self.end..])
     }
 
-    /// Takes what the kernel has; false if that is nothing yet.
+    /// Reads the bytes that the kernel has. Returns false if there are none yet.
     fn take_in(&mut self, raw: &RawStream, stamped: bool) -> io::Result<bool> {
         let room = self.room()?;
         let received = if stamped {

@@ -34,7 +34,8 @@ fn stream(socket: TcpStream) -> Stream {
     Stream::new(socket.into(), "peer".into()).unwrap()
 }
 
-/// Both ends of what came about over `source` and `target`, which may lie a way apart.
+/// Performs the handshake over `source` and `target`, which may be the ends of two connections with
+/// a relay between them. Returns both results.
 fn shake(
     (source, target): (TcpStream, TcpStream),
     (client, server): (&Tls, &Tls),
@@ -77,7 +78,7 @@ fn both_directions_at_once_arrive_in_order_however_they_are_cut() {
         scope.spawn(|| receive(&a));
         receive(&b);
     });
-    // What came together is known to be there, also where the socket has nothing more.
+    // Bytes that arrived together are known to be available, even if the socket has no more.
     a.send(&mut [IoBuf::from_bytes(b"two")]).unwrap();
     b.receive_bytes(&mut [0]).unwrap();
     assert!(b.has_input() && b.wait_for_input(std::time::Instant::now()).unwrap());
@@ -90,9 +91,9 @@ fn both_directions_at_once_arrive_in_order_however_they_are_cut() {
 }
 
 #[test]
-fn a_long_transfer_outlasts_the_window_and_the_keys() {
+fn transfer_continues_past_the_window_and_changes_of_keys() {
     let (a, b) = pair();
-    // A record of every length that matters, and many windows of them.
+    // The lengths around those of a record, in many windows.
     let lens = (0..400).map(|i| [1, 4096 + 80, 16 << 10, (16 << 10) + 1, 300_000][i % 5]);
     let lens: Vec<usize> = lens.collect();
     std::thread::scope(|scope| {
@@ -115,7 +116,8 @@ fn a_long_transfer_outlasts_the_window_and_the_keys() {
     a.receive_bytes(&mut [0; 4]).unwrap();
 }
 
-/// Passes on what `from` sends, changed by `change`, which is told how many bytes went before.
+/// Passes on the bytes that `from` sends, changed by `change`, which gets the number of bytes
+/// before.
 fn relay(mut from: TcpStream, mut to: TcpStream, change: impl Fn(u64, &mut [u8])) {
     let (mut buffer, mut passed) = ([0; 4096], 0);
     while let Ok(len @ 1..) = from.read(&mut buffer) {
@@ -129,7 +131,7 @@ fn relay(mut from: TcpStream, mut to: TcpStream, change: impl Fn(u64, &mut [u8])
 }
 
 #[test]
-fn what_was_changed_on_the_way_is_not_taken() {
+fn changed_record_ends_both_directions() {
     let authority = Authority::new();
     let tls = host(&authority, "127.0.0.1");
     let ((source, near), (far, target)) = (sockets(), sockets());
@@ -154,7 +156,7 @@ fn what_was_changed_on_the_way_is_not_taken() {
         here.send(&mut [IoBuf::from_bytes(b"evil")]).unwrap();
         let error = there.receive_bytes(&mut got).unwrap_err();
         assert_eq!((error.kind(), &got), (io::ErrorKind::InvalidData, b"good"), "{error}");
-        // Nothing is done after it, whoever asks: neither what comes behind it is taken, nor is anything sent.
+        // After the failure no thread can receive the later bytes, and none can send.
         spoil.store(false, Ordering::Release);
         here.send(&mut [IoBuf::from_bytes(b"more")]).unwrap();
         for _ in 0..2 {
@@ -168,32 +170,32 @@ fn what_was_changed_on_the_way_is_not_taken() {
     });
 }
 
-/// What both ends said of a connection that must not come about. A source learns of it when it waits for the answer to its hello at the
-/// latest.
+/// Returns the errors of both ends for a connection that must be refused. A source gets its error
+/// at the latest when it waits for the answer to its hello.
 fn refused(client: &Tls, server: &Tls) -> (String, String) {
     let (here, there) = shake(sockets(), (client, server));
-    let there = there.expect_err("the target was content").to_string();
+    let there = there.expect_err("the target accepted").to_string();
     let here = here.and_then(|here| {
         here.set_timeouts(Some(SOON), Some(SOON))?;
         here.receive_bytes(&mut [0])
     });
-    (here.expect_err("the source was content").to_string(), there)
+    (here.expect_err("the source accepted").to_string(), there)
 }
 
 #[test]
-fn only_hosts_of_the_authority_and_of_the_right_name_are_talked_to() {
+fn accepts_only_certificates_of_the_authority_with_the_right_name() {
     let (ours, theirs) = (Authority::new(), Authority::new());
     let (near, far) = (host(&ours, "127.0.0.1"), host(&ours, "127.0.0.1"));
-    // A stranger as the target, and as the source.
+    // A host of another authority as the target, and as the source.
     let (here, _) = refused(&near, &host(&theirs, "127.0.0.1"));
     assert!(here.contains("certificate is not accepted"), "{here}");
     let (here, there) = refused(&host_that_trusts(&theirs, "127.0.0.1", &ours), &far);
     assert!(there.contains("certificate is not accepted"), "{there}");
     assert!(here.contains("refused the encrypted connection"), "{here}");
-    // One of ours, at an address that is another's.
+    // A host of the right authority with the name of another host.
     let (here, _) = refused(&near, &host(&ours, "elsewhere.example"));
     assert!(here.contains("not valid for"), "{here}");
-    // A target that waits for one host.
+    // A target that accepts only one host.
     let (_, there) = refused(&near, &far.clone().expecting("source.example").unwrap());
     assert!(there.contains("not valid for"), "{there}");
     let (here, there) = shake(
@@ -207,7 +209,7 @@ fn only_hosts_of_the_authority_and_of_the_right_name_are_talked_to() {
     assert!(near.expecting("not a name").is_err());
 }
 
-/// Connects with `source` to a target with `target`.
+/// Connects with the settings `source` to a target with the settings `target`.
 fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
     let uri = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     let listener = match target {
@@ -232,7 +234,7 @@ fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
 }
 
 #[test]
-fn sides_that_do_not_agree_on_encryption_say_so() {
+fn mismatch_of_encryption_is_reported_by_the_source() {
     let authority = Authority::new();
     let tls = host(&authority, "127.0.0.1");
     greet(Some(tls.clone()), Some(tls.clone())).unwrap();
@@ -244,7 +246,8 @@ fn sides_that_do_not_agree_on_encryption_say_so() {
     assert!(error.to_string().contains("check that each side has a certificate of an authority"), "{error}");
 }
 
-/// Whether a connection of this host to `port` of loopback waits for the answer to its first packet.
+/// Returns true if a connection of this host to `port` of loopback waits for the answer to its
+/// first packet.
 fn is_connecting_to(port: u16) -> bool {
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
     // Remote address and state; 02 is SYN_SENT.
@@ -253,18 +256,19 @@ fn is_connecting_to(port: u16) -> bool {
 }
 
 #[test]
-fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
+fn cancel_ends_each_wait_of_opening_a_connection() {
     let authority = Authority::new();
     let tls = host(&authority, "127.0.0.1");
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    // Takes one connection, and lets the others wait for the first step of their handshake.
+    // The listener has room for one connection. Others wait for the first step of their handshake.
     let full = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     full.bind(&any.into()).unwrap();
     full.listen(0).unwrap();
     let full = TcpListener::from(full);
     let _one = TcpStream::connect(full.local_addr().unwrap()).unwrap();
-    // What it waits for is there to be seen: its first words, or a connection that the kernel has begun and not made.
+    // The state of the source can be observed: its first bytes arrive, or the kernel has begun a
+    // connection and not completed it.
     let waits = |listener: &TcpListener| {
         if std::ptr::eq(listener, &full) {
             return wait("a connection in its making", || {
@@ -273,14 +277,14 @@ fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
         }
         let (mut other, _) = listener.accept().unwrap();
         other.read_exact(&mut [0]).unwrap();
-        // Kept: it neither answers nor hangs up.
+        // The connection is kept open. It neither answers nor ends.
         std::mem::forget(other);
     };
     for (what, listener, tls) in
         [("hello", &silent, None), ("handshake", &silent, Some(tls)), ("connection", &full, None)]
     {
         let uri = Uri::Tcp { host: "127.0.0.1".into(), port: listener.local_addr().unwrap().port() };
-        // Without the cancel it would wait longer than this test.
+        // Without the cancel the source would wait longer than this test.
         let settings = Settings { tls, peer_timeout: PATIENCE * 2, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
         for while_it_waits in [true, false] {
@@ -304,7 +308,7 @@ fn a_cancel_ends_whatever_opening_a_connection_waits_for() {
 }
 
 #[test]
-fn what_cannot_be_used_is_said() {
+fn unusable_certificates_and_keys_are_reported() {
     let authority = Authority::new();
     let other = KeyPair::generate().unwrap().serialize_pem();
     let cases: [(&[u8], &[u8], &str); 4] = [
@@ -324,12 +328,12 @@ fn what_cannot_be_used_is_said() {
     let missing = Path::new("/nonexistent/cert.pem");
     let error = Tls::load(missing, missing, missing).unwrap_err().to_string();
     assert!(error.contains("/nonexistent/cert.pem"), "{error}");
-    // Keys are nobody's business.
+    // The debug output must not contain keys.
     assert!(!format!("{:?}", host(&authority, "x")).to_ascii_lowercase().contains("key"));
 }
 
 #[test]
-fn nothing_is_sealed_before_both_sides_are_known() {
+fn nothing_is_encrypted_before_both_sides_are_authenticated() {
     let mut conn = Conn::client(&host(&Authority::new(), "x"), Some("x")).unwrap();
     let (mut own, mut sealed) = (Outgoing::default(), Outgoing::default());
     for _ in 0..8 {
@@ -340,7 +344,7 @@ fn nothing_is_sealed_before_both_sides_are_known() {
     assert!(!own.bytes().windows(6).any(|bytes| bytes == b"secret"));
 }
 
-/// The provider `ring` with one cipher suite.
+/// Returns the provider `ring` with one cipher suite.
 fn only(suite: rustls::CipherSuite) -> Arc<CryptoProvider> {
     let mut provider = rustls::crypto::ring::default_provider();
     provider.cipher_suites.retain(|known| known.suite() == suite);
@@ -348,7 +352,7 @@ fn only(suite: rustls::CipherSuite) -> Arc<CryptoProvider> {
 }
 
 #[test]
-fn provider_that_the_caller_passes_is_the_one_that_is_used() {
+fn provider_of_the_caller_is_used() {
     use rustls::CipherSuite::{
         TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
     };
@@ -366,7 +370,7 @@ fn provider_that_the_caller_passes_is_the_one_that_is_used() {
     }
     let (_, there) = refused(&aes, &chacha);
     assert!(there.contains("NoCipherSuitesInCommon"), "{there}");
-    // One for TLS 1.2 only.
+    // A suite of TLS 1.2 only.
     let error = by(TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256).unwrap_err().to_string();
     assert!(error.starts_with("the provider of cryptography cannot be used"), "{error}");
 }

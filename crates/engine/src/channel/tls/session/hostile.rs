@@ -1,25 +1,28 @@
-//! Whoever sits on the wire of an encrypted connection: changes, drops, repeats and invents what goes over it, in any order.
+//! Attacker on the network path of an encrypted connection, who changes, drops, repeats and inserts
+//! bytes in any order.
 
 use super::super::authority::Authority;
 use super::*;
 use std::sync::OnceLock;
 
-/// Most that an end sends, and about what waits on the wire: what is asked of memory is to be the connection's, not the wire's.
+/// Largest number of bytes that an end sends, and about the largest number in flight. The memory
+/// under test should be that of the connection, not of the simulated path.
 const MOST: usize = 256 << 10;
 
-/// One end, and what is on its way to the other.
+/// One end of the connection, and its bytes in flight to the other end.
 struct End {
     shared: Shared,
     shaken: bool,
-    /// On its way, and not there.
+    /// Bytes in flight.
     way: Vec<u8>,
     sent: Vec<u8>,
     got: Vec<u8>,
-    /// How it failed.
+    /// First error of the end.
     failed: Option<Error>,
-    /// What it had got when its receiver was told so: what was opened before is still given out.
+    /// Number of received bytes when the receiver got the first error. Bytes that were decrypted
+    /// before are still returned.
     ended: Option<usize>,
-    /// More came than it keeps: its caller would end it.
+    /// True if more bytes arrived than the end keeps. Its caller would end the connection.
     overrun: bool,
 }
 
@@ -35,7 +38,7 @@ impl End {
         self.shared.own.clear();
     }
 
-    /// As [`Records::shake`] does with what is there.
+    /// Continues the handshake, as [`Records::shake`] does.
     fn shake(&mut self) {
         while !self.shaken && self.failed.is_none() {
             match self.shared.shake_on() {
@@ -51,7 +54,7 @@ impl End {
         }
     }
 
-    /// Takes in what comes.
+    /// Delivers `bytes` to this end.
     fn come(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() && !self.overrun {
             let Ok(room) = self.shared.room() else {
@@ -66,7 +69,7 @@ impl End {
         }
     }
 
-    /// As [`Records::send`] does.
+    /// Sends bytes as [`Records::send`] does.
     fn send(&mut self, len: usize) {
         if !self.shaken || self.sent.len() > MOST {
             return;
@@ -76,7 +79,7 @@ impl End {
         let mut sealed = Outgoing::default();
         match self.shared.seal(&plain, &mut sealed) {
             Ok(()) => {
-                assert!(self.failed.is_none(), "it sends after it has failed");
+                assert!(self.failed.is_none(), "an end sent bytes after a failure");
                 self.way.extend(sealed.bytes());
                 self.sent.extend(plain);
             }
@@ -84,7 +87,8 @@ impl End {
         }
     }
 
-    /// As [`Records::receive`] does with what is there, into two buffers; what came into them before an error is nobody's.
+    /// Receives bytes into two buffers, as [`Records::receive`] does. Bytes that were written there
+    /// before an error do not count.
     fn receive(&mut self, len: usize) {
         if !self.shaken {
             return;
@@ -102,7 +106,7 @@ impl End {
             Err(error) => {
                 self.fail(error);
                 let ended = *self.ended.get_or_insert(self.got.len());
-                assert_eq!(ended, self.got.len(), "something was received after a failure");
+                assert_eq!(ended, self.got.len(), "bytes were received after a failure");
             }
         }
     }
@@ -113,15 +117,17 @@ impl End {
             return;
         }
         let first = self.failed.get_or_insert_with(|| error.clone());
-        assert_eq!(*first, error, "another failure after the first");
+        assert_eq!(*first, error, "a second, different failure");
     }
 }
 
-/// Does to a connection what `bytes` say; the first says whether keys are agreed on before.
+/// Runs the attack that `bytes` encode. The first byte says whether the handshake is completed
+/// before.
 ///
 /// # Panics
-/// If an end takes anything that the other did not send, takes it in another order, or goes on after it has failed; or if a connection to
-/// which nothing was done does not carry all.
+/// If an end receives bytes that the other did not send, receives them in another order, or
+/// continues after a failure. Also if a connection that was not attacked does not deliver all
+/// bytes.
 pub fn drive_tls(bytes: &[u8]) {
     static HOST: OnceLock<Tls> = OnceLock::new();
     let host = HOST.get_or_init(|| {
@@ -144,10 +150,10 @@ pub fn drive_tls(bytes: &[u8]) {
         let much = usize::from(*much);
         let len = from.way.len();
         match deed & 7 {
-            // Some arrives.
+            // Some bytes arrive.
             0 => to.come(&from.way.drain(..len.min((much + 1) * 16)).collect::<Vec<_>>()),
             1 => to.come(&std::mem::take(&mut from.way)),
-            // Some of what is on its way becomes something else.
+            // A byte in flight is changed.
             2 if len > 0 => {
                 from.way[much * 7 % len] ^= 1 << (deed >> 4 & 7);
                 harmed = true;
@@ -162,7 +168,7 @@ pub fn drive_tls(bytes: &[u8]) {
                 harmed |= !new.is_empty();
                 from.way.splice(..0, new.iter().copied());
             }
-            // A record comes twice.
+            // A record is repeated.
             5 if (6..MOST).contains(&len) => {
                 let record = 5 + usize::from(from.way[3]) * 256 + usize::from(from.way[4]);
                 if let Some(record) = from.way.get(..record).map(<[u8]>::to_vec) {
@@ -179,8 +185,11 @@ pub fn drive_tls(bytes: &[u8]) {
     if !harmed && !ends.iter().any(|end| end.overrun) {
         carry_all(&mut ends);
         let [one, other] = &ends;
-        assert!(!one.overrun && !other.overrun, "more is kept than fits, though it is received");
-        assert!(one.shaken && other.shaken && one.got == other.sent && other.got == one.sent, "not all came");
+        assert!(!one.overrun && !other.overrun, "an end overran although its bytes were received");
+        assert!(
+            one.shaken && other.shaken && one.got == other.sent && other.got == one.sent,
+            "not all bytes arrived"
+        );
         assert!(one.failed.is_none() && other.failed.is_none());
     }
     check(&ends);
@@ -189,11 +198,11 @@ pub fn drive_tls(bytes: &[u8]) {
 fn check(ends: &[End; 2]) {
     let [one, other] = ends;
     for (from, to) in [(one, other), (other, one)] {
-        assert!(from.sent.starts_with(&to.got), "something came that was not sent");
+        assert!(from.sent.starts_with(&to.got), "bytes arrived that were not sent");
     }
 }
 
-/// All that is on its way arrives.
+/// Delivers all bytes in flight.
 fn pass_all([one, other]: &mut [End; 2]) {
     while !(one.way.is_empty() && other.way.is_empty()) {
         other.come(&std::mem::take(&mut one.way));
@@ -201,17 +210,18 @@ fn pass_all([one, other]: &mut [End; 2]) {
     }
 }
 
-/// The same, and is received as it comes: more may be on its way than an end keeps.
+/// Delivers all bytes in flight, and receives them as they arrive: more may be in flight than an
+/// end keeps.
 fn carry_all(ends: &mut [End; 2]) {
     loop {
-        // What was opened while something was sent, and then the rest.
+        // The first receive returns bytes that were decrypted during a send, the second the rest.
         ends.iter_mut().for_each(|end| (0..2).for_each(|_| end.receive(1 << 20)));
         let [one, other] = &mut *ends;
         if one.way.is_empty() && other.way.is_empty() {
             return;
         }
         let pass = |from: &mut End, to: &mut End| {
-            // As much as it would ask the kernel for.
+            // As much is delivered as the end would ask the kernel for.
             let room = to.shared.room().map_or(1, |room| room.len());
             to.come(&from.way.drain(..from.way.len().min(room)).collect::<Vec<_>>());
         };
