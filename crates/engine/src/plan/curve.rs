@@ -1,31 +1,35 @@
-//! How many pages a guest dirties within a time: fitted to a few measured windows, and carried on beyond them.
+//! Curve of the pages that a guest dirties within a time: fitted to a few measured windows, and
+//! extrapolated beyond them.
 //!
-//! What a pass leaves depends on *which* pages it sends: hot pages are dirty again at once, cold ones hardly ever. A curve
-//! alone does not tell; so it is taken apart into classes of pages that are written alike. A guest that writes at random, by
-//! whatever skew, is a sum of classes `n (1 - exp(-t/tau))`; one that walks through its memory is one class `min(n, r t)`.
+//! The pages that a pass leaves dirty depend on *which* pages it sends: hot pages are dirty again
+//! at once, cold pages hardly ever. A curve alone does not show that. Therefore the curve is split
+//! into classes of pages that are written in the same way. A guest that writes at random, with any
+//! skew, is a sum of classes `n (1 - exp(-t/tau))`. A guest that writes sequentially through its
+//! memory is one class `min(n, r t)`.
 
 use serde::{Deserialize, Serialize};
 
 /// Pages that had been written at least once by the end of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CurvePoint {
-    /// Since all pages were protected, in seconds.
+    /// Length of the window in seconds, since all pages were protected.
     pub window_s: f64,
-    /// How many.
+    /// Number of pages.
     pub pages: f64,
 }
 
-/// How the pages of a class are written.
+/// Way in which the pages of a class are written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Kernel {
-    /// Each at random, so many times a second.
+    /// Each page is written at random times, so many times per second on average.
     Random(f64),
-    /// One after the other, round and round: each so many times a second.
+    /// The pages are written one after the other, repeatedly. The value is the number of rounds per
+    /// second.
     Cyclic(f64),
 }
 
 impl Kernel {
-    /// The share of pages that are written within `time`.
+    /// Returns the share of the pages that are written within `time`.
     pub(crate) fn within(self, time: f64) -> f64 {
         match self {
             Self::Random(often) => -(-often * time).exp_m1(),
@@ -33,7 +37,7 @@ impl Kernel {
         }
     }
 
-    /// The mean of that over times from `from` to `to`.
+    /// Returns the mean of [`within`](Self::within) over the times from `from` to `to`.
     pub(crate) fn mean_within(self, from: f64, to: f64) -> f64 {
         if to - from < 1e-9 {
             return self.within(to);
@@ -54,8 +58,10 @@ impl Kernel {
         }
     }
 
-    /// The share of pages that a pass of `window` seconds leaves dirty of those that have their turn between two shares of it, one after the
-    /// other, each protected `lead` seconds before its turn but not before the pass.
+    /// Returns the share of pages that a pass of `window` seconds leaves dirty.
+    ///
+    /// The pages have their turn one after the other between the shares `from` and `to` of the
+    /// pass. Each page is protected `lead` seconds before its turn, but not before the pass.
     pub(crate) fn left_by_turns(self, (from, to): (f64, f64), window: f64, lead: f64) -> f64 {
         let early = (lead / window.max(1e-9)).clamp(from, to);
         let since = |turn: f64| (window * (1.0 - turn) + lead).min(window);
@@ -64,7 +70,7 @@ impl Kernel {
         at_once * self.within(window) + in_turn * self.mean_within(since(to), since(early))
     }
 
-    /// The same pages, written `factor` times as often.
+    /// Returns the kernel of a guest that writes the same pages `factor` times as often.
     pub(crate) fn faster(self, factor: f64) -> Self {
         match self {
             Self::Random(often) => Self::Random(often * factor),
@@ -73,30 +79,30 @@ impl Kernel {
     }
 }
 
-/// Pages that are written alike.
+/// Class of pages that are written in the same way.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Class {
-    /// How many.
+    /// Number of pages.
     pub(crate) pages: f64,
     pub(crate) kernel: Kernel,
 }
 
-/// A guest's writes.
+/// Writes of a guest, as a sum of classes.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Curve {
     pub(crate) classes: Vec<Class>,
-    /// The largest deviation from what was measured, as a share of it: how much the fit is worth.
+    /// Largest relative deviation of the fit from the measured points.
     pub(crate) misfit: f64,
-    /// The longest window that was measured, in seconds: beyond is extrapolated.
+    /// Longest measured window in seconds. Values beyond it are extrapolated.
     pub(crate) known_s: f64,
 }
 
-/// A walk is believed if its pages lie in runs of at least this many, on average.
+/// Smallest mean run length of the pages of a short window that counts as sequential writing.
 const RUN_OF_A_WALK: f64 = 32.0;
 
 impl Curve {
-    /// Fits `points`, which ascend, of a guest with so many pages; `run` is the mean length of the runs in which the pages of a short
-    /// window lie.
+    /// Fits `points`, whose windows must ascend, for a guest with `most` pages. `run` is the mean
+    /// length of the runs of adjacent pages in a short window.
     pub(crate) fn fit(points: &[CurvePoint], most: f64, run: f64) -> Self {
         let known_s = points.last().map_or(0.0, |point| point.window_s);
         let random = random(points, most);
@@ -108,12 +114,12 @@ impl Curve {
         Self { classes, misfit, known_s }
     }
 
-    /// Pages written within `time`.
+    /// Returns the number of pages written within `time`.
     pub(crate) fn pages(&self, time: f64) -> f64 {
         total(&self.classes, time)
     }
 
-    /// A guest that does everything `factor` times as fast.
+    /// Returns the curve of a guest that does everything `factor` times as fast.
     pub(crate) fn faster(&self, factor: f64) -> Self {
         let faster = |class: &Class| Class { kernel: class.kernel.faster(factor), ..*class };
         Self { classes: self.classes.iter().map(faster).collect(), ..*self }
@@ -130,7 +136,8 @@ fn misfit(classes: &[Class], points: &[CurvePoint]) -> f64 {
     points.iter().map(off).fold(0.0, f64::max)
 }
 
-/// `min(n, r t)`: the rate of the points before the knee, for each place that the knee can be at.
+/// Fits `min(n, r t)`: the rate of the points before the knee, for each possible position of the
+/// knee.
 fn walk(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let last = points.last().map_or(0.0, |point| point.pages);
     let candidates = (0..points.len()).map(|knee| {
@@ -140,13 +147,15 @@ fn walk(points: &[CurvePoint], most: f64) -> Vec<Class> {
         let size = if knee + 1 == points.len() { most } else { last }.max(1.0);
         vec![Class { pages: size, kernel: Kernel::Cyclic(rate / size) }]
     });
-    // Whose end cannot be told from the last window is taken to go on.
+    // If the last window does not show an end of the line, the later knee wins and the line
+    // continues.
     let rounded = |classes: &[Class]| (misfit(classes, points) * 100.0).round();
     candidates.rev().min_by(|a, b| rounded(a).total_cmp(&rounded(b))).unwrap_or_default()
 }
 
-/// Rates on a grid of powers, how many pages each has by non-negative least squares (coordinate descent: the problem is convex,
-/// small, and need not be solved to the last digit).
+/// Fits rates on a logarithmic grid. The number of pages of each rate is found by non-negative
+/// least squares, with coordinate descent. The problem is convex and small, and need not be solved
+/// exactly.
 fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let (Some(first), Some(last)) = (points.first(), points.last()) else { return Vec::new() };
     let (slowest, fastest) = (0.02 / last.window_s, 8.0 / first.window_s);
@@ -155,7 +164,7 @@ fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let columns: Vec<Vec<f64>> = (0..GRID)
         .map(|at| points.iter().map(|point| Kernel::Random(rate(at)).within(point.window_s)).collect())
         .collect();
-    // Relative errors count, so that a short window is worth as much as a long one.
+    // Relative errors count, so that a short window has the same weight as a long one.
     let weights: Vec<f64> = points.iter().map(|point| point.pages.max(64.0).powi(-2)).collect();
     let mut sizes = vec![0.0; GRID];
     let mut rest: Vec<f64> = points.iter().map(|point| point.pages).collect();
@@ -179,7 +188,8 @@ fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     classes
 }
 
-/// The slow classes, of which only the beginning was seen, become one that is as large as memory allows and begins as they do.
+/// Replaces the slow classes, whose end was not measured, by one class that fits into memory and
+/// has the same initial rate.
 fn fit_into(classes: &mut Vec<Class>, most: f64, seen: f64) {
     let sum = |classes: &[Class]| classes.iter().map(|class| class.pages).sum::<f64>();
     if sum(classes) <= most {
@@ -210,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uniform_guest_saturates_where_it_does() {
+    fn fit_of_uniform_writes_saturates_like_the_guest() {
         let uniform = |t: f64| 16_384.0 * (1.0 - (-30_000.0 / 16_384.0 * t).exp());
         let curve = Curve::fit(&points(uniform), 65_536.0, 2.0);
         for time in [0.03, 0.3, 1.0, 3.0, 10.0] {
@@ -219,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_skewed_guest_has_hot_pages_and_a_tail() {
+    fn fit_of_skewed_writes_has_hot_pages_and_a_tail() {
         let weight = |k: u32| f64::from(k).powf(-0.99);
         let sum: f64 = (1..=20_000).map(weight).sum();
         let zipf = |t: f64| (1..=20_000).map(|k| -(-20_000.0 * weight(k) / sum * t).exp_m1()).sum::<f64>();
@@ -231,32 +241,32 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_is_a_line_with_an_end() {
+    fn fit_of_sequential_writes_is_a_line_with_an_end() {
         let walk = |t: f64| (30_000.0 * t).min(20_000.0);
         let curve = Curve::fit(&points(walk), 65_536.0, 500.0);
         assert!(matches!(curve.classes[..], [Class { kernel: Kernel::Cyclic(_), .. }]));
         near(curve.pages(0.5), 15_000.0, 0.02);
         near(curve.pages(5.0), 20_000.0, 0.02);
-        // One whose end was not seen goes on.
+        // A line whose end was not measured continues.
         let curve = Curve::fit(&points(|t| 10_000.0 * t), 1e6, 500.0);
         near(curve.pages(5.0), 50_000.0, 0.02);
     }
 
     #[test]
-    fn a_quiet_guest_is_quiet_and_nothing_is_nothing() {
+    fn fit_of_no_writes_and_of_no_points_is_zero() {
         assert!(Curve::fit(&points(|_| 0.0), 1e5, 1.0).pages(100.0) < 1.0);
         assert_eq!(Curve::fit(&[], 1e5, 1.0).pages(1.0), 0.0);
     }
 
     #[test]
-    fn no_more_is_dirtied_than_there_is() {
+    fn fit_has_no_more_pages_than_the_guest() {
         let curve = Curve::fit(&points(|t| 40_000.0 * t), 70_000.0, 1.0);
         assert!(curve.pages(1e6) <= 70_001.0 * 1.02, "{}", curve.pages(1e6));
         near(curve.pages(0.4), 16_000.0, 0.15);
     }
 
     #[test]
-    fn what_has_its_turn_early_is_protected_with_the_pass() {
+    fn pages_with_an_early_turn_are_protected_when_the_pass_begins() {
         for kernel in [Kernel::Random(2.0), Kernel::Cyclic(0.8)] {
             for (from, to) in [(0.0, 1.0), (0.3, 0.6), (0.0, 0.1), (0.1, 0.9)] {
                 let (window, lead, steps) = (0.9, 0.2, 10_000);
@@ -272,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn means_are_means() {
+    fn mean_within_agrees_with_numerical_integration() {
         for kernel in [Kernel::Random(2.0), Kernel::Cyclic(2.0)] {
             let (from, to) = (0.2, 1.3);
             let steps = 10_000;

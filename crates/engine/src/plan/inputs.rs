@@ -1,30 +1,30 @@
-//! What a plan is made of: everything that was measured.
+//! Inputs of a plan: all measured figures.
 
 use super::curve::CurvePoint;
 use serde::{Deserialize, Serialize};
 
-/// What a link carries.
+/// Figures of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Bytes a second on all channels together, in frames as a pass sends them.
+    /// Bytes per second on all channels together, in frames as a pass sends them.
     pub bytes_per_s: f64,
-    /// How sure that is: one standard deviation, as a share of it.
+    /// Standard deviation of `bytes_per_s`, as a share of it.
     pub spread: f64,
-    /// There and back, with nothing else on the way, in seconds.
+    /// Round trip in seconds, with nothing else on the network path.
     pub round_trip_s: f64,
-    /// How much longer while a pass is sent: what waits on the way, in seconds.
+    /// Increase of the round trip while a pass is sent, in seconds: the queue on the network path.
     #[serde(default)]
     pub queue_s: f64,
-    /// CPU time of a sender for a page, in seconds; 0 if it was not measured.
+    /// CPU time of a sender per page, in seconds. Zero if it was not measured.
     pub cpu_page_s: f64,
-    /// From connecting a channel to its first byte, in seconds.
+    /// Time from connecting a channel to its first byte, in seconds.
     pub connect_s: f64,
-    /// Whether it was measured, or somebody said so.
+    /// True if the link was measured. False if its rate was given by the caller.
     pub measured: bool,
 }
 
 impl Link {
-    /// A link that somebody knows.
+    /// Returns the figures of a link whose rate the caller knows, with typical values for the rest.
     #[must_use]
     pub fn given(bytes_per_s: f64) -> Self {
         Self {
@@ -39,47 +39,47 @@ impl Link {
     }
 }
 
-/// When a page is protected anew.
+/// Time at which a pass write-protects a page again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Protection {
-    /// Right before it is read: what was written between the harvest and its turn is sent once.
+    /// Right before the page is read. Writes between the harvest and the page's turn are sent once.
     BeforeRead,
-    /// At the harvest: that is sent twice.
+    /// At the harvest. Writes between the harvest and the page's turn are sent twice.
     AtHarvest,
 }
 
-/// What does not depend on the link, in seconds.
+/// Costs that do not depend on the link, in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
-    /// Stopping all vCPUs.
+    /// Time to stop all vCPUs.
     pub pause_s: f64,
-    /// Bringing I/O to rest.
+    /// Time for I/O to quiesce.
     #[serde(default)]
     pub settle_s: f64,
-    /// Saving the device state; loading it is taken to be as long.
+    /// Time to save the device state. Loading is assumed to take the same time.
     pub save_s: f64,
-    /// How large that state is, in bytes.
+    /// Size of the device state in bytes.
     pub state_bytes: f64,
-    /// Collecting the dirty pages once.
+    /// Time of one harvest of dirty pages.
     pub harvest_s: f64,
-    /// Starting to track.
+    /// Time to start the tracker.
     pub start_s: f64,
-    /// Protecting a page.
+    /// Time to write-protect a page.
     pub protect_page_s: f64,
-    /// What the guest pays for its first write to a protected page.
+    /// Time that the guest loses at its first write to a protected page.
     pub fault_s: f64,
 }
 
 impl Costs {
-    /// Stopping the guest here and loading its state there.
+    /// Returns the time to stop the guest on the source and to load its state on the target.
     #[must_use]
     pub fn stopping_s(&self) -> f64 {
         self.pause_s + self.settle_s + 2.0 * self.save_s
     }
 }
 
-/// A part of memory, in the order in which a pass sends it.
+/// Part of memory, in the order in which a pass sends the parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Place {
     /// Pages that were ever touched.
@@ -88,37 +88,38 @@ pub struct Place {
     pub dirty: f64,
 }
 
-/// Everything that was measured.
+/// All measured figures of a guest and a link.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Inputs {
-    /// Pages of the guest.
+    /// Pages of the guest's memory.
     pub memory_pages: u64,
-    /// Those that may hold anything but zeros.
+    /// Pages that were ever touched and may contain something else than zeros.
     pub touched_pages: u64,
-    /// Of these, how many are zero all the same, by a sample.
+    /// Touched pages that are zero, estimated from a sample.
     pub zero_pages: u64,
-    /// Of these, how many the guest says are free.
+    /// Touched pages that the guest reports as free.
     pub free_pages: u64,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// What the guest dirtied.
+    /// Pages that the guest dirtied within each window.
     pub curve: Vec<CurvePoint>,
-    /// The mean length of the runs in which the pages of a short window lay.
+    /// Mean length of the runs of adjacent pages among the pages of a short window.
     pub run_pages: f64,
-    /// Where.
+    /// Distribution of the touched and the dirty pages over memory.
     pub places: Vec<Place>,
-    /// When pages are protected.
+    /// Time at which a pass protects pages.
     pub protection: Protection,
-    /// Pages that lie side by side and are protected together, if they are to be sent: [`crate::Protect::chunk_pages`].
+    /// Number of adjacent pages that are protected together, if they are to be sent:
+    /// [`crate::Protect::chunk_pages`].
     pub chunk_pages: u64,
-    /// What the link carries.
+    /// Figures of the link.
     pub link: Link,
-    /// What else it takes.
+    /// Costs that do not depend on the link.
     pub costs: Costs,
 }
 
 impl Inputs {
-    /// Over how many pages of memory those that are written are spread.
+    /// Returns the number of touched pages in those parts of memory that the guest writes to.
     pub(crate) fn written_over(&self) -> f64 {
         let written = self.places.iter().filter(|place| place.dirty > 0.0);
         written.map(|place| place.touched).sum::<f64>().max(1.0)

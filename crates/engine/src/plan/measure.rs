@@ -1,8 +1,10 @@
-//! Looks at a guest that runs: what it dirties within several times, what of its memory counts, what stopping it takes.
+//! Measurement of a running guest: the pages that it dirties within several windows, the pages that
+//! matter, and the costs of stopping it.
 //!
-//! What that costs the guest: a fault for each page that it writes while it is tracked, once, as in the first pass of a migration;
-//! and two pauses of a millisecond or so, or of as long as its I/O takes to come to rest, up to the downtime limit each (0.3 s at least, a
-//! second at most). It is told with the result.
+//! The measurement has a cost for the guest, which is reported with the result. Each page that the
+//! guest writes while it is tracked causes one fault, as in the first pass of a migration. There
+//! are also two pauses of about a millisecond each. A pause is longer if the guest's I/O takes
+//! longer to quiesce, up to the downtime limit (at least 0.3 s, at most 1 s).
 
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, Place, Protection};
@@ -17,37 +19,39 @@ use vmferry_core::{
     SourceVm, TrackerKind, VmError,
 };
 
-/// How often somebody who wants it to end is noticed.
+/// Interval at which the measurement checks whether it must stop.
 const TICK: Duration = Duration::from_millis(50);
-/// Parts of memory that are told apart.
+/// Number of parts of memory that are distinguished.
 const PLACES: usize = 64;
-/// Pages that are looked at for zeros.
+/// Number of pages that are checked for zeros.
 const SAMPLE: u64 = 2048;
-/// How long a guest may take to say what is free.
+/// Time that a guest may take to report its free pages.
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
-/// Rehearsals of the pause: the shortest counts, as in earnest.
+/// Number of trial pauses. The shortest counts, as in a migration.
 const REHEARSALS: u32 = 2;
-/// For how long its I/O may take to come to rest, whatever its downtime may be once it moves: no less than postcopy gives it, and not longer than
-/// somebody bears who only asks.
+/// Limits of the time that the guest's I/O may take to quiesce in a trial pause, whatever the
+/// downtime limit is. The lower one is what postcopy allows. The upper one bounds the effect of a
+/// mere measurement on the guest.
 const SHORTEST_REHEARSAL: Duration = Duration::from_millis(300);
 const LONGEST_REHEARSAL: Duration = Duration::from_secs(1);
-/// What saving a small guest takes, where it could not be tried.
+/// Typical time to save a small guest, in seconds, for a guest that could not be saved.
 const USUAL_SAVE_S: f64 = 1e-3;
-/// What a first write to a protected page costs the guest, in seconds: measured on two kinds of hosts (docs/dirty-tracking.md).
+/// Time that a first write to a protected page costs the guest, in seconds, measured on two kinds
+/// of hosts (docs/dirty-tracking.md).
 const FAULT_S: [(TrackerKind, f64); 3] =
     [(TrackerKind::Log, 2.4e-6), (TrackerKind::Ring, 2.4e-6), (TrackerKind::Wp, 1.3e-6)];
 
-/// For how long a guest is watched.
+/// Windows for which a guest is watched.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Windows(Vec<Duration>);
 
 impl Windows {
-    /// The shortest time that is looked at, and the longest.
+    /// Shortest window.
     pub const SHORTEST: Duration = Duration::from_millis(20);
-    /// The longest time that a guest is watched.
+    /// Longest time for which a guest is watched.
     pub const LONGEST: Duration = Duration::from_secs(10);
 
-    /// Windows up to `longest`, each about 1.6 times as long as the one before.
+    /// Returns windows up to `longest`, each about 1.6 times as long as the previous one.
     #[must_use]
     pub fn up_to(longest: Duration) -> Self {
         let longest = longest.clamp(Self::SHORTEST * 8, Self::LONGEST);
@@ -58,50 +62,53 @@ impl Windows {
         Self((0..=steps).map(at).collect())
     }
 
-    /// As long as the first pass over `pages` takes on `link`, so that what it leaves need not be guessed; within reason.
+    /// Returns windows up to the duration of the first pass over `pages` pages on `link`, so that
+    /// the result of that pass need not be extrapolated. The longest window is limited to 0.5 to 3
+    /// s.
     #[must_use]
     pub fn for_link(link: &Link, pages: u64) -> Self {
         let pass = (pages * PAGE_SIZE) as f64 / link.bytes_per_s.max(1.0);
         Self::up_to(Duration::from_secs_f64((pass * 1.1).clamp(0.5, 3.0)))
     }
 
-    /// How long that takes.
+    /// Returns the longest window.
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.0.last().copied().unwrap_or_default()
     }
 }
 
-/// What looking cost the guest.
+/// Costs of the measurement for the guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct GuestCost {
-    /// Its writes were tracked for so long, in ms.
+    /// Time for which the guest's writes were tracked, in ms.
     pub tracked_ms: f64,
-    /// Faults that it paid for that.
+    /// Number of faults caused by the tracking.
     pub faults: u64,
-    /// About how long these took, all together, in ms.
+    /// Approximate time of these faults, all together, in ms.
     pub faults_ms: f64,
-    /// It was stopped so often.
+    /// Number of pauses.
     pub pauses: u32,
-    /// For so long, all together, in ms.
+    /// Time for which the guest was paused, all together, in ms.
     pub paused_ms: f64,
 }
 
-/// What was found.
+/// Result of the measurement.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Looked {
-    /// For the plan.
+    /// Inputs of a plan.
     pub inputs: Inputs,
-    /// What that cost the guest.
+    /// Costs of the measurement for the guest.
     pub cost: GuestCost,
-    /// How writes were found.
+    /// Kind of the dirty-page tracker.
     pub tracker: String,
-    /// Why the guest's I/O did not come to rest in that time, if it never did: what stopping takes is then guessed, and the plan
-    /// one for when it does.
+    /// Reason for which the guest's I/O did not quiesce in time in the last trial pause. `None` if
+    /// it did. If it never did, the costs of stopping are estimates that hold for a time at which
+    /// the I/O does quiesce.
     pub busy: Option<String>,
 }
 
-/// What was dirtied, and where.
+/// Dirtied pages, and their distribution.
 #[derive(Debug, Default)]
 struct Watched {
     curve: Vec<CurvePoint>,
@@ -110,11 +117,14 @@ struct Watched {
     written: Option<PageSet>,
 }
 
-/// Looks at the guest of `vm`, which runs and is to be moved by `settings`, for as long as `watch` says, or as long as is worth while for
-/// `link`. `stop` ends it earlier, with what was seen by then.
+/// Measures the guest of `vm`, which runs and is to be moved with `settings`.
+///
+/// The guest is watched for the time `watch`, or for as long as is useful for `link`. `stop` ends
+/// the measurement earlier, with the figures so far.
 ///
 /// # Errors
-/// If the guest cannot be tracked, paused or read. It runs in any case, unless it cannot be resumed.
+/// If the guest cannot be tracked, paused or read. The guest continues to run, unless it cannot be
+/// resumed.
 pub fn measure(
     vm: &mut dyn SourceVm,
     tracker: Option<TrackerKind>,
@@ -178,7 +188,7 @@ pub fn measure(
     Ok(Looked { inputs, cost, tracker: kind.to_string(), busy })
 }
 
-/// Protects everything, and counts what is written by the end of each window.
+/// Protects all pages, and counts the pages that are written by the end of each window.
 fn observe(
     tracker: &mut dyn DirtyTracker,
     memory: &dyn GuestMemory,
@@ -190,10 +200,11 @@ fn observe(
     let touched = protect_all(tracker, memory)?;
     let protect_page_s = began.elapsed().as_secs_f64() / (layout.pages() as f64).max(1.0);
     let windows = watch.map_or_else(|| Windows::for_link(link, touched.count()), Windows::up_to);
-    // What was written, or was never protected, until here is not ours to count.
+    // Writes before this point, and pages that were never protected, do not count.
     tracker.harvest(&mut PageSet::empty(layout))?;
     let mut watched = Watched { harvest_s: f64::INFINITY, ..Watched::default() };
-    // A log keeps the marks that it has harvested until their pages are protected again: its windows begin there, half of memory before.
+    // A dirty log keeps the marks that it has harvested until their pages are protected again. Its
+    // windows therefore begin at the protection, on average halfway through protecting memory.
     let kept = if tracker.kind() == TrackerKind::Log { began.elapsed() / 2 } else { Duration::ZERO };
     let (began, mut written) = (Instant::now().checked_sub(kept).unwrap_or(began), PageSet::empty(layout));
     for &window in &windows.0 {
@@ -211,20 +222,21 @@ fn observe(
         watched.harvest_s = watched.harvest_s.min((began.elapsed() - at).as_secs_f64());
         let pages = written.count();
         watched.curve.push(CurvePoint { window_s: at.as_secs_f64(), pages: pages as f64 });
-        // Of the first window that tells: later, pages written at random lie side by side as well.
+        // The first window with enough pages decides. Later, pages written at random are adjacent,
+        // too.
         if watched.run_pages == 0.0 && pages >= 64 {
             let runs: usize = written.iter().map(|(_, map)| map.runs().count()).sum();
             watched.run_pages = pages as f64 / (runs as f64).max(1.0);
         }
     }
     if watched.curve.is_empty() {
-        return Err(VmError::new("it was stopped before anything was measured"));
+        return Err(VmError::new("the measurement was stopped before the first window ended"));
     }
     watched.written = Some(written);
     Ok((watched, protect_page_s, touched))
 }
 
-/// All pages, chunk by chunk as a pass does it; returns those that were ever touched.
+/// Protects all pages, chunk by chunk as a pass does. Returns the pages that were ever touched.
 fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<PageSet, VmError> {
     let protector = tracker.protector();
     let chunk = protector.chunk_pages().max(1);
@@ -243,18 +255,19 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
     Ok(touched)
 }
 
-/// What stopping the guest takes.
+/// Costs of stopping the guest.
 struct Stopping {
     pause_s: f64,
     settle_s: f64,
     save_s: f64,
     state_bytes: f64,
-    /// For how long it stood still, all together.
+    /// Time for which the guest was stopped, all together.
     stood: Duration,
     busy: Option<String>,
 }
 
-/// Stops the guest for an instant, to learn what that takes; its I/O has so long to come to rest.
+/// Makes trial pauses to measure the costs of stopping the guest. The guest's I/O has the time
+/// `within` to quiesce.
 fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
     if let PauseCosts::Declared { stop, save, state_bytes } = vm.pause_costs() {
         return Ok(Stopping {
@@ -291,12 +304,13 @@ fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError
             busy: None,
         });
     }
-    // Of a guest that could not be saved, what saving usually takes.
+    // For a guest that could not be saved, the save time is an estimate.
     let guess = Stopping { pause_s, settle_s: 0.0, save_s: USUAL_SAVE_S, state_bytes: 0.0, stood, busy };
     Ok(best.map_or(guess, |best| Stopping { pause_s, stood, ..best }))
 }
 
-/// How many of `touched` the guest says are free. A guest that cannot be asked, or does not answer in time, has none.
+/// Returns how many of the pages `touched` the guest reports as free. Returns zero if the guest
+/// cannot be asked, or does not answer in time.
 fn ask_what_is_free(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
     let memory = vm.memory();
     let Some(mut source) = vm.free_pages() else { return 0 };
@@ -318,7 +332,8 @@ fn ask_what_is_free(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
     free.count()
 }
 
-/// Looks at some of the pages; returns how many, and how many of them are zero.
+/// Checks a sample of the pages. Returns the size of the sample, and how many of its pages are
+/// zero.
 fn count_zeros(memory: &dyn GuestMemory, touched: &PageSet) -> Result<(u64, u64), VmError> {
     let every = (touched.count() / SAMPLE).max(1);
     let mut scratch = Box::new([0; PAGE_BYTES]);
@@ -344,7 +359,8 @@ fn is_zero(
     Ok(memory.window(region, PageRun::from(page..page + 1))?.copy_page(0, scratch))
 }
 
-/// Where what is touched, and what was written, lies in the order in which a pass sends it.
+/// Returns the distribution of the touched and the written pages, in the order in which a pass
+/// sends them.
 fn places(touched: &PageSet, written: Option<&PageSet>) -> Vec<Place> {
     let pages: u64 = touched.iter().map(|(_, map)| map.len()).sum();
     let part = pages.div_ceil(PLACES as u64).max(1);
@@ -373,7 +389,7 @@ mod tests {
     use vmferry_core::{Gpa, Layout, Region};
 
     #[test]
-    fn windows_end_where_they_are_to() {
+    fn windows_end_at_the_requested_time() {
         for longest in [0.1, 0.16, 0.5, 2.0, 100.0] {
             let windows = Windows::up_to(Duration::from_secs_f64(longest));
             let want = Duration::from_secs_f64(longest).clamp(Windows::SHORTEST * 8, Windows::LONGEST);
@@ -386,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_in_the_order_of_sending() {
+    fn places_are_in_sending_order() {
         let region = |id, gpa: u64, pages: u64| Region { id: RegionId(id), gpa: Gpa(gpa), len: pages << 12 };
         let layout = Layout::new(vec![region(0, 0, 1000), region(1, 4 << 30, 600)]).unwrap();
         let (mut touched, mut written) = (PageSet::full(&layout), PageSet::empty(&layout));

@@ -1,9 +1,12 @@
-//! The verdict: what a migration will be like, said before anything moves, and while it does.
+//! Plans of migrations: predictions before a migration moves anything, and while it runs.
 //!
-//! [`measure`] looks at a guest that runs, [`probe`] at a link; [`Plan::make`] runs migrations on paper with what they found, by the
-//! same policy that decides in earnest ([`Settings`](crate::Settings)), many times with figures that are a little off, as measurements are. So
-//! each prediction is an interval, and "will it converge" is a share of these runs. While a migration runs, [`Standing`] judges it
-//! after each pass, and [`Auto`] changes its course. Everything but the two measurements is pure.
+//! [`measure`] measures a running guest, and [`probe`] measures a link. [`Plan::make`] simulates
+//! migrations with these figures many times, with the policy that real migrations use
+//! ([`Settings`](crate::Settings)). Each simulation varies the figures slightly, because
+//! measurements have errors. Therefore each prediction is an interval, and the probability of
+//! convergence is a share of the simulations. While a migration runs, [`Standing`] judges it after
+//! each pass, and [`Auto`] changes its course. All parts except the two measurements are pure
+//! functions.
 
 mod curve;
 mod inputs;

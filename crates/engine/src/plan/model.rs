@@ -1,4 +1,5 @@
-//! Migrations on paper: what a pass takes and what it leaves, pass by pass, with the policy that decides in earnest.
+//! Simulation of migrations: duration and remaining dirty pages of each pass, with the policy that
+//! real migrations use.
 
 use super::curve::{Class, Curve};
 use super::inputs::{Inputs, Protection};
@@ -11,69 +12,75 @@ use vmferry_core::PAGE_SIZE;
 use vmferry_protocol::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
 use vmferry_protocol::source::throttle;
 
-/// A page on the wire, with its share of a frame's table and header, in bytes.
+/// Bytes of a page on the wire, with its share of a frame's table and header.
 const WIRE_PAGE: f64 = PAGE_SIZE as f64 + 16.3;
-/// Looking at a page of zeros, in seconds.
+/// Time to read a page of zeros, in seconds.
 const ZERO_PAGE_S: f64 = 0.4e-6;
-/// A pass, beside its pages and the round trip: giving out work, barriers, waking threads.
+/// Time of a pass besides its pages and the round trip, in seconds: distributing the work,
+/// barriers, waking threads.
 const PASS_S: f64 = 0.2e-3;
-/// Without a timeout a migration that has not ended by then is taken never to end.
+/// Time in seconds after which a migration without a timeout counts as never ending.
 const HORIZON_S: f64 = 600.0;
-/// Likewise after so many passes.
+/// Number of passes after which a migration counts as never ending.
 const MOST_PASSES: u32 = 400;
-/// How much of the link the pace of postcopy leaves to the bulk.
+/// Share of the link's rate that the bulk gets under rate control in postcopy.
 const PACED: f64 = 0.93;
-/// A remote fault beside its round trip, in seconds: the fault itself, and its page.
+/// Time of a remote fault besides its round trip, in seconds: the fault itself, and placing its
+/// page.
 const FAULT_S: f64 = 60e-6;
-/// Setting memory up for faults at the target, and dropping a page there that is stale, in seconds.
+/// Time to prepare the target's memory for faults, and to drop a stale page there, in seconds.
 const LAZY_S: f64 = 1.5e-3;
 const STALE_PAGE_S: f64 = 1.2e-6;
-/// Pages of a frame: a channel protects those of the next as soon as it has handed over this one.
+/// Pages of a frame. A channel protects the pages of the next frame as soon as it has handed over
+/// the present one.
 const FRAME_PAGES: f64 = sender::FRAME_PAGES as f64;
-/// Bytes that wait in a channel's socket in the first pass, where nothing but the link holds it back; later passes know how much may.
+/// Bytes that wait in a channel's socket in the first pass, in which only the link limits them. In
+/// later passes the source limits them.
 const SOCKET_BYTES: f64 = 3e6;
-/// How much no two passes are alike: what the link carries, what the guest writes, and when whoever waits is woken, in seconds.
+/// Relative variation between passes of the link's rate and of the guest's writes, and the
+/// variation of wake-up times in seconds.
 const PASS_SPREAD: f64 = 0.005;
 const GUEST_SPREAD: f64 = 0.01;
 const WAKE_S: f64 = 0.1e-3;
-/// In hybrid mode, a pass that leaves more than this share of the pass before is the last.
+/// Share of the pages that the previous pass left. In hybrid mode, a pass that leaves a larger share
+/// is the last one.
 const HYBRID: f64 = vmferry_protocol::source::policy::CONVERGING;
 
-/// What is taken to be true in one run of the model.
+/// Assumptions of one run of the simulation.
 pub(crate) struct World<'a> {
     pub(crate) inputs: &'a Inputs,
     pub(crate) settings: &'a Settings,
     pub(crate) curve: Curve,
-    /// Bytes a second.
+    /// Bandwidth in bytes per second.
     pub(crate) bandwidth: f64,
-    /// Of what was measured.
+    /// Factor on the measured fixed costs.
     pub(crate) fixed: f64,
     pub(crate) round_trip: f64,
-    /// Over how many pages what is dirty is spread.
+    /// Number of pages over which the dirty pages are spread.
     pub(crate) spread: f64,
 }
 
-/// How it went.
+/// Result of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Run {
-    /// It ended by itself, within the downtime that is allowed.
+    /// True if the migration ended by itself within the downtime limit.
     pub(crate) ends: bool,
     pub(crate) total: f64,
     pub(crate) downtime: f64,
     pub(crate) bytes: f64,
-    /// The share of its time that the guest lost while it ran.
+    /// Share of its time that the guest lost while it ran.
     pub(crate) lost: f64,
     pub(crate) passes: u32,
 }
 
-/// A migration under way.
+/// State of a simulated migration.
 struct State<'a, 'w> {
     world: &'w World<'a>,
     rng: &'w mut Rng,
     classes: Vec<Class>,
     /// Pages of each class that are to be sent.
     dirty: Vec<f64>,
-    /// Where a walk has left them, for classes that are one.
+    /// Dirty parts of classes that are written sequentially. `None` for other classes.
     rings: Vec<Option<Ring>>,
     now: f64,
     bytes: f64,
@@ -83,7 +90,8 @@ struct State<'a, 'w> {
 }
 
 impl World<'_> {
-    /// Seconds that `pages` with content take on the wire, and `others` to be looked at only.
+    /// Returns the seconds to send `pages` pages with content, and to read `others` pages without
+    /// sending them.
     fn sending(&self, pages: f64, others: f64, bandwidth: f64) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let costs = &self.inputs.costs;
@@ -91,8 +99,11 @@ impl World<'_> {
         (pages * WIRE_PAGE / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
     }
 
-    /// How long before a page leaves it is protected, on average. The pages of a chunk that are to be sent are protected together,
-    /// and leave one frame after the other; a frame waits for its slot under a cap, or behind what the socket and the way hold.
+    /// Returns the mean time between the protection of a page and the moment at which it is sent.
+    ///
+    /// The pages of a chunk are protected together, and leave one frame after the other. A frame
+    /// waits for its slot under a bandwidth limit, or behind the bytes in the socket and on the
+    /// network path.
     fn lead(&self, pages: f64, bandwidth: f64, first: bool) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let each = pages / channels;
@@ -109,12 +120,14 @@ impl World<'_> {
         0.5 * chunk + waits
     }
 
-    /// Whether it is our own cap that holds senders back.
+    /// Returns true if the bandwidth limit of the settings, rather than the link, limits the
+    /// senders.
     fn capped(&self) -> bool {
         self.settings.max_bandwidth.is_some_and(|cap| cap as f64 <= self.bandwidth * 1.1)
     }
 
-    /// Until a frame may go, which the last frame of the pass before has taken time from.
+    /// Returns the time until the first frame may be sent. The last frame of the previous pass has
+    /// used up some of the schedule.
     fn slot(&self, before: f64) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let frame = (before / channels).min(FRAME_PAGES) * WIRE_PAGE;
@@ -136,20 +149,22 @@ impl World<'_> {
         let costs = &self.inputs.costs;
         let urgent =
             if self.settings.may_be_lazy() { f64::from(self.settings.urgent_channels) + 1.0 } else { 0.0 };
-        // The control channel, what is agreed on it, and the others one after the other.
+        // Setup opens the control channel, negotiates, and opens the other channels one after the
+        // other.
         (2.0 + f64::from(self.settings.channels) + urgent) * self.inputs.link.connect_s
             + 2.0 * self.round_trip
             + costs.start_s
     }
 
-    /// Pages with content that are to be moved, and pages that are only looked at.
+    /// Returns the number of pages with content that must be moved, and the number of pages that
+    /// are only read.
     fn pages(&self) -> (f64, f64) {
         let Inputs { memory_pages, touched_pages, zero_pages, free_pages, .. } = *self.inputs;
         let content = touched_pages.saturating_sub(zero_pages).saturating_sub(free_pages);
         (content as f64, memory_pages.saturating_sub(content) as f64)
     }
 
-    /// Runs it.
+    /// Runs the simulation.
     pub(crate) fn run(&self, rng: &mut Rng) -> Run {
         let classes = self.curve.classes.clone();
         let dirty = vec![0.0; classes.len()];
@@ -210,10 +225,11 @@ impl State<'_, '_> {
         Run { ends: false, total: horizon, passes: MOST_PASSES, ..self.account(horizon) }
     }
 
-    /// Sends what is dirty, or everything; returns its bytes and its time. What it leaves is dirty then.
+    /// Simulates a pass over the dirty pages, or over all pages if it is the `first`. Returns the
+    /// bytes and the time of the pass. The pages that it leaves are dirty afterwards.
     fn pass(&mut self, first: bool) -> (f64, f64) {
         let world = self.world;
-        // No two passes find the host alike.
+        // The host's speed varies between passes.
         let bandwidth = world.bandwidth * self.rng.around(PASS_SPREAD);
         let speed = (1.0 - self.share) * self.rng.around(GUEST_SPREAD);
         let (pages, others) = if first { world.pages() } else { (self.dirty.iter().sum(), 0.0) };
@@ -237,7 +253,7 @@ impl State<'_, '_> {
                 (class.pages - sent) * kernel.within(window)
                     + sent * kernel.left_by_turns((0.0, 1.0), window, lead)
             };
-            // Who writes at random is not as regular as the mean.
+            // Random writes deviate from their mean.
             *dirty = (left + self.rng.gauss() * left.sqrt()).clamp(0.0, class.pages);
         }
         let written: f64 = self.dirty.iter().sum();
@@ -248,7 +264,8 @@ impl State<'_, '_> {
         (pages * WIRE_PAGE, elapsed)
     }
 
-    /// For the first pass: shares of the dirty pages, and from when to when in the pass these are read.
+    /// Returns the parts of the first pass: their shares of the dirty pages, and from when to when
+    /// in the pass they are read.
     fn places(&self) -> Vec<(f64, f64, f64)> {
         let places = &self.world.inputs.places;
         let (touched, dirty) =
@@ -277,7 +294,7 @@ impl State<'_, '_> {
 
     fn stop(mut self, (left, before): (f64, f64), passes: u32, ends: bool) -> Run {
         let world = self.world;
-        // While it is paused and its state saved, it still wrote a little.
+        // The guest still writes a few pages while it is being paused.
         let since = world.curve.pages(world.inputs.costs.pause_s);
         let downtime = world.downtime(left + since, before / WIRE_PAGE);
         self.bytes += left * WIRE_PAGE;
@@ -290,13 +307,14 @@ impl State<'_, '_> {
         self.hand_over(pages, 0)
     }
 
-    /// The guest goes on there without `lacking` pages.
+    /// Simulates a handover with `lacking` missing pages.
     fn hand_over(mut self, lacking: f64, passes: u32) -> Run {
         let world = self.world;
         let costs = &world.inputs.costs;
         let names = world.inputs.memory_pages as f64 / 8.0 / world.bandwidth;
         let harvest = if passes == 0 { 0.0 } else { costs.harvest_s };
-        // What loading and starting touch has to be fetched first.
+        // The target must first fetch the pages that loading the state and starting the guest
+        // touch.
         let downtime = world.fixed * (costs.stopping_s() + harvest)
             + costs.state_bytes / world.bandwidth
             + names
@@ -314,14 +332,15 @@ impl State<'_, '_> {
         Run { ends: true, total: self.now + downtime + rest, downtime, passes, ..run }
     }
 
-    /// How long a vCPU waits for pages while the rest comes within `rest`.
+    /// Returns the time for which a vCPU waits for pages, while the rest arrives within `rest`
+    /// seconds.
     fn blocked(&self, rest: f64, lacking: f64) -> f64 {
         let world = self.world;
         let vcpus = f64::from(world.inputs.vcpus.max(1));
         let each = world.round_trip + FAULT_S + WIRE_PAGE / world.bandwidth;
         let mut blocked = 0.0;
         for _ in 0..20 {
-            // A guest that waits does not touch pages meanwhile.
+            // A guest that waits does not touch further pages.
             let runs = (rest - blocked).max(0.02 * rest);
             let touched: f64 =
                 world.curve.classes.iter().map(|c| c.pages * c.kernel.mean_within(0.0, runs)).sum();

@@ -1,4 +1,4 @@
-//! The plan: each way of moving the guest, run on paper many times, and what follows from that.
+//! Plan: many simulations of each migration mode, and the recommendation that follows.
 
 use super::curve::Curve;
 use super::inputs::Inputs;
@@ -8,42 +8,46 @@ use crate::source::{AutoConverge, MigrationMode, OnTimeout, Settings};
 use serde::Serialize;
 use vmferry_protocol::source::readable_time as ms;
 
-/// Runs of each way.
+/// Number of simulations of each way.
 const RUNS: u32 = 200;
-/// How far a curve of writes is off as a rule, beside what the fit says; beyond the windows that were seen, more.
+/// Relative error of the curve of writes besides the misfit, and the additional error beyond the
+/// measured windows.
 const CURVE_SPREAD: f64 = 0.02;
 const UNSEEN_SPREAD: f64 = 0.10;
-/// How far fixed costs are off.
+/// Relative error of the fixed costs.
 const FIXED_SPREAD: f64 = 0.15;
-/// Error of the model with figures that are right, as `vmferry-bench plan` finds it.
+/// Relative error of the simulation with exact inputs, as measured by `vmferry-bench plan`.
 const TOTAL_OFF: f64 = 0.04;
 const DOWNTIME_OFF: f64 = 0.25;
-/// What the steps of the switchover wait for processors, on both hosts, all together: the mean, in seconds.
+/// Mean time in seconds for which the steps of the switchover wait for processors, on both hosts
+/// together.
 const WAITS_S: f64 = 1.5e-3;
-/// A share of runs from which on it is a yes, and up to which it is a no.
+/// Share of simulations from which on convergence counts as certain. At one minus this share or
+/// below, it counts as excluded.
 const SURE: f64 = 0.9;
-/// Throttling that costs the guest more than this is not recommended where postcopy would do.
+/// Largest share of its time that the guest may lose by throttling. Beyond it, postcopy is
+/// recommended instead.
 const BEARABLE: f64 = 0.5;
 
-/// A way of moving a guest.
+/// Way of moving a guest: a migration mode, with or without throttling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
-    /// Its memory first.
+    /// Precopy: the memory moves before the guest.
     Precopy,
-    /// Its memory first, and the guest slowed as far as that takes.
+    /// Precopy with a throttle: the guest is slowed as far as necessary.
     AutoConverge,
-    /// The guest first.
+    /// Postcopy: the guest moves before its memory.
     Postcopy,
-    /// As much of its memory as is worth while, then the guest.
+    /// Hybrid: passes as long as they shrink, then the guest, then the rest of the memory.
     Hybrid,
 }
 
 impl Way {
-    /// All of them.
+    /// All ways, in the order of a plan.
     pub const ALL: [Self; 4] = [Self::Precopy, Self::AutoConverge, Self::Postcopy, Self::Hybrid];
 
-    /// The settings that it is.
+    /// Returns `settings` changed to this way.
     #[must_use]
     pub fn settings(self, settings: &Settings) -> Settings {
         let mode = match self {
@@ -59,7 +63,7 @@ impl Way {
         Settings { mode, auto_converge: slow, auto: None, ..settings.clone() }
     }
 
-    /// The way that `settings` ask for.
+    /// Returns the way that `settings` select.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
         match (settings.mode, settings.auto_converge) {
@@ -82,14 +86,14 @@ impl std::fmt::Display for Way {
     }
 }
 
-/// What is expected, and between what nine of ten runs lie.
+/// Predicted value, with the interval that contains nine of ten simulations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Interval {
-    /// One of twenty lies below.
+    /// Value below which one of twenty simulations lies.
     pub low: f64,
-    /// The median.
+    /// Median of the simulations.
     pub expected: f64,
-    /// One of twenty lies above.
+    /// Value above which one of twenty simulations lies.
     pub high: f64,
 }
 
@@ -102,58 +106,60 @@ impl Interval {
     }
 }
 
-/// Whether it ends by itself.
+/// Prediction whether a migration ends by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Chances {
-    /// In nine of ten runs or more.
+    /// At least nine of ten simulations ended.
     Yes,
-    /// In between.
+    /// More than one and fewer than nine of ten simulations ended.
     Borderline,
-    /// In one of ten or less.
+    /// At most one of ten simulations ended.
     No,
 }
 
-/// What is to be expected of one way.
+/// Prediction for one way.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ModePlan {
-    /// Which.
+    /// The way.
     pub mode: Way,
-    /// The share of runs that ended by themselves, with the downtime that is allowed.
+    /// Share of the simulations that ended by themselves within the downtime limit.
     pub probability: f64,
-    /// The same as a word.
+    /// Classification of `probability`.
     pub converges: Chances,
-    /// From the first connection to the guest running on the target, with all of its memory, in ms; of the runs that ended.
+    /// Time in ms from the first connection until the guest runs on the target with all of its
+    /// memory. Covers the simulations that ended.
     pub total_ms: Option<Interval>,
-    /// How long the guest stands still, in ms; of the runs that ended.
+    /// Downtime in ms. Covers the simulations that ended.
     pub downtime_ms: Option<Interval>,
-    /// Bytes on the wire; of the runs that ended, or else of all.
+    /// Bytes on the wire. Covers the simulations that ended, or all if none did.
     pub bytes: Option<Interval>,
-    /// The share of its time that the guest loses meanwhile, the downtime not counted.
+    /// Share of its time that the guest loses while it runs, without the downtime. Covers the
+    /// simulations that ended, or all if none did.
     pub slowdown: Option<Interval>,
-    /// Passes before the guest is stopped.
+    /// Passes before the guest is stopped. Covers the simulations that ended.
     pub passes: Option<Interval>,
 }
 
-/// What is to be expected.
+/// Plan of a migration: predictions for each way, and a recommendation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Each way.
+    /// Predictions for each way.
     pub modes: Vec<ModePlan>,
-    /// The one that is recommended.
+    /// Recommended way.
     pub recommended: Way,
-    /// Why.
+    /// Reason for the recommendation.
     pub reason: String,
-    /// How sure all of this is, and what it depends on.
+    /// Reliability of the predictions, and their assumptions.
     pub certainty: String,
-    /// What it was made of.
+    /// Inputs of the plan.
     pub inputs: Inputs,
 }
 
 impl Plan {
-    /// Of what was measured, for a migration with `settings`.
+    /// Makes a plan from measured `inputs`, for a migration with `settings`.
     #[must_use]
     pub fn make(inputs: Inputs, settings: &Settings) -> Self {
         let content = inputs.touched_pages.saturating_sub(inputs.free_pages) as f64;
@@ -164,7 +170,7 @@ impl Plan {
         Self { modes: modes.into(), recommended, reason, certainty, inputs }
     }
 
-    /// What is expected of `way`.
+    /// Returns the prediction for `way`.
     #[must_use]
     pub fn of(&self, way: Way) -> Option<&ModePlan> {
         self.modes.iter().find(|mode| mode.mode == way)
@@ -226,7 +232,7 @@ fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
         Chances::Yes => {
             let why = format!(
                 "precopy ends by itself{within} and stops the guest for about {} where {limit} are allowed; until then the guest \
-                 stays where a lost link cannot hurt it",
+                 stays on the source, where a lost link does not affect it",
                 stop(precopy)
             );
             return (Way::Precopy, why);
@@ -234,8 +240,8 @@ fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
         Chances::Borderline => {
             let percent = precopy.probability * 100.0;
             let why = format!(
-                "precopy may or may not end by itself{within} (about {percent:.0} % likely): hybrid sends the same passes first and goes on \
-                 by postcopy where they no longer shrink, so that it ends in either case"
+                "precopy may or may not end by itself{within} (about {percent:.0} % likely): hybrid sends the same passes first and continues \
+                 with postcopy where they no longer shrink, so that it ends in either case"
             );
             return (Way::Hybrid, why);
         }
@@ -245,14 +251,14 @@ fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
     if slowed.converges == Chances::Yes && lost <= BEARABLE && settings.on_timeout != OnTimeout::Postcopy {
         let why = format!(
             "the guest dirties too much for precopy to end{within} with {limit} of downtime; slowed by about {:.0} % it ends, and \
-             stays where a lost link cannot hurt it. Postcopy and hybrid need no slowing",
+             the guest stays on the source until then, where a lost link does not affect it. Postcopy and hybrid need no slowing",
             lost * 100.0
         );
         return (Way::AutoConverge, why);
     }
     let why = format!(
         "the guest dirties too much for precopy to end{within} with {limit} of downtime: hybrid moves it after the passes that are \
-         worth while, and the rest follows; while it does, the guest depends on the link"
+         worthwhile, and the rest of its memory follows; until then the guest depends on the link"
     );
     (Way::Hybrid, why)
 }
@@ -260,25 +266,25 @@ fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
 fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
     let mut parts = vec![match precopy.converges {
         Chances::Yes => {
-            format!("precopy ended in {:.0} % of {RUNS} runs on paper", precopy.probability * 100.0)
+            format!("precopy ended in {:.0} % of {RUNS} simulated runs", precopy.probability * 100.0)
         }
         Chances::No => {
-            format!("precopy ended in {:.0} % of {RUNS} runs on paper", precopy.probability * 100.0)
+            format!("precopy ended in {:.0} % of {RUNS} simulated runs", precopy.probability * 100.0)
         }
         Chances::Borderline => format!(
-            "borderline: precopy ended in {:.0} % of {RUNS} runs on paper, each with figures a little off",
+            "borderline: precopy ended in {:.0} % of {RUNS} simulated runs, each with slightly varied figures",
             precopy.probability * 100.0
         ),
     }];
     parts.push(if inputs.link.measured {
         format!("the link was measured, to {:.0} %", inputs.link.spread * 100.0)
     } else {
-        "the link's rate is what was said, not measured".to_owned()
+        "the link's rate was given, not measured".to_owned()
     });
     let pass = inputs.touched_pages as f64 * 4096.0 / inputs.link.bytes_per_s.max(1.0);
     if pass > 1.5 * curve.known_s {
         parts.push(format!(
-            "the first pass takes {}, of which {} of the guest's writes were seen: the rest is extrapolated",
+            "the first pass takes {}, of which {} of the guest's writes were measured: the rest is extrapolated",
             ms(pass),
             ms(curve.known_s)
         ));
@@ -289,7 +295,7 @@ fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
             curve.misfit * 100.0
         ));
     }
-    parts.push("a guest that changes what it does makes all of it wrong".to_owned());
+    parts.push("the plan does not hold if the guest changes its behaviour".to_owned());
     parts.join("; ")
 }
 

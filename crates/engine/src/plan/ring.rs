@@ -1,23 +1,27 @@
-//! A guest that walks through its memory, round and round, while passes walk through it too: what a pass leaves depends on where the
-//! two meet, which nobody knows before. So each run on paper begins somewhere else.
+//! Guest that writes sequentially through its memory, repeatedly, while passes send the same memory
+//! in order.
+//!
+//! The pages that a pass leaves dirty depend on where the pass and the guest meet, which is not
+//! known in advance. Therefore each simulated run begins at another position.
 
 use super::curve::{Class, Kernel};
 use super::rng::Rng;
 
-/// Parts of the walk that are told apart.
+/// Number of parts into which the guest's cycle is divided.
 const PARTS: usize = 256;
 
-/// What of the walk is dirty.
+/// Dirty parts of the guest's cycle.
 #[derive(Debug, Clone)]
 pub(crate) struct Ring {
     dirty: [bool; PARTS],
-    /// Where the guest is, in parts.
+    /// Position of the guest, in parts.
     at: f64,
     pages: f64,
 }
 
 impl Ring {
-    /// Of a class that is a walk; none of another. Nothing is dirty.
+    /// Returns the state for a class that is written sequentially, with no dirty part. `None` for
+    /// another class.
     pub(crate) fn of(class: &Class, rng: &mut Rng) -> Option<Self> {
         let at = rng.unit() * PARTS as f64;
         matches!(class.kernel, Kernel::Cyclic(_)).then_some(Self {
@@ -27,8 +31,11 @@ impl Ring {
         })
     }
 
-    /// A pass of `window` seconds goes over what is dirty, and protects it as it goes, each part `lead` before its turn; or, if
-    /// there are `places`, over everything, the walk's parts at these shares of the pass. Returns how many pages are dirty then.
+    /// Simulates a pass of `window` seconds, and returns the number of pages that are dirty
+    /// afterwards.
+    ///
+    /// The pass sends the dirty parts in order, and protects each part `lead` seconds before its
+    /// turn. With `places`, the pass sends all parts, at these shares of the pass.
     pub(crate) fn pass(
         &mut self,
         kernel: Kernel,
@@ -52,7 +59,8 @@ impl Ring {
                 None => 0.0,
             };
             let since = since.max(0.0);
-            // When the guest comes by for the first time after that.
+            // Time at which the guest first reaches this part in the pass. Later visits follow at
+            // intervals of a round.
             let first = (part as f64 - self.at).rem_euclid(PARTS as f64) / speed;
             let rounds = ((since - first) * often).ceil().max(0.0);
             *left = first + rounds / often <= window;
@@ -64,7 +72,8 @@ impl Ring {
     }
 }
 
-/// When in a pass, as a share of it, what lies at `share` of the walk has its turn.
+/// Returns the time of the pass, as a share of its length, at which the page at `share` of the
+/// cycle has its turn.
 fn turn(places: &[(f64, f64, f64)], share: f64) -> f64 {
     let mut before = 0.0;
     for (own, from, to) in places {
@@ -85,32 +94,34 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_leaves_what_it_came_by() {
-        // A quarter of a round a second.
+    fn pages_that_the_guest_passes_after_their_turn_stay_dirty() {
+        // The guest makes a quarter of a round per second.
         let mut ring = ring(10.0);
         assert!((ring.pass(Kernel::Cyclic(0.25), 1.0, 0.0, None) - 6400.0).abs() <= 200.0);
-        // All of what was dirty is sent, and the next quarter is dirty.
+        // All dirty pages are sent, and the next quarter is dirty.
         assert!((ring.pass(Kernel::Cyclic(0.25), 1.0, 0.0, None) - 6400.0).abs() <= 200.0);
         assert!(ring.dirty[75..137].iter().all(|dirty| *dirty) && !ring.dirty[20]);
-        // Two rounds within a pass: only what was sent after the guest came by is clean.
+        // The guest makes two rounds within a pass. Only parts that were sent after the guest
+        // passed them would be clean.
         let left = ring.pass(Kernel::Cyclic(2.0), 1.0, 1.0, None);
         assert!((left - 25_600.0).abs() < 1.0, "{left}");
     }
 
     #[test]
-    fn where_it_begins_counts_where_both_walk_alike() {
+    fn start_position_matters_if_pass_and_guest_are_equally_fast() {
         let after = |at: f64| {
             let mut ring = Ring { dirty: [true; PARTS], ..ring(at) };
             ring.pass(Kernel::Cyclic(1.0), 0.9, 0.0, None)
         };
-        // Right behind the pass, everything is written after it was sent; right before it, hardly anything.
+        // If the guest is right behind the pass, it writes everything after it was sent. If it is
+        // right before the pass, it writes hardly anything.
         let all: Vec<f64> = (0..16).map(|step| after(f64::from(step) * 16.0)).collect();
         let (least, most) = all.iter().fold((f64::MAX, 0.0f64), |(a, b), v| (a.min(*v), b.max(*v)));
         assert!(least < 10_000.0 && most > 14_000.0, "{all:?}");
     }
 
     #[test]
-    fn places_say_when() {
+    fn turn_follows_the_places() {
         let places = [(0.5, 0.0, 0.1), (0.5, 0.6, 1.0)];
         assert!((turn(&places, 0.25) - 0.05).abs() < 1e-9 && (turn(&places, 0.75) - 0.8).abs() < 1e-9);
     }

@@ -1,6 +1,6 @@
-//! Numbers that vary and are the same in each run: a plan made twice of the same figures says the same.
+//! Random numbers with a fixed seed: two plans made from the same figures are equal.
 
-/// SplitMix64 (Steele, Lea, Flood, 2014).
+/// Random number generator SplitMix64 (Steele, Lea, Flood, 2014).
 #[derive(Debug, Clone)]
 pub(crate) struct Rng(u64);
 
@@ -9,7 +9,7 @@ impl Rng {
         Self(seed)
     }
 
-    /// From 0 to 1.
+    /// Returns a number from 0 to 1.
     pub(crate) fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -18,17 +18,17 @@ impl Rng {
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Normal, nearly: mean 0, standard deviation 1.
+    /// Returns a nearly normal number with mean 0 and standard deviation 1.
     pub(crate) fn gauss(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 
-    /// A wait of `mean` that is short as a rule, and now and then long: exponential.
+    /// Returns an exponentially distributed waiting time with mean `mean`.
     pub(crate) fn wait(&mut self, mean: f64) -> f64 {
         -mean * (1.0 - self.unit()).ln()
     }
 
-    /// A factor around 1, off by `share` as a rule.
+    /// Returns a factor around 1, with a relative standard deviation of `share`.
     pub(crate) fn around(&mut self, share: f64) -> f64 {
         (self.gauss() * share).exp()
     }

@@ -1,25 +1,25 @@
-//! What was predicted against what came.
+//! Comparison of a prediction with the migration that followed.
 
 use super::predict::ModePlan;
 use crate::monitor::MigrationState;
 use crate::report::Report;
 use serde::Serialize;
 
-/// What came.
+/// Figures of the real migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Real {
-    /// It ended with the guest on the target, by itself: not because of a timeout or of somebody's word.
+    /// True if the guest ended on the target without a timeout or a request of the operator.
     pub converged: bool,
-    /// In ms.
+    /// Total time in ms.
     pub total_ms: f64,
-    /// In ms.
+    /// Downtime in ms.
     pub downtime_ms: f64,
-    /// On the wire.
+    /// Bytes on the wire.
     pub bytes: f64,
 }
 
 impl Real {
-    /// Of a migration that has ended.
+    /// Returns the figures of a migration that has ended.
     #[must_use]
     pub fn of(report: &Report) -> Self {
         let completed = report.state == MigrationState::Completed;
@@ -32,27 +32,29 @@ impl Real {
     }
 }
 
-/// How far a prediction was off.
+/// Deviation of a prediction from the real migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Score {
-    /// In percent of what came; positive: it took less than was predicted. `None` if either did not end.
+    /// Deviation of the total time in percent of the real one. Positive if the migration took less
+    /// than predicted. `None` if it or the prediction did not converge.
     pub total_pct: Option<f64>,
-    /// Likewise.
+    /// Deviation of the downtime in percent of the real one. Positive if the downtime was shorter
+    /// than predicted. `None` if the migration or the prediction did not converge.
     pub downtime_pct: Option<f64>,
-    /// In ms.
+    /// Deviation of the downtime in ms: predicted minus real.
     pub downtime_ms: Option<f64>,
-    /// In percent of what came.
+    /// Deviation of the bytes in percent of the real ones.
     pub bytes_pct: Option<f64>,
-    /// Whether it was right to say that it would converge, or that it would not.
+    /// True if the prediction whether the migration would converge was right.
     pub convergence_right: bool,
-    /// Whether the total time lay in the interval that was given.
+    /// True if the total time was within the predicted interval.
     pub total_within: Option<bool>,
-    /// Likewise.
+    /// True if the downtime was within the predicted interval.
     pub downtime_within: Option<bool>,
 }
 
-/// Scores what was `predicted`.
+/// Returns the deviation of the prediction `predicted` from `real`.
 #[must_use]
 pub fn score(predicted: &ModePlan, real: &Real) -> Score {
     let right = (predicted.probability >= 0.5) == real.converged;
@@ -77,7 +79,7 @@ mod tests {
     use crate::plan::{Chances, Interval, Way};
 
     #[test]
-    fn what_came_is_what_counts() {
+    fn score_compares_prediction_with_real_migration() {
         let interval = |low, expected, high| Some(Interval { low, expected, high });
         let predicted = ModePlan {
             mode: Way::Precopy,

@@ -1,4 +1,4 @@
-//! Plans of guests whose migrations can be worked out by hand.
+//! Plans of guests whose migrations can be calculated by hand.
 
 use super::*;
 use crate::plan::{Costs, CurvePoint, Link, Place, Protection};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const WINDOWS: [f64; 8] = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5];
 
-/// A guest of 1 GiB with 512 MiB of content, of which 128 MiB are written at random.
+/// Returns a guest of 1 GiB with 512 MiB of content, of which 128 MiB are written at random.
 fn guest(rate: f64) -> Inputs {
     let ws = 32_768.0;
     let written = |t: f64| ws * -(-rate * t / ws).exp_m1();
@@ -55,7 +55,7 @@ fn near(got: f64, want: f64, share: f64) {
 }
 
 #[test]
-fn an_idle_guest_takes_its_memory_over_the_link() {
+fn idle_guest_takes_as_long_as_its_memory_takes_on_the_link() {
     let inputs =
         Inputs { curve: WINDOWS.map(|window_s| CurvePoint { window_s, pages: 0.0 }).into(), ..guest(0.0) };
     let plan = plan(inputs);
@@ -76,7 +76,7 @@ fn free_and_zero_pages_are_not_sent() {
 
 #[test]
 fn a_modest_guest_converges_and_a_fast_one_does_not() {
-    // The link carries 48,600 pages a second.
+    // The link carries 48,600 pages per second.
     for (rate, converges) in [(10_000.0, Chances::Yes), (2_000_000.0, Chances::No)] {
         let plan = plan(guest(rate));
         let precopy = plan.of(Way::Precopy).unwrap();
@@ -94,8 +94,8 @@ fn a_modest_guest_converges_and_a_fast_one_does_not() {
 }
 
 #[test]
-fn slowing_a_fast_guest_makes_it_converge_and_costs_it() {
-    // All of it is written again within each pass, and it is 128 MiB: 690 ms.
+fn throttle_makes_a_fast_guest_converge_and_slows_it() {
+    // All 128 MiB are written again within each pass of 690 ms.
     let slowed = plan(guest(200_000.0));
     let mode = slowed.of(Way::AutoConverge).unwrap();
     assert_eq!(mode.converges, Chances::Yes, "{mode:?}");
@@ -103,27 +103,27 @@ fn slowing_a_fast_guest_makes_it_converge_and_costs_it() {
 }
 
 #[test]
-fn somewhere_in_between_nobody_is_sure() {
+fn probability_falls_gradually_with_the_dirty_rate() {
     let chances = |rate: f64| plan(guest(rate)).of(Way::Precopy).unwrap().probability;
     let all: Vec<f64> = (0..30).map(|step| chances(20_000.0 * 1.1f64.powi(step))).collect();
     assert!(all[0] > 0.99 && all[29] < 0.01, "{all:?}");
-    assert!(all.windows(2).all(|pair| pair[1] <= pair[0] + 0.15), "it falls: {all:?}");
+    assert!(all.windows(2).all(|pair| pair[1] <= pair[0] + 0.15), "not falling: {all:?}");
 }
 
 #[test]
-fn the_same_figures_make_the_same_plan() {
+fn equal_inputs_make_equal_plans() {
     assert_eq!(plan(guest(30_000.0)), plan(guest(30_000.0)));
 }
 
 #[test]
-fn a_cap_is_the_link() {
+fn bandwidth_limit_acts_as_the_link_rate() {
     let settings = Settings { max_bandwidth: Some(50_000_000), ..Settings::default() };
     let plan = Plan::make(guest(100.0), &settings);
     near(plan.of(Way::Precopy).unwrap().total_ms.unwrap().expected, 131_072.0 * 4112.0 / 50e6 * 1e3, 0.05);
 }
 
 #[test]
-fn what_was_not_measured_is_said() {
+fn certainty_names_what_was_not_measured() {
     let said = plan(Inputs { link: Link::given(1e7), ..guest(100.0) }).certainty;
     assert!(said.contains("not measured") && said.contains("extrapolated"), "{said}");
 }
