@@ -208,8 +208,11 @@ fn check_reply(reply: &[u8; HELLO_BYTES], hello: &Hello, uri: &str) -> Result<He
         return Err(MigrateError::Peer { uri: uri.to_owned(), source });
     }
     if !(VERSION_MIN..=VERSION_MAX).contains(&reply.version) {
-        let source =
-            WireError::Field { what: "version", value: reply.version.into(), allowed: "what was offered" };
+        let source = WireError::Field {
+            what: "version",
+            value: reply.version.into(),
+            allowed: "a version that was offered",
+        };
         return Err(MigrateError::Peer { uri: uri.to_owned(), source });
     }
     Ok(reply)

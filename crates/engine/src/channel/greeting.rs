@@ -170,10 +170,12 @@ impl Greeting {
     ) {
         let id = self.next;
         self.next += 1;
-        let who = connection.peer.clone();
+        let peer = connection.peer.clone();
         let again = match connection.socket.try_clone() {
             Ok(again) => again,
-            Err(error) => return self.log.report(&who, &format!("cannot duplicate its descriptor: {error}")),
+            Err(error) => {
+                return self.log.report(&peer, &format!("cannot duplicate its descriptor: {error}"));
+            }
         };
         lock(&self.heard).insert(id, again);
         self.threads.fetch_add(1, Ordering::AcqRel);
@@ -186,8 +188,8 @@ impl Greeting {
                 // A connection whose hello has been read does not have to end any more.
                 Ok(Some(said)) if still => take(said),
                 Ok(None) => {}
-                Ok(Some(_)) => log.report(&who, "its hello took too long while other connections waited"),
-                Err(error) => log.report(&who, &error.to_string()),
+                Ok(Some(_)) => log.report(&peer, "its hello took too long while other connections waited"),
+                Err(error) => log.report(&peer, &error.to_string()),
             }
             threads.fetch_sub(1, Ordering::AcqRel);
             left();
@@ -396,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn few_lines_are_written_of_many_connections() {
+    fn log_is_limited_for_many_connections() {
         let ClosedLog(said) = ClosedLog::default();
         let mut said = said.into_inner().unwrap();
         let began = said.since;

@@ -322,7 +322,7 @@ fn read_hello(
     }
     match (hello, verdict) {
         (_, Err(RefusalCode::Encryption)) => {
-            Err(io::Error::other("it is not encrypted, which this side asks for"))
+            Err(io::Error::other("the connection is not encrypted, but this side requires encryption"))
         }
         (Ok(_), Err(code)) => Err(io::Error::other(code.to_string())),
         (Err(error), _) => Err(error),

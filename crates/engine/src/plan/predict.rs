@@ -277,7 +277,7 @@ fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
         ),
     }];
     parts.push(if inputs.link.measured {
-        format!("the link was measured, to {:.0} %", inputs.link.spread * 100.0)
+        format!("the link was measured with a spread of {:.0} %", inputs.link.spread * 100.0)
     } else {
         "the link's rate was given, not measured".to_owned()
     });

@@ -432,7 +432,7 @@ impl Driver<'_, '_> {
                 trial: Some(sections),
             }),
         });
-        event(measured, "rehearsing the pause", |measured| measured)
+        event(measured, "the trial pause", |measured| measured)
     }
 
     fn pause(&mut self) -> Event {

@@ -271,7 +271,7 @@ impl<'a> Line<'a> {
 
 fn said(error: &SenderError) -> String {
     match error {
-        SenderError::Stopped => "it was stopped".into(),
+        SenderError::Stopped => "the channel was stopped".into(),
         SenderError::Link(failed, _) => failed.error.to_string(),
         SenderError::Vm(error) => error.to_string(),
     }

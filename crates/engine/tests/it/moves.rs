@@ -351,11 +351,11 @@ fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
         (Method::Protect, 3, "reading guest memory failed"),
         (Method::Window, 5, "reading guest memory failed"),
         (Method::Touched, 0, "reading guest memory failed"),
-        (Method::Pause, 0, "rehearsing the pause failed"),
+        (Method::Pause, 0, "the trial pause failed"),
         (Method::Pause, 1, "pausing the guest failed"),
-        (Method::Save, 0, "rehearsing the pause failed"),
+        (Method::Save, 0, "the trial pause failed"),
         (Method::Save, 1, "saving the device state failed"),
-        (Method::Resume, 0, "rehearsing the pause failed"),
+        (Method::Resume, 0, "the trial pause failed"),
     ];
     for (method, after, text) in cases {
         let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);

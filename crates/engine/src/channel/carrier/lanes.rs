@@ -257,7 +257,7 @@ impl Lanes {
         let Some(lane) = self.lanes.get_mut(&number) else { return Ok(None) };
         match kind {
             PieceKind::Bytes(count) if lane.ended || count > lane.allowed => {
-                return Err(wrong("bytes on a lane", count as u64, "those that there is room for"));
+                return Err(wrong("bytes on a lane", count as u64, "as many as there is room for"));
             }
             PieceKind::Bytes(count) => lane.allowed -= count,
             PieceKind::Room(count) if lane.room + count > MAX_LANE_ROOM => {

@@ -136,7 +136,7 @@ proptest! {
 
     /// Arbitrary bytes of a peer are rejected or taken, and the buffered bytes stay bounded.
     #[test]
-    fn any_bytes_of_a_peer_do_no_harm(
+    fn arbitrary_bytes_of_a_peer_keep_the_output_bounded(
         says in prop::collection::vec((0u16..4, 0u8..6, any::<u16>()), 0..60),
     ) {
         let mut lanes = Lanes::new(false);

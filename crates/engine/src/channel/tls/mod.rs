@@ -65,7 +65,7 @@ pub enum TlsError {
     )]
     NoProvider,
     /// A name that no certificate can have.
-    #[error("'{name}' is neither a host's name nor an address")]
+    #[error("'{name}' is neither a host name nor an address")]
     Name {
         /// The given name.
         name: String,

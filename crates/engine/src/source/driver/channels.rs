@@ -153,7 +153,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         // A local socket has no such limit, and its queue is short anyway.
         for stream in self.bulk.iter().filter(|stream| stream.is_tcp()) {
             if let Err(error) = tcp::set_unsent_limit(stream.as_fd(), bytes) {
-                tracing::debug!("pages wait in a socket for longer than they need: {error}");
+                tracing::debug!("cannot limit the unsent bytes of a channel: {error}");
             }
         }
     }

@@ -132,7 +132,7 @@ fn reason() -> ToSource {
 }
 
 #[test]
-fn queued_reason_counts_although_the_driver_stood_still_past_the_deadline() {
+fn queued_reason_is_used_if_the_driver_wakes_after_the_deadline() {
     let mut host = Scripted::after_a_loss(20 * LIMIT);
     host.queue.push_back(Input::Wake);
     host.queue.push_back(Input::Message(ToSource::Pong(1), host.now));
@@ -142,14 +142,14 @@ fn queued_reason_counts_although_the_driver_stood_still_past_the_deadline() {
 }
 
 #[test]
-fn lost_link_is_blamed_at_the_deadline_if_no_reason_is_queued() {
+fn lost_link_is_reported_at_the_deadline_if_no_reason_is_queued() {
     let mut host = Scripted::after_a_loss(LIMIT - Duration::from_millis(1));
-    assert!(host.event().is_err(), "blamed before the deadline");
+    assert!(host.event().is_err(), "reported before the deadline");
     host.now = LIMIT;
     let event = host.event().unwrap();
     assert!(matches!(&event, Event::PeerLost(why) if why == "the link broke"), "{event:?}");
     host.now = 2 * LIMIT;
-    assert!(host.event().is_err(), "blamed twice");
+    assert!(host.event().is_err(), "reported twice");
 }
 
 #[test]

@@ -71,7 +71,7 @@ impl Link {
     }
 }
 
-pub(super) enum Who {
+pub(super) enum FlowKind {
     /// Stream under rate control, from one time until another.
     Paced(f64, f64),
     /// Competing stream whose window grows until the buffer is full (RFC 9438), from one time until
@@ -178,10 +178,10 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(link: Link, flows: &[Who]) -> Self {
-        let flow = |who: &Who| {
-            let (sender, from, until) = match who {
-                Who::Paced(from, until) => {
+    pub(super) fn new(link: Link, flows: &[FlowKind]) -> Self {
+        let flow = |kind: &FlowKind| {
+            let (sender, from, until) = match kind {
+                FlowKind::Paced(from, until) => {
                     let decision = Decision { rate: 0, phase: Phase::Startup };
                     let ours = Ours {
                         controller: Controller::new(),
@@ -193,7 +193,7 @@ impl World {
                     };
                     (Sender::Ours(Box::new(ours)), *from, *until)
                 }
-                Who::Cubic(from, until) => {
+                FlowKind::Cubic(from, until) => {
                     (Sender::Cubic(Cubic { window: 15e3, most: 15e3, lost: *from }), *from, *until)
                 }
             };

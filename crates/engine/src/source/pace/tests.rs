@@ -1,7 +1,7 @@
 //! Tests of the controller on simulated links. Times are in seconds, rates in bytes per second.
 
 use super::controller::{CEILING, FLOOR, LEAST_SHARE};
-use super::sim::{Link, Trace, Who, World};
+use super::sim::{FlowKind, Link, Trace, World};
 use super::{Controller, Observation, Phase};
 use proptest::prelude::*;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 const EVER: f64 = 1e9;
 
 fn alone(link: &Link, until: f64) -> Trace {
-    World::new(link.clone(), &[Who::Paced(0.0, EVER)]).run(until).remove(0)
+    World::new(link.clone(), &[FlowKind::Paced(0.0, EVER)]).run(until).remove(0)
 }
 
 /// Returns the mean and the 99th percentile of the round trips of the idle link, in microseconds.
@@ -86,7 +86,7 @@ fn rate_follows_a_link_that_changes() {
 fn two_streams_become_equal() {
     for (gbps, seed) in [(2.0, 0), (2.0, 1), (2.0, 2), (10.0, 3), (10.0, 4), (0.5, 5)] {
         let link = Link { seed, ..Link::shaped(gbps) };
-        let flows = [Who::Paced(0.0, EVER), Who::Paced(5.0, EVER)];
+        let flows = [FlowKind::Paced(0.0, EVER), FlowKind::Paced(5.0, EVER)];
         let traces = World::new(link.clone(), &flows).run(40.0);
         let rates = |from, until| [0, 1].map(|flow: usize| traces[flow].rate(from, until) / link.rates[0].1);
         for second in 0..8 {
@@ -105,7 +105,7 @@ fn two_streams_become_equal() {
 #[test]
 fn first_stream_gets_whole_link_again_when_second_ends() {
     let link = Link::shaped(2.0);
-    let flows = [Who::Paced(0.0, EVER), Who::Paced(2.0, 8.0)];
+    let flows = [FlowKind::Paced(0.0, EVER), FlowKind::Paced(2.0, 8.0)];
     let traces = World::new(link.clone(), &flows).run(20.0);
     let share = traces[0].rate(11.0, 20.0) / link.rates[0].1;
     assert!(share > 0.93, "{share}");
@@ -115,7 +115,7 @@ fn first_stream_gets_whole_link_again_when_second_ends() {
 fn keeps_minimum_share_beside_a_stream_that_fills_the_buffer() {
     for seed in 0..4 {
         let link = Link { seed, ..Link::shaped(2.0) };
-        let flows = [Who::Paced(0.0, EVER), Who::Cubic(3.0, 20.0)];
+        let flows = [FlowKind::Paced(0.0, EVER), FlowKind::Cubic(3.0, 20.0)];
         let traces = World::new(link.clone(), &flows).run(30.0);
         for second in 0..8 {
             let from = 3.0 + 2.0 * f64::from(second);

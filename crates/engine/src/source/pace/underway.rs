@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_other_kernel_has_does_not_wait_for_the_link() {
+    fn acknowledged_probe_does_not_wait_for_the_link() {
         let mut underway = Underway::default();
         (1..=4).for_each(|number| underway.sent(number, ms(2 * number)));
         assert_eq!(underway.waiting(ms(10)), ms(8));
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_alone_says_nothing() {
+    fn one_or_two_overdue_probes_are_no_queue() {
         let mut underway = Underway::default();
         underway.sent(1, ms(0));
         underway.sent(2, ms(50));

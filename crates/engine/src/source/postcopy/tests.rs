@@ -47,7 +47,7 @@ fn bulk_threads_take_each_page_once_wherever_the_guest_is() {
 }
 
 #[test]
-fn bulk_threads_follow_a_guest_that_walks_through_memory() {
+fn bulk_threads_follow_a_guest_that_accesses_memory_sequentially() {
     let run = || {
         let claims = two_regions();
         let next =

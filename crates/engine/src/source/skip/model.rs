@@ -23,7 +23,8 @@ use vmferry_core::{Answers, MachineConfig, RunState};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{ToSource, ToTarget, Token};
 use world::{
-    Hand, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region, set_of,
+    ChannelStep, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region,
+    set_of,
 };
 
 const LIMIT: Duration = Duration::from_secs(1);
@@ -143,7 +144,7 @@ impl Move {
             Action::Finish(outcome) => {
                 world.todo.clear();
                 world.sending = None;
-                world.hand = None;
+                world.channel_step = None;
                 self.work(world, |skipping, _, _| skipping.close());
                 world.ended = Some(outcome == Outcome::Completed);
             }
@@ -201,15 +202,17 @@ impl Move {
 
     fn channel(&self, world: &mut World) {
         let number = world.sending.expect("a pass");
-        match world.hand {
-            Some(Hand::Taken(page)) => {
+        match world.channel_step {
+            Some(ChannelStep::Taken(page)) => {
                 (world.pages[page].protected, world.pages[page].marked) = (true, false);
-                world.hand = Some(Hand::Protected(page));
+                world.channel_step = Some(ChannelStep::Protected(page));
             }
-            Some(Hand::Protected(page)) => world.hand = Some(Hand::Read(page, world.pages[page].content)),
-            Some(Hand::Read(page, content)) => {
+            Some(ChannelStep::Protected(page)) => {
+                world.channel_step = Some(ChannelStep::Read(page, world.pages[page].content));
+            }
+            Some(ChannelStep::Read(page, content)) => {
                 world.pages[page].copy = content;
-                world.hand = None;
+                world.channel_step = None;
             }
             None => {
                 let taken = self.work(world, |_, pending, _| {
@@ -219,7 +222,7 @@ impl Move {
                         .into_iter()
                         .find_map(|turn| (0..PAGES).find(|page| take(turn, *page)))
                 });
-                world.hand = taken.map(Hand::Taken);
+                world.channel_step = taken.map(ChannelStep::Taken);
                 if taken.is_none() {
                     world.sending = None;
                     self.tell(world, Event::PassSent { bytes: 0, listing: Duration::ZERO });
@@ -271,7 +274,7 @@ impl Model for Move {
             session,
             session_key: 0,
             todo: Vec::new(),
-            hand: None,
+            channel_step: None,
             sending: None,
             paused: false,
             deeds: 0,
@@ -393,7 +396,7 @@ fn model(answers: Answers, flaw: Flaw) -> Move {
 }
 
 #[test]
-fn in_no_order_of_events_a_page_is_missed() {
+fn no_order_of_events_misses_a_page() {
     if vmferry_testkit::skip_long_search_if_emulated() {
         return;
     }

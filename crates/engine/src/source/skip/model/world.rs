@@ -73,7 +73,7 @@ pub(super) struct Sets {
 
 /// Step of the channel's thread with the page that it has taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Hand {
+pub(super) enum ChannelStep {
     Taken(usize),
     Protected(usize),
     Read(usize, u8),
@@ -99,7 +99,7 @@ pub(super) struct World {
     /// Hash of the session's debug output, which tells two sessions apart.
     pub(super) session_key: u64,
     pub(super) todo: Vec<Todo>,
-    pub(super) hand: Option<Hand>,
+    pub(super) channel_step: Option<ChannelStep>,
     /// Pass that the channel sends, until it has reported the end of the pass.
     pub(super) sending: Option<u32>,
     pub(super) paused: bool,
@@ -113,9 +113,9 @@ impl World {
     /// Returns all that tells two states apart.
     fn key(&self) -> impl Hash + PartialEq + use<> {
         let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
-        let hands = (self.todo.clone(), self.hand, self.sending, self.paused);
+        let steps = (self.todo.clone(), self.channel_step, self.sending, self.paused);
         let counts = (self.deeds, self.live_passes, self.late, self.ended);
-        (self.pages, self.said.clone(), self.sets.clone(), kept, hands, counts, self.session_key)
+        (self.pages, self.said.clone(), self.sets.clone(), kept, steps, counts, self.session_key)
     }
 }
 
