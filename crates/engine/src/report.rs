@@ -156,8 +156,9 @@ pub enum Ended {
         /// other side runs it.
         paused: bool,
     },
-    /// The target was told to run the guest, and the source does not know whether it does. The guest
-    /// is paused on the source. Do not resume it before you know that the target does not run it.
+    /// The target was told to run the guest, and the source does not know whether it does. The
+    /// guest is paused on the source. Do not resume it before you know that the target does not
+    /// run it.
     OwnershipUnknown {
         /// The reason.
         why: String,

@@ -42,8 +42,8 @@ const SOCKET_BYTES: f64 = 3e6;
 const PASS_SPREAD: f64 = 0.005;
 const GUEST_SPREAD: f64 = 0.01;
 const WAKE_S: f64 = 0.1e-3;
-/// Share of the pages that the previous pass left. In hybrid mode, a pass that leaves a larger share
-/// is the last one.
+/// Share of the pages that the previous pass left. In hybrid mode, a pass that leaves a larger
+/// share is the last one.
 const HYBRID: f64 = vmferry_protocol::source::policy::CONVERGING;
 
 /// Assumptions of one run of the simulation.

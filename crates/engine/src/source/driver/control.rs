@@ -58,8 +58,8 @@ impl Control {
         self.state_deadline = Some(deadline);
     }
 
-    /// Sends `message`. Fails if the message was not sent within the peer timeout, or for a part of the
-    /// device state by the deadline of the state.
+    /// Sends `message`. Fails if the message was not sent within the peer timeout, or for a part of
+    /// the device state by the deadline of the state.
     pub(super) fn send(&self, context: &Context<'_>, message: &ToTarget) -> Result<(), NotSent> {
         let longest = match (message, self.state_deadline) {
             (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
