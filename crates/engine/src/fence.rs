@@ -8,9 +8,9 @@
 //! arrives late:
 //!
 //! 1. The source opens the register before it moves anything, and the register cannot be opened
-//!    again. A side that finds no register, or a register that is not open and not decided in its
-//!    favour, does not own the guest. A register that was deleted, lost or never made decides for
-//!    neither side.
+//!    again. A side that finds no register, or one that is neither open nor decided in its favour,
+//!    does not own the guest. A register that was deleted, lost or never made decides for neither
+//!    side.
 //! 2. The register changes from open to `source` or to `target` in one atomic step. At most one of
 //!    the two claims is granted, however often and however late each claim arrives. Every later
 //!    claim is answered with the owner. A side repeats a claim whose answer was lost.
